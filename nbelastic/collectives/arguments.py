@@ -1,0 +1,111 @@
+"""What every communicator checks before anything is sent.
+
+A wrong argument is a ``ValueError`` on the rank that passed it and leaves the communicator whole.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbelastic.collectives.communicator import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = [
+    "check_contiguous",
+    "check_gather",
+    "check_op",
+    "check_peer",
+    "check_per_rank",
+    "check_rank",
+    "check_scatter",
+]
+
+
+def check_contiguous(*tensors: torch.Tensor) -> None:
+    """Refuse tensors that are not one dense block of memory."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"tensor of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} "
+                "is not contiguous; pass tensor.contiguous()"
+            )
+
+
+def check_op(tensor: torch.Tensor, op: Op) -> None:
+    """Refuse an `op` that does not exist for the type of `tensor`."""
+    if tensor.dtype.is_complex and op in (Op.MIN, Op.MAX):
+        raise ValueError(f"Op.{op.name} has no meaning for {tensor.dtype}: it has no order")
+    if op is Op.AVERAGE and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        raise ValueError(
+            f"Op.AVERAGE is for floating point, not {tensor.dtype}; use Op.SUM and divide"
+        )
+
+
+def check_rank(rank: int, size: int, name: str) -> None:
+    """Refuse a `rank` outside the world; `name` is the argument's."""
+    if not 0 <= rank < size:
+        raise ValueError(f"{name} must be a rank from 0 to {size - 1}, not {rank}")
+
+
+def check_peer(rank: int, own: int, size: int, name: str) -> None:
+    """Refuse a `rank` outside the world, or the caller's own."""
+    check_rank(rank, size, name)
+    if rank == own:
+        raise ValueError(f"{name} is this rank itself ({rank}); a rank cannot message itself")
+
+
+def check_per_rank(tensors: Sequence[torch.Tensor], size: int, name: str) -> None:
+    """Refuse a sequence that does not hold a contiguous tensor of one type per rank."""
+    if len(tensors) != size:
+        raise ValueError(f"{name} must hold one tensor per rank, {size}; it holds {len(tensors)}")
+    check_contiguous(*tensors)
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) != 1:
+        raise ValueError(f"{name} must be of one dtype and device, not {_list(kinds)}")
+
+
+def check_gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor, size: int) -> None:
+    """Refuse arguments of an allgather that do not fit together."""
+    check_per_rank(outputs, size, "outputs")
+    check_contiguous(tensor)
+    for output in outputs:
+        _check_alike(output, tensor, "every output", "the tensor gathered")
+
+
+def check_scatter(
+    output: torch.Tensor, inputs: Sequence[torch.Tensor], rank: int, size: int, op: Op
+) -> None:
+    """Refuse arguments of a reduce-scatter that do not fit together."""
+    check_per_rank(inputs, size, "inputs")
+    check_contiguous(output)
+    check_op(output, op)
+    _check_alike(output, inputs[rank], "output", f"inputs[{rank}], this rank's own part")
+
+
+def check_exchange(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], rank: int, size: int
+) -> None:
+    """Refuse arguments of an all-to-all that do not fit together."""
+    check_per_rank(outputs, size, "outputs")
+    check_per_rank(inputs, size, "inputs")
+    _check_alike(outputs[rank], inputs[rank], f"outputs[{rank}]", f"inputs[{rank}]")
+
+
+def _check_alike(one: torch.Tensor, other: torch.Tensor, its_name: str, other_name: str) -> None:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        raise ValueError(
+            f"{its_name} must be like {other_name}: {_describe(one)} is not {_describe(other)}"
+        )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+
+
+def _list(kinds: set[tuple[torch.dtype, torch.device]]) -> str:
+    return ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))

@@ -1,0 +1,164 @@
+"""Every exception a user can meet, in one tree.
+
+::
+
+    NbelasticError
+    ├── OptionError                 an option of fit() is wrong (also a ValueError)
+    ├── PreflightError              refused before anything was sent to the cluster
+    │   ├── NotPicklable            the function, or something it captures, cannot travel
+    │   ├── VersionMismatch         kernel, scheduler and workers differ
+    │   └── NoSuitableWorkers       the cluster has no slot that fits and promises none
+    ├── JobError                    the job ended without a result
+    │   ├── RankFailed              user code raised; also an instance of what it raised
+    │   ├── NotEnoughWorkers        fewer than min_np for elastic_timeout
+    │   ├── ResetLimitExceeded      more membership changes than reset_limit allows
+    │   ├── NoProgress              ranks could not form, or stood still again and again
+    │   ├── ClusterLost             the scheduler or the connection to it is gone
+    │   └── JobStopped              stopped or cancelled by its user
+    ├── CollectiveError             an operation between ranks failed; HorovodInternalError
+    ├── HostsUpdatedInterrupt       the membership is about to change, as planned
+    └── NotInitialized              a rank's function was called before init()
+
+    RankExit (BaseException)        ends a rank's function from outside; ``finally`` runs
+    ├── Leaving                     its worker was asked to leave
+    ├── Stopped                     the job was stopped or cancelled
+    └── Evicted                     the others go on without this rank
+
+    JobInterrupted (KeyboardInterrupt)   the cell that ran the job was interrupted
+
+``RankExit`` is not an ``Exception``, so that an ``except Exception`` in user code cannot keep a rank
+alive that the job has parted with.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClusterLost",
+    "CollectiveError",
+    "Evicted",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "JobError",
+    "JobInterrupted",
+    "JobStopped",
+    "Leaving",
+    "NbelasticError",
+    "NoProgress",
+    "NoSuitableWorkers",
+    "NotEnoughWorkers",
+    "NotInitialized",
+    "NotPicklable",
+    "OptionError",
+    "PreflightError",
+    "RankExit",
+    "RankFailed",
+    "ResetLimitExceeded",
+    "Stopped",
+    "VersionMismatch",
+]
+
+
+class NbelasticError(Exception):
+    """Base of all errors that nbelastic raises."""
+
+
+class OptionError(NbelasticError, ValueError):
+    """An option has a value it cannot have; the message names option, value and range."""
+
+
+class PreflightError(NbelasticError):
+    """The job was refused before anything was sent to the cluster."""
+
+
+class NotPicklable(PreflightError):
+    """The function, or a variable that it captures, cannot be pickled; the message names it."""
+
+
+class VersionMismatch(PreflightError):
+    """Kernel, scheduler and workers do not run the same versions of what matters."""
+
+
+class NoSuitableWorkers(PreflightError):
+    """No worker fits ``workers=`` and ``resources=``, and none can be expected."""
+
+
+class JobError(NbelasticError):
+    """The job ended without a result."""
+
+
+class RankFailed(JobError):
+    """User code raised on one or more ranks.
+
+    What :meth:`nbelastic.Job.result` raises is also an instance of the exception that user code
+    raised, so that ``except ValueError`` catches a remote ``ValueError``; the original, where it
+    could be pickled, is its ``__cause__``.
+    """
+
+
+class NotEnoughWorkers(JobError):
+    """Fewer than ``min_np`` slots were there for ``elastic_timeout`` seconds."""
+
+
+class ResetLimitExceeded(JobError):
+    """The membership changed more often than ``reset_limit`` allows."""
+
+
+class NoProgress(JobError):
+    """The ranks could not form a generation, or stood still, several times in a row."""
+
+
+class ClusterLost(JobError):
+    """The scheduler, or the connection to it, is gone."""
+
+
+class JobStopped(JobError):
+    """The job was stopped or cancelled before its function returned."""
+
+
+class CollectiveError(NbelasticError, RuntimeError):
+    """An operation between ranks failed: a peer is gone, or the generation is over.
+
+    Inside :func:`nbelastic.elastic.run` it is caught: the state is restored to the last commit and
+    the ranks that are left form a new generation.
+    """
+
+
+HorovodInternalError = CollectiveError
+
+
+class HostsUpdatedInterrupt(NbelasticError, RuntimeError):
+    """Raised by ``commit()`` and ``check_host_updates()`` when ranks are about to join or leave.
+
+    Parameters
+    ----------
+    skip_sync : bool, default False
+        Kept for Horovod's signature; who synchronises is decided by the plan.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the membership of the job is about to change")
+        self.skip_sync = skip_sync
+
+
+class NotInitialized(NbelasticError, RuntimeError):
+    """``rank()``, ``size()`` or a collective was used before ``init()``."""
+
+
+class RankExit(BaseException):
+    """Ends a rank's function from outside. Raised by nbelastic, never to be caught for good."""
+
+
+class Leaving(RankExit):
+    """The rank's worker was asked to leave; the others go on without it."""
+
+
+class Stopped(RankExit):
+    """The job was stopped, cancelled, or has ended."""
+
+
+class Evicted(RankExit):
+    """The job has gone on without this rank; nothing it does counts any more."""
+
+
+class JobInterrupted(KeyboardInterrupt):
+    """A blocking ``fit`` was interrupted; its workers are free again."""

@@ -1,0 +1,92 @@
+"""Who is in: a pure state machine, events in, effects out.
+
+Nothing here reads a clock, starts a thread or opens a connection; the driver is the thin shell
+that does. See :class:`~nbelastic.membership.machine.Machine`.
+"""
+
+from .effects import (
+    Abort,
+    Effect,
+    End,
+    EndRank,
+    Notify,
+    Publish,
+    Record,
+    Release,
+    RestartWorker,
+    StartRank,
+)
+from .events import (
+    Beat,
+    Beats,
+    ClusterGone,
+    Event,
+    LimitsChanged,
+    LoopDone,
+    RankFailed,
+    RankFormed,
+    RankLeft,
+    RankReady,
+    RankReturned,
+    SlotBusy,
+    SlotGone,
+    SlotLeaving,
+    SlotsFound,
+    SlotSilent,
+    StopRequested,
+    Tick,
+)
+from .machine import Machine
+from .model import FRESH, Limits, Member, Outcome, Place, Plan, Slot
+from .placement import arrange, place_of
+from .roster import Phase, Stage
+from .serial import from_dict, to_dict
+from .view import RankView, View, view
+
+__all__ = [
+    "FRESH",
+    "Abort",
+    "Beat",
+    "Beats",
+    "ClusterGone",
+    "Effect",
+    "End",
+    "EndRank",
+    "Event",
+    "Limits",
+    "LimitsChanged",
+    "LoopDone",
+    "Machine",
+    "Member",
+    "Notify",
+    "Outcome",
+    "Phase",
+    "Place",
+    "Plan",
+    "Publish",
+    "RankFailed",
+    "RankFormed",
+    "RankLeft",
+    "RankReady",
+    "RankReturned",
+    "RankView",
+    "Record",
+    "Release",
+    "RestartWorker",
+    "Slot",
+    "SlotBusy",
+    "SlotGone",
+    "SlotLeaving",
+    "SlotSilent",
+    "SlotsFound",
+    "Stage",
+    "StartRank",
+    "StopRequested",
+    "Tick",
+    "View",
+    "arrange",
+    "from_dict",
+    "place_of",
+    "to_dict",
+    "view",
+]

@@ -1,0 +1,85 @@
+"""Who is in a plan, and with which rank. Pure functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from .model import Place, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["arrange", "place_of", "spread"]
+
+
+class Located(Protocol):
+    """Anything that runs on a slot."""
+
+    @property
+    def slot(self) -> Slot:
+        """Where it runs."""
+
+
+T = TypeVar("T", bound=Located)
+
+
+def arrange(
+    survivors: Sequence[T],
+    newcomers: Sequence[T],
+    *,
+    most: int | None = None,
+    per_host: int | None = None,
+) -> list[T]:
+    """Choose members and put them in the order of their ranks.
+
+    Parameters
+    ----------
+    survivors : sequence
+        Members of the generation before, in the order of their old ranks: taken first.
+    newcomers : sequence
+        The others, in the order in which they were started.
+    most : int, optional
+        Most members.
+    per_host : int, optional
+        Most members on a host.
+
+    Returns
+    -------
+    list
+        Ranks on one host are contiguous; hosts stand in the order of their first survivor, then
+        of their first newcomer; on a host, newcomers follow survivors. So survivors keep their
+        relative order.
+    """
+    hosts: dict[str, list[T]] = {}
+    count = 0
+    for candidate in (*survivors, *newcomers):
+        crew = hosts.setdefault(candidate.slot.host, [])
+        if (most is None or count < most) and (per_host is None or len(crew) < per_host):
+            crew.append(candidate)
+            count += 1
+    return [member for crew in hosts.values() for member in crew]
+
+
+def place_of(slots: Sequence[Slot], rank: int) -> Place:
+    """Return where `rank` stands when the ranks run on `slots`."""
+    host = slots[rank].host
+    first = next(i for i, slot in enumerate(slots) if slot.host == host)
+    local_rank = rank - first
+    crews = spread(slots)
+    peers = [name for name, crew in crews.items() if crew > local_rank]
+    return Place(
+        rank=rank,
+        size=len(slots),
+        local_rank=local_rank,
+        local_size=crews[host],
+        cross_rank=peers.index(host),
+        cross_size=len(peers),
+    )
+
+
+def spread(slots: Sequence[Slot]) -> dict[str, int]:
+    """Count the ranks on each host, hosts in the order of their first rank."""
+    crews: dict[str, int] = {}
+    for slot in slots:
+        crews[slot.host] = crews.get(slot.host, 0) + 1
+    return crews

@@ -1,0 +1,239 @@
+"""All that the machine remembers, and what follows from it. Nothing here changes anything."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from .cooldown import Cooldown
+from .model import FRESH, Limits, Outcome, Plan, Slot
+
+__all__ = ["HOST_STRIKES", "JOIN_WINDOW", "Phase", "Rank", "Roster", "Stage"]
+
+JOIN_WINDOW = 1.0
+"""Seconds that a newcomer waits for others that are starting, so that they join in one reset."""
+
+HOST_STRIKES = 3
+"""Failures on a host, with no commit by a rank of it in between, after which it is left out."""
+
+
+class Phase(str, enum.Enum):
+    """Where a job stands.
+
+    ``GATHERING`` waits for ranks to be ready for the next generation, ``FORMING`` for the ranks of
+    a plan to connect; in ``RUNNING`` they train; in ``FINISHING`` all have left the elastic loop;
+    in ``ENDING`` the outcome is known and ranks are being ended; ``ENDED`` is for ever.
+    """
+
+    GATHERING = "gathering"
+    FORMING = "forming"
+    RUNNING = "running"
+    FINISHING = "finishing"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class Stage(str, enum.Enum):
+    """Where a rank stands.
+
+    ``STARTING`` until it reports ready; ``READY`` without a generation; ``MEMBER`` of the present
+    one; ``DONE`` with its elastic loop, waiting for the others; ``RETURNED`` from its function;
+    ``ENDING``, told to end and not heard of since.
+    """
+
+    STARTING = "starting"
+    READY = "ready"
+    MEMBER = "member"
+    DONE = "done"
+    RETURNED = "returned"
+    ENDING = "ending"
+
+
+@dataclass
+class Rank:
+    """One start of the function. `planned` is the newest generation it was planned into."""
+
+    start: int
+    slot: Slot
+    since: float
+    stage: Stage = Stage.STARTING
+    version: int = FRESH
+    loop: int = 0
+    store: tuple[str, int] = ("", 0)
+    planned: int = 0
+    formed: bool = False
+    leaving: bool = False
+    progress: int = 0
+    waiting: bool = False
+    moved_at: float = 0.0
+    heard_at: float = 0.0
+    version_at_join: int = 0
+
+
+@dataclass
+class Roster:
+    """The machine's memory.
+
+    Attributes
+    ----------
+    generation : int
+        Number of the newest plan.
+    plan : Plan or None
+        The newest plan; in force in ``FORMING``, ``RUNNING`` and ``FINISHING``.
+    aborted : bool
+        Whether its members were told that it is over.
+    pending : bool
+        Whether its members were told that a change is coming.
+    launched : bool
+        Whether enough slots were there once.
+    founders : int
+        Starts below this number were started together, with nobody there before.
+    closed : bool
+        Whether the function turned out to be one that newcomers cannot join.
+    version : int
+        Newest commit that every member holds.
+    """
+
+    limits: Limits
+    phase: Phase = Phase.GATHERING
+    phase_since: float = 0.0
+    generation: int = 0
+    plan: Plan | None = None
+    aborted: bool = False
+    pending: bool = False
+    stopping: bool = False
+    launched: bool = False
+    founders: int = 0
+    closed: bool = False
+    version: int = 0
+    resets: int = 0
+    starts: int = 0
+    forming_failures: int = 0
+    stalls: int = 0
+    short_since: float | None = None
+    reset_causes: list[str] = field(default_factory=list)
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    slots: dict[str, Slot] = field(default_factory=dict)
+    departing: list[str] = field(default_factory=list)
+    broken_by_user: dict[int, str] = field(default_factory=dict)
+    workers_out: Cooldown = field(default_factory=Cooldown)
+    hosts_out: Cooldown = field(default_factory=Cooldown)
+    host_strikes: dict[str, int] = field(default_factory=dict)
+    outcome: Outcome | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the outcome is known."""
+        return self.phase in (Phase.ENDING, Phase.ENDED)
+
+    def members(self) -> list[Rank]:
+        """Return those of the newest plan that are still there, by rank."""
+        if self.plan is None:
+            return []
+        order = [self.ranks.get(member.start) for member in self.plan.members]
+        return [rank for rank in order if rank is not None and rank.stage != Stage.ENDING]
+
+    def in_stage(self, *stages: Stage) -> list[Rank]:
+        """Return the ranks in any of `stages`, in the order of their starts."""
+        return [rank for rank in self.ranks.values() if rank.stage in stages]
+
+    def awaited(self) -> list[Rank]:
+        """Return members that have not left the generation yet."""
+        return self.in_stage(Stage.MEMBER, Stage.DONE)
+
+    def staying(self) -> list[Rank]:
+        """Return the ranks that are there and not on their way out."""
+        return [r for r in self.ranks.values() if r.stage != Stage.ENDING and not r.leaving]
+
+    def worker_key(self, slot: Slot) -> str:
+        """Return under which key a worker cools down: with a range, its name on its host."""
+        return slot.id if self.workers_out.bounds is None else f"{slot.host}/{slot.name}"
+
+    def excluded(self, slot: Slot, now: float) -> bool:
+        """Return whether a slot's worker or host is cooling down."""
+        return self.workers_out.excludes(self.worker_key(slot), now) or self.hosts_out.excludes(
+            slot.host, now
+        )
+
+    def free_slots(self, now: float) -> list[Slot]:
+        """Return the slots on which a rank could be started now, in the order of discovery."""
+        taken = {rank.slot.id for rank in self.ranks.values()}
+        crews: dict[str, int] = {}
+        for rank in self.staying():
+            crews[rank.slot.host] = crews.get(rank.slot.host, 0) + 1
+        free = []
+        for slot in self.slots.values():
+            crew = crews.get(slot.host, 0)
+            cap = self.limits.slots_per_host
+            if (
+                slot.id not in taken
+                and slot.id not in self.departing
+                and not self.excluded(slot, now)
+                and (cap is None or crew < cap)
+            ):
+                free.append(slot)
+                crews[slot.host] = crew + 1
+        return free
+
+    def may_hire(self) -> bool:
+        """Return whether newcomers, who start the function from the top, could join."""
+        if self.ended or self.stopping or self.phase == Phase.FINISHING:
+            return False
+        if self.in_stage(Stage.RETURNED):
+            return False
+        if not self.ranks or self.plan is None:
+            return True
+        return self.plan.loop == 1 and not self.closed
+
+    def within_reach(self, now: float) -> int:
+        """Return how many ranks the job could have with what is there now."""
+        count = len(self.staying())
+        if self.may_hire():
+            count += len(self.free_slots(now))
+        return count if self.limits.max_np is None else min(count, self.limits.max_np)
+
+    def needed(self) -> int:
+        """Return how many slots the job waits for."""
+        return self.limits.min_np if self.launched else max(self.limits.np, self.limits.min_np)
+
+    def stall_suspects(self, now: float) -> list[Rank]:
+        """Return members that hold up others for longer than the stall timeout.
+
+        Somebody must have waited all that time. Those who wait, and say so, are not to blame;
+        unless everybody waits, which has no culprit among them (an empty list of suspects is
+        never returned while the generation is stalled: then it is all of them).
+        """
+        members = self.members()
+        limit = self.limits.stall_timeout
+        if now - max((rank.heard_at for rank in members), default=now) > min(limit, 5.0):
+            return []  # nobody is heard of: the messages are late, not the ranks
+        still = [rank for rank in members if now - rank.moved_at >= limit]
+        if not any(rank.waiting for rank in still):
+            return []
+        fresh = max(rank.heard_at for rank in members) - min(limit, 5.0)
+        idle = [rank for rank in still if not (rank.waiting and rank.heard_at >= fresh)]
+        if idle:
+            return idle
+        return members if len(still) == len(members) else []
+
+    def deadline(self, now: float) -> float | None:
+        """Return when time alone will change something next; None only after the end."""
+        if self.phase == Phase.ENDED:
+            return None
+        times = [r.since + self.limits.ending_timeout for r in self.in_stage(Stage.ENDING)]
+        times += [r.since + self.limits.elastic_timeout for r in self.in_stage(Stage.STARTING)]
+        times.append(now + self.limits.stall_timeout)
+        if self.phase == Phase.FORMING:
+            times.append(self.phase_since + self.limits.forming_timeout)
+        elif self.phase == Phase.GATHERING and self.awaited():
+            times.append(self.phase_since + self.limits.stall_timeout)
+        elif self.phase == Phase.RUNNING:
+            times += [r.moved_at + self.limits.stall_timeout for r in self.members()]
+            times += [r.since + JOIN_WINDOW for r in self.in_stage(Stage.READY)]
+        if self.short_since is not None:
+            times.append(self.short_since + self.limits.elastic_timeout)
+        for out in (self.workers_out, self.hosts_out):
+            end = out.next_end(now)
+            if end is not None:
+                times.append(end)
+        return min((time for time in times if time > now), default=now)

@@ -1,0 +1,86 @@
+"""Ranks as threads of one process, with real Gloo between them and no Dask."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.collectives import Rendezvous, SoloCommunicator, connect, open_store
+from nbelastic.elastic.context import LocalContext, activate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.collectives import Communicator
+
+_generations = itertools.count(1)
+
+
+class StaticContext(LocalContext):
+    """A member of a world that never changes, unless the test says so."""
+
+    def __init__(self, communicator: Communicator, source: int = 0) -> None:
+        super().__init__()
+        self.rank = self.local_rank = communicator.rank
+        self.size = self.local_size = communicator.size
+        self.generation = communicator.generation
+        self.source = source
+        self._communicator = communicator  # type: ignore[assignment]
+        self.flag = False
+        self.agreed: list[bool] = []
+
+    def change_flag(self) -> bool:
+        return self.flag
+
+    def agree(self, changed: bool) -> None:
+        self.agreed.append(changed)
+
+
+def run_ranks(size: int, function: Callable[[StaticContext], Any], *, source: int = 0) -> list[Any]:
+    """Run `function(context)` on `size` ranks and return what each returned, or raise the first."""
+    generation = next(_generations)
+    store = open_store("127.0.0.1")
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def rank_main(rank: int) -> None:
+        communicator: Communicator
+        if size == 1:
+            communicator = SoloCommunicator(generation=generation)
+        else:
+            communicator = connect(
+                Rendezvous(
+                    job="test",
+                    generation=generation,
+                    rank=rank,
+                    size=size,
+                    store=store.address,
+                    bind="127.0.0.1",
+                    timeout_s=30.0,
+                )
+            )
+        try:
+            communicator.connect()
+            context = StaticContext(communicator, source)
+            with activate(context):
+                results[rank] = function(context)
+        except BaseException as error:
+            errors[rank] = error
+            communicator.abort(f"rank {rank} raised {error!r}")
+        finally:
+            communicator.close()
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}")
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.close()
+    for error in errors:
+        if error is not None:
+            raise error
+    return results
