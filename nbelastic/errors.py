@@ -26,8 +26,8 @@
 
     JobInterrupted (KeyboardInterrupt)   the cell that ran the job was interrupted
 
-``RankExit`` is not an ``Exception``, so that an ``except Exception`` in user code cannot keep a rank
-alive that the job has parted with.
+``RankExit`` is not an ``Exception``, so that an ``except Exception`` in user code cannot keep a
+rank alive that the job has parted with.
 """
 
 from __future__ import annotations

@@ -1,0 +1,7 @@
+"""The kernel's side of a job: ``fit``, the driver thread, and the ``Job`` that its owner holds."""
+
+from .fit import fit
+from .job import Job
+from .status import HistoryEvent, JobStatus, RankStatus
+
+__all__ = ["HistoryEvent", "Job", "JobStatus", "RankStatus", "fit"]

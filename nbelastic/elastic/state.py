@@ -14,14 +14,23 @@ a generation has formed  ``on_reset()`` on ranks whose rank or size is not what 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
 
 from nbelastic.elastic.context import current
+from nbelastic.elastic.transfer import Parcel, spread
+from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["State"]
+    from nbelastic.elastic.sampler import ShardSampler
+    from nbelastic.elastic.shards import Deal
+
+__all__ = ["ObjectState", "State"]
 
 
 class State:
@@ -102,3 +111,125 @@ class State:
     def sync(self) -> None:
         """Make all ranks equal to the rank that holds the newest state."""
         raise NotImplementedError
+
+
+class ObjectState(State):
+    """Plain Python values, as attributes.
+
+    Parameters
+    ----------
+    bcast_object, get_rank : optional
+        Ignored; accepted for Horovod's signature.
+    **values
+        Initial values; later ones are assigned to the attributes. They must be picklable, and
+        copying them at each commit should be cheap. Attributes that are not named here are neither
+        saved nor synchronised.
+
+    Examples
+    --------
+    >>> state = ObjectState(epoch=0, losses=[])
+    >>> state.losses.append(0.5)
+    >>> state.restore()
+    >>> state.losses
+    []
+    """
+
+    def __init__(
+        self, bcast_object: object = None, get_rank: object = None, **values: object
+    ) -> None:
+        super().__init__()
+        del bcast_object, get_rank
+        for name in values:
+            if name.startswith("_") or hasattr(type(self), name):
+                raise OptionError(f"a state cannot have a value named {name!r}: choose another")
+        self._names = tuple(values)
+        self.__dict__.update(values)
+        self.save()
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    # -- what kinds of states do differently -----------------------------------------------------
+
+    def _samplers(self) -> list[ShardSampler]:
+        """Return the samplers among the values, in an order that is the same on all ranks."""
+        from nbelastic.elastic.sampler import ShardSampler
+
+        values = (getattr(self, name) for name in self._names)
+        return [value for value in values if isinstance(value, ShardSampler)]
+
+    def _pack(self) -> Parcel:
+        """Return all values but samplers for those who are behind."""
+        samplers = self._samplers()
+        values = {name: getattr(self, name) for name in self._names}
+        return Parcel(
+            cloudpickle.dumps(
+                {k: v for k, v in values.items() if not any(v is each for each in samplers)}
+            )
+        )
+
+    def _unpack(self, parcel: Parcel) -> None:
+        """Take over what another rank has packed."""
+        self.__dict__.update(pickle.loads(parcel.head))
+
+    # -- the life of a state ---------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Keep copies of the present values as the last commit."""
+        values = {name: getattr(self, name) for name in self._names}
+        samplers = self._samplers()
+        self._saved = copy.deepcopy(values, {id(each): each for each in samplers})
+        self._saved_samplers = [(each, each.snapshot()) for each in samplers]
+
+    def restore(self) -> None:
+        """Go back to exactly the last commit."""
+        memo = {id(each): each for each, _ in self._saved_samplers}
+        self.__dict__.update(copy.deepcopy(self._saved, memo))
+        for sampler, snapshot in self._saved_samplers:
+            sampler.go_back(snapshot)
+
+    def sync(self) -> None:
+        """Make all ranks equal to rank ``current().source``, and save.
+
+        What ranks did apart (samples they recorded) is added up. All ranks call it at once.
+        """
+        context = current()
+        context.communicator()
+        others = [rank for rank in range(context.size) if rank != context.source]
+        self._come_together(unsettled=(), receivers=others, resumed=False)
+        self.save()
+
+    def align(self, behind: Sequence[int]) -> None:
+        """Bring all members of a new generation to the same state; see :meth:`State.align`.
+
+        Raises
+        ------
+        CollectiveError
+            A peer is gone. This rank's values have not changed.
+        """
+        self._come_together(unsettled=behind, receivers=behind, resumed=True)
+
+    def leave(self) -> None:
+        """Add up what the ranks did apart, so that nobody who leaves takes it along."""
+        self._come_together(unsettled=(), receivers=(), resumed=True)
+
+    def _come_together(
+        self, *, unsettled: Sequence[int], receivers: Sequence[int], resumed: bool
+    ) -> None:
+        """Exchange everything first, then take it over."""
+        context = current()
+        samplers = self._samplers()
+        deals: Sequence[Deal] = ()
+        if samplers:
+            from nbelastic.elastic.settlement import settle_together
+
+            deals = settle_together(samplers, context, unsettled)
+        if context.rank in receivers or (receivers and context.rank == context.source):
+            members = [context.source, *receivers]
+            parcel = self._pack() if context.rank == context.source else None
+            parcel = spread(context.communicator(), members, parcel)
+            if context.rank != context.source:
+                self._unpack(parcel)
+        for sampler, deal in zip(samplers, deals, strict=True):
+            sampler.install(deal, context.rank, resumed=resumed)

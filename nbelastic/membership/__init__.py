@@ -42,6 +42,14 @@ from .placement import arrange, place_of
 from .roster import Phase, Stage
 from .serial import from_dict, to_dict
 from .view import RankView, View, view
+from .wire import (
+    pack_event,
+    pack_place,
+    pack_plan,
+    unpack_event,
+    unpack_place,
+    unpack_plan,
+)
 
 __all__ = [
     "FRESH",
@@ -86,7 +94,13 @@ __all__ = [
     "View",
     "arrange",
     "from_dict",
+    "pack_event",
+    "pack_place",
+    "pack_plan",
     "place_of",
     "to_dict",
+    "unpack_event",
+    "unpack_place",
+    "unpack_plan",
     "view",
 ]

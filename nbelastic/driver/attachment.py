@@ -1,0 +1,66 @@
+"""What ``cluster=`` may be, and how to come to a client from it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from distributed import Client, LocalCluster
+
+from nbelastic.errors import ClusterLost, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .options import Options
+
+__all__ = ["attach_client"]
+
+
+def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], None]]:
+    """Return a connected client and a function that closes whatever was opened for it.
+
+    Parameters
+    ----------
+    cluster : Client, Cluster, str or None
+        As :func:`nbelastic.fit` takes it.
+    options : Options
+        For the size of an embedded cluster.
+    """
+    if cluster is None:
+        return _embedded(options)
+    if isinstance(cluster, Client):
+        if cluster.asynchronous:
+            raise OptionError("cluster: this client is asynchronous; pass a synchronous one")
+        if cluster.status != "running":
+            raise ClusterLost(f"cluster: the client is {cluster.status}, not running")
+        return cluster, _nothing
+    if isinstance(cluster, str) or hasattr(cluster, "scheduler_address"):
+        return _connected(cluster)
+    raise OptionError(
+        f"cluster={cluster!r}: must be a Dask Client, a cluster, a scheduler's address, or None"
+    )
+
+
+def _connected(cluster: Any) -> tuple[Client, Callable[[], None]]:
+    try:
+        client = Client(cluster, set_as_default=False)
+    except OSError as error:
+        raise ClusterLost(f"cluster={cluster!r}: no scheduler answers there ({error})") from error
+    return client, client.close
+
+
+def _embedded(options: Options) -> tuple[Client, Callable[[], None]]:
+    workers = options.max_np or options.np or options.min_np or os.cpu_count() or 1
+    cluster = LocalCluster(n_workers=workers, dashboard_address=None)
+    client = Client(cluster, set_as_default=False)
+
+    def close() -> None:
+        client.close()
+        cluster.close()
+
+    return client, close
+
+
+def _nothing() -> None:
+    """Leave the client alone: it belongs to its user."""

@@ -1,0 +1,161 @@
+"""``fit``: from a function and a cluster to a running job."""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.cluster import Link, check_versions, own_versions, pack_function
+from nbelastic.errors import OptionError
+
+from .attachment import attach_client
+from .job import Job
+from .options import Options
+from .shell import Driver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+__all__ = ["fit"]
+
+
+def fit(
+    fn: Callable[..., Any],
+    *,
+    cluster: Any = None,
+    args: Iterable[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    workers: str | Iterable[str] | None = None,
+    resources: Mapping[str, float] | None = None,
+    slots_per_host: int | None = None,
+    reset_limit: int | None = None,
+    elastic_timeout: float = 600,
+    stall_timeout: float = 60,
+    heartbeat_timeout: float = 10,
+    blacklist_cooldown: tuple[float, float] | None = None,
+    name: str | None = None,
+    block: bool = True,
+) -> Job:
+    """Train elastically on a Dask cluster.
+
+    Parameters
+    ----------
+    fn : callable
+        The training function. It runs on every rank, from the top, with ``args`` and ``kwargs``.
+    cluster : Client, Cluster or str, optional
+        A Dask client, a cluster, or a scheduler's address. Without it a ``LocalCluster`` is
+        started for the job, with ``np`` (or ``max_np``, or as many as cores) workers, and closed at
+        its end.
+    args, kwargs : iterable, mapping, optional
+        What to call the function with.
+    np : int, optional
+        How many slots to wait for before anything starts.
+    min_np, max_np : int, optional
+        Fewest and most ranks that may train. They default to ``np``; without ``np``, to 1 and to
+        all that the cluster ever offers.
+    workers : str or iterable of str, optional
+        Addresses, names or hosts of the workers to use, as in ``Client.submit``.
+    resources : mapping of str to float, optional
+        What a worker must offer, per rank, as in ``Client.submit``: ``{"GPU": 1}``.
+    slots_per_host : int, optional
+        Most ranks on one host.
+    reset_limit : int, optional
+        Most changes of membership; without it, any number.
+    elastic_timeout : float, default 600
+        Seconds to wait for enough workers, and for a started rank to be ready.
+    stall_timeout : float, default 60
+        Seconds that a rank may hold up others which wait for it, before they go on without it.
+    heartbeat_timeout : float, default 10
+        Seconds without a heartbeat after which a worker counts as frozen.
+    blacklist_cooldown : tuple of (float, float), optional
+        A worker that failed is left out for ``lo`` seconds, then ``2 * lo``, up to ``hi``; known
+        by name and host, so that a restart does not hide it. Without it, a worker process whose
+        rank failed is not used again by this job.
+    name : str, optional
+        Name of the job, unique on the cluster; made up if not given.
+    block : bool, default True
+        Wait for the end and raise what went wrong. An interrupt then stops the job at its next
+        commit, a second one at once.
+
+    Returns
+    -------
+    Job
+        With ``block=True`` after its end.
+
+    Raises
+    ------
+    OptionError
+        An option has a value that it cannot have.
+    PreflightError
+        ``NotPicklable`` or ``VersionMismatch``: nothing was started.
+    JobError
+        With ``block=True``: why the job has no result; see :meth:`Job.result`.
+    JobInterrupted
+        With ``block=True``: the job ended because it was interrupted.
+
+    Examples
+    --------
+    >>> job = nbelastic.fit(train, cluster=client, min_np=2, max_np=8)  # doctest: +SKIP
+    >>> job.result()  # doctest: +SKIP
+    """
+    if not callable(fn):
+        raise OptionError(f"fn={fn!r}: must be a function")
+    job_name = _check_name(name)
+    options = Options(
+        np=np,
+        min_np=min_np,
+        max_np=max_np,
+        workers=(workers,) if isinstance(workers, str) else tuple(workers) if workers else None,
+        resources=dict(resources or {}),
+        slots_per_host=slots_per_host,
+        reset_limit=reset_limit,
+        elastic_timeout=elastic_timeout,
+        stall_timeout=stall_timeout,
+        heartbeat_timeout=heartbeat_timeout,
+        blacklist_cooldown=blacklist_cooldown,
+    )
+    payload = pack_function(fn, tuple(args), dict(kwargs or {}))
+    client, cleanup = attach_client(cluster, options)
+    try:
+        check_versions(client)
+        driver = Driver(job_name, options, cleanup)
+        link = Link(client, job_name, driver.receive)
+        link.open(payload, _spec(options))
+    except BaseException:
+        cleanup()
+        raise
+    driver.start(link)
+    job = Job(driver)
+    if block:
+        _block(job)
+    return job
+
+
+def _spec(options: Options) -> dict[str, Any]:
+    return {
+        "workers": None if options.workers is None else [str(w) for w in options.workers],
+        "resources": options.resources,
+        "versions": own_versions(),
+        "heartbeat_timeout": float(options.heartbeat_timeout),
+    }
+
+
+def _check_name(name: str | None) -> str:
+    if name is None:
+        return f"job-{uuid.uuid4().hex[:8]}"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+        raise OptionError(
+            f"name={name!r}: letters, digits, '_', '.' and '-', at most 64, a letter or digit first"
+        )
+    return name
+
+
+def _block(job: Job) -> None:
+    if threading.current_thread() is threading.main_thread():
+        job.wait_interruptibly()
+    job.results()

@@ -1,0 +1,267 @@
+"""Samples that are dealt anew when ranks come and go, each of them once per epoch.
+
+:class:`ShardSampler` is Horovod's ``ElasticSampler`` without PyTorch, of which
+:mod:`nbelastic.torch.elastic` makes a ``torch.utils.data.Sampler``. It keeps what one rank has
+done. How shares are computed is in :mod:`nbelastic.elastic.shards`; how the ranks of a generation
+come together on what all of them have done, in :mod:`nbelastic.elastic.settlement`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbelastic.elastic.context import current
+from nbelastic.elastic.shards import Claim, Deal, Indices, Order, Wire, settle
+from nbelastic.errors import NotInitialized
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sized
+
+__all__ = ["SamplerSnapshot", "ShardSampler"]
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerSnapshot:
+    """A sampler at a commit: where its logs ended, not what is in them."""
+
+    deal: Deal
+    rank: int
+    spans: list[tuple[int, int]]
+    n_spans: int
+    last_span: tuple[int, int] | None
+    indices: list[int]
+    n_indices: int
+
+
+class ShardSampler:
+    """Deal the samples of a dataset to the ranks, and those not yet done again after a change.
+
+    The order of an epoch is fixed by `seed` and the epoch's number. A rank's share is fixed from
+    one change of membership to the next, and of the same length on all ranks: where the rest does
+    not divide evenly it is padded from its start. What was recorded as done is left out of the
+    shares after a change, whoever did it.
+
+    Parameters
+    ----------
+    dataset : sized
+        What to take samples of; only its length matters.
+    shuffle : bool, default True
+        Whether to shuffle, differently in each epoch.
+    seed : int, default 0
+        What the shuffling starts from; the same on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self._resumed = False
+        self._rank, size = _place()
+        self._start(Deal.new(self._order(0), size))
+
+    def _order(self, epoch: int) -> Order:
+        length, epoch = len(self.dataset), operator.index(epoch)
+        return Order(length, epoch, operator.index(self.seed), bool(self.shuffle))
+
+    def _start(self, deal: Deal) -> None:
+        """Begin to work on a deal. The logs are new lists: snapshots keep the old ones."""
+        self._deal = deal
+        self._spans: list[tuple[int, int]] = []
+        self._indices: list[int] = []
+
+    # -- what users call -------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present epoch."""
+        return self._deal.order.epoch
+
+    @property
+    def rank(self) -> int:
+        """Whose share this is."""
+        return self._rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that the samples were dealt to."""
+        return self._deal.size
+
+    @property
+    def num_samples(self) -> int:
+        """Length of each rank's share, padding included, at the present number of ranks."""
+        return -(-self._deal.left // _place()[1])
+
+    @property
+    def total_size(self) -> int:
+        """Length of all shares together."""
+        return self.num_samples * _place()[1]
+
+    @property
+    def remaining_indices(self) -> list[int]:
+        """All samples that were dealt, in their order, without padding."""
+        return _ints(self._deal.remaining)
+
+    @property
+    def processed_indices(self) -> set[int]:
+        """Samples of this epoch known to be done: before the deal by anyone, since by this rank."""
+        return set(_ints(self._done()))
+
+    @property
+    def processed_num(self) -> int:
+        """Number of samples in :attr:`processed_indices`."""
+        return len(self._done())
+
+    def _done(self) -> Indices:
+        return np.flatnonzero(self._deal.done | self.claim().mask(self._deal))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: forget what was done, and deal all samples.
+
+        Best called at the end of the epoch before. A training function that calls it at the start
+        of each epoch is served too: when the function is called again after a change of
+        membership, its first call with the epoch that is under way keeps what was done.
+        """
+        if self._resumed and epoch == self.epoch:
+            self._resumed = False
+            return
+        self._resumed = False
+        self._rank, size = _place()
+        self._start(Deal.new(self._order(epoch), size, self._deal.settled))
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """Return the samples of a batch of this rank's share."""
+        start = batch_idx * batch_size
+        return _ints(self._deal.shard(self._rank)[start : start + batch_size])
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Record that a batch is done.
+
+        Parameters
+        ----------
+        batch_idx : int
+            Which one, counted from 0 from the start of the iteration over the sampler.
+        batch_size : int
+            Number of samples in all batches but the last.
+        """
+        self._resumed = False
+        start = max(batch_idx * batch_size, 0)
+        stop = min(start + batch_size, self._deal.per_rank)
+        if start >= stop:
+            return
+        if self._spans and self._spans[-1][1] == start:
+            start = self._spans.pop()[0]
+        self._spans.append((start, stop))
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Record that samples are done, by their indices."""
+        self._resumed = False
+        done = [operator.index(index) for index in indices]
+        if done and not 0 <= min(done) <= max(done) < self._deal.order.length:
+            raise ValueError(f"indices must be within 0 … {self._deal.order.length - 1}")
+        self._indices.extend(done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and what this rank knows to be done of it, for a checkpoint."""
+        return {"epoch": self.epoch, "processed_indices": self.processed_indices}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint. To be called alike on all ranks, or before the elastic loop."""
+        order = self._order(state_dict["epoch"])
+        done = np.zeros(order.length, dtype=np.bool_)
+        if "processed_indices" in state_dict:
+            done[np.fromiter(state_dict["processed_indices"], dtype=np.int64)] = True
+        else:
+            done[order.indices[: state_dict["processed_num"]]] = True
+        self._rank, size = _place()
+        self._start(Deal(order, done, size, self._deal.settled))
+
+    def reset(self) -> None:
+        """Deal again what is left, to the present number of ranks.
+
+        A :class:`~nbelastic.elastic.State` with this sampler does better, by itself: it brings the
+        ranks together first. Here each rank knows only of itself, so what it has done stays its own
+        until then, and is dealt again where there are others.
+        """
+        own = np.flatnonzero(self.claim().mask(self._deal))
+        self._rank, size = _place()
+        if self._deal.size == size == 1:
+            self._start(settle(self._deal, [self.claim()], size))
+            return
+        self._start(Deal(self._deal.order, self._deal.done, size, self._deal.settled))
+        self._indices.extend(_ints(own))
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over this rank's share, as it is now: later changes do not disturb it."""
+        self._resumed = False
+        if (self._rank, self._deal.size) != _place():
+            self.reset()
+        return iter(_ints(self._deal.shard(self._rank)))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    # -- what states call ------------------------------------------------------------------------
+
+    def snapshot(self) -> SamplerSnapshot:
+        """Return what :meth:`go_back` needs. Costs the same however much was done."""
+        spans, indices = self._spans, self._indices
+        last = spans[-1] if spans else None
+        return SamplerSnapshot(
+            self._deal, self._rank, spans, len(spans), last, indices, len(indices)
+        )
+
+    def go_back(self, to: SamplerSnapshot) -> None:
+        """Be exactly as when the snapshot was taken."""
+        # Logs only grow, but for their last span; so what is kept are copies of their beginnings.
+        self._start(to.deal)
+        self._rank = to.rank
+        if to.last_span is not None:
+            self._spans = [*to.spans[: to.n_spans - 1], to.last_span]
+        self._indices = to.indices[: to.n_indices]
+
+    def claim(self) -> Claim:
+        """Return what this rank has done since the deal."""
+        deal = self._deal
+        indices = np.array(self._indices, dtype=np.int64)
+        return Claim(deal.key, deal.settled, self._rank, tuple(self._spans), indices)
+
+    def settle(self, claims: Iterable[Claim], size: int) -> Deal:
+        """Return what is left after `claims`, dealt to `size` ranks; change nothing."""
+        return settle(self._deal, claims, size)
+
+    def unpack(self, wire: Wire, size: int) -> Deal:
+        """Return the deal that another rank has packed; change nothing."""
+        return Deal.unpack(wire, self._deal.order, size)
+
+    def install(self, deal: Deal, rank: int, *, resumed: bool = False) -> None:
+        """Work on a share of `deal`, which all ranks have settled on.
+
+        Parameters
+        ----------
+        deal : Deal
+            What all ranks have left.
+        rank : int
+            Whose share.
+        resumed : bool, default False
+            Whether the training function is about to be called again; see :meth:`set_epoch`.
+        """
+        self._start(deal)
+        self._rank = rank
+        self._resumed = resumed
+
+
+def _place() -> tuple[int, int]:
+    try:
+        context = current()
+    except NotInitialized:
+        return 0, 1
+    return context.rank, context.size
+
+
+def _ints(indices: Indices) -> list[int]:
+    values: list[int] = indices.tolist()
+    return values

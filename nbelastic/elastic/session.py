@@ -1,0 +1,370 @@
+"""One rank's side of the membership: it reports ready, receives plans, and can be interrupted.
+
+Who does what
+-------------
+The *rank's thread* runs the user's function and every method of :class:`Session` but ``on_…`` and
+``beat``. The *agent's thread* (an event loop) delivers messages through ``on_…``; these never
+block: they note what has come, under the one lock, wake the rank's thread, and break its
+communicator where its generation is over. Nothing else is shared.
+
+Where the rank can be
+---------------------
+============  ====================================================================================
+outside       setting up, or done with a generation; reported nothing, or that it has left
+waiting       has reported ready(left = newest generation heard of), waits for a later plan
+forming       has taken a plan, connects; an abort of that generation frees it
+member        has reported formed; trains. Its generation ends by an abort, or at an agreed step
+parked        its elastic loop has returned; waits until all have, or for an abort
+============  ====================================================================================
+
+Messages may be late. ``_heard`` is the newest generation that a plan or an abort has named: plans
+and aborts that are not newer change nothing, and an abort that overtakes its plan makes the rank
+report ready again, for a later one. An order to end is final; it is obeyed where the rank waits,
+at its next call, or, if it is in user code, by an exception raised in its thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import TYPE_CHECKING
+
+from nbelastic.collectives import Op, Rendezvous, SoloCommunicator, connect, open_store
+from nbelastic.elastic.context import Context
+from nbelastic.errors import (
+    CollectiveError,
+    Evicted,
+    HostsUpdatedInterrupt,
+    Leaving,
+    RankExit,
+    Stopped,
+)
+from nbelastic.membership import (
+    FRESH,
+    Beat,
+    LoopDone,
+    Place,
+    Plan,
+    RankFormed,
+    RankReady,
+    place_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.collectives import Communicator, Store
+    from nbelastic.elastic.port import Port, RankSpec
+
+__all__ = ["Session"]
+
+_EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
+
+
+class Session(Context):
+    """A rank of a job; made, used and closed in the thread that runs the user's function."""
+
+    def __init__(self, spec: RankSpec, port: Port) -> None:
+        self._spec = spec
+        self._port = port
+        self._thread = threading.get_ident()
+        self._changed = threading.Condition()
+        self._store: Store | None = None
+        self._communicator: Communicator | None = None
+        self._heard = 0
+        self._aborted = 0
+        self._next_plan: Plan | None = None
+        self._released = 0
+        self._noticed = 0
+        self._end: tuple[str, str] | None = None
+        self._member = False
+        self._parked = False
+        self._in_user_code = False
+        self._in_wait = False
+        self._carried: list[bool] = []
+        self._loops = 0
+        self._steps = 0
+        self.plan: Plan | None = None
+        self.version = FRESH
+        self.generation = 0
+        self.source = 0
+        self._take_place(spec.place)
+
+    # -- what the agent delivers ---------------------------------------------------------------
+
+    def on_plan(self, plan: Plan) -> None:
+        """Take in a plan that names this rank."""
+        with self._changed:
+            if plan.generation > self._heard:
+                self._heard = plan.generation
+                self._next_plan = plan
+                self._changed.notify_all()
+
+    def on_abort(self, generation: int, reason: str) -> None:
+        """Take in that a generation is over."""
+        with self._changed:
+            self._heard = max(self._heard, generation)
+            self._aborted = max(self._aborted, generation)
+            if self._next_plan is not None and self._next_plan.generation <= generation:
+                self._next_plan = None
+            if self.generation <= generation and self._communicator is not None:
+                self._communicator.abort(reason)
+            self._member = self._member and self.generation > generation
+            self._changed.notify_all()
+
+    def on_notice(self, generation: int) -> None:
+        """Take in that the membership of a generation is about to change."""
+        with self._changed:
+            self._noticed = max(self._noticed, generation)
+
+    def on_release(self, generation: int) -> None:
+        """Take in that all members of a generation have left their elastic loop."""
+        with self._changed:
+            self._released = max(self._released, generation)
+            self._changed.notify_all()
+
+    def on_end(self, how: str, reason: str) -> None:
+        """Take in that this rank is to end; the first such order but ``leave`` is final."""
+        with self._changed:
+            if self._end is not None and self._end[0] != "leave":
+                return
+            self._end = (how, reason)
+            if how == "leave" and self._member:
+                return  # at the step that all members agree on
+            if self._communicator is not None:
+                self._communicator.abort(reason)
+            self._changed.notify_all()
+            if self._in_user_code and not self._in_wait:
+                _raise_in_thread(self._thread, _EXITS.get(how, Stopped))
+
+    def beat(self) -> Beat:
+        """Return what the next heartbeat should say. Any thread may call it."""
+        communicator = self._communicator
+        done = 0 if communicator is None else communicator.completed
+        waits = self._parked or (communicator is not None and communicator.waiting)
+        progress = (self._steps << 32) + (self.generation << 20) + done
+        return Beat(self._spec.start, progress & (2**62 - 1), waits, self.version)
+
+    # -- the user's function -------------------------------------------------------------------
+
+    def run_user(self, function: Callable[[], object]) -> object:
+        """Call `function` so that an order to end reaches it wherever it is in Python code."""
+        try:
+            with self._changed:
+                self._in_user_code = True
+                self._obey()
+            return function()
+        finally:
+            with self._changed:
+                self._in_user_code = False
+                _raise_in_thread(self._thread, None)
+
+    def _obey(self) -> None:
+        """Raise what this rank was told to end with, unless that has to wait."""
+        if self._end is not None:
+            how, reason = self._end
+            if how != "leave" or not self._member:
+                raise _EXITS.get(how, Stopped)(reason)
+
+    # -- generations -----------------------------------------------------------------------------
+
+    def next_loop(self) -> int:
+        """Count an elastic loop and return its number, from 1."""
+        self._loops += 1
+        return self._loops
+
+    def form(self, loop: int, *, failed: bool = False, detail: str = "") -> Plan:
+        """Leave the present generation and become a member of the next.
+
+        Parameters
+        ----------
+        loop : int
+            Which elastic loop the rank is about to enter; 0 outside one.
+        failed : bool, default False
+            Whether the generation is left because an operation failed.
+        detail : str, optional
+            What failed.
+
+        Raises
+        ------
+        RankExit
+            This rank ends instead.
+        """
+        self._drop_communicator()
+        if self._store is None:
+            self._store = open_store(self._spec.bind)
+        while True:
+            plan = self._await_plan(loop, failed, detail)
+            try:
+                self._connect(plan)
+            except CollectiveError as error:
+                self._drop_communicator()
+                failed, detail = True, str(error)
+            else:
+                return plan
+
+    def _await_plan(self, loop: int, failed: bool, detail: str) -> Plan:
+        assert self._store is not None
+        with self._changed:
+            self._member = False
+            reported = -1
+            while True:
+                self._obey()
+                plan, self._next_plan = self._next_plan, None
+                if plan is not None and reported >= 0:
+                    return plan
+                if self._heard != reported:
+                    reported = self._heard
+                    self._port.report(
+                        RankReady(
+                            start=self._spec.start,
+                            left=reported,
+                            version=self.version,
+                            loop=loop,
+                            store=self._store.address,
+                            failed=failed,
+                            detail=detail,
+                        )
+                    )
+                self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the agent to deliver something. The lock is held."""
+        self._in_wait = True
+        try:
+            self._changed.wait()
+        finally:
+            self._in_wait = False
+
+    def _connect(self, plan: Plan) -> None:
+        rank = plan.rank_of(self._spec.start)
+        assert rank is not None
+        size = len(plan.members)
+        communicator: Communicator
+        if size == 1:
+            communicator = SoloCommunicator(generation=plan.generation)
+        else:
+            communicator = connect(
+                Rendezvous(
+                    job=self._spec.job,
+                    generation=plan.generation,
+                    rank=rank,
+                    size=size,
+                    store=plan.members[0].store,
+                    bind=self._spec.bind,
+                    timeout_s=self._spec.operation_timeout_s,
+                )
+            )
+        with self._changed:
+            self._communicator = communicator
+            self.plan, self.generation, self.source = plan, plan.generation, plan.source
+            if self._aborted >= plan.generation:
+                raise CollectiveError(f"generation {plan.generation} is over")
+            self._obey()
+            self._member = True
+        communicator.connect()
+        self._carried.clear()
+        self._take_place(place_of([member.slot for member in plan.members], rank))
+        self._steps += 1
+        self._port.report(RankFormed(self._spec.start, plan.generation))
+
+    def _drop_communicator(self) -> None:
+        with self._changed:
+            communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+
+    def _take_place(self, place: Place) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.cross_rank, self.cross_size = place.cross_rank, place.cross_size
+
+    def synchronized(self, plan: Plan) -> None:
+        """Note that this rank has the state of the generation."""
+        self.version = max(plan.version, 0)
+        self._steps += 1
+
+    def finish_loop(self) -> None:
+        """Wait until all members have left their elastic loop.
+
+        Raises
+        ------
+        CollectiveError
+            A member failed before: all go back to their last commit.
+        """
+        generation = self.generation
+        with self._changed:
+            self._parked = True
+            self._port.report(LoopDone(self._spec.start, generation, self.version))
+            try:
+                while self._released < generation:
+                    if not self._member:
+                        raise CollectiveError("a member failed before all had left the loop")
+                    self._obey()
+                    self._wait()
+            finally:
+                self._parked = False
+
+    def close(self) -> None:
+        """Let go of everything. The rank's last act."""
+        self._drop_communicator()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    # -- Context ---------------------------------------------------------------------------------
+
+    def communicator(self) -> Communicator:
+        """Return the communicator of the present generation; form the first if there is none."""
+        with self._changed:
+            self._obey()
+            communicator = self._communicator
+        if communicator is None:
+            self.form(loop=0)
+            communicator = self._communicator
+            assert communicator is not None
+        return communicator
+
+    def change_flag(self) -> bool:
+        """Return whether this rank has heard of a change to its generation."""
+        return self._noticed >= self.generation or self._end is not None
+
+    def agree(self, changed: bool) -> None:
+        """Note the flag that came out of a reduction over all ranks."""
+        self._carried.append(changed)
+
+    def committed(self) -> None:
+        """Count a commit."""
+        self.version += 1
+
+    def check_membership(self) -> None:
+        """Leave the generation here if all ranks have agreed to; see :class:`Context`."""
+        with self._changed:
+            self._obey()
+            if self.generation == 0:
+                return
+            if not self._member:
+                raise CollectiveError(f"generation {self.generation} is over")
+        if self.size == 1:
+            changed = self.change_flag()
+        elif self._carried:
+            changed = any(self._carried)
+        else:
+            changed = self._ask_all()
+        self._carried.clear()
+        if changed:
+            raise HostsUpdatedInterrupt
+
+    def _ask_all(self) -> bool:
+        import torch
+
+        flag = torch.tensor([self.change_flag()], dtype=torch.int32)
+        self.communicator().allreduce(flag, Op.MAX)
+        return bool(flag.item())
+
+
+def _raise_in_thread(thread: int, kind: type[RankExit] | None) -> None:
+    """Have `kind` raised in a thread at its next bytecode; None takes back what is pending."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), ctypes.py_object(kind) if kind is not None else None
+    )

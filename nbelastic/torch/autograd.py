@@ -1,0 +1,132 @@
+"""Collectives that autograd knows: each one's gradient is a collective too.
+
+A gradient may be computed in a thread of autograd's own, so each operation remembers the context
+that it ran in. As with every collective, all ranks must go through the same ones in the same order,
+backwards too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbelastic.collectives import Op
+from nbelastic.torch import ops
+
+if TYPE_CHECKING:
+    from nbelastic.elastic.context import Context
+
+__all__ = ["Allgather", "Allreduce", "Alltoall", "Broadcast", "Reducescatter"]
+
+# The bases are untyped in torch's own annotations.
+
+
+class Allreduce(torch.autograd.Function):
+    """Reduce tensors; the gradient is reduced in the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, context: Context, op: Op, prescale: float, postscale: float, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return a reduced tensor for each of `tensors`."""
+        ctx.options = (context, op, prescale, postscale)
+        outputs = [torch.empty_like(tensor) for tensor in tensors]
+        pending = ops.allreduce(context.communicator(), tensors, outputs, op, prescale, postscale)
+        return tuple(pending.wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Reduce the gradients over all ranks."""
+        op = ctx.options[1]
+        if op not in (Op.AVERAGE, Op.SUM):
+            raise NotImplementedError(
+                f"the gradient of an allreduce with {op} is not defined; use Average or Sum, or "
+                "detach() the tensor"
+            )
+        return None, None, None, None, *Allreduce.apply(*ctx.options, *grads)
+
+
+class Allgather(torch.autograd.Function):
+    """Concatenate tensors of all ranks; the gradient is the average of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Context, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the concatenation along the first dimension."""
+        communicator = context.communicator()
+        pending, lengths = ops.allgather(communicator, tensor)
+        ctx.context, ctx.shape = context, tensor.shape
+        ctx.start, ctx.length = sum(lengths[: communicator.rank]), lengths[communicator.rank]
+        return pending.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Average the gradients over all ranks and take this rank's rows."""
+        (reduced,) = Allreduce.apply(ctx.context, Op.AVERAGE, 1.0, 1.0, *grads)
+        return None, reduced.narrow(0, ctx.start, ctx.length).reshape(ctx.shape)
+
+
+class Broadcast(torch.autograd.Function):
+    """Copy a tensor of one rank; the gradient is the average for that rank, zero for others."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Context, root: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the root's tensor."""
+        ctx.context, ctx.root = context, root
+        output = torch.empty_like(tensor)
+        ops.broadcast(context.communicator(), [tensor], [output], root).wait()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Average the gradients over all ranks, for the root alone."""
+        (reduced,) = Allreduce.apply(ctx.context, Op.AVERAGE, 1.0, 1.0, *grads)
+        if ctx.context.communicator().rank != ctx.root:
+            reduced = reduced * 0
+        return None, None, reduced
+
+
+class Alltoall(torch.autograd.Function):
+    """Exchange rows; the gradient goes back the way they came."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, context: Context, tensor: torch.Tensor, *splits: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows received, and how many came from each rank (int32)."""
+        pending, received = ops.alltoall(context.communicator(), tensor, splits)
+        ctx.context, ctx.received = context, received
+        counts = torch.tensor(received, dtype=torch.int32)
+        ctx.mark_non_differentiable(counts)
+        return pending.wait(), counts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Send each row's gradient to where the row came from."""
+        returned, _ = Alltoall.apply(ctx.context, grads[0], *ctx.received)
+        return None, returned, *(None for _ in ctx.received)
+
+
+class Reducescatter(torch.autograd.Function):
+    """Reduce a tensor and keep some rows; the gradient is gathered from all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, context: Context, op: Op, prescale: float, postscale: float, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Return this rank's rows of the reduced tensor."""
+        ctx.context, ctx.op, ctx.factor = context, op, prescale * postscale
+        communicator = context.communicator()
+        return ops.reducescatter(communicator, tensor, op, prescale, postscale).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Gather the gradients of all rows, scaled as the rows were."""
+        if ctx.op not in (Op.AVERAGE, Op.SUM):
+            raise NotImplementedError(
+                f"the gradient of a reducescatter with {ctx.op} is not defined; use Average or Sum"
+            )
+        communicator = ctx.context.communicator()
+        pending, _ = ops.allgather(communicator, grads[0])
+        size = communicator.size if ctx.op is Op.AVERAGE else 1
+        return None, None, None, None, pending.wait() * (ctx.factor / size)

@@ -1,0 +1,63 @@
+"""Which device a rank computes on.
+
+Where a worker owns a GPU
+-------------------------
+dask-cuda starts one worker per GPU and gives each a ``CUDA_VISIBLE_DEVICES`` that lists *all* GPUs
+of the host, its own first: ``0,1,2,3`` for the first worker, ``1,2,3,0`` for the second, and so on.
+In such a worker the GPU to use is always ``cuda:0``; ``cuda:{local_rank()}``, which Horovod scripts
+use, would meet a neighbour's. A worker is recognised as such by a list that is an ascending one
+turned round, or (the first worker's list, and lists of UUIDs, look like any other) by dask-cuda
+being loaded in its process. A worker that sees a single GPU owns that one.
+
+Elsewhere all workers of a host see the same list, and a rank takes the GPU of its local rank,
+modulo their number where ranks outnumber GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from nbelastic.elastic.context import current
+
+__all__ = ["device"]
+
+
+def device() -> torch.device:
+    """Return the device for the calling rank: its own GPU, else the CPU.
+
+    Returns
+    -------
+    torch.device
+        ``cuda:0`` where the worker owns a GPU (see the module's docstring), ``cuda:{n}`` with n
+        from the local rank where workers share the host's GPUs, ``cpu`` where there are none.
+
+    Raises
+    ------
+    NotInitialized
+        Workers share GPUs and ``init()`` has not been called.
+
+    Examples
+    --------
+    >>> model = Net().to(hvd.device())  # doctest: +SKIP
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 1 or _own_gpu_first(os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+        return torch.device("cuda", 0)
+    return torch.device("cuda", current().local_rank % count)
+
+
+def _own_gpu_first(visible: str) -> bool:
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if not names:
+        return False
+    if "dask_cuda" in sys.modules:
+        return True
+    if not all(name.isdecimal() for name in names):
+        return False
+    numbers = [int(name) for name in names]
+    first = numbers.index(min(numbers))
+    return first > 0 and numbers[first:] + numbers[:first] == sorted(numbers)

@@ -1,0 +1,52 @@
+"""Elastic training with PyTorch: Horovod's ``hvd.elastic``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.utils.data import Sampler
+
+from nbelastic.elastic.loop import run
+from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.elastic.state import ObjectState, State
+from nbelastic.torch.state import TorchState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+
+
+class ElasticSampler(ShardSampler, Sampler[int]):
+    """Deal a dataset to the ranks, and what is left of it again when ranks come or go.
+
+    To be part of a :class:`TorchState`, and told of each batch that is done::
+
+        sampler = ElasticSampler(dataset)
+        loader = DataLoader(dataset, batch_size, sampler=sampler)
+        state = TorchState(model, optimizer, sampler=sampler, epoch=0)
+
+        @run
+        def train(state):
+            for state.epoch in range(state.epoch, epochs):
+                for batch_idx, batch in enumerate(loader):
+                    ...
+                    state.sampler.record_batch(batch_idx, batch_size)
+                    state.commit()
+                state.sampler.set_epoch(state.epoch + 1)
+
+    Then each sample is used once per epoch, whoever comes, leaves or dies, but for the repetitions
+    that make the shares equally long, and for batches that were not committed.
+
+    Parameters
+    ----------
+    dataset : sized
+        What to take samples of.
+    shuffle : bool, default True
+        Whether to shuffle, differently in each epoch.
+    seed : int, default 0
+        What the shuffling starts from; the same on all ranks.
+    """
+
+    def __iter__(self) -> Iterator[int]:
+        return super().__iter__()

@@ -1,0 +1,239 @@
+"""What a state knows of models, optimizers and other objects: how to note them, how to change them.
+
+A handler notes an object with a :class:`~nbelastic.torch.snapshot.Recorder` and makes it as noted
+with a :class:`~nbelastic.torch.snapshot.Builder`, both on the rank that noted it (a restore) and on
+another (a synchronisation). ``state_dict`` and ``load_state_dict`` are the last resort: a model's
+leaves out buffers that are not persistent, an optimizer's shares its tensors with whoever loads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.errors import NbelasticError
+from nbelastic.torch.snapshot import ATOMS, children_of
+from torch.nn.parameter import is_lazy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nbelastic.torch.snapshot import Builder, Node, Recorder, Slot
+
+__all__ = ["change", "handler_of", "note", "things_in"]
+
+
+class Handler(Protocol):
+    """How a kind of object is noted and changed."""
+
+    def note(self, recorder: Recorder, thing: Any) -> Any:
+        """Return what there is to know, with tensors and other values as nodes; picklable."""
+
+    def change(self, builder: Builder, thing: Any, content: Any) -> None:
+        """Make `thing` be as noted."""
+
+
+class ModuleHandler:
+    """Parameters and buffers of a module, tied ones once, and its extra state.
+
+    Gradients are not part of a state: they belong to a batch that is done or is done again.
+    """
+
+    def note(self, recorder: Recorder, thing: torch.nn.Module) -> Any:
+        """Note all tensors under the name of the submodule that has them."""
+        tensors: list[tuple[str, str, str, Node | None, bool]] = []
+        extras = []
+        for path, module in thing.named_modules():
+            for kind in ("_parameters", "_buffers"):
+                for name, tensor in getattr(module, kind).items():
+                    if tensor is None:
+                        tensors.append((path, kind, name, None, False))
+                    elif not is_lazy(tensor):
+                        node = recorder.record(tensor)
+                        tensors.append((path, kind, name, node, tensor.requires_grad))
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                extras.append((path, recorder.record(module.get_extra_state())))
+        return tensors, extras
+
+    def change(self, builder: Builder, thing: torch.nn.Module, content: Any) -> None:
+        """Fill all tensors in place; put back those replaced since, take out those added since."""
+        tensors, extras = content
+        modules = dict(thing.named_modules())
+        noted = set()
+        for path, kind, name, slot, requires_grad in tensors:
+            if path not in modules:
+                raise NbelasticError(f"the model of this rank has no submodule {path!r}")
+            noted.add((path, kind, name))
+            into = getattr(modules[path], kind)
+            into[name] = _tensor(builder, slot, into.get(name), kind, requires_grad)
+        for path, module in modules.items():
+            for kind in ("_parameters", "_buffers"):
+                into = getattr(module, kind)
+                for name in [n for n in into if (path, kind, n) not in noted]:
+                    if not is_lazy(into[name]):
+                        del into[name]
+        for path, node in extras:
+            extra = builder.build(node)
+            builder.flush()
+            modules[path].set_extra_state(extra)
+
+
+def _tensor(
+    builder: Builder, slot: Slot | None, live: Any, kind: str, requires_grad: bool
+) -> torch.Tensor | None:
+    if slot is None:
+        return None
+    tensor = builder.tensor(slot, live)
+    if kind == "_parameters":
+        if not isinstance(tensor, torch.nn.Parameter):
+            tensor = torch.nn.Parameter(tensor, requires_grad)
+        tensor.requires_grad_(requires_grad)
+        tensor.grad = None
+    return tensor
+
+
+class OptimizerHandler:
+    """Parameter groups and the state of each parameter, with none that was not there."""
+
+    def note(self, recorder: Recorder, thing: torch.optim.Optimizer) -> Any:
+        """Note groups and state under the slots of their parameters."""
+        groups = [
+            (
+                [recorder.record(parameter) for parameter in group["params"]],
+                {key: recorder.record(each) for key, each in group.items() if key != "params"},
+            )
+            for group in thing.param_groups
+        ]
+        state = [(recorder.record(key), recorder.record(each)) for key, each in thing.state.items()]
+        return groups, state
+
+    def change(self, builder: Builder, thing: torch.optim.Optimizer, content: Any) -> None:
+        """Make groups and state as noted; the groups' dicts and the parameters stay the same."""
+        groups, state = content
+        live = thing.param_groups
+        if not builder.local and [len(slots) for slots, _ in groups] != [
+            len(group["params"]) for group in live
+        ]:
+            raise NbelasticError("the optimizer of this rank has other parameter groups")
+        del live[len(groups) :]
+        for index, (slots, options) in enumerate(groups):
+            if index == len(live):
+                live.append({"params": []})
+            group = live[index]
+            present = group["params"] if not builder.local else [None] * len(slots)
+            parameters = [
+                builder.tensor(slot, parameter)
+                for slot, parameter in zip(slots, present, strict=True)
+            ]
+            for parameter in parameters:
+                parameter.grad = None
+            built = {key: builder.build(node) for key, node in options.items()}
+            group.clear()
+            group.update(params=parameters, **built)
+        built_state = {builder.build(key): builder.build(node) for key, node in state}
+        thing.state.clear()
+        thing.state.update(built_state)
+
+
+class SamplerHandler:
+    """A sampler: what of it concerns others is settled among all ranks, not sent with the rest."""
+
+    def note(self, recorder: Recorder, thing: ShardSampler) -> Any:
+        """Note nothing: :class:`~nbelastic.elastic.state.ObjectState` keeps samplers."""
+        del recorder, thing
+
+    def change(self, builder: Builder, thing: ShardSampler, content: Any) -> None:
+        """Leave the sampler as it is."""
+        del builder, thing, content
+
+
+class StateDictHandler:
+    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, scalers, metrics."""
+
+    def note(self, recorder: Recorder, thing: Any) -> Node:
+        """Note the state dict."""
+        return recorder.record(thing.state_dict())
+
+    def change(self, builder: Builder, thing: Any, content: Any) -> None:
+        """Load the state dict; what it contains is the object's alone."""
+        state_dict = builder.build(content)
+        builder.flush()
+        thing.load_state_dict(state_dict)
+
+
+class ScalerHandler(StateDictHandler):
+    """A ``GradScaler``, which also notes for which optimizers a step has begun."""
+
+    def change(self, builder: Builder, thing: Any, content: Any) -> None:
+        """Load the state dict and forget the step that was under way."""
+        if thing.is_enabled():
+            super().change(builder, thing, content)
+        thing._per_optimizer_states.clear()
+
+
+class GeneratorHandler:
+    """A random generator that the user has made part of the state."""
+
+    def note(self, recorder: Recorder, thing: torch.Generator) -> Node:
+        """Note its state."""
+        return recorder.record(thing.get_state())
+
+    def change(self, builder: Builder, thing: torch.Generator, content: Any) -> None:
+        """Set its state."""
+        state = builder.build(content)
+        builder.flush()
+        thing.set_state(state)
+
+
+_HANDLERS: list[tuple[type, Handler]] = [
+    (ShardSampler, SamplerHandler()),
+    (torch.nn.Module, ModuleHandler()),
+    (torch.optim.Optimizer, OptimizerHandler()),
+    (torch.amp.GradScaler, ScalerHandler()),
+    (torch.Generator, GeneratorHandler()),
+]
+_STATE_DICT = StateDictHandler()
+
+
+def handler_of(value: object) -> Handler | None:
+    """Return the handler for an object, or None for a plain value."""
+    if isinstance(value, torch.Tensor | type):
+        return None
+    for kind, handler in _HANDLERS:
+        if isinstance(value, kind):
+            return handler
+    if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
+        return _STATE_DICT
+    return None
+
+
+def note(recorder: Recorder, thing: object) -> Any:
+    """Return what the handler of `thing` notes of it."""
+    handler = handler_of(thing)
+    assert handler is not None
+    return handler.note(recorder, thing)
+
+
+def change(builder: Builder, thing: object, content: Any) -> None:
+    """Have the handler of `thing` make it be as noted."""
+    handler = handler_of(thing)
+    assert handler is not None
+    handler.change(builder, thing, content)
+
+
+def things_in(values: Iterable[object]) -> list[object]:
+    """Return the objects with a handler among `values` and in containers among them, each once."""
+    things: list[object] = []
+    seen: set[int] = set()
+    stack = list(values)[::-1]
+    while stack:
+        value = stack.pop()
+        if type(value) in ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if handler_of(value) is not None:
+            things.append(value)
+        else:
+            stack.extend(reversed(list(children_of(value))))
+    return things

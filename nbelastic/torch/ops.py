@@ -1,0 +1,269 @@
+"""Collective operations on tensors of users: any device, any layout, nothing lent.
+
+Each function here begins one operation and returns a :class:`Pending`. The communicator only ever
+sees private buffers, so that a failed operation leaves the caller's tensors as they were.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+from nbelastic.collectives import Op
+from nbelastic.torch.fusion import pack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbelastic.collectives import Communicator, Handle
+
+__all__ = ["Pending", "allgather", "allreduce", "alltoall", "broadcast", "reducescatter", "share"]
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """An operation under way, and what is to be made of it once it has succeeded.
+
+    Horovod's handle: pass it to ``hvd.synchronize`` or ``hvd.poll``.
+    """
+
+    def __init__(self, handles: Sequence[Handle], finish: Callable[[], T]) -> None:
+        self._handles: Sequence[Handle] = handles
+        self._finish: Callable[[], T] | None = finish
+        self._result: list[T] = []
+
+    def done(self) -> bool:
+        """Return whether :meth:`wait` would return, or raise, at once."""
+        return all(handle.done() for handle in self._handles)
+
+    def wait(self) -> T:
+        """Wait for the operation and return its result; every call returns the same object.
+
+        Raises
+        ------
+        CollectiveError
+            The operation failed. In-place operations have changed nothing.
+        """
+        if self._finish is not None:
+            for handle in self._handles:
+                handle.wait()
+            self._result.append(self._finish())
+            self._finish, self._handles = None, ()
+        return self._result[0]
+
+
+def allreduce(
+    communicator: Communicator,
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    op: Op = Op.AVERAGE,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Pending[list[torch.Tensor]]:
+    """Reduce each of `tensors` over all ranks into the tensor of `outputs` with its index.
+
+    Parameters
+    ----------
+    tensors, outputs : sequences of Tensor
+        The same shapes and types on all ranks; `outputs` may be `tensors`.
+    op : Op, default Op.AVERAGE
+        How; the average of integers is rounded down.
+    prescale, postscale : float, default 1.0
+        Factors before and after the reduction; floating point only.
+
+    Raises
+    ------
+    ValueError
+        A factor is not 1 and a tensor not floating point.
+    """
+    for tensor in tensors:
+        _check_factors(tensor, prescale, postscale)
+    chunks = pack(tensors)
+    handles, divisors = [], []
+    for chunk in chunks:
+        chunk.fill(tensors)
+        if prescale != 1.0:
+            chunk.buffer.mul_(prescale)
+        wire_op, divisor = _wire_op(op, chunk.buffer.dtype, communicator.size)
+        handles.append(communicator.allreduce_async(chunk.buffer, wire_op))
+        divisors.append(divisor)
+
+    def finish() -> list[torch.Tensor]:
+        for chunk, divisor in zip(chunks, divisors, strict=True):
+            _scale(chunk.buffer, divisor, postscale)
+            chunk.write_back(outputs)
+        return list(outputs)
+
+    return Pending(handles, finish)
+
+
+def broadcast(
+    communicator: Communicator,
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    root: int,
+) -> Pending[list[torch.Tensor]]:
+    """Copy `tensors` of rank `root` into `outputs` of all ranks.
+
+    Raises
+    ------
+    ValueError
+        `root` is no rank.
+    """
+    _check_root(root, communicator.size)
+    chunks = pack(tensors)
+    handles = []
+    for chunk in chunks:
+        if communicator.rank == root:
+            chunk.fill(tensors)
+        handles.append(communicator.broadcast_async(chunk.buffer, root))
+
+    def finish() -> list[torch.Tensor]:
+        if communicator.rank != root or outputs is not tensors:
+            for chunk in chunks:
+                chunk.write_back(outputs)
+        return list(outputs)
+
+    return Pending(handles, finish)
+
+
+def share(communicator: Communicator, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the `numbers` of every rank, in the order of the ranks; all pass equally many."""
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(communicator.size)]
+    communicator.allgather(everyone, mine)
+    return [theirs.tolist() for theirs in everyone]
+
+
+def allgather(
+    communicator: Communicator, tensor: torch.Tensor
+) -> tuple[Pending[torch.Tensor], list[int]]:
+    """Concatenate every rank's `tensor` along the first dimension, whose lengths may differ.
+
+    Returns
+    -------
+    pending : Pending
+        Gives a tensor of shape (sum of first dimensions, …).
+    lengths : list of int
+        First dimension of each rank's tensor. Exchanged before this function returns.
+
+    Raises
+    ------
+    ValueError
+        Types, or other dimensions, differ; raised on all ranks.
+    """
+    source = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    lengths = [row[0] for row in _share_with_kind(communicator, source, [source.shape[0]])]
+    longest = (max(lengths), *source.shape[1:])
+    mine = torch.empty(longest, dtype=source.dtype, device="cpu")
+    mine[: source.shape[0]].copy_(source)
+    everyone = [torch.empty_like(mine) for _ in lengths]
+    handles = [communicator.allgather_async(everyone, mine)] if mine.numel() else []
+
+    def finish() -> torch.Tensor:
+        parts = [part[:length] for part, length in zip(everyone, lengths, strict=True)]
+        return torch.cat(parts).to(tensor.device)
+
+    return Pending(handles, finish), lengths
+
+
+def alltoall(
+    communicator: Communicator, tensor: torch.Tensor, splits: Sequence[int]
+) -> tuple[Pending[torch.Tensor], list[int]]:
+    """Send ``splits[i]`` rows of `tensor` to rank ``i``, and concatenate what all send here.
+
+    Returns
+    -------
+    pending : Pending
+        Gives a tensor of shape (rows received, …).
+    received : list of int
+        Rows received from each rank.
+
+    Raises
+    ------
+    ValueError
+        Types, or dimensions other than the first, differ; raised on all ranks.
+    """
+    rows = _share_with_kind(communicator, tensor, splits)
+    received = [row[communicator.rank] for row in rows]
+    inputs = [_private(part) for part in tensor.split(list(splits))]
+    outputs = [inputs[0].new_empty((length, *tensor.shape[1:])) for length in received]
+    handles = [communicator.all_to_all_async(outputs, inputs)]
+
+    def finish() -> torch.Tensor:
+        return torch.cat(outputs).to(tensor.device)
+
+    return Pending(handles, finish), received
+
+
+def reducescatter(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    op: Op = Op.AVERAGE,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Pending[torch.Tensor]:
+    """Reduce `tensor` over all ranks and keep this rank's rows of it.
+
+    The rows are dealt out evenly; the first ranks get one more where they do not divide.
+    """
+    _check_factors(tensor, prescale, postscale)
+    size = communicator.size
+    rows, more = divmod(tensor.shape[0], size)
+    counts = [rows + (rank < more) for rank in range(size)]
+    inputs = [_private(part) for part in tensor.split(counts)]
+    if prescale != 1.0:
+        for part in inputs:
+            part.mul_(prescale)
+    output = torch.empty_like(inputs[communicator.rank])
+    wire_op, divisor = _wire_op(op, tensor.dtype, size)
+    handle = communicator.reduce_scatter_async(output, inputs, wire_op)
+    return Pending(
+        [handle], lambda: _scale(output, divisor, postscale).to(tensor.device)
+    )
+
+
+def _private(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _wire_op(op: Op, dtype: torch.dtype, size: int) -> tuple[Op, int]:
+    """Return the operation to ask for, and what to divide integers by afterwards."""
+    if op is Op.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
+        return Op.SUM, size
+    return op, 1
+
+
+def _scale(tensor: torch.Tensor, divisor: int, factor: float) -> torch.Tensor:
+    if divisor != 1:
+        tensor.floor_divide_(divisor)
+    return tensor if factor == 1.0 else tensor.mul_(factor)
+
+
+def _share_with_kind(
+    communicator: Communicator, tensor: torch.Tensor, numbers: Sequence[int]
+) -> list[list[int]]:
+    """Share `numbers`, and refuse tensors that differ in more than the first dimension."""
+    kind = zlib.crc32(repr((tensor.dtype, tuple(tensor.shape[1:]))).encode())
+    rows = share(communicator, [kind, *numbers])
+    others = [rank for rank, row in enumerate(rows) if row[0] != kind]
+    if others:
+        raise ValueError(
+            f"ranks passed tensors that differ in type, or in a dimension other than the first: "
+            f"{tensor.dtype}{list(tensor.shape)} here, something else on rank(s) {others}"
+        )
+    return [row[1:] for row in rows]
+
+
+def _check_factors(tensor: torch.Tensor, *factors: float) -> None:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return
+    if any(factor != 1.0 for factor in factors):
+        raise ValueError(f"prescale_factor and postscale_factor need floating point, not {tensor.dtype}")
+
+
+def _check_root(root: int, size: int) -> None:
+    if not 0 <= root < size:
+        raise ValueError(f"root_rank must be a rank from 0 to {size - 1}, not {root}")
