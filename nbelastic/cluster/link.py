@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+import uuid
 from typing import TYPE_CHECKING, Any
-
-from distributed import wait
 
 from nbelastic.errors import ClusterLost, OptionError
 from nbelastic.membership import pack_place, pack_plan
 
 from .plugin import ElasticPlugin
-from .protocol import Message, topic
+from .protocol import Message
 from .rank import run_rank
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Link:
     def __init__(self, client: Client, job: str, receive: Callable[[Message], None]) -> None:
         self._client = client
         self._job = job
+        self._topic = f"nbelastic-{job}-{uuid.uuid4().hex[:8]}"
         self._receive = receive
         self._futures: dict[int, Future[None]] = {}
         self._closed = threading.Event()
@@ -47,14 +48,14 @@ class Link:
     def open(self, payload: bytes, spec: dict[str, Any]) -> None:
         """Publish the job on the cluster. From here on messages arrive."""
         self._client.register_plugin(ElasticPlugin())
-        self._client.subscribe_topic(topic(self._job), self._take)
+        self._client.subscribe_topic(self._topic, self._take)
         scheduler: Any = self._client.scheduler
         problem = self._client.sync(
             scheduler.nbelastic_open,
             job=self._job,
             client=self._client.id,
             payload=payload,
-            spec=spec,
+            spec={**spec, "topic": self._topic},
         )
         if problem:
             self._unsubscribe()
@@ -70,7 +71,7 @@ class Link:
             scheduler: Any = self._client.scheduler
             try:
                 self._client.sync(scheduler.nbelastic_close, job=self._job, callback_timeout=10)
-                wait(list(self._futures.values()), timeout=CLOSE_TIMEOUT)
+                self._await_tasks()
                 self._closed.wait(CLOSE_TIMEOUT)
             except (OSError, TimeoutError):
                 logger.info("the cluster was slow to take note of the end of job %r", self._job)
@@ -78,12 +79,17 @@ class Link:
             self.forget(start)
         self._unsubscribe()
 
+    def _await_tasks(self) -> None:
+        deadline = time.monotonic() + CLOSE_TIMEOUT
+        for future in self._futures.values():
+            future.exception(timeout=max(deadline - time.monotonic(), 0.001))
+
     def _unsubscribe(self) -> None:
         handlers = self._client._event_handlers
-        if topic(self._job) in handlers:
+        if self._topic in handlers:
             if self._client.status == "running":
-                self._client.unsubscribe_topic(topic(self._job))
-            handlers.pop(topic(self._job), None)
+                self._client.unsubscribe_topic(self._topic)
+            handlers.pop(self._topic, None)
 
     def _take(self, event: tuple[float, Message]) -> None:
         message = event[1]
@@ -132,7 +138,7 @@ class Link:
             slot.id,
             pack_place(place),
             operation_timeout_s,
-            key=f"nbelastic-{self._job}-{start}",
+            key=f"{self._topic}-{start}",
             workers=[slot.worker],
             allow_other_workers=False,
             resources=resources or None,

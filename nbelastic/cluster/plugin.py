@@ -20,7 +20,7 @@ from tornado.ioloop import PeriodicCallback
 
 from .agent import Agent
 from .manners import Manners
-from .protocol import BEAT_INTERVAL, PLUGIN, Message, topic
+from .protocol import BEAT_INTERVAL, PLUGIN, Message
 from .records import Host, JobRecord, fits
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class ElasticPlugin(SchedulerPlugin):
         workers = spec["workers"]
         self._jobs[job] = JobRecord(
             client=client,
+            topic=spec["topic"],
             payload=payload,
             workers=None if workers is None else set(workers),
             resources=spec["resources"],
@@ -389,7 +390,7 @@ class ElasticPlugin(SchedulerPlugin):
         """
         record = self._jobs.get(job)
         if record is not None and not record.orphaned:
-            message = {"op": "event", "topic": topic(job), "event": (0.0, {"do": do, **fields})}
+            message = {"op": "event", "topic": record.topic, "event": (0.0, {"do": do, **fields})}
             self._scheduler.client_send(record.client, message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

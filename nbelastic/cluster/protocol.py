@@ -16,7 +16,7 @@ message                   way                      says
 ``nbelastic-output``      agent → scheduler        what a rank printed
 ``nbelastic-ended``       agent → scheduler        a rank's task is over, its slot is free
 ``nbelastic``             scheduler → agent        plan, abort, notice, release, end, forget
-topic ``nbelastic-JOB``   scheduler → kernel       events, grants, output
+topic ``nbelastic-…``     scheduler → kernel       events, grants, output
 ========================  =======================  ===============================================
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BEAT_INTERVAL", "PLUGIN", "Message", "topic"]
+__all__ = ["BEAT_INTERVAL", "PLUGIN", "Message"]
 
 Message = dict[str, Any]
 
@@ -33,8 +33,3 @@ PLUGIN = "nbelastic"
 
 BEAT_INTERVAL = 0.5
 """Seconds between heartbeats."""
-
-
-def topic(job: str) -> str:
-    """Return the name of the event topic on which a driver hears of its job."""
-    return f"nbelastic-{job}"

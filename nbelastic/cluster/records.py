@@ -48,6 +48,8 @@ class JobRecord:
     ----------
     client : str
         Id of the Dask client that drives it.
+    topic : str
+        The event topic on which its driver listens.
     payload : bytes
         The pickled function and its arguments.
     workers : set of str or None
@@ -69,6 +71,7 @@ class JobRecord:
     """
 
     client: str
+    topic: str
     payload: bytes
     workers: set[str] | None
     resources: dict[str, float]
@@ -84,8 +87,8 @@ class JobRecord:
 
 def fits(job: JobRecord, worker: WorkerState) -> bool:
     """Return whether a job may use a worker; names and resources mean what they mean in Dask."""
-    if worker.status != Status.running:
-        return False
+    if worker.status not in (Status.init, Status.running):
+        return False  # paused, retiring or closing
     if job.workers is not None:
         names = {worker.address, str(worker.name), get_address_host(worker.address)}
         if not names & job.workers:

@@ -52,7 +52,7 @@ def _connected(cluster: Any) -> tuple[Client, Callable[[], None]]:
 
 def _embedded(options: Options) -> tuple[Client, Callable[[], None]]:
     workers = options.max_np or options.np or options.min_np or os.cpu_count() or 1
-    cluster = LocalCluster(n_workers=workers, dashboard_address=None)
+    cluster = LocalCluster(n_workers=workers, dashboard_address=":0")
     client = Client(cluster, set_as_default=False)
 
     def close() -> None:

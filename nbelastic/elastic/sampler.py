@@ -149,7 +149,7 @@ class ShardSampler:
         """
         self._resumed = False
         start = max(batch_idx * batch_size, 0)
-        stop = min(start + batch_size, self._deal.per_rank)
+        stop = min((batch_idx + 1) * batch_size, self._deal.per_rank)
         if start >= stop:
             return
         if self._spans and self._spans[-1][1] == start:

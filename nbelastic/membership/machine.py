@@ -25,7 +25,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import events as ev
-from .effects import Effect, EndRank, Release
+from .effects import Effect, EndRank
+from .placement import arrange
 from .roster import Phase, Rank, Stage
 from .rules import Rules
 
@@ -56,7 +57,8 @@ class Machine(Rules):
         chance : float, default 0.0
             A random number from 0 up to 1, for the random part of an exclusion.
         """
-        self._now, self._chance, self._effects = max(now, self._now), chance, []
+        self._chance, self._effects = chance, []
+        self.roster.now = max(now, self.roster.now)
         if self.roster.phase != Phase.ENDED:
             handler: Callable[[ev.Event], None] = getattr(self, f"_on_{type(event).__name__}")
             handler(event)
@@ -65,7 +67,7 @@ class Machine(Rules):
 
     def deadline(self) -> float | None:
         """Return when to hand in a ``Tick`` if nothing else happens; None after the end."""
-        return self.roster.deadline(self._now)
+        return self.roster.deadline(self.roster.now)
 
     # -- slots -------------------------------------------------------------------------------
 
@@ -83,26 +85,21 @@ class Machine(Rules):
             self.roster.launched = False
 
     def _on_SlotLeaving(self, event: ev.SlotLeaving) -> None:  # noqa: N802
-        if event.slot in self.roster.departing:
-            return
-        self.roster.departing.append(event.slot)
+        self._depart(event.slot)
         for rank in self._on_slot(event.slot):
             if not rank.leaving and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                self._ask_to_leave(rank)
+                self._ask_to_leave(rank, "its worker was asked to leave")
 
     def _on_SlotGone(self, event: ev.SlotGone) -> None:  # noqa: N802
-        self.roster.slots.pop(event.slot, None)
+        self._depart(event.slot)
         for rank in self._on_slot(event.slot):
-            if rank.stage == Stage.RETURNED:
-                continue  # its result is here already
-            self._lose(rank, event.detail or "its worker is gone", process_gone=True)
-        if event.slot in self.roster.departing:
-            self.roster.departing.remove(event.slot)
+            if rank.stage != Stage.RETURNED:  # else its result is here already
+                self._lose(rank, event.detail or "its worker is gone", process_gone=True)
 
     def _on_SlotSilent(self, event: ev.SlotSilent) -> None:  # noqa: N802
-        for rank in self._on_slot(event.slot):
-            if rank.stage != Stage.RETURNED:
-                self._evict(rank, event.detail or "its worker sends no heartbeat")
+        self.roster.slots.pop(event.slot, None)
+        running = [rank for rank in self._on_slot(event.slot) if rank.stage != Stage.RETURNED]
+        self._evict(running, event.detail or "its worker sends no heartbeat")
 
     def _on_slot(self, slot: str) -> list[Rank]:
         return [rank for rank in self.roster.ranks.values() if rank.slot.id == slot]
@@ -118,7 +115,8 @@ class Machine(Rules):
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
         if rank.stage != Stage.READY:
             rank.stage, rank.since = Stage.READY, self._now
-        rank.version, rank.loop, rank.store = event.version, event.loop, event.store
+        rank.loop, rank.store = event.loop, event.store
+        self._note_version(rank, event.version)
         if was_member:
             self._left_generation(rank, event)
         if rank.leaving:
@@ -128,26 +126,25 @@ class Machine(Rules):
         roster = self.roster
         if event.failed and roster.aborted:
             return  # it did as it was told
-        if event.failed:
-            if roster.phase == Phase.FORMING:
-                roster.forming_failures += 1
-            self._break(f"{self._name(rank)}: {event.detail or 'an operation failed'}")
-        elif roster.phase == Phase.RUNNING and roster.pending:
-            self._enter(Phase.GATHERING)
-            if any(other.stage == Stage.DONE for other in roster.awaited()):
-                self._abort_awaited("ranks left their loop at different steps")
-        elif roster.phase == Phase.FINISHING or (roster.plan and event.loop > roster.plan.loop):
-            self._enter(Phase.GATHERING)  # on to the next loop, in a generation of its own
-        elif roster.phase in (Phase.RUNNING, Phase.FORMING):
-            self._break(f"{self._name(rank)} left its generation unasked")
+        if roster.plan and event.loop > roster.plan.loop and not event.failed:
+            if roster.phase != Phase.GATHERING:  # on to the next loop, in a generation of its own
+                self._enter(Phase.GATHERING)
+        elif roster.phase == Phase.RUNNING and roster.pending and not event.failed:
+            self._regather()
+        elif event.failed or roster.phase in (Phase.RUNNING, Phase.FORMING):
+            roster.forming_failures += roster.phase == Phase.FORMING
+            unasked = "an operation failed" if event.failed else "it left its generation unasked"
+            self._break(f"{self._name(rank)}: {event.detail or unasked}")
 
     def _on_RankFormed(self, event: ev.RankFormed) -> None:  # noqa: N802
+        rank = self.roster.ranks.get(event.start)
+        if rank is not None and rank.planned == event.generation == self.roster.generation:
+            self._note_formed(rank)
+
+    def _note_formed(self, rank: Rank) -> None:
         roster = self.roster
-        rank = roster.ranks.get(event.start)
-        if roster.phase != Phase.FORMING or event.generation != roster.generation or rank is None:
-            return
         rank.formed = True
-        if all(member.formed for member in roster.members()):
+        if roster.phase == Phase.FORMING and all(member.formed for member in roster.members()):
             for member in roster.members():
                 member.moved_at = member.heard_at = self._now
             roster.forming_failures = 0
@@ -155,91 +152,101 @@ class Machine(Rules):
             self._record("formed", detail=f"{len(roster.members())} ranks")
 
     def _on_LoopDone(self, event: ev.LoopDone) -> None:  # noqa: N802
-        roster = self.roster
-        rank = roster.ranks.get(event.start)
+        rank = self.roster.ranks.get(event.start)
         if rank is None or rank.planned != event.generation or rank.stage != Stage.MEMBER:
             return
-        rank.stage, rank.version = Stage.DONE, max(rank.version, event.version)
-        if roster.phase == Phase.GATHERING:
+        rank.stage = Stage.DONE
+        self._note_version(rank, event.version)
+        self._note_formed(rank)
+        if self.roster.phase == Phase.GATHERING:
             self._abort_awaited("ranks left their loop at different steps")
-        elif roster.phase == Phase.RUNNING and not roster.in_stage(Stage.MEMBER):
-            roster.version = max(roster.version, rank.version)
-            starts = tuple(member.start for member in roster.members())
-            self._emit(Release(generation=roster.generation, starts=starts))
-            self._enter(Phase.FINISHING)
-            for other in roster.in_stage(Stage.STARTING, Stage.READY):
-                self._end_rank(other, "stop", "the job is finishing")
+
+    # -- ranks that have ended ---------------------------------------------------------------
 
     def _on_RankReturned(self, event: ev.RankReturned) -> None:  # noqa: N802
         roster = self.roster
         rank = roster.ranks.get(event.start)
         if rank is None or rank.stage == Stage.RETURNED:
             return
-        if rank.stage == Stage.ENDING:
-            self._drop(rank, "it returned")
-            return
         in_loop = roster.plan is not None and roster.plan.loop > 0
-        if in_loop and roster.phase in (Phase.RUNNING, Phase.FORMING):
-            self._end("failed", "returned_early", f"{self._name(rank)} returned while others train")
+        if rank.stage == Stage.ENDING or (
+            in_loop and rank.leaving and roster.phase != Phase.FINISHING
+        ):
+            self._on_RankLeft(ev.RankLeft(event.start))
             return
         rank.stage, rank.since = Stage.RETURNED, self._now
-        if roster.phase == Phase.RUNNING:
-            self._enter(Phase.FINISHING)
+        if roster.plan is None and not roster.crew:
+            roster.crew = [other.start for other in arrange([], roster.staying())]
+        if in_loop and roster.phase in (Phase.RUNNING, Phase.FORMING):
+            self._end("failed", "returned_early", f"{self._name(rank)} returned while others train")
+        else:
+            self._note_formed(rank)
 
     def _on_RankFailed(self, event: ev.RankFailed) -> None:  # noqa: N802
         roster = self.roster
         rank = roster.ranks.get(event.start)
-        if rank is None:
+        if rank is None or rank.stage == Stage.RETURNED:
             return
-        rank.version = max(rank.version, event.version)
-        if not event.collective:
-            roster.broken_by_user[event.start] = event.error
+        self._note_version(rank, event.version)
         if rank.stage == Stage.ENDING:
+            if roster.ended and not event.collective:
+                roster.broken_by_user[event.start] = event.error
             self._drop(rank, "it ended")
             return
-        finishing = roster.phase == Phase.FINISHING or rank.stage == Stage.RETURNED
         self._record("lost", rank, event.error)
-        if event.collective and (finishing or roster.plan is None or roster.plan.loop == 0):
+        cause = f"{self._name(rank)}: {event.error}"
+        if self._is_fatal(event):
             roster.ranks.pop(rank.start)
-            self._end("failed", "rank_lost", f"{self._name(rank)}: {event.error}")
-        elif finishing or max(other.version for other in roster.ranks.values()) <= 0:
-            roster.ranks.pop(rank.start)  # nothing was committed: there is nothing to go back to
-            self._end("failed", "rank_failed", f"{self._name(rank)}: {event.error}")
-        else:
-            self._drop(rank, f"{self._name(rank)}: {event.error}")
-            self._cool_down(rank, process_gone=False)
+            if not event.collective:
+                roster.broken_by_user[event.start] = event.error
+            self._end("failed", "rank_lost" if event.collective else "rank_failed", cause)
+            return
+        if not event.collective and rank.stage != Stage.STARTING:
+            roster.broken_by_user[event.start] = event.error
+        self._drop(rank, cause)
+        self._cool_down(rank, process_gone=False)
+
+    def _is_fatal(self, event: ev.RankFailed) -> bool:
+        """Return whether a rank's failure cannot be made good by going back to a commit."""
+        roster = self.roster
+        if roster.phase == Phase.FINISHING:
+            return True
+        if event.collective:
+            return roster.plan is None or roster.plan.loop == 0
+        return max(other.version for other in roster.ranks.values()) <= 0
 
     def _on_RankLeft(self, event: ev.RankLeft) -> None:  # noqa: N802
-        rank = self.roster.ranks.get(event.start)
-        if rank is None:
+        roster = self.roster
+        rank = roster.ranks.get(event.start)
+        if rank is None or rank.stage == Stage.RETURNED:
             return
-        if not self.roster.ended:
+        if not roster.ended:
             self._record("left", rank, "as planned")
-        planned = self.roster.phase == Phase.RUNNING and self.roster.pending
-        if planned and rank.stage == Stage.MEMBER:
-            self._enter(Phase.GATHERING)
-            self.roster.ranks.pop(rank.start)
-        elif rank.leaving and self.roster.phase == Phase.GATHERING:
-            self.roster.ranks.pop(rank.start)
+        agreed = rank.leaving and roster.phase in (Phase.GATHERING, Phase.FINISHING)
+        planned = roster.phase == Phase.RUNNING and roster.pending
+        if planned or agreed:
+            roster.ranks.pop(rank.start)
+            if planned and rank.stage in (Stage.MEMBER, Stage.DONE):
+                self._regather()
         else:
             self._drop(rank, f"{self._name(rank)} ended")
 
+    # -- beats -------------------------------------------------------------------------------
+
     def _on_Beats(self, event: ev.Beats) -> None:  # noqa: N802
-        roster = self.roster
         for beat in event.beats:
-            rank = roster.ranks.get(beat.start)
-            if rank is None:
-                continue
-            rank.heard_at = self._now
-            if beat.progress != rank.progress or beat.waiting != rank.waiting:
-                rank.progress, rank.waiting, rank.moved_at = beat.progress, beat.waiting, self._now
-            if rank.stage == Stage.MEMBER and beat.version > rank.version:
-                rank.version = beat.version
-                roster.host_strikes.pop(rank.slot.host, None)
-        if roster.phase == Phase.RUNNING:
-            common = min(rank.version for rank in roster.members())
-            if common > roster.version:
-                roster.version, roster.stalls = common, 0
+            rank = self.roster.ranks.get(beat.start)
+            if rank is not None:
+                self._note_beat(rank, beat)
+        if self.roster.phase == Phase.RUNNING:
+            self._note_commits()
+
+    def _note_beat(self, rank: Rank, beat: ev.Beat) -> None:
+        rank.heard_at = self._now
+        if beat.progress != rank.progress or beat.waiting != rank.waiting:
+            rank.progress, rank.waiting, rank.moved_at = beat.progress, beat.waiting, self._now
+        if rank.stage == Stage.MEMBER:
+            self._note_version(rank, beat.version)
 
     # -- the owner ---------------------------------------------------------------------------
 
@@ -251,18 +258,25 @@ class Machine(Rules):
                     self._emit(
                         EndRank(start=rank.start, slot=rank.slot, how="cancel", reason=event.reason)
                     )
-        elif event.now or roster.phase not in (Phase.RUNNING, Phase.FINISHING):
+        elif event.now or not self._commits_to_come():
             self._end("stopped", reason=event.reason, how="cancel" if event.now else "stop")
         else:
             roster.stopping = True
 
+    def _commits_to_come(self) -> bool:
+        """Return whether the members will reach a commit, or the end, by themselves."""
+        roster = self.roster
+        in_loop = roster.plan is not None and roster.plan.loop > 0
+        return in_loop and roster.phase in (Phase.RUNNING, Phase.FINISHING)
+
     def _on_LimitsChanged(self, event: ev.LimitsChanged) -> None:  # noqa: N802
         limits = self.roster.limits
-        if event.min_np is not None:
-            limits = replace(limits, min_np=event.min_np, np=max(event.min_np, 1))
-        if event.max_np is not None:
-            limits = replace(limits, max_np=event.max_np)
-        self.roster.limits = limits
+        low = limits.min_np if event.min_np is None else event.min_np
+        high = limits.max_np if event.max_np is None else event.max_np
+        if high is not None and low > high:  # asked for one after the other: the later one counts
+            low, high = (low, low) if event.max_np is None else (high, high)
+        start = limits.np if event.min_np is None else low
+        self.roster.limits = replace(limits, np=start, min_np=low, max_np=high)
 
     def _on_ClusterGone(self, event: ev.ClusterGone) -> None:  # noqa: N802
         self.roster.ranks.clear()

@@ -71,6 +71,12 @@ class Limits:
     cooldown: tuple[float, float] | None = None
     slots_per_host: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.max_np is not None and self.min_np > self.max_np:
+            raise ValueError(f"min_np={self.min_np} is above max_np={self.max_np}")
+        if self.cooldown is not None and not 0 <= self.cooldown[0] <= self.cooldown[1]:
+            raise ValueError(f"cooldown={self.cooldown}: must be (lo, hi) with 0 <= lo <= hi")
+
 
 @dataclass(frozen=True)
 class Place:

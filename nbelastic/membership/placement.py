@@ -9,7 +9,7 @@ from .model import Place, Slot
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["arrange", "place_of", "spread"]
+__all__ = ["arrange", "choose", "place_of", "spread"]
 
 
 class Located(Protocol):
@@ -51,13 +51,24 @@ def arrange(
         relative order.
     """
     hosts: dict[str, list[T]] = {}
-    count = 0
-    for candidate in (*survivors, *newcomers):
-        crew = hosts.setdefault(candidate.slot.host, [])
-        if (most is None or count < most) and (per_host is None or len(crew) < per_host):
-            crew.append(candidate)
-            count += 1
+    for member in choose((*survivors, *newcomers), most=most, per_host=per_host):
+        hosts.setdefault(member.slot.host, []).append(member)
     return [member for crew in hosts.values() for member in crew]
+
+
+def choose(
+    candidates: Sequence[T], *, most: int | None = None, per_host: int | None = None
+) -> list[T]:
+    """Return the first of `candidates` that there is room for, in their order."""
+    crews: dict[str, int] = {}
+    chosen: list[T] = []
+    for candidate in candidates:
+        host = candidate.slot.host
+        crew = crews.get(host, 0)
+        if (most is None or len(chosen) < most) and (per_host is None or crew < per_host):
+            crews[host] = crew + 1
+            chosen.append(candidate)
+    return chosen
 
 
 def place_of(slots: Sequence[Slot], rank: int) -> Place:

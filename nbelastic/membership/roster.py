@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from .cooldown import Cooldown
 from .model import FRESH, Limits, Outcome, Plan, Slot
 
-__all__ = ["HOST_STRIKES", "JOIN_WINDOW", "Phase", "Rank", "Roster", "Stage"]
+__all__ = ["HOST_STRIKES", "JOIN_WINDOW", "QUIET", "Phase", "Rank", "Roster", "Stage"]
 
 JOIN_WINDOW = 1.0
 """Seconds that a newcomer waits for others that are starting, so that they join in one reset."""
 
 HOST_STRIKES = 3
 """Failures on a host, with no commit by a rank of it in between, after which it is left out."""
+
+
+QUIET = 5.0
+"""Seconds without a heartbeat after which a rank is not heard of any more, if others are."""
 
 
 class Phase(str, enum.Enum):
@@ -69,6 +73,10 @@ class Rank:
     heard_at: float = 0.0
     version_at_join: int = 0
 
+    def waits(self, phase: Phase) -> bool:
+        """Return whether the rank waits for others, be it in a collective or at its loop's end."""
+        return self.waiting or (self.stage == Stage.DONE and phase == Phase.RUNNING)
+
 
 @dataclass
 class Roster:
@@ -92,9 +100,21 @@ class Roster:
         Whether the function turned out to be one that newcomers cannot join.
     version : int
         Newest commit that every member holds.
+    crew : list of int
+        Whose results the job needs, by rank: the members of the newest plan; without any plan,
+        those who were there when the first of them returned.
+    fruitless : int
+        Plans in a row with the members of the one before, which a fault had ended without a commit.
+    short_since : float or None
+        Since when there has been no training because too few slots were there.
+    departing : list of str
+        Slots that are leaving or gone: nothing is ever started on them again.
+    now : float
+        Time of the newest event.
     """
 
     limits: Limits
+    now: float = 0.0
     phase: Phase = Phase.GATHERING
     phase_since: float = 0.0
     generation: int = 0
@@ -108,6 +128,8 @@ class Roster:
     version: int = 0
     resets: int = 0
     starts: int = 0
+    crew: list[int] = field(default_factory=list)
+    fruitless: int = 0
     forming_failures: int = 0
     stalls: int = 0
     short_since: float | None = None
@@ -175,15 +197,20 @@ class Roster:
                 crews[slot.host] = crew + 1
         return free
 
+    def loop(self) -> int | None:
+        """Return which elastic loop those are in, or enter, who have been members; None if nobody.
+
+        Newcomers start the function from the top: they can join those in loop 1, and nobody else.
+        """
+        return max((rank.loop for rank in self.staying() if rank.planned), default=None)
+
     def may_hire(self) -> bool:
-        """Return whether newcomers, who start the function from the top, could join."""
+        """Return whether newcomers could join."""
         if self.ended or self.stopping or self.phase == Phase.FINISHING:
             return False
         if self.in_stage(Stage.RETURNED):
             return False
-        if not self.ranks or self.plan is None:
-            return True
-        return self.plan.loop == 1 and not self.closed
+        return not self.staying() or (self.loop() in (None, 1) and not self.closed)
 
     def within_reach(self, now: float) -> int:
         """Return how many ranks the job could have with what is there now."""
@@ -194,7 +221,18 @@ class Roster:
 
     def needed(self) -> int:
         """Return how many slots the job waits for."""
-        return self.limits.min_np if self.launched else max(self.limits.np, self.limits.min_np)
+        low, high = self.limits.min_np, self.limits.max_np
+        if self.launched:
+            return low
+        return max(low, self.limits.np if high is None else min(self.limits.np, high))
+
+    def unheard(self, ranks: list[Rank], now: float) -> list[Rank]:
+        """Return those of `ranks` that send no heartbeats while other members do.
+
+        If nobody is heard of, the messages are late, not the ranks.
+        """
+        heard = [rank for rank in self.awaited() if now < rank.heard_at + QUIET]
+        return [rank for rank in ranks if rank not in heard] if heard else []
 
     def stall_suspects(self, now: float) -> list[Rank]:
         """Return members that hold up others for longer than the stall timeout.
@@ -203,15 +241,14 @@ class Roster:
         unless everybody waits, which has no culprit among them (an empty list of suspects is
         never returned while the generation is stalled: then it is all of them).
         """
-        members = self.members()
-        limit = self.limits.stall_timeout
-        if now - max((rank.heard_at for rank in members), default=now) > min(limit, 5.0):
-            return []  # nobody is heard of: the messages are late, not the ranks
-        still = [rank for rank in members if now - rank.moved_at >= limit]
-        if not any(rank.waiting for rank in still):
+        members, limit = self.awaited(), self.limits.stall_timeout
+        lost = self.unheard(members, now)
+        if not any(now < rank.heard_at + QUIET for rank in members):
             return []
-        fresh = max(rank.heard_at for rank in members) - min(limit, 5.0)
-        idle = [rank for rank in still if not (rank.waiting and rank.heard_at >= fresh)]
+        still = [rank for rank in members if now >= rank.moved_at + limit]
+        if not any(rank.waits(self.phase) for rank in still):
+            return []
+        idle = [rank for rank in still if rank in lost or not rank.waits(self.phase)]
         if idle:
             return idle
         return members if len(still) == len(members) else []
@@ -227,8 +264,8 @@ class Roster:
             times.append(self.phase_since + self.limits.forming_timeout)
         elif self.phase == Phase.GATHERING and self.awaited():
             times.append(self.phase_since + self.limits.stall_timeout)
-        elif self.phase == Phase.RUNNING:
-            times += [r.moved_at + self.limits.stall_timeout for r in self.members()]
+        elif self.phase in (Phase.RUNNING, Phase.FINISHING):
+            times += [r.moved_at + self.limits.stall_timeout for r in self.awaited()]
             times += [r.since + JOIN_WINDOW for r in self.in_stage(Stage.READY)]
         if self.short_since is not None:
             times.append(self.short_since + self.limits.elastic_timeout)

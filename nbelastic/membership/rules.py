@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from .effects import Notify, RestartWorker
+from .effects import Notify, Release
 from .model import FRESH
-from .placement import arrange
+from .placement import arrange, choose
 from .roster import JOIN_WINDOW, Phase, Rank, Stage
-from .transitions import Transitions
+from .watch import Watch
 
 __all__ = ["Rules"]
 
 FORMING_FAILURES = 5
 """Plans in a row that could not form, after which the job fails."""
 
-STALLS = 3
-"""Stalls in a row with everybody waiting and no commit in between, after which the job fails."""
+FRUITLESS = 10
+"""Plans in a row of the same members, each ended by a fault without a commit; then it fails."""
 
 
-class Rules(Transitions):
+class Rules(Watch):
     """The rules; :meth:`_advance` applies them all."""
 
     def _advance(self) -> None:
         """Do all that the present situation calls for."""
         self._expire()
-        if not self.roster.ended:
-            self._note_shortage()
+        if self.roster.phase == Phase.RUNNING:
+            self._note_finish()
         if self.roster.phase == Phase.FINISHING:
             self._finish()
+        if not self.roster.ended:
+            self._trim()
+            self._note_shortage()
         if self.roster.phase == Phase.GATHERING:
             self._gather()
         if not self.roster.ended:
@@ -38,80 +39,41 @@ class Rules(Transitions):
         if self.roster.phase == Phase.ENDING:
             self._close()
 
-    def _expire(self) -> None:
-        roster, limits, now = self.roster, self.roster.limits, self._now
-        for rank in roster.in_stage(Stage.ENDING):
-            if now - rank.since >= limits.ending_timeout:
-                roster.ranks.pop(rank.start)
-                roster.slots.pop(rank.slot.id, None)
-                self._emit(RestartWorker(slot=rank.slot, reason="its rank did not end when told"))
-        if roster.ended:
-            return
-        for rank in roster.in_stage(Stage.STARTING):
-            if now - rank.since >= limits.elastic_timeout:
-                self._evict(rank, f"not ready {limits.elastic_timeout:g} s after its start")
-        in_phase = now - roster.phase_since
-        if roster.phase == Phase.FORMING and in_phase >= limits.forming_timeout:
-            roster.forming_failures += 1
-            late = [rank for rank in roster.members() if not rank.formed]
-            for rank in late:
-                self._evict(rank, f"not connected after {limits.forming_timeout:g} s")
-        elif roster.phase == Phase.GATHERING and in_phase >= limits.stall_timeout:
-            for rank in roster.awaited():
-                self._evict(rank, f"did not let go of its generation in {limits.stall_timeout:g} s")
-        elif roster.phase == Phase.RUNNING:
-            self._watch_for_stalls()
+    # -- the end of a generation -------------------------------------------------------------
 
-    def _watch_for_stalls(self) -> None:
+    def _note_finish(self) -> None:
+        """See whether the members have come to their end: of the loop, or of the function."""
         roster = self.roster
-        suspects = roster.stall_suspects(self._now)
-        if not suspects:
-            return
-        seconds = roster.limits.stall_timeout
-        if len(suspects) < len(roster.members()):
-            for rank in suspects:
-                self._evict(rank, f"held up the others for {seconds:g} s")
-            return
-        roster.stalls += 1
-        if roster.stalls >= STALLS:
-            reason = f"all ranks waited for each other for {seconds:g} s, {STALLS} times in a row"
-            self._end("failed", "no_progress", reason)
-        else:
-            self._break(f"all ranks waited for each other for {seconds:g} s")
+        if not roster.in_stage(Stage.RETURNED):
+            if roster.in_stage(Stage.MEMBER):
+                return
+            self._note_commits()
+            starts = tuple(member.start for member in roster.members())
+            self._emit(Release(generation=roster.generation, starts=starts))
+        self._enter(Phase.FINISHING)
+        for rank in roster.awaited():
+            rank.moved_at = self._now
 
-    def _note_shortage(self) -> None:
-        """Keep the time since when there are too few slots, and give up when it is too long."""
-        roster, limits = self.roster, self.roster.limits
-        if roster.phase != Phase.GATHERING:
-            roster.short_since = None
-            return
-        there, needed = roster.within_reach(self._now), roster.needed()
-        if there >= needed:
-            return
-        if roster.short_since is None:
-            roster.short_since = self._now
-            self._record("waiting", detail=f"{there} of at least {needed} workers")
-        waited = self._now - roster.short_since
-        if waited < limits.elastic_timeout:
-            return
-        if not roster.launched and there >= limits.min_np:
-            roster.limits = replace(limits, np=limits.min_np)
-            return
-        reason = (
-            f"{there} of at least {needed} workers (min_np={limits.min_np}) "
-            f"after waiting {waited:.1f} s (elastic_timeout={limits.elastic_timeout:g})"
-        )
-        self._end("failed", "not_enough_workers", reason)
+    def _note_commits(self) -> None:
+        """Note the newest commit that all members hold."""
+        roster = self.roster
+        common = min((rank.version for rank in roster.members()), default=FRESH)
+        if common > roster.version:
+            roster.version, roster.stalls, roster.fruitless = common, 0, 0
 
     def _finish(self) -> None:
-        """End the job well once every rank that is left has returned."""
+        """End the job once every member that is left has returned."""
         roster = self.roster
-        if roster.in_stage(Stage.STARTING, Stage.READY, Stage.MEMBER, Stage.DONE):
+        for rank in roster.in_stage(Stage.STARTING, Stage.READY):
+            self._end_rank(rank, "stop", "the job is finishing")
+        if roster.awaited():
             return
         if roster.in_stage(Stage.RETURNED):
-            self._end("finished")
+            self._conclude()
         else:
             self._enter(Phase.GATHERING)
+
+    # -- the next generation -----------------------------------------------------------------
 
     def _gather(self) -> None:
         """Make the next plan if all who belong to it are ready."""
@@ -139,63 +101,110 @@ class Rules(Transitions):
         if ready:
             names = ", ".join(self._name(rank) for rank in ready)
             self._end("failed", "returned_early", f"ranks returned while others wait: {names}")
-        elif not self.roster.in_stage(Stage.STARTING):
-            self._end("finished")
+        elif self.roster.plan is not None or not self.roster.in_stage(Stage.STARTING):
+            self._conclude()
 
     def _plan(self, ready: list[Rank]) -> None:
+        """Make the next plan of those who are ready, if they are enough."""
         roster, limits = self.roster, self.roster.limits
-        loop = max((rank.loop for rank in ready), default=0)
-        ready = [rank for rank in ready if rank.loop == loop]
-        order_before = [member.start for member in roster.plan.members] if roster.plan else []
-        survivors = [rank for rank in ready if rank.version != FRESH]
-        survivors.sort(key=lambda rank: order_before.index(rank.start))
-        newcomers = [rank for rank in ready if rank.version == FRESH]
-        order = arrange(survivors, newcomers, most=limits.max_np, per_host=limits.slots_per_host)
+        if roster.forming_failures > 1:
+            ready = self._leave_out(ready)
+        order = self._order(ready)
         if len(order) < limits.min_np:
-            return
-        if roster.forming_failures > 1 and self._leave_out(newcomers, len(survivors)):
-            return self._plan([rank for rank in ready if rank.stage == Stage.READY])
-        if roster.forming_failures >= FORMING_FAILURES:
-            reason = "; ".join(dict.fromkeys(roster.reset_causes))
-            self._end("failed", "no_progress", f"the ranks could not connect: {reason}")
-            return
-        if roster.plan is not None and not self._count_reset(order):
-            return
-        known = set(order_before)
-        for rank in survivors:
-            if rank not in order:
-                self._end_rank(rank, "leave", "the job was scaled down")
-        self._publish(order)
-        for rank in order:
-            if rank.start not in known:
-                self._record("joined", rank)
+            if len(ready) >= limits.min_np and not roster.in_stage(Stage.STARTING):
+                self._end("failed", "no_progress", "ranks wait at different places of the function")
+        elif roster.forming_failures >= FORMING_FAILURES:
+            self._give_up("the ranks could not connect")
+        elif roster.plan is None or self._count_reset(order):
+            for rank in ready:
+                if rank not in order and rank.version != FRESH:
+                    self._end_rank(rank, "leave", "the job was scaled down")
+            known = roster.crew
+            self._publish(order)
+            for rank in order:
+                if rank.start not in known:
+                    self._record("joined", rank)
 
-    def _leave_out(self, newcomers: list[Rank], others: int) -> bool:
+    def _order(self, ready: list[Rank]) -> list[Rank]:
+        """Choose members and put them in the order of their ranks.
+
+        When there is not room for all, those with the newest commit come first.
+        """
+        roster, limits = self.roster, self.roster.limits
+        before = {start: rank for rank, start in enumerate(roster.crew)}
+        ready = [rank for rank in ready if rank.loop == max(r.loop for r in ready)]
+        ready.sort(key=lambda rank: (before.get(rank.start, len(before)), rank.start))
+        by_worth = sorted(ready, key=lambda rank: -rank.version)
+        chosen = choose(by_worth, most=limits.max_np, per_host=limits.slots_per_host)
+        survivors = [rank for rank in ready if rank in chosen and rank.start in before]
+        newcomers = [rank for rank in ready if rank in chosen and rank.start not in before]
+        return arrange(survivors, newcomers)
+
+    def _leave_out(self, ready: list[Rank]) -> list[Rank]:
         """Part with newcomers whose plans do not form, if there are enough others."""
-        tried = [rank for rank in newcomers if rank.planned > 0]
-        if others < self.roster.limits.min_np:
-            return False
-        for rank in tried:
-            self._record("lost", rank, "the others cannot connect to it")
-            self._end_rank(rank, "evict", "the others cannot connect to this rank")
-            self._cool_down(rank, process_gone=False)
-        return bool(tried)
+        others = [rank for rank in ready if rank.version != FRESH or not rank.planned]
+        if len(self._order(others)) < self.roster.limits.min_np:
+            return ready
+        for rank in ready:
+            if rank not in others:
+                self._record("lost", rank, "the others cannot connect to it")
+                self._end_rank(rank, "evict", "the others cannot connect to this rank")
+                self._cool_down(rank, process_gone=False)
+        return others
 
     def _count_reset(self, order: list[Rank]) -> bool:
+        """Count a change of membership; return whether the job may go on."""
         roster, limit = self.roster, self.roster.limits.reset_limit
-        causes = "; ".join(dict.fromkeys(roster.reset_causes)) or "ranks join or leave"
-        roster.reset_causes.clear()
+        causes = "; ".join(dict.fromkeys(roster.reset_causes))
+        same = [rank.start for rank in order] == roster.crew
+        if same and not causes and roster.plan and order[0].loop > roster.plan.loop:
+            return True  # on to the next loop, with nothing changed
         if limit is not None and roster.resets >= limit:
-            self._end("failed", "reset_limit", f"reset_limit={limit} is used up; next: {causes}")
+            reason = f"reset_limit={limit} is used up; next: {causes or 'ranks join or leave'}"
+            self._end("failed", "reset_limit", reason)
+            return False
+        roster.fruitless = roster.fruitless + 1 if same and causes else 0
+        if roster.fruitless >= FRUITLESS:
+            self._give_up(f"the ranks failed {FRUITLESS} times in a row without a commit")
             return False
         roster.resets += 1
-        self._record("reset", detail=f"{causes} → {len(order)} ranks")
+        roster.reset_causes.clear()
+        self._record("reset", detail=f"{causes or 'ranks join or leave'} → {len(order)} ranks")
         return True
+
+    def _give_up(self, reason: str) -> None:
+        causes = dict.fromkeys(self.roster.reset_causes)
+        self._end("failed", "no_progress", f"{reason}: {'; '.join(causes)}")
+
+    # -- newcomers ---------------------------------------------------------------------------
+
+    def _trim(self) -> None:
+        """End newcomers that cannot join, or that there is no room for any more."""
+        roster, limits = self.roster, self.roster.limits
+        for rank in self._left_behind():
+            roster.closed = True
+            reason = "the others are past where this rank is: nobody can join them there"
+            self._end_rank(rank, "stop", reason)
+        if limits.max_np is not None:
+            unsynced = roster.in_stage(Stage.STARTING, Stage.READY)
+            unsynced = [rank for rank in unsynced if rank.version == FRESH]
+            surplus = min(len(roster.staying()) - limits.max_np, len(unsynced))
+            for rank in unsynced[len(unsynced) - max(surplus, 0) :]:
+                self._end_rank(rank, "leave", "the job was scaled down")
+
+    def _left_behind(self) -> list[Rank]:
+        """Return ranks that cannot take part any more: the others are past where these are."""
+        roster, loop = self.roster, self.roster.loop()
+        return [
+            rank
+            for rank in roster.in_stage(Stage.STARTING, Stage.READY)
+            if (loop not in (None, 1) and not rank.planned)
+            or (loop is not None and rank.stage == Stage.READY and rank.loop != loop)
+        ]
 
     def _hire(self) -> None:
         """Start ranks on free slots, as many as the job may have."""
         roster, limits = self.roster, self.roster.limits
-        self._trim()
         if not roster.may_hire():
             return
         if not roster.launched and roster.within_reach(self._now) < roster.needed():
@@ -204,25 +213,12 @@ class Rules(Transitions):
         if limits.max_np is not None:
             free = free[: max(0, limits.max_np - len(roster.staying()))]
         if free:
-            if not roster.ranks:
-                roster.founders = roster.starts + len(free)
+            if not roster.staying():
+                roster.founders, roster.closed = roster.starts + len(free), False
             roster.launched = True
             self._start(free)
 
-    def _trim(self) -> None:
-        """End newcomers that there is no room for any more."""
-        roster, limits = self.roster, self.roster.limits
-        newcomers = [r for r in roster.in_stage(Stage.STARTING, Stage.READY) if r.version == FRESH]
-        loop = roster.plan.loop if roster.plan else 0
-        for rank in newcomers:
-            if roster.phase == Phase.RUNNING and rank.stage == Stage.READY and rank.loop < loop:
-                roster.closed = True
-                reason = "the function uses collectives before its elastic loop: nobody can join it"
-                self._end_rank(rank, "stop", reason)
-        if limits.max_np is not None:
-            surplus = min(len(roster.staying()) - limits.max_np, len(newcomers))
-            for rank in newcomers[len(newcomers) - max(surplus, 0) :]:
-                self._end_rank(rank, "leave", "the job was scaled down")
+    # -- changes that are planned ------------------------------------------------------------
 
     def _announce_changes(self) -> None:
         """Tell the members of a change, once per generation."""
@@ -230,12 +226,12 @@ class Rules(Transitions):
         if roster.pending:
             return
         members = roster.members()
-        surplus = 0 if limits.max_np is None else max(0, len(members) - limits.max_np)
-        for rank in members[len(members) - surplus :]:
-            if not rank.leaving:
-                self._ask_to_leave(rank)
+        staying = [rank for rank in members if not rank.leaving]
+        if limits.max_np is not None:
+            for rank in staying[limits.max_np :]:
+                self._ask_to_leave(rank, "the job was scaled down")
         leaving = any(rank.leaving for rank in members)
-        if leaving or roster.stopping or self._joiners(members):
+        if leaving or roster.stopping or self._joiners(staying):
             roster.pending = True
             starts = tuple(rank.start for rank in members)
             self._emit(Notify(generation=roster.generation, starts=starts))
@@ -243,11 +239,10 @@ class Rules(Transitions):
     def _joiners(self, members: list[Rank]) -> bool:
         """Return whether newcomers should be taken in now."""
         roster, limits = self.roster, self.roster.limits
-        loop = roster.plan.loop if roster.plan else 0
-        ready = [r for r in roster.in_stage(Stage.READY) if not r.leaving and r.loop == loop]
+        ready = [rank for rank in roster.in_stage(Stage.READY) if not rank.leaving]
         if not ready:
             return False
-        larger = arrange(members, ready, most=limits.max_np, per_host=limits.slots_per_host)
-        waited = self._now - min(rank.since for rank in ready)
+        larger = choose([*members, *ready], most=limits.max_np, per_host=limits.slots_per_host)
+        waited = self._now >= min(rank.since for rank in ready) + JOIN_WINDOW
         alone = not roster.in_stage(Stage.STARTING)
-        return len(larger) > len(members) and (alone or waited >= JOIN_WINDOW)
+        return len(larger) > len(members) and (alone or waited)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 import typing
 from typing import Any
@@ -55,9 +56,14 @@ def typed(kind: Any, value: Any) -> Any:
             return tuple(typed(args[0], item) for item in value)
         return tuple(typed(arg, item) for arg, item in zip(args, value, strict=True))
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(typing.cast(Any, kind))
         fields = {name: typed(hints[name], item) for name, item in value.items()}
         return typing.cast(Any, kind)(**fields)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind(value)
     return value
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)

@@ -32,9 +32,12 @@ class Transitions:
         self.roster = Roster(limits=limits)
         self.roster.workers_out.bounds = limits.cooldown
         self.roster.hosts_out.bounds = limits.cooldown
-        self._now = 0.0
         self._chance = 0.0
         self._effects: list[Effect] = []
+
+    @property
+    def _now(self) -> float:
+        return self.roster.now
 
     def _emit(self, effect: Effect) -> None:
         self._effects.append(effect)
@@ -85,20 +88,24 @@ class Transitions:
         rank.since = self._now
         self._emit(EndRank(start=rank.start, slot=rank.slot, how=how, reason=reason))
 
-    def _ask_to_leave(self, rank: Rank) -> None:
+    def _ask_to_leave(self, rank: Rank, reason: str) -> None:
         """Have a rank leave: with its generation if it is in one, else at once."""
         rank.leaving = True
-        if rank.stage in (Stage.MEMBER, Stage.DONE):
-            reason = "its worker was asked to leave"
+        if rank.stage not in (Stage.MEMBER, Stage.DONE):
+            self._end_rank(rank, "leave", reason)
+        elif self.roster.phase != Phase.FINISHING:  # where it is about to return anyway
             self._emit(EndRank(start=rank.start, slot=rank.slot, how="leave", reason=reason))
-        else:
-            self._end_rank(rank, "leave", "its worker was asked to leave")
+
+    def _depart(self, slot: str) -> None:
+        """Note that nothing can be started on a slot any more."""
+        self.roster.slots.pop(slot, None)
+        if slot not in self.roster.departing:
+            self.roster.departing.append(slot)
 
     def _drop(self, rank: Rank, cause: str) -> None:
         """Take a rank out of the job: it has ended, or does not count any more.
 
-        If it was a member, its generation is over for the others too, unless that generation has
-        no need of it any more.
+        If it was a member, its generation is over for the others too.
         """
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
         self.roster.ranks.pop(rank.start, None)
@@ -107,24 +114,30 @@ class Transitions:
 
     def _lose(self, rank: Rank, detail: str, *, process_gone: bool) -> None:
         """Take out a rank that failed: note it, and let its worker or host cool down."""
-        self._record("left" if rank.leaving else "lost", rank, detail)
-        fault = not rank.leaving and rank.stage not in (Stage.ENDING, Stage.RETURNED)
+        planned = rank.leaving or rank.stage == Stage.ENDING
+        if not self.roster.ended:
+            self._record("left" if planned else "lost", rank, detail)
         self._drop(rank, f"{self._name(rank)}: {detail}")
-        if fault and not self.roster.ended:
+        if not planned and not self.roster.ended:
             self._cool_down(rank, process_gone=process_gone)
 
-    def _evict(self, rank: Rank, reason: str) -> None:
-        """Go on without a rank whose worker does not answer, and have its process restarted."""
-        self._emit(EndRank(start=rank.start, slot=rank.slot, how="evict", reason=reason))
-        self._emit(RestartWorker(slot=rank.slot, reason=reason))
-        self.roster.slots.pop(rank.slot.id, None)
-        self._lose(rank, reason, process_gone=True)
+    def _evict(self, ranks: Sequence[Rank], reason: str) -> None:
+        """Go on without ranks whose workers do not answer, and have their processes restarted."""
+        for rank in ranks:
+            self._emit(EndRank(start=rank.start, slot=rank.slot, how="evict", reason=reason))
+            self._emit(RestartWorker(slot=rank.slot, reason=reason))
+            self._depart(rank.slot.id)
+            self._lose(rank, reason, process_gone=True)
 
     def _cool_down(self, rank: Rank, *, process_gone: bool) -> None:
         roster, slot = self.roster, rank.slot
         if not (process_gone and roster.workers_out.bounds is None):
-            seconds = roster.workers_out.fail(roster.worker_key(slot), self._now, self._chance)
+            key = roster.worker_key(slot)
+            seconds = roster.workers_out.fail(key, self._now, self._chance)
             self._record("cooldown", rank, _for_how_long("worker", slot.worker, seconds))
+            for other in list(roster.ranks.values()):
+                if roster.worker_key(other.slot) == key and not other.leaving:
+                    self._ask_to_leave(other, "its worker is left out for a while")
         if rank.version > rank.version_at_join:
             roster.host_strikes[slot.host] = 0
         strikes = roster.host_strikes[slot.host] = roster.host_strikes.get(slot.host, 0) + 1
@@ -132,6 +145,12 @@ class Transitions:
             roster.host_strikes[slot.host] = 0
             seconds = roster.hosts_out.fail(slot.host, self._now, self._chance)
             self._record("cooldown", rank, _for_how_long("host", slot.host, seconds))
+
+    def _note_version(self, rank: Rank, version: int) -> None:
+        """Note a rank's last commit, which never goes back."""
+        if version > max(rank.version, rank.version_at_join):
+            self.roster.host_strikes.pop(rank.slot.host, None)
+        rank.version = max(rank.version, version)
 
     def _name(self, rank: Rank) -> str:
         plan = self.roster.plan
@@ -142,17 +161,26 @@ class Transitions:
     # -- generations -------------------------------------------------------------------------
 
     def _break(self, cause: str) -> None:
-        """End the present generation because of a fault: free its members wherever they wait."""
+        """End the present generation because of a fault: free its members wherever they wait.
+
+        Those who have left their loop for good go on, unless they wait for a member that is lost.
+        """
         roster = self.roster
-        if roster.phase not in (Phase.FORMING, Phase.RUNNING, Phase.GATHERING):
+        if roster.ended:
             return
         roster.reset_causes.append(cause)
         if roster.plan is not None and roster.plan.loop == 0 and roster.phase != Phase.GATHERING:
             self._end("failed", "rank_lost", f"{cause}; the function has no elastic loop")
             return
-        if roster.phase != Phase.GATHERING:
+        if roster.phase in (Phase.FORMING, Phase.RUNNING):
             self._enter(Phase.GATHERING)
         self._abort_awaited(cause)
+
+    def _regather(self) -> None:
+        """End the present generation as planned: its members leave it at the same step."""
+        self._enter(Phase.GATHERING)
+        if any(rank.stage == Stage.DONE for rank in self.roster.awaited()):
+            self._abort_awaited("ranks left their loop at different steps")
 
     def _abort_awaited(self, cause: str) -> None:
         starts = tuple(rank.start for rank in self.roster.awaited())
@@ -170,9 +198,9 @@ class Transitions:
             members=tuple(Member(r.start, r.slot, r.store, r.version) for r in order),
             loop=loop,
         )
-        if roster.version > 0 and plan.version == FRESH:
+        if roster.version > max(plan.version, 0):
             self._record("restarted", detail=f"no rank is left that holds commit {roster.version}")
-            roster.version = 0
+            roster.version = max(plan.version, 0)
         for rank in order:
             rank.stage, rank.planned, rank.formed = Stage.MEMBER, plan.generation, False
             rank.since = rank.moved_at = rank.heard_at = self._now
@@ -180,6 +208,7 @@ class Transitions:
             if rank.version == FRESH:
                 rank.version_at_join = max(plan.version, 0)
         roster.plan = plan
+        roster.crew = [rank.start for rank in order]
         roster.aborted = roster.pending = False
         roster.short_since = None
         roster.broken_by_user.clear()
@@ -193,10 +222,9 @@ class Transitions:
         roster = self.roster
         if roster.ended:
             return
-        members = roster.members() or arrange([], list(roster.ranks.values()))
         starts: tuple[int, ...] = ()
         if kind == "finished":
-            starts = tuple(rank.start for rank in members)
+            starts = tuple(roster.crew)
         elif error == "rank_failed":
             starts = tuple(roster.broken_by_user)
         roster.outcome = Outcome(kind=kind, error=error, reason=reason, starts=starts)
@@ -205,6 +233,18 @@ class Transitions:
         self._enter(Phase.ENDING)
         for rank in roster.in_stage(Stage.STARTING, Stage.READY, Stage.MEMBER, Stage.DONE):
             self._end_rank(rank, "cancel" if kind == "failed" else how, reason)
+
+    def _conclude(self) -> None:
+        """End the job, well if every rank whose result it needs has returned."""
+        roster = self.roster
+        returned = {rank.start for rank in roster.in_stage(Stage.RETURNED)}
+        missing = [start for start in roster.crew if start not in returned]
+        if missing:
+            lost = f"{len(missing)} of {len(roster.crew)} ranks ended before they returned"
+            reason = "; ".join(dict.fromkeys([lost, *roster.reset_causes]))
+            self._end("failed", "rank_lost", reason)
+        else:
+            self._end("finished")
 
     def _close(self) -> None:
         """Say that it is over, once nothing runs any more."""

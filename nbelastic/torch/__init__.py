@@ -1,0 +1,103 @@
+"""Horovod's PyTorch interface, on Dask: ``import nbelastic.torch as hvd``.
+
+A script written for ``horovod.torch`` runs with its import changed. What differs:
+
+- collectives are matched by the order of the calls, not by their names;
+- :func:`device` gives the rank's own GPU (``cuda:{local_rank()}`` may be a neighbour's);
+- there are no process sets, ``join()`` or Adasum.
+"""
+
+from nbelastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from nbelastic.torch import elastic
+from nbelastic.torch.broadcast import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from nbelastic.torch.compression import Compression
+from nbelastic.torch.device import device
+from nbelastic.torch.functions import (
+    allgather,
+    allgather_async,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    poll,
+    synchronize,
+)
+from nbelastic.torch.optimizer import DistributedOptimizer
+from nbelastic.torch.reductions import (
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    reducescatter,
+)
+from nbelastic.torch.world import (
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "device",
+    "elastic",
+    "global_process_set",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "reducescatter",
+    "shutdown",
+    "size",
+    "synchronize",
+]

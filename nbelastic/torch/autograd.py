@@ -17,9 +17,12 @@ from nbelastic.torch import ops
 if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
 
-__all__ = ["Allgather", "Allreduce", "Alltoall", "Broadcast", "Reducescatter"]
+__all__ = ["Allgather", "Allreduce", "Alltoall", "Broadcast", "Reducescatter", "apply"]
 
-# The bases are untyped in torch's own annotations.
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Call `function` so that autograd records it."""
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 class Allreduce(torch.autograd.Function):
@@ -27,7 +30,12 @@ class Allreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, context: Context, op: Op, prescale: float, postscale: float, *tensors: torch.Tensor
+        ctx: Any,
+        context: Context,
+        op: Op,
+        prescale: float,
+        postscale: float,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return a reduced tensor for each of `tensors`."""
         ctx.options = (context, op, prescale, postscale)
@@ -44,7 +52,7 @@ class Allreduce(torch.autograd.Function):
                 f"the gradient of an allreduce with {op} is not defined; use Average or Sum, or "
                 "detach() the tensor"
             )
-        return None, None, None, None, *Allreduce.apply(*ctx.options, *grads)
+        return None, None, None, None, *apply(Allreduce, *ctx.options, *grads)
 
 
 class Allgather(torch.autograd.Function):
@@ -62,7 +70,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Average the gradients over all ranks and take this rank's rows."""
-        (reduced,) = Allreduce.apply(ctx.context, Op.AVERAGE, 1.0, 1.0, *grads)
+        (reduced,) = apply(Allreduce, ctx.context, Op.AVERAGE, 1.0, 1.0, *grads)
         return None, reduced.narrow(0, ctx.start, ctx.length).reshape(ctx.shape)
 
 
@@ -80,7 +88,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Average the gradients over all ranks, for the root alone."""
-        (reduced,) = Allreduce.apply(ctx.context, Op.AVERAGE, 1.0, 1.0, *grads)
+        (reduced,) = apply(Allreduce, ctx.context, Op.AVERAGE, 1.0, 1.0, *grads)
         if ctx.context.communicator().rank != ctx.root:
             reduced = reduced * 0
         return None, None, reduced
@@ -103,7 +111,7 @@ class Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Send each row's gradient to where the row came from."""
-        returned, _ = Alltoall.apply(ctx.context, grads[0], *ctx.received)
+        returned, _ = apply(Alltoall, ctx.context, grads[0], *ctx.received)
         return None, returned, *(None for _ in ctx.received)
 
 

@@ -36,7 +36,9 @@ IN_FLIGHT = 2
 
 
 def broadcast_parameters(
-    params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
+    params: Mapping[str, torch.Tensor]
+    | Iterable[tuple[str, torch.Tensor]]
+    | Iterable[torch.Tensor],
     root_rank: int = 0,
     process_set: object = None,
 ) -> None:
@@ -104,7 +106,7 @@ def broadcast_optimizer_state(
         return
     tensors: list[torch.Tensor] = []
     is_root = communicator.rank == root_rank
-    skeleton = _take_out(optimizer.state_dict(), tensors) if is_root else None
+    skeleton: Any = _take_out(optimizer.state_dict(), tensors) if is_root else None
     skeleton = broadcast_object(skeleton, root_rank)
     if not is_root:
         skeleton = _make_room(skeleton, tensors)
@@ -161,7 +163,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: object = None
     if communicator.size == 1:
         return [obj]
     pending, lengths = ops.allgather(communicator, _encode(obj))
-    payloads = pending.wait().split(lengths)
+    payloads = torch.split(pending.wait(), lengths)
     return [
         obj if rank == communicator.rank else _decode(payload)
         for rank, payload in enumerate(payloads)

@@ -19,6 +19,7 @@ import os
 import sys
 
 import torch
+
 from nbelastic.elastic.context import current
 
 __all__ = ["device"]

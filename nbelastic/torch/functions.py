@@ -1,4 +1,4 @@
-"""Collectives with Horovod's names and signatures.
+"""Collectives with Horovod's names and signatures; reductions are in their own module.
 
 Unlike Horovod, operations are matched by their order, not by name: all ranks call the same ones in
 the same order, and ``name`` only serves the reader. A collective between ``backward()`` and
@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from nbelastic.collectives import Op
 from nbelastic.elastic.context import current
 from nbelastic.torch import autograd, ops
-from nbelastic.torch.compression import Compression, Compressor
 from nbelastic.torch.world import check_process_set
 
 if TYPE_CHECKING:
@@ -26,37 +24,19 @@ if TYPE_CHECKING:
     from nbelastic.torch.ops import Pending
 
 __all__ = [
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
     "allgather",
     "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
     "alltoall",
     "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
     "poll",
-    "reducescatter",
     "synchronize",
 ]
 
 T = TypeVar("T")
-
-Average = Op.AVERAGE
-Sum = Op.SUM
-Min = Op.MIN
-Max = Op.MAX
-Product = Op.PRODUCT
 
 
 def synchronize(handle: Pending[T]) -> T:
@@ -75,157 +55,6 @@ def poll(handle: Pending[Any]) -> bool:
     return handle.done()
 
 
-def allreduce(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> torch.Tensor:
-    """Reduce `tensor` over all ranks. Differentiable: the gradient is reduced likewise.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Of the same shape and type on all ranks. Left as it is.
-    average : bool, optional
-        Horovod's older spelling of `op`: True for Average, False for Sum.
-    name : str, optional
-        Not used.
-    compression : default Compression.none
-        How it travels.
-    op : default Average
-        Average, Sum, Min, Max or Product. The average of integers is rounded down. Gradients
-        exist for Average and Sum.
-    prescale_factor, postscale_factor : float, default 1.0
-        Factors before and after the reduction; floating point only.
-    process_set : None
-        Only all ranks.
-
-    Returns
-    -------
-    Tensor
-        New, of the shape, type and device of `tensor`; the same on all ranks.
-
-    Raises
-    ------
-    CollectiveError
-        A peer is gone, or the generation is over.
-    ValueError
-        An argument has a value it cannot have.
-    """
-    (output,) = grouped_allreduce(
-        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )
-    return output
-
-
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> list[torch.Tensor]:
-    """Reduce several tensors in as few operations as possible; otherwise as :func:`allreduce`."""
-    check_process_set(process_set)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = autograd.Allreduce.apply(
-        current(),
-        _op(op, average),
-        prescale_factor,
-        postscale_factor,
-        *(compressed for compressed, _ in pairs),
-    )
-    return [
-        compression.decompress(output, ctx) for output, (_, ctx) in zip(reduced, pairs, strict=True)
-    ]
-
-
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> Pending[torch.Tensor]:
-    """Begin what :func:`allreduce` does, without gradients; for :func:`synchronize`."""
-    check_process_set(process_set)
-    return _first(
-        ops.allreduce(
-            current().communicator(),
-            [tensor],
-            [torch.empty_like(tensor, requires_grad=False)],
-            _op(op, average),
-            prescale_factor,
-            postscale_factor,
-        )
-    )
-
-
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> Pending[torch.Tensor]:
-    """Begin an :func:`allreduce_`; `tensor` changes in :func:`synchronize`, not before."""
-    check_process_set(process_set)
-    return _first(
-        ops.allreduce(
-            current().communicator(),
-            [tensor],
-            [tensor],
-            _op(op, average),
-            prescale_factor,
-            postscale_factor,
-        )
-    )
-
-
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> torch.Tensor:
-    """Reduce `tensor` over all ranks in place; it is left as it is if that fails."""
-    return allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
-
-
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> list[torch.Tensor]:
-    """Reduce several tensors in place, in as few operations as possible."""
-    check_process_set(process_set)
-    communicator = current().communicator()
-    return ops.allreduce(
-        communicator, tensors, tensors, _op(op, average), prescale_factor, postscale_factor
-    ).wait()
-
-
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: object = None
 ) -> torch.Tensor:
@@ -242,7 +71,7 @@ def allgather(
         Types, or dimensions other than the first, differ between ranks.
     """
     check_process_set(process_set)
-    gathered: torch.Tensor = autograd.Allgather.apply(current(), tensor)
+    gathered: torch.Tensor = autograd.apply(autograd.Allgather, current(), tensor)
     return gathered
 
 
@@ -264,7 +93,7 @@ def broadcast(
     (Horovod's convention).
     """
     check_process_set(process_set)
-    copied: torch.Tensor = autograd.Broadcast.apply(current(), root_rank, tensor)
+    copied: torch.Tensor = autograd.apply(autograd.Broadcast, current(), root_rank, tensor)
     return copied
 
 
@@ -274,7 +103,7 @@ def broadcast_async(
     """Begin what :func:`broadcast` does, without gradients; for :func:`synchronize`."""
     check_process_set(process_set)
     output = torch.empty_like(tensor, requires_grad=False)
-    return _first(ops.broadcast(current().communicator(), [tensor], [output], root_rank))
+    return ops.only(ops.broadcast(current().communicator(), [tensor], [output], root_rank))
 
 
 def broadcast_async_(
@@ -282,7 +111,7 @@ def broadcast_async_(
 ) -> Pending[torch.Tensor]:
     """Begin a :func:`broadcast_`; `tensor` changes in :func:`synchronize`, not before."""
     check_process_set(process_set)
-    return _first(ops.broadcast(current().communicator(), [tensor], [tensor], root_rank))
+    return ops.only(ops.broadcast(current().communicator(), [tensor], [tensor], root_rank))
 
 
 def broadcast_(
@@ -321,48 +150,14 @@ def alltoall(
     check_process_set(process_set)
     context = current()
     counts = _splits(tensor, splits, context.communicator().size)
-    output, received = autograd.Alltoall.apply(context, tensor, *counts)
+    output, received = autograd.apply(autograd.Alltoall, context, tensor, *counts)
     return output if splits is None else (output, received)
-
-
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
-    process_set: object = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """Reduce `tensor` over all ranks and return this rank's rows. Differentiable.
-
-    Rows are dealt out evenly along the first dimension; the first ranks get one more where they do
-    not divide. Parameters are those of :func:`allreduce`.
-    """
-    check_process_set(process_set)
-    if tensor.dim() == 0:
-        raise ValueError("reducescatter needs a tensor with at least one dimension")
-    compressed, ctx = compression.compress(tensor)
-    rows = autograd.Reducescatter.apply(
-        current(), _op(op, None), prescale_factor, postscale_factor, compressed
-    )
-    return compression.decompress(rows, ctx)
 
 
 def barrier(process_set: object = None) -> None:
     """Wait until all ranks have arrived."""
     check_process_set(process_set)
     current().communicator().barrier()
-
-
-def _op(op: Op | None, average: bool | None) -> Op:
-    if op is not None and average is not None:
-        raise ValueError("give op or average, not both; op says more")
-    if op is None:
-        return Op.SUM if average is False else Op.AVERAGE
-    if not isinstance(op, Op):
-        raise ValueError(f"op must be Average, Sum, Min, Max or Product, not {op!r}")
-    return op
 
 
 def _splits(
@@ -379,7 +174,3 @@ def _splits(
             f"splits must be {size} numbers (one per rank) that add up to {rows} rows, not {counts}"
         )
     return [int(count) for count in counts]
-
-
-def _first(pending: Pending[list[torch.Tensor]]) -> Pending[torch.Tensor]:
-    return ops.Pending([pending], lambda: pending.wait()[0])

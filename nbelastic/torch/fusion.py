@@ -50,7 +50,7 @@ class Chunk:
                 tensors[index].copy_(part)
 
     def _parts(self) -> list[torch.Tensor]:
-        parts = self.buffer.split(self._counts)
+        parts = torch.split(self.buffer, self._counts)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
+
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError
-from nbelastic.torch.snapshot import ATOMS, children_of
-from torch.nn.parameter import is_lazy
+from nbelastic.torch.snapshot import ATOMS, Slot, children_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbelastic.torch.snapshot import Builder, Node, Recorder, Slot
+    from nbelastic.torch.snapshot import Builder, Node, Recorder
 
 __all__ = ["change", "handler_of", "note", "things_in"]
 
@@ -32,6 +33,10 @@ class Handler(Protocol):
 
     def change(self, builder: Builder, thing: Any, content: Any) -> None:
         """Make `thing` be as noted."""
+
+
+_LAZY = Slot(-1)
+"""Stands for a tensor that does not exist yet."""
 
 
 class ModuleHandler:
@@ -49,7 +54,9 @@ class ModuleHandler:
                 for name, tensor in getattr(module, kind).items():
                     if tensor is None:
                         tensors.append((path, kind, name, None, False))
-                    elif not is_lazy(tensor):
+                    elif is_lazy(tensor):
+                        tensors.append((path, kind, name, _LAZY, False))
+                    else:
                         node = recorder.record(tensor)
                         tensors.append((path, kind, name, node, tensor.requires_grad))
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
@@ -65,14 +72,15 @@ class ModuleHandler:
             if path not in modules:
                 raise NbelasticError(f"the model of this rank has no submodule {path!r}")
             noted.add((path, kind, name))
+            if slot == _LAZY:
+                continue
             into = getattr(modules[path], kind)
             into[name] = _tensor(builder, slot, into.get(name), kind, requires_grad)
         for path, module in modules.items():
             for kind in ("_parameters", "_buffers"):
                 into = getattr(module, kind)
                 for name in [n for n in into if (path, kind, n) not in noted]:
-                    if not is_lazy(into[name]):
-                        del into[name]
+                    del into[name]
         for path, node in extras:
             extra = builder.build(node)
             builder.flush()
@@ -84,6 +92,8 @@ def _tensor(
 ) -> torch.Tensor | None:
     if slot is None:
         return None
+    if is_lazy(live):
+        live.materialize(builder.value(slot).shape)
     tensor = builder.tensor(slot, live)
     if kind == "_parameters":
         if not isinstance(tensor, torch.nn.Parameter):
@@ -105,7 +115,10 @@ class OptimizerHandler:
             )
             for group in thing.param_groups
         ]
-        state = [(recorder.record(key), recorder.record(each)) for key, each in thing.state.items()]
+        state = [
+            (recorder.record(owner), {key: recorder.record(each) for key, each in values.items()})
+            for owner, values in thing.state.items()
+        ]
         return groups, state
 
     def change(self, builder: Builder, thing: torch.optim.Optimizer, content: Any) -> None:
@@ -117,7 +130,7 @@ class OptimizerHandler:
         ]:
             raise NbelasticError("the optimizer of this rank has other parameter groups")
         del live[len(groups) :]
-        for index, (slots, options) in enumerate(groups):
+        for index, (slots, noted) in enumerate(groups):
             if index == len(live):
                 live.append({"params": []})
             group = live[index]
@@ -128,12 +141,15 @@ class OptimizerHandler:
             ]
             for parameter in parameters:
                 parameter.grad = None
-            built = {key: builder.build(node) for key, node in options.items()}
+            options = {key: builder.build(node) for key, node in noted.items()}
             group.clear()
-            group.update(params=parameters, **built)
-        built_state = {builder.build(key): builder.build(node) for key, node in state}
+            group.update(params=parameters, **options)
+        built = {
+            builder.build(owner): {key: builder.build(node) for key, node in values.items()}
+            for owner, values in state
+        }
         thing.state.clear()
-        thing.state.update(built_state)
+        thing.state.update(built)
 
 
 class SamplerHandler:
@@ -169,7 +185,7 @@ class ScalerHandler(StateDictHandler):
         """Load the state dict and forget the step that was under way."""
         if thing.is_enabled():
             super().change(builder, thing, content)
-        thing._per_optimizer_states.clear()
+            thing._per_optimizer_states.clear()
 
 
 class GeneratorHandler:

@@ -7,20 +7,40 @@ sees private buffers, so that a failed operation leaves the caller's tensors as 
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
+
 from nbelastic.collectives import Op
 from nbelastic.torch.fusion import pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbelastic.collectives import Communicator, Handle
+    from nbelastic.collectives import Communicator
 
-__all__ = ["Pending", "allgather", "allreduce", "alltoall", "broadcast", "reducescatter", "share"]
+__all__ = [
+    "Pending",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "only",
+    "reducescatter",
+    "share",
+]
 
 T = TypeVar("T")
+
+
+class Waitable(Protocol):
+    """An operation under way: a communicator's handle, or a :class:`Pending`."""
+
+    def done(self) -> bool:
+        """Return whether the operation has finished."""
+
+    def wait(self) -> object:
+        """Wait for the operation."""
 
 
 class Pending(Generic[T]):
@@ -29,8 +49,8 @@ class Pending(Generic[T]):
     Horovod's handle: pass it to ``hvd.synchronize`` or ``hvd.poll``.
     """
 
-    def __init__(self, handles: Sequence[Handle], finish: Callable[[], T]) -> None:
-        self._handles: Sequence[Handle] = handles
+    def __init__(self, handles: Sequence[Waitable], finish: Callable[[], T]) -> None:
+        self._handles: Sequence[Waitable] = handles
         self._finish: Callable[[], T] | None = finish
         self._result: list[T] = []
 
@@ -52,6 +72,11 @@ class Pending(Generic[T]):
             self._result.append(self._finish())
             self._finish, self._handles = None, ()
         return self._result[0]
+
+
+def only(pending: Pending[list[T]]) -> Pending[T]:
+    """Return the first and only result in place of a list of one."""
+    return Pending([pending], lambda: pending.wait()[0])
 
 
 def allreduce(
@@ -188,7 +213,7 @@ def alltoall(
     """
     rows = _share_with_kind(communicator, tensor, splits)
     received = [row[communicator.rank] for row in rows]
-    inputs = [_private(part) for part in tensor.split(list(splits))]
+    inputs = [_private(part) for part in torch.split(tensor, list(splits))]
     outputs = [inputs[0].new_empty((length, *tensor.shape[1:])) for length in received]
     handles = [communicator.all_to_all_async(outputs, inputs)]
 
@@ -213,16 +238,14 @@ def reducescatter(
     size = communicator.size
     rows, more = divmod(tensor.shape[0], size)
     counts = [rows + (rank < more) for rank in range(size)]
-    inputs = [_private(part) for part in tensor.split(counts)]
+    inputs = [_private(part) for part in torch.split(tensor, counts)]
     if prescale != 1.0:
         for part in inputs:
             part.mul_(prescale)
     output = torch.empty_like(inputs[communicator.rank])
     wire_op, divisor = _wire_op(op, tensor.dtype, size)
     handle = communicator.reduce_scatter_async(output, inputs, wire_op)
-    return Pending(
-        [handle], lambda: _scale(output, divisor, postscale).to(tensor.device)
-    )
+    return Pending([handle], lambda: _scale(output, divisor, postscale).to(tensor.device))
 
 
 def _private(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,7 +284,9 @@ def _check_factors(tensor: torch.Tensor, *factors: float) -> None:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return
     if any(factor != 1.0 for factor in factors):
-        raise ValueError(f"prescale_factor and postscale_factor need floating point, not {tensor.dtype}")
+        raise ValueError(
+            f"prescale_factor and postscale_factor need floating point, not {tensor.dtype}"
+        )
 
 
 def _check_root(root: int, size: int) -> None:

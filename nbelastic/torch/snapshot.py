@@ -37,11 +37,10 @@ _CONTAINERS = (list, tuple, dict, OrderedDict)
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A tensor, by its number."""
+class Slot(int):
+    """A tensor, by its number. A plain number to the garbage collector, too: there are many."""
 
-    index: int
+    __slots__ = ()
 
 
 @dataclass(eq=False)
@@ -104,16 +103,16 @@ class Recorder:
         self._duplicate = duplicate
         self._numbers = {id(thing): number for number, thing in enumerate(things)}
         self._copies: dict[int, Any] = {id(thing): thing for thing in things}
-        # Values stand beside their nodes because an id means something only while its value lives.
-        self._known: dict[int, tuple[object, Node]] = {}
+        self._known: dict[int, Node] = {}
+        self._alive: list[object] = []  # an id means something only while its value lives
 
     def record(self, value: object) -> Node:
         """Return the node of a value: the same for the same object."""
-        if type(value) in ATOMS:
-            return Plain(value)
         known = self._known.get(id(value))
         if known is not None:
-            return known[1]
+            return known
+        if type(value) in ATOMS:
+            return Plain(value)
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             return self._know(value, Slot(len(self.tensors) - 1))
@@ -130,7 +129,8 @@ class Recorder:
         return self._know(value, Plain(self._copy(value)))
 
     def _know(self, value: object, node: Node) -> Node:
-        self._known[id(value)] = (value, node)
+        self._known[id(value)] = node
+        self._alive.append(value)
         return node
 
     def _copy(self, value: object) -> object:
@@ -184,6 +184,10 @@ class Builder:
         """Whether the values were this rank's own."""
         return self._owners is not None
 
+    def value(self, slot: Slot) -> torch.Tensor:
+        """Return the value of a slot, only to be read."""
+        return self._values[slot]
+
     def build(self, node: Node) -> Any:
         """Return the value of a node: the same object for the same node."""
         if isinstance(node, Slot):
@@ -212,10 +216,10 @@ class Builder:
             A tensor that should have this value and keep its identity. Not needed where the values
             are this rank's own: then it is the tensor that had it.
         """
-        if slot.index in self._filled:
-            return self._filled[slot.index]
-        value = self._values[slot.index]
-        target = self._owners[slot.index] if self._owners is not None else live
+        if slot in self._filled:
+            return self._filled[slot]
+        value = self._values[slot]
+        target = self._owners[slot] if self._owners is not None else live
         if target is None or target.is_inference() or id(target) in self._taken:
             target = value.to(self._device(slot, target), copy=True)
         elif self._fits(target, slot):
@@ -224,7 +228,7 @@ class Builder:
         else:
             target.data = value.to(target.device, copy=True)
         self._taken.add(id(target))
-        self._filled[slot.index] = target
+        self._filled[slot] = target
         return target
 
     def flush(self) -> None:
@@ -250,7 +254,7 @@ class Builder:
     def _device(self, slot: Slot, target: torch.Tensor | None) -> str | torch.device:
         if target is not None:
             return target.device
-        return self._devices[slot.index] if self._devices else self._values[slot.index].device
+        return self._devices[slot] if self._devices else self._values[slot].device
 
     def _fits(self, target: torch.Tensor, slot: Slot) -> bool:
         """Return whether a value can be copied into `target` as it is now.
@@ -258,12 +262,12 @@ class Builder:
         Not if `target` looks into other memory than at the time: that may by now be another
         tensor's, too, which then would get two values. Nor if it looks at some of it twice.
         """
-        value = self._values[slot.index]
+        value = self._values[slot]
         return (
             target.shape == value.shape
             and target.dtype == value.dtype
             and not any(
                 n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)
             )
-            and (not self._addresses or target.data_ptr() == self._addresses[slot.index])
+            and (not self._addresses or target.data_ptr() == self._addresses[slot])
         )

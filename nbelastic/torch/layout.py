@@ -1,0 +1,206 @@
+"""Which gradient goes into which bucket, the same on all ranks.
+
+See :mod:`nbelastic.torch.reducer` for what is shared, and when.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.collectives import Op
+from nbelastic.torch.buckets import Bucket, plan_buckets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.torch.compression import Compressor
+
+__all__ = ["Layout", "LayoutKeeper", "ReduceOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceOptions:
+    """How gradients are reduced.
+
+    Attributes
+    ----------
+    op : Op
+        ``AVERAGE`` or ``SUM``.
+    compression : type of Compressor
+        What they are on the wire.
+    predivide : float
+        With ``AVERAGE``: what to divide by before the sum is formed; the rest is divided by after.
+    passes : int
+        Backward passes per step.
+    groups : int or tuple of tuples of Tensor
+        How many groups to form, 0 for none; or the groups. A group is reduced in one operation.
+    sparse_as_dense : bool
+        Whether to make sparse gradients dense, or refuse them.
+    """
+
+    op: Op
+    compression: type[Compressor]
+    predivide: float
+    passes: int
+    groups: int | tuple[tuple[torch.Tensor, ...], ...]
+    sparse_as_dense: bool
+
+    def divisor(self, size: int) -> float:
+        """Return what to divide sums over `size` ranks by."""
+        return size / self.predivide if self.op is Op.AVERAGE else 1.0
+
+
+class Layout:
+    """Buckets for some parameters, in the order in which they are launched.
+
+    Attributes
+    ----------
+    parameters : list of Tensor
+        In the order of the optimizer.
+    order : list of int
+        Their indices in the order in which gradients are expected.
+    buckets : list of Bucket
+        The last has one rider.
+    places : dict
+        From the id of a parameter to its (bucket, position).
+    """
+
+    def __init__(
+        self, parameters: list[torch.Tensor], order: list[int], options: ReduceOptions
+    ) -> None:
+        self.parameters = parameters
+        self.order = order
+        wire_dtype = options.compression.wire_dtype
+        groups = _groups(parameters, order, options.groups)
+        plan = plan_buckets(parameters, order, wire_dtype, groups)
+        self.buckets: list[Bucket] = []
+        self.places: dict[int, tuple[int, int]] = {}
+        for number, indices in enumerate(plan):
+            members = [parameters[index] for index in indices]
+            riders = int(number == len(plan) - 1)
+            self.buckets.append(Bucket(members, wire_dtype(members[0].dtype), riders))
+            for position, parameter in enumerate(members):
+                self.places[id(parameter)] = (number, position)
+
+    def drop(self) -> None:
+        """Give all buffers away."""
+        for bucket in self.buckets:
+            bucket.drop()
+
+
+class LayoutKeeper:
+    """Keeps one rank's layout equal to that of the others in its generation.
+
+    Parameters
+    ----------
+    options : ReduceOptions
+        Equal on all ranks; checked.
+    names : mapping of int to str
+        Names of parameters by their ids; checked too.
+    """
+
+    def __init__(self, options: ReduceOptions, names: Mapping[int, str]) -> None:
+        self._options = options
+        self._names = names
+        self._observed: list[int] | None = None
+        self._layout: Layout | None = None
+        self._generation: int | None = None
+        self._settled = False
+
+    def arrange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
+        """Return the layout for the next round. All ranks call it at the same point.
+
+        Raises
+        ------
+        CollectiveError
+            A peer is gone, or the generation is over.
+        ValueError
+            This rank does not train what rank 0 trains.
+        """
+        layout = self._layout
+        if layout is None or not _same(layout.parameters, parameters):
+            layout = self._observed = self._generation = None
+        default = list(reversed(range(len(parameters))))
+        order = default if layout is None else layout.order
+        if self._generation != communicator.generation:
+            self._settled = self._compare(communicator, parameters)
+            order = self._order_of_root(communicator, default) if self._settled else default
+        elif not self._settled:
+            order = self._order_of_root(communicator, default)
+            self._settled = True
+        if layout is None or layout.order != order:
+            layout = Layout(parameters, order, self._options)
+        self._layout, self._generation = layout, communicator.generation
+        return layout
+
+    def observe(self, arrived: Iterable[int]) -> None:
+        """Note in which order gradients have arrived in the first round of a generation.
+
+        Parameters
+        ----------
+        arrived : iterable of int
+            Ids of parameters; those that have got no gradient come last.
+        """
+        if self._layout is None or self._settled:
+            return
+        index_of = {id(p): index for index, p in enumerate(self._layout.parameters)}
+        first = [index_of[key] for key in arrived if key in index_of]
+        missing = set(index_of.values()).difference(first)
+        self._observed = [*first, *sorted(missing, reverse=True)]
+
+    def drop(self) -> None:
+        """Give all buffers away and compare with the other ranks again before the next round."""
+        self._generation = None
+        if self._layout is not None:
+            self._layout.drop()
+
+    def _compare(self, communicator: Communicator, parameters: Sequence[torch.Tensor]) -> bool:
+        """Compare parameters and options with rank 0; return whether it has an order to share."""
+        options = self._options
+        groups = _groups(parameters, range(len(parameters)), options.groups)
+        what = (
+            [(self._names.get(id(p), ""), tuple(p.shape), p.dtype) for p in parameters],
+            (options.op.name, options.compression.__name__, options.predivide),
+            groups,
+        )
+        mine = [len(parameters), zlib.crc32(repr(what).encode()), self._observed is not None]
+        message = torch.tensor(mine, dtype=torch.int64)
+        communicator.broadcast(message, 0)
+        count, checksum, observed = message.tolist()
+        if (count, checksum) != (mine[0], mine[1]):
+            raise ValueError(
+                f"the optimizer of rank {communicator.rank} is not that of rank 0: it trains "
+                f"{mine[0]} tensors, that of rank 0 {count}"
+                + (", with other names, shapes, types or options" if count == mine[0] else "")
+            )
+        return bool(observed)
+
+    def _order_of_root(self, communicator: Communicator, default: list[int]) -> list[int]:
+        message = torch.tensor(self._observed or default, dtype=torch.int64)
+        communicator.broadcast(message, 0)
+        order: list[int] = message.tolist()
+        return order
+
+
+def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _groups(
+    parameters: Sequence[torch.Tensor],
+    order: Sequence[int],
+    groups: int | tuple[tuple[torch.Tensor, ...], ...],
+) -> list[list[int]]:
+    """Return the indices in each group: as asked for, or so many of about equally many."""
+    if isinstance(groups, int):
+        count = min(groups, len(order))
+        bounds = [number * len(order) // count for number in range(count + 1)] if count else []
+        return [list(order[a:b]) for a, b in itertools.pairwise(bounds)]
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    return [[index_of[id(p)] for p in group if id(p) in index_of] for group in groups]

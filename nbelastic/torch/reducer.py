@@ -1,0 +1,242 @@
+"""From gradients of this rank to those of all: what happens between ``backward`` and ``step``.
+
+A *round* is one such passage. It begins with the first gradient (or with
+:meth:`Reducer.synchronize`, on a rank that has computed none), and ends when
+:meth:`Reducer.synchronize` has written the reduced gradients. While backward runs, each gradient is
+copied into its bucket as it is accumulated, and a bucket is launched when it is full and all before
+it have been; :meth:`Reducer.synchronize` launches the rest. So all ranks launch the same buckets in
+the same order, whichever parameters they have used.
+
+What all ranks must share
+-------------------------
+Buckets are laid out for a generation. Before its first round rank 0 tells the others what it
+trains, so that a rank with another model finds out instead of hanging, and in which order it has
+seen gradients arrive, if it has. If not, the first round uses the reverse order of the parameters
+and the second the order that rank 0 has then seen. After that nothing is exchanged but gradients.
+
+When something fails
+--------------------
+Buffers under way are given away (see :mod:`nbelastic.collectives.communicator`): they are dropped
+and the next round has new ones. Gradients are dropped as well, since some may have been reduced and
+others not. A failed launch raises in the hook, so out of ``backward()``: the rest of it would be
+for nothing, and Python's exceptions pass through autograd unchanged. The other ranks still wait for
+the buckets of a round that was left half-way, so its generation counts as failed here: each further
+round in it raises :class:`~nbelastic.errors.CollectiveError`. A round begun in an earlier
+generation is dropped when the next one begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbelastic.elastic.context import current
+from nbelastic.errors import CollectiveError, NotInitialized
+from nbelastic.torch.layout import LayoutKeeper
+from nbelastic.torch.round import Round
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.elastic.context import Context
+    from nbelastic.torch.layout import Layout, ReduceOptions
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Reduces the gradients of one optimizer, over whatever ranks there are.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Its parameter groups say what to reduce: what is in them, and requires gradients, when a
+        round begins. Parameters may be added, frozen and unfrozen between steps, on all ranks in
+        the same step.
+    names : mapping of int to str
+        Names of parameters by their ids, for messages.
+    options : ReduceOptions
+        How.
+
+    Attributes
+    ----------
+    synchronized : bool
+        Whether the optimizer's gradients are the reduced ones.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], options: ReduceOptions
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+        self._options = options
+        self._context = current()
+        self._keeper = LayoutKeeper(options, names)
+        self._round: Round | None = None
+        self._failed: int | None = None
+        self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
+        # Backward may run in several threads where parameters are on several devices.
+        self._lock = threading.Lock()
+        self.synchronized = False
+        self._hook(self._trained())
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients have arrived that are not reduced yet."""
+        round_ = self._round
+        return round_ is not None and bool(round_.arrived) and not self._is_stale(round_)
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Take in that backward has accumulated into ``parameter.grad``."""
+        with self._lock:
+            try:
+                round_ = self._present_round()
+                self.synchronized = False
+                round_.arrive(parameter)
+            except BaseException:
+                self._fail()
+                raise
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Launch what has not been launched, wait, and write the reduced gradients.
+
+        Raises
+        ------
+        CollectiveError
+            A peer is gone, or the generation is over. The gradients are gone.
+        RuntimeError
+            Gradients or parameters are not those that backward has left.
+        """
+        with self._lock:
+            try:
+                round_ = self._present_round()
+                round_.check_untouched(self._trained())
+                round_.finish()
+            except BaseException:
+                self._fail()
+                raise
+            self._keeper.observe(round_.arrived)
+            self._round = None
+            self.synchronized = True
+
+    def forget(self) -> None:
+        """Begin anew because the user sets the gradients to zero.
+
+        Raises
+        ------
+        RuntimeError
+            Gradients are being reduced: other ranks count on them.
+        """
+        if self.pending:
+            raise RuntimeError(
+                "optimizer.zero_grad() was called after backward() but before step() or "
+                "synchronize(), while gradients were being reduced; move it before backward() or "
+                "after step()"
+            )
+        with self._lock:
+            self._abandon()
+
+    def set_passes(self, passes: int) -> None:
+        """Expect another number of backward passes per step, from the next round on.
+
+        Raises
+        ------
+        RuntimeError
+            A round is under way.
+        """
+        if self._round is not None:
+            raise RuntimeError(
+                "backward_passes_per_step can only change between step() and backward()"
+            )
+        self._options = dataclasses.replace(self._options, passes=passes)
+
+    def reset(self) -> None:
+        """Drop the round under way and all gradients: the state is being restored."""
+        with self._lock:
+            self._fail()
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def _present_round(self) -> Round:
+        round_ = self._round
+        if round_ is not None and not self._is_stale(round_):
+            return round_
+        self._abandon()
+        context = self._find_context()
+        communicator = context.communicator()
+        parameters = self._trained()
+        self._hook(parameters)
+        layout = self._ready_layout(communicator, parameters) if communicator.size > 1 else None
+        self._round = Round(context, communicator, parameters, layout, self._options, self._names)
+        return self._round
+
+    def _ready_layout(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
+        if communicator.generation == self._failed:
+            raise CollectiveError(
+                f"a step of generation {self._failed} was left half-way on this rank"
+            )
+        self._failed = communicator.generation  # unless the exchange goes well
+        layout = self._keeper.arrange(communicator, parameters)
+        self._failed = None
+        for bucket in layout.buckets:
+            bucket.begin()
+        return layout
+
+    def _is_stale(self, round_: Round) -> bool:
+        context = self._find_context()
+        return context is not round_.context or context.generation != round_.generation
+
+    def _abandon(self) -> None:
+        """Drop the round; buffers that were launched are not this rank's any more."""
+        if self._round is not None and self._round.launched:
+            self._keeper.drop()
+        self._round = None
+        self.synchronized = False
+
+    def _fail(self) -> None:
+        """Drop the round and all gradients; where others wait for it, leave its generation."""
+        round_, self._round = self._round, None
+        self.synchronized = False
+        self._keeper.drop()
+        if round_ is not None and round_.launched:
+            self._failed = round_.communicator.generation
+        for parameter in self._trained():
+            parameter.grad = None
+
+    # -- surroundings ----------------------------------------------------------------------------
+
+    def _find_context(self) -> Context:
+        """Return the rank's context, also in a thread of autograd's own."""
+        try:
+            return current()
+        except NotInitialized:
+            return self._context
+
+    def _trained(self) -> list[torch.Tensor]:
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    def _hook(self, parameters: list[torch.Tensor]) -> None:
+        """Have autograd call back for `parameters` and no others, as long as this object lives."""
+        keys = {id(parameter) for parameter in parameters}
+        for key in self._hooks.keys() - keys:
+            self._hooks.pop(key)[1].remove()
+        for parameter in parameters:
+            if id(parameter) not in self._hooks:
+                hook = functools.partial(_on_gradient, weakref.ref(self))
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks[id(parameter)] = (parameter, register(hook))
+
+
+def _on_gradient(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.on_gradient(parameter)

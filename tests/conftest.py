@@ -1,0 +1,40 @@
+"""Clusters for all tests: real worker processes, kept from test to test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from distributed import Client, LocalCluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.clusters import Crew
+
+
+@pytest.fixture(scope="session")
+def _four_workers() -> Iterator[Crew]:
+    from tests.support.clusters import Crew
+
+    with (
+        LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield Crew(cluster, client)
+
+
+@pytest.fixture
+def crew(_four_workers: Crew) -> Iterator[Crew]:
+    """Four workers of one thread each; whatever a test kills is back before the next."""
+    _four_workers.wait_until_whole(4)
+    yield _four_workers
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        left = [t.name for t in threading.enumerate() if t.name.startswith("nbelastic")]
+        if not left:
+            return
+        time.sleep(0.02)
+    pytest.fail(f"threads are left: {left}")

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.elastic.state import ObjectState, State
+from nbelastic.errors import OptionError
+from tests.support.world import StaticContext, run_ranks
+
+
+def test_F1_sync_change_restore_change_commit_restore() -> None:
+    def main(context: StaticContext) -> object:
+        state = ObjectState(batch=20 + context.rank, epoch=10 + context.rank)
+        seen = []
+
+        def look() -> None:
+            seen.append((state.batch, state.epoch))
+
+        state.sync()
+        look()
+        state.batch, state.epoch = 21, 11
+        state.restore()
+        look()
+        state.batch, state.epoch = 21, 11
+        state.commit()
+        look()
+        state.batch = 99
+        state.restore()
+        look()
+        return seen, context.version
+
+    assert run_ranks(3, main) == [([(20, 10), (20, 10), (21, 11), (21, 11)], 1)] * 3
+
+
+def test_F2_sampler_in_a_plain_state() -> None:
+    def main(context: StaticContext) -> None:
+        sampler = ShardSampler(range(32), shuffle=False)
+        state = ObjectState(sampler=sampler, epoch=0)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for index in range(8):
+                sampler.record_batch(index, 2)
+                assert sampler.processed_num == 2 * (index + 1)
+        sampler.set_epoch(2)
+        sampler.record_batch(0, 2)
+        state.commit()
+        sampler.record_batch(1, 2)
+        state.restore()
+        assert sampler.processed_num == 2
+        state.sync()
+        assert sampler.processed_indices == {0, 1, 2, 3}
+        assert len(sampler) == 14
+        sampler.set_epoch(3)
+        assert (sampler.processed_num, len(sampler)) == (0, 16)
+
+    run_ranks(2, main)
+
+
+VALUES: Any = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.sets(st.integers(), max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def spoil(value: Any) -> None:
+    """Change whatever can be changed in place, at all depths."""
+    if isinstance(value, list):
+        for each in value:
+            spoil(each)
+        value.append("spoilt")
+    elif isinstance(value, dict):
+        for each in value.values():
+            spoil(each)
+        value["spoilt"] = 1
+    elif isinstance(value, set):
+        value.add("spoilt")
+
+
+@settings(deadline=None)
+@given(st.lists(VALUES, min_size=1, max_size=4))
+def test_N7_lists_and_dicts_roll_back_at_any_depth(values: list) -> None:
+    state = ObjectState(value=None, other=0)
+    for value in values:
+        state.value = value
+        state.save()
+        before = copy.deepcopy(value)
+        for _ in range(2):
+            spoil(state.value)
+            state.other = 5
+            state.restore()
+            assert (state.value, state.other) == (before, 0)
+
+
+def test_only_named_values_are_kept() -> None:
+    state = ObjectState(epoch=0)
+    state.note = "mine"
+    state.save()
+    state.note = "changed"
+    state.restore()
+    assert state.note == "changed"
+
+
+def test_horovods_functions_are_accepted_and_ignored() -> None:
+    def bcast_object() -> None:
+        raise AssertionError
+
+    assert ObjectState(bcast_object, bcast_object, epoch=3).epoch == 3
+    assert ObjectState(bcast_object=bcast_object, get_rank=bcast_object, epoch=3).epoch == 3
+
+
+@pytest.mark.parametrize("name", ["commit", "sync", "_saved", "on_reset", "leave"])
+def test_names_that_a_state_needs_itself_are_refused(name: str) -> None:
+    with pytest.raises(OptionError, match=name):
+        ObjectState(**{name: 1})
+
+
+def test_N3_only_those_behind_receive_and_all_know_who_from_the_plan() -> None:
+    def main(context: StaticContext) -> object:
+        state = ObjectState(rank=context.rank, losses=[context.rank])
+        state.align(behind=[0, 3])
+        return state.rank, state.losses, context.communicator().completed > 0
+
+    assert run_ranks(4, main, source=2) == [
+        (2, [2], True),
+        (1, [1], False),
+        (2, [2], True),
+        (2, [2], True),
+    ]
+
+
+def test_align_does_not_save() -> None:
+    def main(context: StaticContext) -> None:
+        state = ObjectState(rank=context.rank)
+        state.align(behind=[1])
+        assert state.rank == 0
+        state.restore()
+        assert state.rank == context.rank
+
+    run_ranks(2, main)
+
+
+def test_N8_every_commit_is_a_version_of_its_own() -> None:
+    def main(context: StaticContext) -> object:
+        state = ObjectState(epoch=0)
+        for _ in range(3):
+            state.commit()
+        return context.version
+
+    assert run_ranks(1, main) == [3]
+
+
+def test_reset_callbacks_run_in_order_after_reset() -> None:
+    calls: list[str] = []
+
+    class Mine(State):
+        def reset(self) -> None:
+            calls.append("reset")
+
+    state = Mine()
+    state.register_reset_callbacks([lambda: calls.append("a"), lambda: calls.append("b")])
+    state.register_reset_callbacks([lambda: calls.append("c")])
+    state.on_reset()
+    assert calls == ["reset", "a", "b", "c"]
+
+
+def test_a_state_of_ones_own_is_aligned_by_its_sync() -> None:
+    class Mine(State):
+        synced = 0
+
+        def sync(self) -> None:
+            self.synced += 1
+
+    state = Mine()
+    state.align([0])
+    state.leave()
+    assert state.synced == 1
+
+
+def test_the_room_does_not_import_torch() -> None:
+    code = (
+        "import sys; import nbelastic.elastic.state, nbelastic.elastic.sampler, "
+        "nbelastic.elastic.settlement, nbelastic.elastic.transfer; "
+        "assert not {'torch', 'IPython'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,28 @@
+"""The rules of the house: who may import whom, and what an import costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_rooms_import_only_from_lower_floors():
+    linter = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run(
+        [linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_import_loads_neither_torch_nor_ipython_nor_ipywidgets():
+    code = (
+        "import nbelastic, sys; "
+        "print([m for m in ('torch', 'IPython', 'ipywidgets') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

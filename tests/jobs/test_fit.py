@@ -1,0 +1,185 @@
+"""What every job does: run a function on all ranks, and come back."""
+
+from __future__ import annotations
+
+import pytest
+
+import nbelastic
+from nbelastic.errors import JobStopped, OptionError, RankFailed
+from tests.support.clusters import kinds, until
+
+
+def place():
+    return nbelastic.rank(), nbelastic.size(), nbelastic.local_rank(), nbelastic.cross_size()
+
+
+def test_results_come_by_rank(crew):
+    job = crew.fit(place, np=4)
+    assert job.results() == [(rank, 4, rank, 1) for rank in range(4)]
+    assert job.result() == (0, 4, 0, 1)
+    assert job.done()
+    assert job.exception() is None
+    assert job.status.state == "finished"
+    assert kinds(job)[-1] == "finished"
+
+
+def test_arguments_reach_the_function(crew):
+    job = crew.fit(lambda a, b: (a, b), args=[1], kwargs={"b": 2}, np=2)
+    assert job.results() == [(1, 2), (1, 2)]
+
+
+def test_without_limits_a_job_takes_all_workers(crew):
+    assert len(crew.fit(place).results()) == 4
+
+
+def test_what_ranks_print_is_kept_by_rank(crew):
+    def talk():
+        print(f"I am {nbelastic.rank()}")
+
+    job = crew.fit(talk, np=3)
+    assert job.logs(rank=2) == "I am 2\n"
+    for rank in range(3):
+        assert f"I am {rank}\n" in job.logs()
+
+
+def test_an_error_arrives_as_what_it_is_with_the_users_line_rank_and_worker(crew):
+    def fail():
+        if nbelastic.rank() == 1:
+            raise LookupError("no such digit")
+
+    job = crew.fit(fail, np=2, block=False)
+    with pytest.raises(LookupError, match="no such digit") as caught:
+        job.result()
+    assert isinstance(caught.value, RankFailed)
+    assert isinstance(caught.value.__cause__, LookupError)
+    message = str(caught.value)
+    assert 'raise LookupError("no such digit")' in message
+    assert "rank 1 on tcp://" in message
+    assert "nbelastic/elastic" not in message
+    assert job.status.state == "failed"
+
+
+def test_equal_errors_of_several_ranks_are_told_once(crew):
+    def fail():
+        raise ZeroDivisionError("all of us")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        crew.fit(fail, np=4)
+    assert str(caught.value).count("all of us") == 2  # the message and the user's line
+
+
+def test_a_result_that_cannot_travel_is_an_error_that_says_so(crew):
+    def lock():
+        import threading
+
+        return threading.Lock()
+
+    with pytest.raises(TypeError, match="cannot pickle"):
+        crew.fit(lock, np=1)
+
+
+def test_two_jobs_at_once_share_no_slot(crew):
+    def who(seconds):
+        import os
+        import time
+
+        time.sleep(seconds)
+        return os.getpid()
+
+    first = crew.fit(who, args=[0.5], np=2, block=False)
+    second = crew.fit(who, args=[0.1], np=2, block=False)
+    assert not set(first.results(30)) & set(second.results(30))
+
+
+def test_a_job_waits_for_the_slots_of_another(crew):
+    def nap():
+        import time
+
+        time.sleep(0.5)
+
+    first = crew.fit(nap, np=4, block=False)
+    second = crew.fit(place, np=4, block=False)
+    assert len(second.results(30)) == 4
+    assert first.done()
+
+
+def test_a_name_can_be_used_again_but_not_twice_at_once(crew):
+    def nap():
+        import time
+
+        time.sleep(0.5)
+
+    job = crew.fit(nap, np=1, name="naps", block=False)
+    with pytest.raises(OptionError, match="name='naps'"):
+        crew.fit(nap, np=1, name="naps")
+    job.result(30)
+    crew.fit(nap, np=1, name="naps")
+
+
+def test_cancel_ends_a_job_in_pure_python_code_and_its_cleanup_runs(crew, tmp_path):
+    mark = tmp_path / "cleaned"
+
+    def spin():
+        import time
+
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            mark.touch()
+
+    job = crew.fit(spin, np=1, block=False)
+    until(lambda: [r for r in job.status.ranks if r.state == "starting"], "the rank starts")
+    crew.client.run(int)  # the rank's task has been sent by now
+    assert job.cancel()
+    with pytest.raises(JobStopped, match="cancelled"):
+        job.result(30)
+    assert job.status.state == "stopped"
+    assert not job.cancel()
+
+
+def test_done_callbacks_get_the_job(crew):
+    seen = []
+    job = crew.fit(place, np=1, block=False)
+    job.add_done_callback(seen.append)
+    job.result(30)
+    until(lambda: seen, "the callback", 5)
+    assert seen == [job]
+
+
+def test_a_timeout_leaves_the_job_alone(crew):
+    def nap():
+        import time
+
+        time.sleep(0.5)
+        return "awake"
+
+    job = crew.fit(nap, np=1, block=False)
+    with pytest.raises(TimeoutError, match="it goes on"):
+        job.result(0.01)
+    assert not job.wait(0.01)
+    assert job.result(30) == "awake"
+
+
+def test_a_job_can_be_run_from_any_thread(crew):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = list(pool.map(lambda n: crew.fit(place, np=n), [1, 3]))
+    assert [len(job.results()) for job in jobs] == [1, 3]
+
+
+def test_torch_computes_with_as_many_threads_as_the_worker_has(crew):
+    def threads():
+        import os
+
+        import torch
+
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    assert crew.fit(threads, np=1).result() == (1, "1")
+
+
+def test_without_a_cluster_one_is_started_and_closed():
+    job = nbelastic.fit(place, np=2)
+    assert len(job.results()) == 2

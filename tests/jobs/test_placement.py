@@ -1,0 +1,170 @@
+"""Which workers a job uses, and how it gets on with the rest of Dask."""
+
+from __future__ import annotations
+
+import os
+
+import dask
+import pytest
+from distributed import SchedulerPlugin, WorkerPlugin
+from distributed.security import Security
+
+import nbelastic
+from nbelastic.errors import NotEnoughWorkers
+from tests.support.clusters import a_crew, kinds, sizes, until
+
+
+def where():
+    from distributed import get_worker
+
+    return get_worker().address, str(get_worker().name)
+
+
+def nap(seconds):
+    import time
+
+    time.sleep(seconds)
+
+
+def test_workers_restricts_by_address_or_name(crew):
+    addresses = list(crew.workers())
+    job = crew.fit(where, workers=addresses[:2])
+    assert {address for address, _ in job.results()} == set(addresses[:2])
+    name = job.results()[0][1]
+    assert [n for _, n in crew.fit(where, workers=name).results()] == [name]
+
+
+def test_resources_restrict_and_are_taken():
+    with a_crew(n_workers=2, resources={"GPU": 1}) as crew:
+        crew.cluster.scale(2)
+        assert len(crew.fit(where, resources={"GPU": 1}, np=2).results()) == 2
+        with pytest.raises(NotEnoughWorkers, match="0 of at least 1"):
+            crew.fit(where, resources={"TPU": 1}, np=1, elastic_timeout=0.5)
+
+
+def test_slots_per_host_caps_the_ranks_on_a_machine(crew):
+    assert len(crew.fit(where, slots_per_host=3).results()) == 3
+
+
+def test_C3_ranks_of_a_host_are_contiguous_and_local_and_cross_sizes_are_right():
+    def place():
+        return (
+            nbelastic.local_rank(),
+            nbelastic.local_size(),
+            nbelastic.cross_rank(),
+            nbelastic.cross_size(),
+            os.environ["NBELASTIC_HOST"],
+        )
+
+    with a_crew(n_workers=0) as crew:
+        for host, count in (("one", 1), ("two", 2)):
+            with dask.config.set({"distributed.nanny.environ": {"NBELASTIC_HOST": host}}):
+                crew.cluster.scale(len(crew.workers()) + count)
+                crew.client.wait_for_workers(len(crew.cluster.worker_spec))
+        places = crew.fit(place, np=3).results()
+        first, second = ("one", "two") if places[0][-1] == "one" else ("two", "one")
+        crews = {"one": 1, "two": 2}
+        expected = [
+            (local, crews[host], number if local == 0 else 0, 2 if local == 0 else 1, host)
+            for number, host in enumerate((first, second))
+            for local in range(crews[host])
+        ]
+        assert places == expected
+
+
+def test_ranks_are_dask_tasks_that_keep_their_workers_busy(crew):
+    job = crew.fit(nap, args=[1.0], np=2, block=False)
+    until(lambda: len(job.status.ranks) == 2, "the ranks start", 10)
+
+    def busy(dask_scheduler):
+        return sum(
+            1
+            for ws in dask_scheduler.workers.values()
+            for task in ws.processing
+            if "nbelastic" in str(task.key)
+        )
+
+    until(lambda: crew.client.run_on_scheduler(busy) == 2, "two busy workers", 10)
+    job.result(30)
+
+
+def test_plugins_that_are_there_already_go_on(crew):
+    class Watch(SchedulerPlugin):
+        name = "someone-elses"
+
+    class Look(WorkerPlugin):
+        name = "someone-elses"
+
+    crew.client.register_plugin(Watch())
+    crew.client.register_plugin(Look())
+    crew.fit(where, np=2)
+
+    def names(dask_scheduler):
+        return list(dask_scheduler.plugins)
+
+    assert {"someone-elses", "nbelastic"} <= set(crew.client.run_on_scheduler(names))
+    assert all(
+        {"someone-elses", "nbelastic"} <= plugins
+        for plugins in crew.client.run(lambda dask_worker: set(dask_worker.plugins)).values()
+    )
+    crew.client.unregister_worker_plugin("someone-elses")
+
+
+def test_a_job_makes_an_adaptive_cluster_grow_up_to_max_np():
+    def rendezvous():
+        import time
+
+        while nbelastic.size() < 1:
+            time.sleep(0.01)
+        time.sleep(6)
+        return nbelastic.size()
+
+    with a_crew(n_workers=0) as crew:
+        crew.cluster.adapt(minimum=0, maximum=6, interval="100ms", wait_count=2)
+        job = crew.fit(rendezvous, np=1, max_np=3, block=False)
+        until(lambda: len(job.status.ranks) == 3, "three ranks", 60)
+        assert len(job.results(60)) == 3
+
+
+def test_an_adaptive_cluster_gives_up_workers_without_ranks_first():
+    with a_crew(n_workers=4) as crew:
+        job = crew.fit(nap, args=[5], np=2, block=False)
+        until(lambda: len(job.status.ranks) == 2, "two ranks", 30)
+        used = {rank.worker for rank in job.status.ranks}
+        crew.cluster.adapt(minimum=2, maximum=2, interval="100ms", wait_count=2)
+        until(lambda: len(crew.cluster.scheduler.workers) == 2, "two workers are gone", 30)
+        assert set(crew.cluster.scheduler.workers) == used
+        assert job.results(30) == [None, None]
+        assert "lost" not in kinds(job)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tls_clusters_work():
+    pytest.importorskip("cryptography")
+    with a_crew(security=Security.temporary(), protocol="tls") as crew:
+        job = crew.fit(where, np=2)
+        assert all(address.startswith("tls://") for address, _ in job.results())
+
+
+def test_workers_that_are_threads_of_the_kernel_work():
+    with a_crew(processes=False) as crew:
+        assert len(set(crew.fit(where, np=2).results())) == 2
+
+
+def test_threads_of_torch_follow_the_worker():
+    def threads():
+        import torch
+
+        return torch.get_num_threads()
+
+    with a_crew(n_workers=1, threads_per_worker=2) as crew:
+        assert crew.fit(threads, np=1).result() == 2  # Dask says OMP_NUM_THREADS=1
+
+
+def test_a_worker_that_comes_late_is_taken_in_while_the_job_waits():
+    with a_crew(n_workers=1) as crew:
+        job = crew.fit(where, np=2, block=False)
+        until(lambda: job.status.state == "waiting" and job.status.reason, "it waits", 10)
+        crew.cluster.scale(2)
+        assert len(job.results(60)) == 2
+        assert sizes(job) == []

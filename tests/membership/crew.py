@@ -1,0 +1,315 @@
+"""A world to play a job in: workers, messages and time, all made up; faults come on request.
+
+:class:`World` is the machine's counterpart. It does what the driver, the scheduler plugin and the
+agents do: it carries effects out, passes messages on after a short while, sends heartbeats, and
+hands in a tick at each deadline. Time is a number that jumps from one thing to the next. What runs
+on the workers is in :mod:`.ranks`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nbelastic.membership import (
+    Abort,
+    Beats,
+    Effect,
+    End,
+    EndRank,
+    Event,
+    Limits,
+    Notify,
+    Outcome,
+    Phase,
+    Plan,
+    Publish,
+    Record,
+    Release,
+    RestartWorker,
+    Slot,
+    SlotBusy,
+    SlotGone,
+    SlotLeaving,
+    SlotsFound,
+    SlotSilent,
+    StartRank,
+    Tick,
+)
+
+from .invariants import Checked
+from .ranks import FakeRank, Ring, Script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LATENCY = 0.003
+BEAT = 0.5
+RESPAWN = 1.0
+
+
+@dataclass
+class Worker:
+    """A worker process with one slot."""
+
+    slot: Slot
+    nanny: bool = False
+    alive: bool = True
+    frozen: bool = False
+    leaving: bool = False
+    cut: bool = False
+    holder: int | None = None
+    silence: float = 0.0
+    postponed: list[Callable[[], None]] = field(default_factory=list)
+
+
+class World:
+    """A machine, and everything around it."""
+
+    def __init__(
+        self, limits: Limits, script: Script | None = None, *, seed: int = 0, jitter: float = 0.0
+    ) -> None:
+        self.machine = Checked(limits)
+        self.script = script or Script()
+        self.random = random.Random(seed)
+        self.jitter = jitter
+        self.heartbeat_timeout = 10.0
+        self.now = 0.0
+        self.workers: dict[str, Worker] = {}
+        self.ranks: dict[int, FakeRank] = {}
+        self.rings: dict[int, Ring] = {}
+        self.plans: list[Plan] = []
+        self.effects: list[Effect] = []
+        self.trail: list[tuple[int, int]] = []
+        self.milestones: dict[int, list[Callable[[], None]]] = {}
+        self.outcome: Outcome | None = None
+        self.honest = True
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self.later(BEAT, self._beat)
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def later(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay, next(self._numbers), action))
+
+    def step(self) -> None:
+        """Let the next thing happen: a message, a timer, or a deadline of the machine."""
+        deadline = self.machine.deadline()
+        if deadline is not None and deadline < self._queue[0][0]:
+            self.now = max(self.now, deadline)
+            self.tell(Tick())
+        else:
+            time, _, action = heapq.heappop(self._queue)
+            self.now = max(self.now, time)
+            action()
+
+    def run(self, until: Callable[[], bool] = lambda: False, seconds: float = 7200.0) -> World:
+        """Let things happen until the job ends or `until` says so; it must, within `seconds`."""
+        limit = self.now + seconds
+        while self.outcome is None and not until():
+            assert self.now < limit, f"still {self.machine.roster.phase} after {seconds} s"
+            self.step()
+        return self
+
+    def run_for(self, seconds: float) -> World:
+        end = self.now + seconds
+        while self._queue[0][0] <= end:
+            self.step()
+        self.now = end
+        return self
+
+    def at(self, batch: int, action: Callable[[], object]) -> None:
+        """Do something as soon as that many batches have been trained."""
+        self.milestones.setdefault(batch, []).append(lambda: action() and None)
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        """Hand an event to the machine and carry out what it says."""
+        effects = self.machine.handle(event, self.now, self.random.random())
+        self.effects += effects
+        for effect in effects:
+            getattr(self, f"_do_{type(effect).__name__}")(effect)
+
+    def send(self, worker: Worker, event: Event) -> None:
+        """Send an event from a worker to the machine."""
+        if not worker.cut:
+            self.later(LATENCY + self.jitter * self.random.random(), lambda: self.tell(event))
+
+    def on(self, worker: Worker, delay: float, action: Callable[[], None]) -> None:
+        """Have something happen on a worker, once it gets to it, unless it is gone."""
+
+        def act() -> None:
+            if worker.frozen:
+                worker.postponed.append(act)
+            elif worker.alive:
+                action()
+
+        self.later(delay, act)
+
+    def _to_rank(self, start: int, order: str, *args: object) -> None:
+        rank = self.ranks.get(start)
+        if rank is not None and not rank.worker.cut:
+            delay = LATENCY + self.jitter * self.random.random()
+            self.on(rank.worker, delay, lambda: getattr(rank, order)(*args))
+
+    def _beat(self) -> None:
+        beats = []
+        for worker in self.workers.values():
+            rank = self.ranks.get(-1 if worker.holder is None else worker.holder)
+            if not worker.alive or worker.cut or rank is None or rank.where == "ended":
+                continue
+            if not worker.frozen:
+                worker.silence = 0.0
+                beats.append(rank.beat())
+                continue
+            worker.silence += BEAT
+            if self.heartbeat_timeout <= worker.silence < self.heartbeat_timeout + BEAT:
+                self.tell(SlotSilent(worker.slot.id))
+        if beats:
+            self.tell(Beats(tuple(beats)))
+        self.later(BEAT, self._beat)
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _do_StartRank(self, effect: StartRank) -> None:
+        self.later(LATENCY, lambda: self._claim(effect))
+
+    def _claim(self, effect: StartRank) -> None:
+        worker = self.workers.get(effect.slot.id)
+        if worker is None or not worker.alive:
+            self.tell(SlotGone(effect.slot.id, "its worker is gone"))
+        elif worker.holder is not None or worker.leaving:
+            self.tell(SlotBusy(effect.slot.id))
+        elif not worker.cut:
+            worker.holder = effect.start
+            self.ranks[effect.start] = FakeRank(self, effect.start, worker, effect.place)
+
+    def _do_Publish(self, effect: Publish) -> None:
+        self.plans.append(effect.plan)
+        self.rings[effect.plan.generation] = Ring(self, effect.plan)
+        for member in effect.plan.members:
+            self._to_rank(member.start, "on_plan", effect.plan)
+
+    def _do_Abort(self, effect: Abort) -> None:
+        for start in effect.starts:
+            self._to_rank(start, "on_abort", effect.generation)
+
+    def _do_Notify(self, effect: Notify) -> None:
+        for start in effect.starts:
+            self._to_rank(start, "on_notice", effect.generation)
+
+    def _do_Release(self, effect: Release) -> None:
+        for start in effect.starts:
+            self._to_rank(start, "on_release", effect.generation)
+
+    def _do_EndRank(self, effect: EndRank) -> None:
+        self._to_rank(effect.start, "on_end", effect.how)
+
+    def _do_RestartWorker(self, effect: RestartWorker) -> None:
+        self.later(0.1, lambda: self.kill(effect.slot.id))
+
+    def _do_Record(self, effect: Record) -> None:
+        """History is looked at afterwards, in ``effects``."""
+
+    def _do_End(self, effect: End) -> None:
+        self.outcome = effect.outcome
+
+    # -- what happens to workers ---------------------------------------------------------------
+
+    def add(self, *names: str, nanny: bool = False) -> None:
+        """Have workers appear, all at once; ``A0`` is a worker on host ``A``."""
+        slots = []
+        for name in names:
+            number = next(self._numbers)
+            slot = Slot(id=f"{name}#{number}", worker=f"tcp://{name}", name=name, host=name[0])
+            self.workers[slot.id] = Worker(slot, nanny)
+            slots.append(slot)
+        self.tell(SlotsFound(tuple(slots)))
+
+    def worker(self, name: str) -> Worker:
+        """Return the newest worker of that name or slot."""
+        return [w for w in self.workers.values() if name in (w.slot.name, w.slot.id)][-1]
+
+    def kill(self, name: str) -> None:
+        """End a worker's process at once; its nanny, if it has one, starts another."""
+        worker = self.worker(name)
+        if not worker.alive:
+            return
+        worker.alive, worker.frozen = False, False
+        if worker.holder in self.ranks:
+            self.ranks[worker.holder].die()
+        if not worker.cut:
+            self.later(2 * LATENCY, lambda: self.tell(SlotGone(worker.slot.id)))
+        if worker.nanny:
+            self.later(RESPAWN, lambda: self.add(worker.slot.name, nanny=True))
+
+    def retire(self, name: str, grace: float = 5.0) -> None:
+        """Ask a worker to leave; it is gone after `grace` seconds."""
+        worker = self.worker(name)
+        worker.leaving, worker.nanny = True, False
+        self.tell(SlotLeaving(worker.slot.id))
+        if worker.holder in self.ranks:
+            self.ranks[worker.holder].on_end("leave")
+        self.later(grace, lambda: self.kill(worker.slot.id))
+
+    def freeze(self, name: str) -> None:
+        """Stop a worker's process, so that it does nothing at all."""
+        self.worker(name).frozen = True
+
+    def thaw(self, name: str) -> None:
+        """Let a stopped process go on."""
+        worker = self.worker(name)
+        worker.frozen, worker.silence = False, 0.0
+        postponed, worker.postponed = worker.postponed, []
+        for action in postponed:
+            self.later(0.0, action)
+        for ring in self.rings.values():
+            ring.go_on()
+
+    def cut(self, name: str, after: float) -> None:
+        """Take a worker off the network: nothing reaches it, and it is given up after a while."""
+        worker = self.worker(name)
+        worker.cut = True
+        self.later(after, lambda: self.tell(SlotGone(worker.slot.id, "out of reach")))
+
+    def freed(self, worker: Worker, start: int) -> None:
+        """Announce the slot of a rank that has ended."""
+        if worker.holder == start:
+            worker.holder = None
+            if worker.alive and not worker.leaving:
+                self.send(worker, SlotsFound((worker.slot,)))
+
+    # -- what came out -------------------------------------------------------------------------
+
+    def rank_on(self, name: str) -> FakeRank:
+        """Return the rank that runs on a worker."""
+        holder = self.worker(name).holder
+        assert holder is not None
+        return self.ranks[holder]
+
+    def phase(self) -> Phase:
+        return self.machine.roster.phase
+
+    def sizes(self) -> list[int]:
+        """Return the sizes at which batches were trained, one after the other."""
+        return [len(members) for members in self._crews()]
+
+    def leaders(self) -> list[int]:
+        """Return which start of the function was rank 0 at each of these sizes."""
+        return [members[0] for members in self._crews()]
+
+    def _crews(self) -> list[list[int]]:
+        generations = [generation for generation, _ in itertools.groupby(g for _, g in self.trail)]
+        plans = {plan.generation: plan for plan in self.plans}
+        return [[m.start for m in plans[g].members] for g in generations]
+
+    def records(self, kind: str) -> list[Record]:
+        return [e for e in self.effects if isinstance(e, Record) and e.kind == kind]
+
+    def of(self, kind: type) -> list:
+        return [effect for effect in self.effects if isinstance(effect, kind)]

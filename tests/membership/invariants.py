@@ -1,0 +1,238 @@
+"""The machine with its invariants watched: each is a check that runs after every event."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.membership import (
+    FRESH,
+    Effect,
+    End,
+    EndRank,
+    Event,
+    Limits,
+    LoopDone,
+    Machine,
+    Phase,
+    Plan,
+    Publish,
+    RankFailed,
+    RankFormed,
+    RankLeft,
+    RankReady,
+    RankReturned,
+    Record,
+    RestartWorker,
+    SlotGone,
+    SlotLeaving,
+    SlotSilent,
+    Stage,
+    StartRank,
+    Tick,
+    from_dict,
+    to_dict,
+)
+
+if TYPE_CHECKING:
+    from nbelastic.membership import Outcome
+
+FAULTS = (SlotGone, SlotSilent, RankFailed, RankReady)
+OF_A_RANK = (RankReady, RankFormed, LoopDone, RankReturned, RankFailed, RankLeft)
+
+
+class Checked:
+    """A machine that is handed an event only together with all its invariants."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.machine = Machine(limits)
+        self.log: list[tuple[Event, float, float, list[Effect]]] = []
+        self.plans: list[Plan] = []
+        self.returned: set[int] = set()
+        self.unusable: set[str] = set()
+        self.outcome: Outcome | None = None
+
+    @property
+    def roster(self) -> Any:
+        return self.machine.roster
+
+    def deadline(self) -> float | None:
+        return self.machine.deadline()
+
+    def copy(self) -> Machine:
+        return from_dict(to_dict(self.machine))
+
+    def restore(self) -> None:
+        """Go on with a copy that was written to a dict and read back."""
+        self.machine = self.copy()
+
+    def replay(self) -> None:
+        """The same events always lead to the same decisions."""
+        machine = Machine(self.limits)
+        for event, now, chance, effects in self.log:
+            assert machine.handle(event, now, chance) == effects
+        assert to_dict(machine) == to_dict(self.machine)
+
+    def handle(self, event: Event, now: float, chance: float) -> list[Effect]:
+        before = to_dict(self.machine)
+        ranks = {start: (r.slot.id, r.version) for start, r in self.roster.ranks.items()}
+        here = [rank.start for rank in self.roster.staying()]
+        version, unchanged = self.roster.version, None
+        stale = self._stale(event)
+        if stale or isinstance(event, FAULTS):
+            unchanged = self.copy()
+        if isinstance(event, (SlotGone, SlotLeaving)):
+            self.unusable.add(event.slot)
+        if isinstance(event, RankReturned) and event.start in ranks:
+            self.returned.add(event.start)
+
+        effects = self.machine.handle(event, now, chance)
+        self.log.append((event, now, chance, effects))
+
+        if stale and unchanged is not None:
+            self.check_1_old_messages(unchanged, now, chance, effects)
+        elif unchanged is not None:
+            self.check_8_fault_isolated(event, unchanged, now, chance, ranks, effects)
+        for effect in effects:
+            if isinstance(effect, Publish):
+                self.check_1_one_generation(effect.plan)
+                self.check_2_shape(effect.plan)
+                self.check_3_order_and_source(effect.plan, here)
+                self.check_4_no_excluded(effect.plan)
+                self.plans.append(effect.plan)
+            if isinstance(effect, StartRank):
+                self.check_4_start(effect)
+        self.check_5_version(version, effects)
+        self.check_6_deadline(now)
+        self.check_7_end(before, effects)
+        return effects
+
+    def _stale(self, event: Event) -> bool:
+        """Whether a message is from an older generation, or of a rank that is out already."""
+        if not isinstance(event, OF_A_RANK):
+            return False
+        rank = self.roster.ranks.get(event.start)
+        if rank is None or rank.stage == Stage.RETURNED:
+            return True
+        if isinstance(event, RankReady):
+            return event.left < rank.planned or rank.stage == Stage.ENDING
+        return isinstance(event, (RankFormed, LoopDone)) and event.generation < rank.planned
+
+    # -- the invariants ------------------------------------------------------------------------
+
+    def check_1_old_messages(
+        self, machine: Machine, now: float, chance: float, effects: list[Effect]
+    ) -> None:
+        """A message from an older generation changes nothing: it is no more than a tick."""
+        assert machine.handle(Tick(), now, chance) == effects
+        assert to_dict(machine) == to_dict(self.machine)
+
+    def check_1_one_generation(self, plan: Plan) -> None:
+        """One generation at a time; numbers strictly grow."""
+        assert plan.generation == len(self.plans) + 1
+        ours = {member.start for member in plan.members}
+        in_older = [r.start for r in self.roster.awaited() if r.start not in ours]
+        assert not in_older, f"{in_older} have not left the generation before"
+
+    def check_2_shape(self, plan: Plan) -> None:
+        """Ranks are 0..n-1 without gaps, min_np <= n <= max_np; a slot once; hosts contiguous."""
+        limits, members = self.roster.limits, plan.members
+        assert [plan.rank_of(m.start) for m in members] == list(range(len(members)))
+        assert limits.min_np <= len(members) <= (limits.max_np or math.inf)
+        assert len({member.slot.id for member in members}) == len(members)
+        crews = [(host, len(list(crew))) for host, crew in groupby(m.slot.host for m in members)]
+        assert len({host for host, _ in crews}) == len(crews)
+        assert max(size for _, size in crews) <= (limits.slots_per_host or math.inf)
+
+    def check_3_order_and_source(self, plan: Plan, here: list[int]) -> None:
+        """Survivors keep their relative order, newcomers follow those on their host, and the
+        source holds the newest committed version; with equal versions, it is the lowest rank."""
+        old = [member.start for member in self.plans[-1].members] if self.plans else []
+        survivors = [m.start for m in plan.members if m.start in old]
+        assert survivors == [start for start in old if start in survivors]
+        for _, crew in groupby(plan.members, key=lambda member: member.slot.host):
+            new = [member.start not in old for member in crew]
+            assert new == sorted(new)
+        versions = [member.version for member in plan.members]
+        assert plan.source == versions.index(max(versions))
+        ranks = [self.roster.ranks[start] for start in here if start in self.roster.ranks]
+        candidates = [r.version for r in ranks if r.loop == plan.loop and not r.leaving]
+        assert plan.version == max([*candidates, FRESH])
+
+    def check_4_no_excluded(self, plan: Plan) -> None:
+        """A worker that cools down, is retiring or is gone is in no new plan."""
+        roster = self.roster
+        for member in plan.members:
+            assert member.slot.id not in self.unusable
+            assert not roster.workers_out.excludes(roster.worker_key(member.slot), roster.now)
+            assert not roster.ranks[member.start].leaving
+
+    def check_4_start(self, effect: StartRank) -> None:
+        """No rank is started on a worker or host that cools down, is retiring, gone or taken."""
+        slot, roster = effect.slot, self.roster
+        assert slot.id not in self.unusable
+        assert not roster.excluded(slot, roster.now)
+        assert [r.start for r in roster.ranks.values() if r.slot.id == slot.id] == [effect.start]
+
+    def check_5_version(self, version: int, effects: list[Effect]) -> None:
+        """The committed version never goes back while a rank lives that has it."""
+        again = any(isinstance(e, Record) and e.kind == "restarted" for e in effects)
+        if self.roster.version < version or again:
+            assert again, "the job starts over without a word"
+            alive = [r for r in self.roster.staying() if r.version >= version]
+            assert not alive, f"{alive} have commit {version}"
+
+    def check_6_deadline(self, now: float) -> None:
+        """Every state but the end has a deadline, and it lies ahead."""
+        deadline = self.deadline()
+        if self.roster.phase == Phase.ENDED:
+            assert deadline is None
+        else:
+            assert deadline is not None
+            assert deadline > now
+
+    def check_7_end(self, before: dict[str, Any], effects: list[Effect]) -> None:
+        """Success means that every rank of the last generation returned; after the end, no effect
+        but cleaning up."""
+        outcome = self.roster.outcome
+        if before["phase"] == Phase.ENDED.value:
+            assert effects == []
+        if before["outcome"] is not None:
+            cleaning = (EndRank, RestartWorker, Record, End)
+            assert all(isinstance(effect, cleaning) for effect in effects)
+            assert outcome.kind == before["outcome"]["kind"]
+        if any(isinstance(effect, End) for effect in effects):
+            assert not self.roster.in_stage(*set(Stage) - {Stage.RETURNED})
+        if outcome is not None and outcome.kind == "finished":
+            assert set(outcome.starts) <= self.returned
+            assert outcome.starts
+            if self.plans:
+                assert outcome.starts == tuple(m.start for m in self.plans[-1].members)
+
+    def check_8_fault_isolated(
+        self,
+        event: Event,
+        machine: Machine,
+        now: float,
+        chance: float,
+        ranks: dict[int, Any],
+        effects: list[Effect],
+    ) -> None:
+        """A fault on one worker never costs another worker more than the batch in flight: no
+        other rank is ended for it, unless the job ends."""
+        if isinstance(event, RankReady) and not event.failed:
+            return
+        by_time = machine.handle(Tick(), now, chance)
+        if self.roster.ended:
+            return
+        slot = getattr(event, "slot", None) or ranks[event.start][0]
+        for effect in effects:
+            harsh = isinstance(effect, EndRank) and effect.how in ("evict", "cancel")
+            if harsh or isinstance(effect, RestartWorker):
+                left_out = "cannot connect to this rank" in effect.reason
+                assert effect.slot.id == slot or left_out or effect in by_time
+        for start in set(ranks) & set(machine.roster.ranks):
+            rank = self.roster.ranks.get(start)
+            assert ranks[start][0] == slot or (rank and rank.version >= ranks[start][1])

@@ -1,0 +1,295 @@
+"""Ranks that play by the rules, without any training: what a session and a communicator do.
+
+A :class:`FakeRank` reports, and obeys orders, as a real one does. A :class:`Ring` is what a
+generation's members share: they train in lockstep, and when one of them is lost only its two
+neighbours notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbelastic.membership import (
+    FRESH,
+    Beat,
+    LoopDone,
+    Place,
+    Plan,
+    RankFailed,
+    RankFormed,
+    RankLeft,
+    RankReady,
+    RankReturned,
+)
+
+if TYPE_CHECKING:
+    from .crew import Worker, World
+
+CONNECT = 0.005
+NEIGHBOUR_NOTICES = 0.015
+
+
+@dataclass
+class Script:
+    """The user's function: `before` steps with collectives, then loops of `batches` each."""
+
+    setup: float = 0.2
+    step: float = 0.05
+    before: int = 0
+    loops: int = 1
+    batches: int = 30
+    commit_every: int = 1
+    after: float = 0.01
+
+
+class FakeRank:
+    """One start of the function. `where` it is: setup, waiting, forming, training, parked,
+    outside (a generation, in user code) or ended."""
+
+    def __init__(self, world: World, start: int, worker: Worker, place: Place) -> None:
+        self.world, self.start, self.worker, self.place = world, start, worker, place
+        self.where = "setup"
+        self.loop = self.steps = self.batch = self.saved = 0
+        self.version = FRESH
+        self.generation = self.heard = self.aborted = self.released = self.noticed = 0
+        self.reported = -1
+        self.plan: Plan | None = None
+        self.leaving = self.hung = self.deaf = False
+        world.on(worker, world.script.setup, self.enter)
+
+    @property
+    def member(self) -> bool:
+        return self.where in ("forming", "training", "parked")
+
+    @property
+    def busy(self) -> bool:
+        """Whether it does not take part in the next step."""
+        return self.worker.frozen or self.hung
+
+    @property
+    def ring(self) -> Ring:
+        return self.world.rings[self.generation]
+
+    def beat(self) -> Beat:
+        waits = self.where == "parked" or (self.where == "training" and self.ring.stuck)
+        progress = self.generation * 1000 + self.steps
+        return Beat(self.start, progress, waits and not self.hung, self.version)
+
+    # -- the function --------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Come out of user code, to the first collective, the next loop, or the end."""
+        script = self.world.script
+        if self.where not in ("setup", "outside") or self.hung:
+            return
+        if self.where == "setup" and script.before:
+            self.await_plan()
+        elif self.loop < script.loops:
+            self.loop += 1
+            self.batch = self.saved = 0
+            self.await_plan()
+        else:
+            self.end(RankReturned(self.start))
+
+    def await_plan(self, *, failed: bool = False) -> None:
+        self.where, self.plan, self.reported = "waiting", None, -1
+        self.failed = failed
+        if self.leaving:
+            self.end(RankLeft(self.start))
+        else:
+            self.report_ready()
+
+    def report_ready(self) -> None:
+        self.reported = self.heard
+        store = (self.worker.slot.host, self.start)
+        ready = RankReady(self.start, self.heard, self.version, self.loop, store, self.failed)
+        self.world.send(self.worker, ready)
+
+    def formed(self) -> None:
+        self.where = "training"
+        self.steps += 1
+        self.world.send(self.worker, RankFormed(self.start, self.generation))
+
+    def advance(self) -> None:
+        """Train a batch, and commit if it is time to."""
+        script = self.world.script
+        self.steps += 1
+        self.batch += 1
+        if self.loop and self.batch % script.commit_every == 0:
+            self.version, self.saved = self.version + 1, self.batch
+
+    def leave(self) -> None:
+        """Leave the generation where all have agreed to."""
+        self.version, self.saved = self.version + 1, self.batch
+        self.await_plan()
+
+    def park(self) -> None:
+        self.where = "parked"
+        self.world.send(self.worker, LoopDone(self.start, self.generation, self.version))
+        self.go_out()
+
+    def go_out(self) -> None:
+        """Go on after the loop, once all have come to its end."""
+        if self.where == "parked" and self.released >= self.generation:
+            self.where = "outside"
+            self.world.on(self.worker, self.world.script.after, self.enter)
+
+    def collective_failed(self) -> None:
+        if not self.member or self.hung:
+            return
+        if self.loop == 0:
+            self.end(RankFailed(self.start, "a collective failed", collective=True))
+        else:
+            self.batch = self.saved
+            self.await_plan(failed=True)
+
+    def raise_error(self, error: str = "ValueError: bad", *, collective: bool = False) -> None:
+        """Have user code raise."""
+        if self.where != "ended" and self.worker.alive:
+            self.end(RankFailed(self.start, error, collective, self.version))
+
+    def die(self) -> None:
+        member, self.where = self.member, "ended"
+        if member:
+            self.ring.lose(self)
+
+    def end(self, event: RankFailed | RankLeft | RankReturned) -> None:
+        if self.where == "ended":
+            return
+        self.die()
+        self.world.send(self.worker, event)
+        self.world.freed(self.worker, self.start)
+
+    # -- orders --------------------------------------------------------------------------------
+
+    def on_plan(self, plan: Plan) -> None:
+        if plan.generation <= self.heard:
+            return
+        self.heard = plan.generation
+        if self.where == "waiting":
+            self.plan, self.generation, self.where = plan, plan.generation, "forming"
+            self.ring.join(self)
+
+    def on_abort(self, generation: int) -> None:
+        self.heard = max(self.heard, generation)
+        if self.member and self.generation <= generation:
+            self.collective_failed()
+        elif self.where == "waiting" and self.heard != self.reported:
+            self.report_ready()
+
+    def on_notice(self, generation: int) -> None:
+        self.noticed = max(self.noticed, generation)
+
+    def on_release(self, generation: int) -> None:
+        self.released = max(self.released, generation)
+        self.go_out()
+
+    def on_end(self, how: str) -> None:
+        if self.deaf or self.where == "ended":
+            return
+        self.leaving = self.leaving or how == "leave"
+        if how != "leave" or not (self.member or self.where == "outside"):
+            self.end(RankLeft(self.start))
+
+
+class Ring:
+    """The members of a generation, connected."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world, self.plan = world, plan
+        self.starts = [member.start for member in plan.members]
+        self.joined: set[int] = set()
+        self.connected = self.broken = self.stalled = False
+
+    @property
+    def stuck(self) -> bool:
+        return self.broken or self.stalled
+
+    def members(self) -> list[FakeRank]:
+        return [self.world.ranks[start] for start in self.starts]
+
+    def join(self, rank: FakeRank) -> None:
+        self.joined.add(rank.start)
+        if len(self.joined) == len(self.starts):
+            self.world.later(CONNECT, self.connect)
+
+    def complete(self, where: str) -> bool:
+        """Whether all members are there and take part."""
+        generation = self.plan.generation
+        there = [r for r in self.members() if r.where == where and r.generation == generation]
+        self.stalled = len(there) == len(self.starts) and any(rank.busy for rank in there)
+        return not self.stuck and len(there) == len(self.starts)
+
+    def go_on(self) -> None:
+        """Take up again what a member had held up."""
+        if self.stalled:
+            self.world.later(0.0, self.step if self.connected else self.connect)
+
+    def connect(self) -> None:
+        if self.connected or not self.complete("forming"):
+            return
+        self.connected = True
+        self.synchronize()
+        for rank in self.members():
+            rank.formed()
+        self.world.later(self.world.script.step, self.step)
+
+    def synchronize(self) -> None:
+        """Bring those behind to the newest state; afterwards all must have the same."""
+        if self.plan.loop == 0:
+            return
+        ranks = self.members()
+        source = ranks[self.plan.source]
+        for number, rank in enumerate(ranks):
+            if number in self.plan.behind:
+                rank.saved = source.saved
+            rank.version, rank.batch = max(self.plan.version, 0), rank.saved
+        states = {(rank.loop, rank.version, rank.saved) for rank in ranks}
+        assert len(states) == 1 or not self.world.honest, f"after a reset, ranks differ: {states}"
+
+    def step(self) -> None:
+        """Complete a step, if all take part."""
+        if not self.complete("training"):
+            return
+        ranks, loop = self.members(), self.plan.loop
+        if loop and ranks[0].batch >= self.world.script.batches:
+            for rank in ranks:
+                rank.park()
+            return
+        for rank in ranks:
+            rank.advance()
+        batch = ranks[0].batch
+        self.world.trail.append((batch, self.plan.generation))
+        agreed = any(rank.leaving or rank.noticed >= self.plan.generation for rank in ranks)
+        if loop == 0:
+            if batch >= self.world.script.before:
+                self.finish_before(ranks)
+        elif agreed and batch % self.world.script.commit_every == 0:
+            for rank in ranks:
+                rank.leave()
+        self.world.later(self.world.script.step, self.step)
+        for action in self.world.milestones.pop(batch, []):
+            action()
+
+    def finish_before(self, ranks: list[FakeRank]) -> None:
+        for rank in ranks:
+            rank.where = "outside"
+            rank.enter()
+
+    def lose(self, rank: FakeRank) -> None:
+        """Have a member be lost in the middle of a step: some have done it, some have not."""
+        if self.broken or rank.start not in self.starts:
+            return
+        self.broken = True
+        for other in self.members() if self.connected and self.plan.loop else []:
+            if other.where == "training" and self.world.random.random() < 0.3:
+                other.advance()
+        here, size = self.starts.index(rank.start), len(self.starts)
+        for step in (-1, 1):
+            other = self.world.ranks[self.starts[(here + step) % size]]
+            self.world.on(other.worker, NEIGHBOUR_NOTICES, lambda o=other: self.notice(o))
+
+    def notice(self, rank: FakeRank) -> None:
+        if rank.generation == self.plan.generation:
+            rank.collective_failed()

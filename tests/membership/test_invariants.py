@@ -1,0 +1,237 @@
+"""The machine in a world where everything goes wrong: its invariants hold, and it comes to an end.
+
+Faults are of two kinds. Those of workers, ranks and the network come from the world, which stays
+faithful: its ranks answer as real ones would. Then there are messages that nobody sent: forged,
+repeated and long out of date.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from nbelastic.membership import (
+    FRESH,
+    Beat,
+    Beats,
+    ClusterGone,
+    Event,
+    Limits,
+    LimitsChanged,
+    LoopDone,
+    RankFailed,
+    RankFormed,
+    RankLeft,
+    RankReady,
+    RankReturned,
+    Slot,
+    SlotBusy,
+    SlotGone,
+    SlotLeaving,
+    SlotsFound,
+    SlotSilent,
+    StopRequested,
+    Tick,
+)
+
+from .crew import Worker, World
+from .ranks import Script
+
+numbers = st.integers(0, 50)
+flags = st.booleans()
+names = st.builds("{}{}".format, st.sampled_from("ABC"), st.integers(0, 2))
+
+
+class FaultyWorld(RuleBasedStateMachine):
+    """A job, its world, and whatever may happen to them."""
+
+    @initialize(
+        least=st.integers(1, 3),
+        more=st.none() | st.integers(0, 3),
+        cooldown=st.none() | st.sampled_from([(1.0, 8.0), (5.0, 5.0)]),
+        per_host=st.none() | st.integers(1, 2),
+        reset_limit=st.none() | st.integers(0, 4),
+        script=st.builds(
+            Script,
+            setup=st.sampled_from([0.0, 0.2, 3.0]),
+            before=st.sampled_from([0, 0, 0, 2]),
+            loops=st.sampled_from([1, 1, 1, 1, 2, 0]),
+            batches=st.sampled_from([5, 40]),
+            commit_every=st.sampled_from([1, 3]),
+            after=st.sampled_from([0.0, 0.3]),
+        ),
+        jitter=st.sampled_from([0.0, 0.0, 0.05]),
+        seed=numbers,
+        hosts=st.lists(names, max_size=5, unique=True),
+    )
+    def open(
+        self,
+        least: int,
+        more: int | None,
+        cooldown: tuple[float, float] | None,
+        per_host: int | None,
+        reset_limit: int | None,
+        script: Script,
+        jitter: float,
+        seed: int,
+        hosts: list[str],
+    ) -> None:
+        limits = Limits(
+            np=least,
+            min_np=least,
+            max_np=None if more is None else least + more,
+            elastic_timeout=30.0,
+            stall_timeout=8.0,
+            forming_timeout=6.0,
+            ending_timeout=3.0,
+            reset_limit=reset_limit,
+            cooldown=cooldown,
+            slots_per_host=per_host,
+        )
+        self.world = World(limits, script, seed=seed, jitter=jitter)
+        self.world.add(*hosts, nanny=True)
+
+    # -- time ----------------------------------------------------------------------------------
+
+    @rule(steps=numbers)
+    def play(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.step()
+
+    @rule(seconds=st.sampled_from([0.01, 0.1, 1.0, 10.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.run_for(seconds)
+
+    @rule(seconds=st.floats(0.0, 100.0))
+    def jump(self, seconds: float) -> None:
+        """Let time pass in which nobody listens."""
+        self.world.now += seconds
+        self.world.tell(Tick())
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def alive(self) -> list[Worker]:
+        return [worker for worker in self.world.workers.values() if worker.alive]
+
+    @rule(name=names, nanny=flags)
+    def add(self, name: str, nanny: bool) -> None:
+        if name not in [worker.slot.name for worker in self.alive()]:
+            self.world.add(name, nanny=nanny)
+
+    @precondition(lambda self: self.alive())
+    @rule(
+        which=numbers,
+        what=st.sampled_from(
+            ["kill", "freeze", "thaw", "retire", "cut", "hang", "deafen", "raise", "collective"]
+        ),
+        seconds=st.sampled_from([0.0, 0.02, 1.0, 8.0]),
+    )
+    def harm(self, which: int, what: str, seconds: float) -> None:
+        workers = self.alive()
+        worker = workers[which % len(workers)]
+        rank = self.world.ranks.get(-1 if worker.holder is None else worker.holder)
+        if what in ("kill", "freeze", "thaw"):
+            getattr(self.world, what)(worker.slot.id)
+        elif what in ("retire", "cut"):
+            getattr(self.world, what)(worker.slot.id, seconds)
+        elif rank is None or worker.frozen:
+            return
+        elif what in ("hang", "deafen"):
+            rank.hung, rank.deaf = True, what == "deafen"
+        else:
+            rank.raise_error(f"KeyError: {which}", collective=what == "collective")
+
+    @rule()
+    def kill_all(self) -> None:
+        for worker in self.alive():
+            self.world.kill(worker.slot.id)
+
+    # -- the owner -----------------------------------------------------------------------------
+
+    @rule(low=st.none() | st.integers(1, 3), high=st.none() | st.integers(3, 6))
+    def scale(self, low: int | None, high: int | None) -> None:
+        self.world.tell(LimitsChanged(min_np=low, max_np=high))
+
+    @rule(now=flags, really=st.integers(0, 3))
+    def stop(self, now: bool, really: int) -> None:
+        if really == 0:
+            self.world.tell(StopRequested(now=now))
+
+    @rule(really=st.integers(0, 9))
+    def lose_cluster(self, really: int) -> None:
+        if really == 0:
+            self.world.tell(ClusterGone("the scheduler is gone"))
+
+    @rule()
+    def restart_driver(self) -> None:
+        self.world.machine.restore()
+
+    # -- messages that nobody sent -------------------------------------------------------------
+
+    @rule(back=st.integers(1, 200))
+    def repeat(self, back: int) -> None:
+        log = self.world.machine.log
+        if log:
+            self.world.tell(log[-min(back, len(log))][0])
+
+    @rule(kind=st.integers(0, 11), start=numbers, back=st.integers(-2, 3), number=numbers)
+    def forge(self, kind: int, start: int, back: int, number: int) -> None:
+        self.world.honest = False
+        self.world.tell(self.forged(kind, start, back, number))
+
+    def forged(self, kind: int, start: int, back: int, number: int) -> Event:
+        roster: Any = self.world.machine.roster
+        start %= roster.starts + 2
+        generation = max(0, roster.generation - back)
+        rank = self.world.ranks.get(start)
+        version = FRESH if rank is None else rank.version
+        slots = [*self.world.workers, "X0#0"]
+        slot = slots[number % len(slots)]
+        unknown = Slot(f"X{number % 3}#0", "tcp://X0", "X0", "X")
+        loop, failed = number % 3, number % 2 == 0
+        ready = RankReady(start, generation, min(version, 0), loop, ("X", start), failed)
+        return [
+            lambda: ready,
+            lambda: RankFormed(start, generation),
+            lambda: LoopDone(start, generation, version),
+            lambda: RankReturned(start),
+            lambda: RankFailed(start, "OSError: forged", failed, version),
+            lambda: RankLeft(start),
+            lambda: Beats((Beat(start, number, failed, version),)),
+            lambda: SlotGone(slot),
+            lambda: SlotLeaving(slot),
+            lambda: SlotBusy(slot),
+            lambda: SlotSilent(slot),
+            lambda: SlotsFound((unknown,)),
+        ][kind]()
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Once the faults stop, the job runs, finishes, fails or stops, in bounded time."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.jitter = 0.0
+        for rank in list(world.ranks.values()):
+            if rank.hung and rank.worker.alive:
+                rank.hung = False
+                world.on(rank.worker, 0.0, rank.enter)
+        for ring in world.rings.values():
+            ring.go_on()
+        world.run(seconds=600.0)
+        assert world.outcome is not None
+        world.machine.replay()
+
+
+TestFaultyWorld = FaultyWorld.TestCase
+TestFaultyWorld.settings = settings(
+    max_examples=150,
+    stateful_step_count=30,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,82 @@
+"""A cluster, and what a test does to it and with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from distributed import Client, LocalCluster
+
+import nbelastic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
+    """Wait for a condition of the outside world, and fail by name if it does not come."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout:g} s in vain: {what}")
+        time.sleep(0.01)
+
+
+class Crew:
+    """A cluster of worker processes."""
+
+    def __init__(self, cluster: LocalCluster, client: Client) -> None:
+        self.cluster = cluster
+        self.client = client
+
+    def fit(self, fn: Callable[..., Any], **options: Any) -> nbelastic.Job:
+        """Run a job here."""
+        return nbelastic.fit(fn, cluster=self.client, **options)
+
+    def workers(self) -> dict[str, int]:
+        """Return the process of each worker, by address."""
+        return self.client.run(os.getpid)
+
+    def wait_until_whole(self, count: int) -> None:
+        """Wait until `count` workers are there and idle."""
+
+        def whole() -> bool:
+            state = self.client.run_on_scheduler(_idle_workers)
+            return state == (count, count)
+
+        until(whole, f"{count} idle workers")
+
+    def kill(self, address: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to a worker's process and return its number."""
+        process = self.workers()[address]
+        os.kill(process, number)
+        return process
+
+
+def _idle_workers(dask_scheduler: Any) -> tuple[int, int]:
+    workers = list(dask_scheduler.workers.values())
+    return len(workers), sum(1 for ws in workers if not ws.processing)
+
+
+def kinds(job: nbelastic.Job) -> list[str]:
+    """Return the kinds of events in a job's history."""
+    return [event.kind for event in job.history]
+
+
+def sizes(job: nbelastic.Job) -> list[int]:
+    """Return the size of each generation that has formed."""
+    return [int(event.detail.split()[0]) for event in job.history if event.kind == "formed"]
+
+
+@contextlib.contextmanager
+def a_crew(**options: Any) -> Iterator[Crew]:
+    """Start a cluster of a test's own, and close it."""
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0", **options}
+    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+        yield Crew(cluster, client)

@@ -1,0 +1,195 @@
+"""A small elastic training that keeps a ledger, and does harm where it is told to.
+
+Everything that a test wants to know comes back with the result: the loss is real, parameters are
+compared by hash, and ``counts[epoch][sample]`` says how often each sample went into the model.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one rank does to itself, once.
+
+    Attributes
+    ----------
+    rank, epoch, batch : int
+        Who does it, and when (after the optimizer's step, before the commit).
+    kind : str
+        ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for
+        ever in Python code).
+    """
+
+    rank: int
+    epoch: int
+    batch: int
+    kind: str = "kill"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training run.
+
+    Attributes
+    ----------
+    marks : Path
+        An empty directory that all workers see; files in it say what has been done once.
+    samples, batch_size, epochs : int
+        Its size; divisible, so that shards of up to four ranks are even.
+    seconds : float
+        Least length of a step.
+    commit_every : int
+        Batches between two commits.
+    slow_start : float
+        Seconds that the set-up takes on ranks started after the first generation.
+    optimizer : str
+        ``sgd`` or ``adamw``.
+    """
+
+    marks: Path
+    samples: int = 240
+    batch_size: int = 12
+    epochs: int = 3
+    seconds: float = 0.02
+    commit_every: int = 1
+    slow_start: float = 0.0
+    optimizer: str = "sgd"
+    faults: tuple[Fault, ...] = field(default=())
+
+    def __call__(self) -> dict[str, Any]:
+        """Train. Runs on every rank."""
+        return _train(self)
+
+    def once(self, name: str) -> bool:
+        """Return True for the first rank that asks."""
+        try:
+            os.close(os.open(self.marks / name, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def _train(work: Workload) -> dict[str, Any]:
+    import hashlib
+    import time
+
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import nbelastic.torch as hvd
+
+    hvd.init()
+    newcomer = (work.marks / "training").exists()
+    if newcomer:
+        time.sleep(work.slow_start)
+    torch.manual_seed(1)
+    inputs = torch.randn(work.samples, 8)
+    targets = inputs.sum(1, keepdim=True)
+    data = TensorDataset(torch.arange(work.samples), inputs, targets)
+    torch.manual_seed(os.getpid())  # ranks start from different weights: the first sync matters
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    inner = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    }[work.optimizer](model.parameters())
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    sampler = hvd.elastic.ElasticSampler(data, shuffle=True)
+    loader = DataLoader(data, batch_size=work.batch_size, sampler=sampler)
+    state = hvd.elastic.TorchState(
+        model,
+        optimizer,
+        sampler=sampler,
+        epoch=0,
+        batch=0,
+        steps=0,
+        losses=[],
+        counts=torch.zeros(work.epochs, work.samples, dtype=torch.int32),
+    )
+    times: list[tuple[float, int]] = []
+    resets: list[int] = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        for state.epoch in range(state.epoch, work.epochs):
+            for index, (ids, x, y) in enumerate(loader):
+                began = time.monotonic()
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                state.sampler.record_batch(index, work.batch_size)
+                state.counts[state.epoch][hvd.allgather(ids)] += 1
+                state.losses.append(float(hvd.allreduce(loss.detach())))
+                state.steps += 1
+                state.batch = index
+                (work.marks / "training").touch()
+                _do_harm(work, state, hvd.rank())
+                if state.steps % work.commit_every == 0:
+                    state.commit()
+                else:
+                    state.check_host_updates()
+                times.append((time.monotonic(), hvd.size()))
+                time.sleep(max(0.0, work.seconds - (time.monotonic() - began)))
+            state.sampler.set_epoch(state.epoch + 1)
+
+    try:
+        loop(state)
+    finally:
+        (work.marks / f"cleaned-{os.getpid()}").touch()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    moments = [v for s in inner.state.values() for v in s.values() if torch.is_tensor(v)]
+    moments_flat = torch.cat([m.flatten().float() for m in moments])
+    return {
+        "pid": os.getpid(),
+        "rank": hvd.rank(),
+        "size": hvd.size(),
+        "newcomer": newcomer,
+        "steps": state.steps,
+        "losses": state.losses,
+        "counts": state.counts,
+        "resets": resets,
+        "times": times,
+        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+        "moments": hashlib.sha256(moments_flat.numpy().tobytes()).hexdigest(),
+    }
+
+
+def _do_harm(work: Workload, state: Any, rank: int) -> None:
+    import signal
+    import time
+
+    for fault in work.faults:
+        where = (fault.rank, fault.epoch, fault.batch)
+        if where != (rank, state.epoch, state.batch):
+            continue
+        if not work.once(f"fault-{fault.kind}-{rank}-{state.epoch}-{state.batch}"):
+            continue
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "stop":
+            (work.marks / "stopped").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind == "raise":
+            raise ValueError(f"rank {rank} was told to fail")
+        elif fault.kind == "hang":
+            while True:
+                time.sleep(0.1)
+
+
+def check(results: list[dict[str, Any]], work: Workload) -> None:
+    """Assert what must hold at the end of every run, whatever happened on the way."""
+    assert len({result["weights"] for result in results}) == 1, "parameters differ between ranks"
+    assert len({result["moments"] for result in results}) == 1, "optimizer states differ"
+    counts = results[0]["counts"]
+    assert (counts == 1).all(), (
+        f"samples repeated: {int((counts > 1).sum())}, lost: {int((counts < 1).sum())}"
+    )
+    losses = results[0]["losses"]
+    assert len(losses) == results[0]["steps"]
+    assert losses[-1] < losses[0]

@@ -1,0 +1,73 @@
+"""Communicators and contexts that let a test decide what the other ranks do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbelastic.collectives import Handle, Op, SoloCommunicator
+from nbelastic.elastic.context import LocalContext
+from nbelastic.errors import CollectiveError
+
+if TYPE_CHECKING:
+    import torch
+
+    from nbelastic.collectives import Communicator
+
+
+class TwinCommunicator(SoloCommunicator):
+    """Rank 0 of two that compute exactly the same; notes what it is asked to reduce.
+
+    `fail_at` is the number of the reduction that cannot be begun, from 0.
+    """
+
+    def __init__(self, generation: int, fail_at: int | None = None) -> None:
+        super().__init__(generation)
+        self.size = 2
+        self.lent: list[torch.Tensor] = []
+        self.events: list[str] = []
+        self._fail_at = fail_at
+
+    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
+        assert op is Op.SUM
+        if len(self.lent) == self._fail_at:
+            self.abort("a peer is gone")
+        handle = super().allreduce_async(tensor, op)
+        self.lent.append(tensor)
+        self.events.append("launch")
+        tensor.mul_(2)
+        return handle
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
+        self.events.append("broadcast")
+        return super().broadcast_async(tensor, root)
+
+
+class UnreachableCommunicator(SoloCommunicator):
+    """One of two ranks, which must not be asked for anything."""
+
+    def _begun(self) -> Handle:
+        raise AssertionError("nothing was to be sent")
+
+
+class ChangingContext(LocalContext):
+    """A member of whatever generation the test puts it in."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self.agreed: list[bool] = []
+        self.flag = False
+        self.enter(communicator)
+
+    def enter(self, communicator: Communicator) -> None:
+        self._communicator = communicator  # type: ignore[assignment]
+        self.rank, self.size = communicator.rank, communicator.size
+        self.generation = communicator.generation
+
+    def change_flag(self) -> bool:
+        return self.flag
+
+    def agree(self, changed: bool) -> None:
+        self.agreed.append(changed)
+
+
+__all__ = ["ChangingContext", "CollectiveError", "TwinCommunicator", "UnreachableCommunicator"]

@@ -1,0 +1,292 @@
+"""The optimizer with what torch puts around optimizers: schedulers, scalers, closures, hooks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+
+import pytest
+import torch
+
+import nbelastic.torch as hvd
+from nbelastic.elastic.context import activate
+from nbelastic.errors import NotInitialized
+from tests.support.world import run_ranks
+from tests.torch.fakes import ChangingContext, TwinCommunicator
+from tests.torch.training import (
+    STEPS,
+    assert_close,
+    assert_equal,
+    batch,
+    loss_of,
+    make_model,
+    parameters_of,
+)
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+@pytest.fixture
+def twin():
+    """A rank whose peer computes the same."""
+    context = ChangingContext(TwinCommunicator(generation=1))
+    with activate(context):
+        yield context
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["scheduler after", "scheduler before"])
+def test_lr_schedulers_see_each_step(before):
+    def rank_main(context):
+        model = make_model()
+        optimizer = SGD(model.parameters())
+        if not before:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        if before:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step, context.rank, context.size).backward()
+            optimizer.step()
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**STEPS
+        return parameters_of(model)
+
+    alone = make_model()
+    optimizer = SGD(alone.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(alone, step).backward()
+        optimizer.step()
+        scheduler.step()
+    results = run_ranks(2, rank_main)
+    assert_equal(*results)
+    assert_close(results[0], parameters_of(alone))
+
+
+def scaled_training(context, bad_step):
+    """Train with a GradScaler; in one step the loss of one rank is infinite."""
+    model = make_model().float()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs, targets = batch(step, context.rank, context.size)
+        loss = torch.nn.functional.mse_loss(model(inputs.float()), targets.float())
+        if step == bad_step and context.rank == context.size - 1:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return parameters_of(model), scaler.get_scale()
+
+
+def test_grad_scaler_skips_the_same_steps_on_all_ranks():
+    clean = run_ranks(2, lambda context: scaled_training(context, bad_step=None))
+    assert_equal(clean[0][0], clean[1][0])
+    assert [scale for _, scale in clean] == [8.0, 8.0]
+    (alone,) = run_ranks(1, lambda context: scaled_training(context, bad_step=None))
+    torch.testing.assert_close(clean[0][0], alone[0])
+    bad = run_ranks(2, lambda context: scaled_training(context, bad_step=1))
+    assert_equal(bad[0][0], bad[1][0])
+    assert [scale for _, scale in bad] == [4.0, 4.0]
+    assert all(parameter.isfinite().all() for parameter in bad[0][0])
+
+
+def test_grad_scaler_without_synchronize_is_refused():
+    with activate(ChangingContext(TwinCommunicator(generation=1))):
+        model = make_model().float()
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+        with pytest.raises(RuntimeError, match="unscale gradients"):
+            scaler.step(optimizer)
+
+
+def test_closures_compute_reduced_gradients_and_losses():
+    def rank_main(context):
+        model = make_model()
+        optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+        if context.size > 1:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, context.rank, context.size)
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        return [*parameters_of(model), torch.as_tensor(loss).detach()]
+
+    results = run_ranks(2, rank_main)
+    assert_equal(*results)
+    (alone,) = run_ranks(1, rank_main)
+    for got, want in zip(results[0], alone, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
+
+
+def test_closures_may_return_numbers_or_nothing():
+    def rank_main(context):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+
+        def closure(loss):
+            optimizer.zero_grad()
+            loss_of(model, 0).backward()
+            return loss
+
+        assert optimizer.step(lambda: closure(float(context.rank))) == 0.5
+        assert optimizer.step(lambda: closure(None)) is None
+
+    run_ranks(2, rank_main)
+
+
+def test_step_hooks_run_once_and_see_reduced_gradients():
+    seen = []
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model[0].bias.grad.clone()))
+    with activate(ChangingContext(TwinCommunicator(generation=1))):
+        optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
+        loss_of(model, 0).backward()
+        local = model[0].bias.grad.clone()
+        optimizer.step()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], 2 * local)
+
+
+def test_the_result_is_the_optimizer_that_was_given(twin):
+    optimizer = torch.optim.AdamW(make_model().parameters())
+    state, groups = optimizer.state, optimizer.param_groups
+    distributed = hvd.DistributedOptimizer(optimizer)
+    assert distributed is optimizer
+    assert isinstance(distributed, torch.optim.AdamW)
+    assert type(distributed).__name__ == "AdamW"
+    assert distributed.state is state
+    assert distributed.param_groups is groups
+    assert repr(distributed) == repr(torch.optim.AdamW(make_model().parameters()))
+
+
+def test_state_dicts_are_those_of_the_plain_optimizer(twin):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    saved = pickle.loads(pickle.dumps(copy.deepcopy(optimizer.state_dict())))
+    plain = SGD(make_model().parameters())
+    plain.load_state_dict(saved)
+    optimizer.load_state_dict(plain.state_dict())
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert len(optimizer.state) == 6
+
+
+def test_gradients_can_be_set_to_none_or_zero(twin):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    for set_to_none in (False, True):
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if set_to_none:
+            assert all(parameter.grad is None for parameter in model.parameters())
+        else:
+            assert all(not parameter.grad.any() for parameter in model.parameters())
+    optimizer.zero_grad()
+
+
+def test_gradients_under_way_cannot_be_set_to_zero(twin):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward"):
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_a_second_backward_before_the_step_is_refused(twin):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), model.named_parameters())
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"'4.bias' was computed more than .*per_step=1 times"):
+        loss_of(model, 0).backward()
+    assert optimizer is not None
+
+
+def test_a_dropped_optimizer_lets_go_of_its_parameters(twin):
+    model = make_model()
+    hvd.DistributedOptimizer(SGD(model.parameters()))
+    gc.collect()
+    for step in range(2):
+        loss_of(model, step).backward()
+    assert twin.communicator().lent == []
+
+
+def test_gradients_of_gradients_are_reduced_as_numbers(twin):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=hvd.Sum)
+    with pytest.warns(UserWarning, match="create_graph"):
+        loss_of(model, 0).backward(create_graph=True)
+    local = model[0].bias.grad.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[0].bias.grad.detach(), 2 * local)
+    optimizer.zero_grad()
+
+
+def test_init_comes_first():
+    with pytest.raises(NotInitialized, match=r"init\(\)"):
+        hvd.DistributedOptimizer(SGD(make_model().parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"named_parameters": ["weight"]}, "pairs of a name and a parameter"),
+        ({"op": hvd.Min}, "op must be Average or Sum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "needs op=Average"),
+        ({"gradient_predivide_factor": 0.0}, "must be positive"),
+        ({"backward_passes_per_step": 0}, "at least 1"),
+        ({"groups": -1}, "at least 0"),
+        ({"groups": [[torch.ones(1)]]}, "parameters of the optimizer"),
+        ({"process_set": [0]}, "process_set"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_change_nothing(twin, options, message):
+    optimizer = SGD(make_model().parameters())
+    with pytest.raises(ValueError, match=message):
+        hvd.DistributedOptimizer(optimizer, **options)
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_names_must_fit_the_parameters(twin):
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    twice = [("layer", parameter) for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"unique; repeated: \['layer'\]"):
+        hvd.DistributedOptimizer(optimizer, twice)
+    with pytest.raises(ValueError, match=r"lacks parameters.*: 0\.4, 0\.5"):
+        hvd.DistributedOptimizer(optimizer, list(model.named_parameters())[:4])
+    with pytest.raises(ValueError, match="twice"):
+        hvd.DistributedOptimizer(optimizer, groups=[[model[0].bias], [model[0].bias]])
+    hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+
+
+def test_num_groups_is_the_old_name_of_groups(twin):
+    model = make_model()
+    with pytest.warns(DeprecationWarning, match="groups"):
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), num_groups=3)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert len(twin.communicator().lent) == 3
