@@ -139,6 +139,8 @@ class Agent(WorkerPlugin):
             pass  # the scheduler is gone; the worker is about to close for that reason
 
     def _send_beats(self) -> None:
+        for session in self._sessions.values():
+            session.nudge()
         beats = [[job, pack_event_beat(s)] for (job, _), s in self._sessions.items()]
         self._send("nbelastic-beats", beats=beats)
 

@@ -25,6 +25,19 @@ __all__ = [
     "check_scatter",
 ]
 
+_REDUCIBLE = {
+    "torch.float32",
+    "torch.float64",
+    "torch.float16",
+    "torch.bfloat16",
+    "torch.int8",
+    "torch.int32",
+    "torch.int64",
+    "torch.uint8",
+    "torch.bool",
+}
+_NAMES = ", ".join(sorted(name.removeprefix("torch.") for name in _REDUCIBLE))
+
 
 def check_contiguous(*tensors: torch.Tensor) -> None:
     """Refuse tensors that are not one dense block of memory."""
@@ -38,9 +51,9 @@ def check_contiguous(*tensors: torch.Tensor) -> None:
 
 def check_op(tensor: torch.Tensor, op: Op) -> None:
     """Refuse an `op` that does not exist for the type of `tensor`."""
-    if tensor.dtype.is_complex and op in (Op.MIN, Op.MAX):
-        raise ValueError(f"Op.{op.name} has no meaning for {tensor.dtype}: it has no order")
-    if op is Op.AVERAGE and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+    if str(tensor.dtype) not in _REDUCIBLE:
+        raise ValueError(f"{tensor.dtype} cannot be reduced; convert it to one of {_NAMES}")
+    if op is Op.AVERAGE and not tensor.dtype.is_floating_point:
         raise ValueError(
             f"Op.AVERAGE is for floating point, not {tensor.dtype}; use Op.SUM and divide"
         )

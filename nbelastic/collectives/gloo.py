@@ -1,82 +1,331 @@
-# STOPGAP by the lead, to be replaced whole
-import threading
-from datetime import timedelta
-import torch, torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
-from nbelastic.collectives.communicator import Communicator, Op
-from nbelastic.errors import CollectiveError
-OPS = {Op.SUM: dist.ReduceOp.SUM, Op.AVERAGE: dist.ReduceOp.SUM, Op.MIN: dist.ReduceOp.MIN, Op.MAX: dist.ReduceOp.MAX, Op.PRODUCT: dist.ReduceOp.PRODUCT}
-class H:
-    def __init__(s, c, work, after=None):
-        s.c, s.work, s.after = c, work, after
-        s.event = threading.Event(); s.err = None
-        c._handles.append(s)
-        def cb(f):
-            try: f.value()
-            except Exception as e: s.err = str(e)
-            s.event.set()
-        try: work.get_future().add_done_callback(cb)
-        except RuntimeError:
-            def go():
-                try: work.wait()
-                except Exception as e: s.err = str(e)
-                s.event.set()
-            threading.Thread(target=go, daemon=True).start()
-    def done(s): return s.event.is_set() or s.c._reason is not None
-    def wait(s):
-        c = s.c; c._waiting += 1
-        try:
-            while not s.event.is_set():
-                if c._reason: raise CollectiveError(c._reason)
-                s.event.wait(0.5)
-        finally: c._waiting -= 1
-        if c._reason or s.err: 
-            c.abort(s.err or "x"); raise CollectiveError(c._reason)
-        if s.after: s.after(); s.after = None
-        if s in c._handles: c._handles.remove(s)
-        c._done += 1
+"""The communicator over Gloo: TCP between any ranks.
+
+It offers Gloo's operations with what Gloo lacks: whoever waits can be freed, and what is left
+behind ends by itself. How, and which thread owns what, is told in the modules beneath this one:
+``keeper`` (the group), ``flights`` and ``lanes`` (operations under way), ``alarm`` (the end).
+
+Operations that only move data move bytes, so they take any type. Averages are sums, divided when
+they are waited for. A reduce-scatter is an allreduce of which each rank takes its part, as it is
+inside Gloo too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceOp,
+)
+
+from nbelastic.collectives.alarm import Alarm
+from nbelastic.collectives.arguments import (
+    check_contiguous,
+    check_exchange,
+    check_gather,
+    check_op,
+    check_peer,
+    check_rank,
+    check_scatter,
+)
+from nbelastic.collectives.buffers import as_bytes, join, on_host, return_to
+from nbelastic.collectives.communicator import Communicator, Handle, Op, Rendezvous
+from nbelastic.collectives.flights import (
+    CollectiveFlight,
+    LandedFlight,
+    OperationFailed,
+    first_sentence,
+)
+from nbelastic.collectives.keeper import Keeper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._C._distributed_c10d import Work
+
+    from nbelastic.collectives.flights import Flight
+
+__all__ = ["GlooCommunicator"]
+
+
+def _reducing_with(op: ReduceOp.RedOpType) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp(op)
+    return options
+
+
+_OPS = {
+    Op.SUM: _reducing_with(ReduceOp.SUM),
+    Op.AVERAGE: _reducing_with(ReduceOp.SUM),
+    Op.MIN: _reducing_with(ReduceOp.MIN),
+    Op.MAX: _reducing_with(ReduceOp.MAX),
+    Op.PRODUCT: _reducing_with(ReduceOp.PRODUCT),
+}
+# A sum of truths is whether any is true, and a product whether all are; bytes would overflow.
+_OPS_OF_BOOL = {
+    Op.SUM: _OPS[Op.MAX],
+    Op.MIN: _OPS[Op.MIN],
+    Op.MAX: _OPS[Op.MAX],
+    Op.PRODUCT: _OPS[Op.MIN],
+}
+
+
 class GlooCommunicator(Communicator):
-    def __init__(self, r):
-        self.r = r; self.rank, self.size, self.generation = r.rank, r.size, r.generation
-        self._reason = None; self._handles = []; self._waiting = 0; self._done = 0; self._pg = None
-    def connect(self):
-        ready = threading.Event(); self._ready = ready; out = []
-        def go():
+    """A communicator of two or more ranks.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        Which ranks, and where they meet.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rank = rendezvous.rank
+        self.size = rendezvous.size
+        self.generation = rendezvous.generation
+        self._alarm = Alarm()
+        self._keeper = Keeper(rendezvous, self._alarm)
+        self._waiting = False
+        self._completed = 0
+
+    def connect(self) -> None:
+        """Meet the other ranks and connect to all of them."""
+        self._alarm.check()
+        self._keeper.form()
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
+        """Reduce `tensor` over all ranks, in place."""
+        check_contiguous(tensor)
+        check_op(tensor, op)
+        buffer = on_host(tensor)
+
+        def land() -> None:
+            if op is Op.AVERAGE:
+                buffer.div_(self.size)
+            return_to(tensor, buffer)
+
+        return self._reduce(buffer, op, land)
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
+        """Copy the `tensor` of rank `root` into that of all others."""
+        check_contiguous(tensor)
+        check_rank(root, self.size, "root")
+        buffer = on_host(tensor, load=self.rank == root)
+        options = BroadcastOptions()
+        options.rootRank = root
+
+        def land() -> None:
+            if self.rank != root:
+                return_to(tensor, buffer)
+
+        if tensor.numel() == 0:
+            return self._nothing()
+        return self._begin(lambda: self._keeper.group.broadcast([as_bytes(buffer)], options), land)
+
+    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        """Collect every rank's `tensor` into `outputs`."""
+        check_gather(outputs, tensor, self.size)
+        source = on_host(tensor)
+        buffers = [on_host(output, load=False) for output in outputs]
+
+        def land() -> None:
+            for output, buffer in zip(outputs, buffers, strict=True):
+                return_to(output, buffer)
+
+        if tensor.numel() == 0:
+            return self._nothing()
+        return self._begin(
+            lambda: self._keeper.group.allgather(
+                [[as_bytes(buffer) for buffer in buffers]], [as_bytes(source)]
+            ),
+            land,
+        )
+
+    def reduce_scatter_async(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    ) -> Handle:
+        """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
+        check_scatter(output, inputs, self.rank, self.size, op)
+        buffer = join(inputs)
+        start = sum(tensor.numel() for tensor in inputs[: self.rank])
+
+        def land() -> None:
+            own = buffer[start : start + output.numel()].view(output.shape)
+            if op is Op.AVERAGE:
+                own.div_(self.size)
+            output.detach().copy_(own)
+
+        return self._reduce(buffer, op, land)
+
+    def all_to_all_async(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it."""
+        check_exchange(outputs, inputs, self.rank, self.size)
+        sent = join([as_bytes(tensor) for tensor in inputs])
+        leaving = [tensor.nbytes for tensor in inputs]
+        coming = [tensor.nbytes for tensor in outputs]
+        received = torch.empty(sum(coming), dtype=torch.uint8)
+
+        def land() -> None:
+            for output, piece in zip(outputs, torch.split(received, coming), strict=True):
+                as_bytes(output).copy_(piece)
+
+        return self._begin(
+            lambda: self._keeper.group.alltoall_base(received, sent, coming, leaving), land
+        )
+
+    def barrier_async(self) -> Handle:
+        """Complete when all ranks have arrived."""
+        options = BarrierOptions()
+        return self._begin(lambda: self._keeper.group.barrier(options))
+
+    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
+        """Send `tensor` to rank `to`."""
+        check_contiguous(tensor)
+        check_peer(to, self.rank, self.size, "to")
+        if tensor.numel() == 0:
+            return self._nothing()
+        buffer = on_host(tensor)
+        return self._begin(
+            lambda: self._keeper.group.send([as_bytes(buffer)], to, 0), lane=f"to-{to}"
+        )
+
+    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Fill `tensor` with what rank `source` sends."""
+        check_contiguous(tensor)
+        check_peer(source, self.rank, self.size, "source")
+        if tensor.numel() == 0:
+            return self._nothing()
+        buffer = on_host(tensor, load=False)
+        return self._begin(
+            lambda: self._keeper.group.recv([as_bytes(buffer)], source, 0),
+            lambda: return_to(tensor, buffer),
+            lane=f"from-{source}",
+        )
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the rank's thread waits for an operation now."""
+        return self._waiting
+
+    @property
+    def completed(self) -> int:
+        """How many operations have been waited for with success."""
+        return self._completed
+
+    def abort(self, reason: str) -> None:
+        """Break the communicator and free whoever waits."""
+        self._keeper.end(reason)
+
+    def close(self) -> None:
+        """Let go of the group, which ends in its keeper."""
+        idle = all(flight.done() for flight in self._keeper.flights())
+        self._keeper.end("the communicator is closed", gentle=idle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_keeper"):
+            self.close()
+
+    # -- from beginning to end -------------------------------------------------------------------
+
+    def _reduce(self, buffer: torch.Tensor, op: Op, land: Callable[[], None]) -> Handle:
+        if buffer.numel() == 0:
+            return self._nothing()
+        truths = buffer.dtype is torch.bool
+        options = _OPS_OF_BOOL[op] if truths else _OPS[op]
+        flat = as_bytes(buffer) if truths else buffer
+        return self._begin(lambda: self._keeper.group.allreduce([flat], options), land)
+
+    def _begin(
+        self,
+        start: Callable[[], Work],
+        land: Callable[[], None] | None = None,
+        lane: str | None = None,
+    ) -> Handle:
+        """Begin an operation, unless one under way turns out to have failed."""
+        self._keeper.check_formed()
+        for earlier in self._keeper.flights():
+            failure = earlier.failure()
+            if failure is not None:
+                self._fail(failure)
+        failure = None
+        with self._keeper.hands:
+            self._alarm.check()
             try:
-                c = dist.TCPStore(self.r.store[0], self.r.store[1], None, False, timeout=timedelta(seconds=5))
-                o = ProcessGroupGloo._Options(); o._timeout = timedelta(seconds=30)
-                o._devices = [ProcessGroupGloo.create_device(hostname=self.r.bind, lazy_init=True)]
-                out.append(ProcessGroupGloo(dist.PrefixStore(f"{self.r.job}/{self.r.generation}", c), self.rank, self.size, o))
-            except Exception as e: out.append(str(e))
-            ready.set()
-        threading.Thread(target=go, daemon=True).start()
-        ready.wait()
-        if self._reason: raise CollectiveError(self._reason)
-        if isinstance(out[0], str): raise CollectiveError(out[0])
-        self._pg = out[0]
-    def _go(self, f, after=None):
-        if self._reason: raise CollectiveError(self._reason)
-        return H(self, f(self._pg), after)
-    def allreduce_async(self, t, op=Op.SUM):
-        o = dist.AllreduceOptions(); o.reduceOp = OPS[op]
-        return self._go(lambda p: p.allreduce([t], o), (lambda: t.div_(self.size)) if op is Op.AVERAGE else None)
-    def broadcast_async(self, t, root=0):
-        o = dist.BroadcastOptions(); o.rootRank = root
-        return self._go(lambda p: p.broadcast([t], o))
-    def allgather_async(self, outputs, t): return self._go(lambda p: p.allgather([list(outputs)], [t]))
-    def reduce_scatter_async(self, output, inputs, op=Op.SUM): raise NotImplementedError
-    def all_to_all_async(self, outputs, inputs): raise NotImplementedError
-    def barrier_async(self): return self._go(lambda p: p.barrier())
-    def send_async(self, t, to): return self._go(lambda p: p.send([t], to, 0))
-    def receive_async(self, t, source): return self._go(lambda p: p.recv([t], source, 0))
-    @property
-    def waiting(self): return self._waiting > 0
-    @property
-    def completed(self): return self._done
-    def abort(self, reason):
-        if self._reason is None: self._reason = reason or "aborted"
-        for h in list(self._handles): h.event.set()
-        if hasattr(self, "_ready"): self._ready.set()
-    def close(self):
-        self.abort("closed"); g, self._pg = (self._pg, self._handles), None; self._handles = []
-        threading.Thread(target=lambda x: None, args=(g,), daemon=True).start()
+                flight = self._watch(start, lane)
+            except RuntimeError as error:
+                failure = first_sentence(error)
+        if failure is not None:
+            self._fail(failure)
+        return _GlooHandle(self, flight, land)
+
+    def _watch(self, start: Callable[[], Work], lane: str | None) -> Flight:
+        flight: Flight
+        if lane is None:
+            flight = CollectiveFlight(start(), self._keeper.hands)
+        else:
+            flight = self._keeper.lane(lane).put(start())
+        self._keeper.watch(flight)
+        return flight
+
+    def _nothing(self) -> Handle:
+        """Begin an operation that has nothing to move, on any rank."""
+        self._keeper.check_formed()
+        self._alarm.check()
+        return _GlooHandle(self, LandedFlight(), None)
+
+    def _land(self, flight: Flight, land: Callable[[], None] | None) -> None:
+        """Wait for an operation and bring its outcome where it belongs."""
+        self._alarm.check()
+        failure = None
+        self._waiting = True
+        try:
+            landed = flight.wait(self._alarm)
+        except OperationFailed as error:
+            failure = str(error)
+        finally:
+            self._waiting = False
+        if failure is not None:
+            self._fail(failure)
+        if not landed:
+            self._alarm.check()
+        if land is not None:
+            land()
+        self._completed += 1
+
+    def _fail(self, message: str) -> None:
+        """Break the communicator because an operation failed, and raise."""
+        self._alarm.raise_(f"rank {self.rank} of generation {self.generation}: {message}")
+        self._alarm.check()
+
+
+class _GlooHandle:
+    """An operation of a communicator. Knows it until it has succeeded."""
+
+    def __init__(
+        self, communicator: GlooCommunicator, flight: Flight, land: Callable[[], None] | None
+    ) -> None:
+        self._communicator: GlooCommunicator | None = communicator
+        self._flight: Flight | None = flight
+        self._land = land
+
+    def done(self) -> bool:
+        communicator, flight = self._communicator, self._flight
+        if communicator is None or flight is None:
+            return True
+        return communicator._alarm.reason is not None or flight.done()
+
+    def wait(self) -> None:
+        communicator, flight = self._communicator, self._flight
+        if communicator is None or flight is None:
+            return
+        communicator._land(flight, self._land)
+        self._communicator = self._flight = self._land = None

@@ -25,12 +25,12 @@ at its next call, or, if it is in user code, by an exception raised in its threa
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import Op, Rendezvous, SoloCommunicator, connect, open_store
 from nbelastic.elastic.context import Context
+from nbelastic.elastic.interrupt import raise_in_thread, withdraw
 from nbelastic.errors import (
     CollectiveError,
     Evicted,
@@ -81,6 +81,7 @@ class Session(Context):
         self._parked = False
         self._in_user_code = False
         self._in_wait = False
+        self._interrupt = False
         self._carried: list[bool] = []
         self._loops = 0
         self._steps = 0
@@ -134,8 +135,15 @@ class Session(Context):
             if self._communicator is not None:
                 self._communicator.abort(reason)
             self._changed.notify_all()
-            if self._in_user_code and not self._in_wait:
-                _raise_in_thread(self._thread, _EXITS.get(how, Stopped))
+            self._interrupt = not self._in_wait
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Interrupt the user's code if this rank is to end and it is safe now. Call it again."""
+        with self._changed:
+            if self._interrupt and self._in_user_code and self._end is not None:
+                kind = _EXITS.get(self._end[0], Stopped)
+                self._interrupt = not raise_in_thread(self._thread, kind)
 
     def beat(self) -> Beat:
         """Return what the next heartbeat should say. Any thread may call it."""
@@ -157,7 +165,7 @@ class Session(Context):
         finally:
             with self._changed:
                 self._in_user_code = False
-                _raise_in_thread(self._thread, None)
+                withdraw(self._thread)
 
     def _obey(self) -> None:
         """Raise what this rank was told to end with, unless that has to wait."""
@@ -361,10 +369,3 @@ class Session(Context):
         flag = torch.tensor([self.change_flag()], dtype=torch.int32)
         self.communicator().allreduce(flag, Op.MAX)
         return bool(flag.item())
-
-
-def _raise_in_thread(thread: int, kind: type[RankExit] | None) -> None:
-    """Have `kind` raised in a thread at its next bytecode; None takes back what is pending."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), ctypes.py_object(kind) if kind is not None else None
-    )

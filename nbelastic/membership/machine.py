@@ -118,6 +118,7 @@ class Machine(Rules):
         rank.loop, rank.store = event.loop, event.store
         self._note_version(rank, event.version)
         if was_member:
+            self._note_commits()
             self._left_generation(rank, event)
         if rank.leaving:
             self._end_rank(rank, "leave", "its worker was asked to leave")
@@ -148,6 +149,7 @@ class Machine(Rules):
             for member in roster.members():
                 member.moved_at = member.heard_at = self._now
             roster.forming_failures = 0
+            roster.ran = True
             self._enter(Phase.RUNNING)
             self._record("formed", detail=f"{len(roster.members())} ranks")
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from .cooldown import Cooldown
 from .model import FRESH, Limits, Outcome, Plan, Slot
 
-__all__ = ["HOST_STRIKES", "JOIN_WINDOW", "QUIET", "Phase", "Rank", "Roster", "Stage"]
+__all__ = [
+    "HOST_STRIKES",
+    "JOIN_WINDOW",
+    "QUIET",
+    "STRIKE_WINDOW",
+    "Phase",
+    "Rank",
+    "Roster",
+    "Stage",
+]
 
 JOIN_WINDOW = 1.0
 """Seconds that a newcomer waits for others that are starting, so that they join in one reset."""
@@ -19,6 +28,10 @@ HOST_STRIKES = 3
 
 QUIET = 5.0
 """Seconds without a heartbeat after which a rank is not heard of any more, if others are."""
+
+
+STRIKE_WINDOW = 2.0
+"""Seconds in which failures on a host count as one: a machine that goes takes all its workers."""
 
 
 class Phase(str, enum.Enum):
@@ -92,6 +105,8 @@ class Roster:
         Whether its members were told that it is over.
     pending : bool
         Whether its members were told that a change is coming.
+    ran : bool
+        Whether any generation has formed.
     launched : bool
         Whether enough slots were there once.
     founders : int
@@ -123,6 +138,7 @@ class Roster:
     pending: bool = False
     stopping: bool = False
     launched: bool = False
+    ran: bool = False
     founders: int = 0
     closed: bool = False
     version: int = 0
@@ -140,7 +156,7 @@ class Roster:
     broken_by_user: dict[int, str] = field(default_factory=dict)
     workers_out: Cooldown = field(default_factory=Cooldown)
     hosts_out: Cooldown = field(default_factory=Cooldown)
-    host_strikes: dict[str, int] = field(default_factory=dict)
+    host_strikes: dict[str, tuple[int, float]] = field(default_factory=dict)
     outcome: Outcome | None = None
 
     @property

@@ -17,7 +17,7 @@ from .effects import (
 )
 from .model import FRESH, Limits, Member, Outcome, Plan, Slot
 from .placement import arrange, place_of
-from .roster import HOST_STRIKES, Phase, Rank, Roster, Stage
+from .roster import HOST_STRIKES, STRIKE_WINDOW, Phase, Rank, Roster, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,13 +138,21 @@ class Transitions:
             for other in list(roster.ranks.values()):
                 if roster.worker_key(other.slot) == key and not other.leaving:
                     self._ask_to_leave(other, "its worker is left out for a while")
+        self._strike(rank)
+
+    def _strike(self, rank: Rank) -> None:
+        """Count a failure against its host; those within a moment of each other are one."""
+        roster, host = self.roster, rank.slot.host
         if rank.version > rank.version_at_join:
-            roster.host_strikes[slot.host] = 0
-        strikes = roster.host_strikes[slot.host] = roster.host_strikes.get(slot.host, 0) + 1
-        if strikes >= HOST_STRIKES:
-            roster.host_strikes[slot.host] = 0
-            seconds = roster.hosts_out.fail(slot.host, self._now, self._chance)
-            self._record("cooldown", rank, _for_how_long("host", slot.host, seconds))
+            roster.host_strikes.pop(host, None)
+        strikes, since = roster.host_strikes.get(host, (0, -STRIKE_WINDOW))
+        if self._now - since < STRIKE_WINDOW:
+            return
+        roster.host_strikes[host] = (strikes + 1, self._now)
+        if strikes + 1 >= HOST_STRIKES:
+            roster.host_strikes.pop(host)
+            seconds = roster.hosts_out.fail(host, self._now, self._chance)
+            self._record("cooldown", rank, _for_how_long("host", host, seconds))
 
     def _note_version(self, rank: Rank, version: int) -> None:
         """Note a rank's last commit, which never goes back."""
@@ -198,7 +206,7 @@ class Transitions:
             members=tuple(Member(r.start, r.slot, r.store, r.version) for r in order),
             loop=loop,
         )
-        if roster.version > max(plan.version, 0):
+        if roster.version > max(plan.version, 0) or (roster.ran and plan.version == FRESH):
             self._record("restarted", detail=f"no rank is left that holds commit {roster.version}")
             roster.version = max(plan.version, 0)
         for rank in order:

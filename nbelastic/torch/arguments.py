@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.torch.compression import Compressor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["check_groups", "check_op", "check_passes", "names_of"]
+__all__ = ["check_compression", "check_groups", "check_op", "check_passes", "names_of"]
 
 
 def names_of(
@@ -60,6 +61,15 @@ def check_op(op: Op, predivide: float) -> Op:
     if not predivide > 0:
         raise ValueError(f"gradient_predivide_factor must be positive, not {predivide}")
     return op
+
+
+def check_compression(compression: type[Compressor]) -> type[Compressor]:
+    """Refuse what is no compression."""
+    if not (isinstance(compression, type) and issubclass(compression, Compressor)):
+        raise ValueError(
+            f"compression must be Compression.none or Compression.fp16, not {compression!r}"
+        )
+    return compression
 
 
 def check_passes(passes: int) -> int:

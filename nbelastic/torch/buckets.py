@@ -54,7 +54,6 @@ class Bucket:
         self._device = parameters[0].device
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
-        self._wire: torch.Tensor | None = None
         self._handle: Handle | None = None
         self._filled: list[bool] = []
         self._left = 0
@@ -97,9 +96,8 @@ class Bucket:
             self._views[position].zero_()
         tail = torch.tensor([*map(float, self._filled), *riders], dtype=self._dtype)
         self._flat[-self._tail_length :].copy_(tail)
-        # Communicators take tensors on the CPU. This waits for the device once per bucket.
-        self._wire = self._flat.cpu()
-        self._handle = communicator.allreduce_async(self._wire, Op.SUM)
+        wire = torch.view_as_real(self._flat) if self._dtype.is_complex else self._flat
+        self._handle = communicator.allreduce_async(wire, Op.SUM)
 
     def wait(self) -> None:
         """Wait until the sums are there.
@@ -110,14 +108,10 @@ class Bucket:
             The reduction failed; the bucket must be dropped.
         """
         assert self._flat is not None
-        assert self._wire is not None
         assert self._handle is not None
         self._handle.wait()
         self._handle = None
-        self._sums = self._wire[-self._tail_length :].tolist()
-        if self._wire is not self._flat:
-            self._flat.copy_(self._wire)
-        self._wire = None
+        self._sums = self._flat[-self._tail_length :].tolist()
 
     def used(self, position: int) -> bool:
         """Return whether the parameter at `position` had a gradient on any rank."""
@@ -139,7 +133,7 @@ class Bucket:
 
     def drop(self) -> None:
         """Let go of the buffer and of an operation under way; the next step has a new buffer."""
-        self._flat = self._wire = self._handle = None
+        self._flat = self._handle = None
         self._views, self._filled, self._sums = [], [], []
 
 

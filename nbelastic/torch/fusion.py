@@ -1,8 +1,9 @@
 """Many tensors in few buffers, so that an operation costs what its bytes cost.
 
-The buffers are private, dense and on the CPU: what a communicator is lent (see
+The buffers are private and dense: what a communicator may be lent (see
 :mod:`nbelastic.collectives.communicator`). The tensors of the caller are read when a buffer is
-filled and written when its operation has succeeded, never between.
+filled and written when its operation has succeeded, never between. Buffers are on the CPU, so that
+ranks whose tensors are on different devices form the same ones.
 """
 
 from __future__ import annotations

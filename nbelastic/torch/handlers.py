@@ -197,9 +197,7 @@ class GeneratorHandler:
 
     def change(self, builder: Builder, thing: torch.Generator, content: Any) -> None:
         """Set its state."""
-        state = builder.build(content)
-        builder.flush()
-        thing.set_state(state)
+        thing.set_state(builder.build(content))
 
 
 _HANDLERS: list[tuple[type, Handler]] = [

@@ -112,6 +112,7 @@ class LayoutKeeper:
         self._layout: Layout | None = None
         self._generation: int | None = None
         self._settled = False
+        self._observing = False
 
     def arrange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
         """Return the layout for the next round. All ranks call it at the same point.
@@ -128,10 +129,12 @@ class LayoutKeeper:
             layout = self._observed = self._generation = None
         default = list(reversed(range(len(parameters))))
         order = default if layout is None else layout.order
-        if self._generation != communicator.generation:
+        compared, self._generation = self._generation == communicator.generation, None
+        if not compared:
             self._settled = self._compare(communicator, parameters)
+            self._observing = True
             order = self._order_of_root(communicator, default) if self._settled else default
-        elif not self._settled:
+        elif not self._settled and not self._observing:
             order = self._order_of_root(communicator, default)
             self._settled = True
         if layout is None or layout.order != order:
@@ -140,23 +143,23 @@ class LayoutKeeper:
         return layout
 
     def observe(self, arrived: Iterable[int]) -> None:
-        """Note in which order gradients have arrived in the first round of a generation.
+        """Note in which order gradients have arrived, once the first round has gone well.
 
         Parameters
         ----------
         arrived : iterable of int
             Ids of parameters; those that have got no gradient come last.
         """
-        if self._layout is None or self._settled:
+        if self._layout is None or self._settled or not self._observing:
             return
+        self._observing = False
         index_of = {id(p): index for index, p in enumerate(self._layout.parameters)}
         first = [index_of[key] for key in arrived if key in index_of]
         missing = set(index_of.values()).difference(first)
         self._observed = [*first, *sorted(missing, reverse=True)]
 
     def drop(self) -> None:
-        """Give all buffers away and compare with the other ranks again before the next round."""
-        self._generation = None
+        """Give all buffers away."""
         if self._layout is not None:
             self._layout.drop()
 

@@ -112,7 +112,7 @@ def allreduce(
         if prescale != 1.0:
             chunk.buffer.mul_(prescale)
         wire_op, divisor = _wire_op(op, chunk.buffer.dtype, communicator.size)
-        handles.append(communicator.allreduce_async(chunk.buffer, wire_op))
+        handles.append(communicator.allreduce_async(_as_real(chunk.buffer, op), wire_op))
         divisors.append(divisor)
 
     def finish() -> list[torch.Tensor]:
@@ -182,14 +182,14 @@ def allgather(
     source = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
     lengths = [row[0] for row in _share_with_kind(communicator, source, [source.shape[0]])]
     longest = (max(lengths), *source.shape[1:])
-    mine = torch.empty(longest, dtype=source.dtype, device="cpu")
+    mine = source.new_empty(longest)
     mine[: source.shape[0]].copy_(source)
     everyone = [torch.empty_like(mine) for _ in lengths]
     handles = [communicator.allgather_async(everyone, mine)] if mine.numel() else []
 
     def finish() -> torch.Tensor:
         parts = [part[:length] for part, length in zip(everyone, lengths, strict=True)]
-        return torch.cat(parts).to(tensor.device)
+        return torch.cat(parts)
 
     return Pending(handles, finish), lengths
 
@@ -218,7 +218,7 @@ def alltoall(
     handles = [communicator.all_to_all_async(outputs, inputs)]
 
     def finish() -> torch.Tensor:
-        return torch.cat(outputs).to(tensor.device)
+        return torch.cat(outputs)
 
     return Pending(handles, finish), received
 
@@ -245,11 +245,17 @@ def reducescatter(
     output = torch.empty_like(inputs[communicator.rank])
     wire_op, divisor = _wire_op(op, tensor.dtype, size)
     handle = communicator.reduce_scatter_async(output, inputs, wire_op)
-    return Pending([handle], lambda: _scale(output, divisor, postscale).to(tensor.device))
+    return Pending([handle], lambda: _scale(output, divisor, postscale))
 
 
 def _private(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _as_real(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+    """Return a view of complex numbers as pairs, which add up as they do."""
+    pairs = tensor.dtype.is_complex and op in (Op.SUM, Op.AVERAGE)
+    return torch.view_as_real(tensor) if pairs else tensor
 
 
 def _wire_op(op: Op, dtype: torch.dtype, size: int) -> tuple[Op, int]:

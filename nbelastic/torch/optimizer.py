@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.arguments import check_groups, check_op, check_passes, names_of
+from nbelastic.torch.arguments import (
+    check_compression,
+    check_groups,
+    check_op,
+    check_passes,
+    names_of,
+)
 from nbelastic.torch.compression import Compression, Compressor
 from nbelastic.torch.layout import ReduceOptions
 from nbelastic.torch.reducer import Reducer
@@ -118,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     names = names_of(optimizer, named_parameters)
     options = ReduceOptions(
         op=check_op(op, gradient_predivide_factor),
-        compression=compression,
+        compression=check_compression(compression),
         predivide=gradient_predivide_factor,
         passes=check_passes(backward_passes_per_step),
         groups=check_groups(optimizer, groups, num_groups),
@@ -183,6 +189,11 @@ class _Distributed(Base):
             if self._reducer.pending:
                 raise RuntimeError("call optimizer.synchronize() before skip_synchronize()")
         elif not self._reducer.synchronized:
+            if getattr(self, "found_inf", None) is not None:
+                raise RuntimeError(
+                    "GradScaler has looked for infinities before gradients were reduced, so ranks "
+                    "may disagree; call optimizer.synchronize() before scaler.step(optimizer)"
+                )
             self._reducer.synchronize()
         self._reducer.synchronized = False
         return super().step(closure) if closure is not None else super().step()

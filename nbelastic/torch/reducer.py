@@ -81,10 +81,11 @@ class Reducer:
         self._round: Round | None = None
         self._failed: int | None = None
         self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._yielded: set[int] = set()
         # Backward may run in several threads where parameters are on several devices.
         self._lock = threading.Lock()
         self.synchronized = False
-        self._hook(self._trained())
+        _take_over(self, self._trained())
 
     @property
     def pending(self) -> bool:
@@ -158,7 +159,11 @@ class Reducer:
         self._options = dataclasses.replace(self._options, passes=passes)
 
     def reset(self) -> None:
-        """Drop the round under way and all gradients: the state is being restored."""
+        """Drop the round under way and all gradients: the state is being restored.
+
+        Nothing is exchanged, and nothing that this rank has agreed on with others is forgotten, so
+        it may be called on some ranks only.
+        """
         with self._lock:
             self._fail()
 
@@ -190,23 +195,19 @@ class Reducer:
         return layout
 
     def _is_stale(self, round_: Round) -> bool:
-        context = self._find_context()
-        return context is not round_.context or context.generation != round_.generation
+        return self._find_context().generation != round_.generation
 
     def _abandon(self) -> None:
-        """Drop the round; buffers that were launched are not this rank's any more."""
-        if self._round is not None and self._round.launched:
-            self._keeper.drop()
-        self._round = None
-        self.synchronized = False
-
-    def _fail(self) -> None:
-        """Drop the round and all gradients; where others wait for it, leave its generation."""
+        """Drop the round; where others wait for its buckets, be of no use to its generation."""
         round_, self._round = self._round, None
         self.synchronized = False
-        self._keeper.drop()
         if round_ is not None and round_.launched:
+            self._keeper.drop()
             self._failed = round_.communicator.generation
+
+    def _fail(self) -> None:
+        """Drop the round and all gradients, of which some may have been reduced, others not."""
+        self._abandon()
         for parameter in self._trained():
             parameter.grad = None
 
@@ -230,10 +231,34 @@ class Reducer:
         for key in self._hooks.keys() - keys:
             self._hooks.pop(key)[1].remove()
         for parameter in parameters:
-            if id(parameter) not in self._hooks:
+            if id(parameter) not in self._hooks and id(parameter) not in self._yielded:
                 hook = functools.partial(_on_gradient, weakref.ref(self))
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks[id(parameter)] = (parameter, register(hook))
+
+    def _yield(self, keys: set[int]) -> None:
+        """Leave the gradients of some parameters to a newer optimizer while backward runs."""
+        for key in [key for key in keys if key in self._hooks]:
+            self._hooks.pop(key)[1].remove()
+            self._yielded.add(key)
+
+
+def _take_over(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
+    """Hook `parameters` for `reducer` alone.
+
+    An optimizer that was replaced may live on, in a scheduler or a notebook's history, and must not
+    take part in backward any more. Should it be stepped all the same, it reduces then.
+    """
+    keys = {id(parameter) for parameter in parameters}
+    with _alive_lock:
+        for other in _alive:
+            other._yield(keys)
+        _alive.add(reducer)
+    reducer._hook(parameters)
+
+
+_alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_alive_lock = threading.Lock()
 
 
 def _on_gradient(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:

@@ -174,7 +174,6 @@ class Builder:
         self._devices = devices
         self._built: dict[int, Any] = {}
         self._filled: dict[int, torch.Tensor] = {}
-        self._taken: set[int] = set()
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._copies: dict[int, Any] = {id(thing): thing for thing in things}
@@ -220,14 +219,13 @@ class Builder:
             return self._filled[slot]
         value = self._values[slot]
         target = self._owners[slot] if self._owners is not None else live
-        if target is None or target.is_inference() or id(target) in self._taken:
+        if target is None or target.is_inference():
             target = value.to(self._device(slot, target), copy=True)
         elif self._fits(target, slot):
             self._targets.append(target)
             self._sources.append(value)
         else:
             target.data = value.to(target.device, copy=True)
-        self._taken.add(id(target))
         self._filled[slot] = target
         return target
 

@@ -491,6 +491,26 @@ def test_a_rank_that_was_behind_counts_as_far_as_the_newest() -> None:
     assert ranks[0].processed_indices == ranks[1].processed_indices == set(range(24))
 
 
+def test_a_rank_that_has_settled_knows_better_than_one_that_went_back() -> None:
+    ranks = [sampler_at(rank, 3, 30, shuffle=False) for rank in range(3)]
+    settle_all(ranks, 0, set())
+    for sampler, pace in zip(ranks, (5, 2, 4), strict=True):
+        sampler.record_batch(0, pace)
+    del ranks[2]
+    # The next generation fails while it forms: only rank 1 gets through.
+    ranks[1].install(deals_of_all(ranks, 0, set())[1], 1)
+    settle_all(ranks, 0, set())
+    assert ranks[0].processed_indices == {0, 3, 6, 9, 12, 1, 4, 2, 5}
+
+
+def test_of_ranks_that_know_as_much_the_source_is_right() -> None:
+    ranks = [sampler_at(rank, 2, 10) for rank in range(2)]
+    for epoch, sampler in enumerate(ranks):
+        sampler.set_epoch(epoch)
+    settle_all(ranks, 1, set())
+    assert [sampler.epoch for sampler in ranks] == [1, 1]
+
+
 # -- between real ranks --------------------------------------------------------------------------
 
 

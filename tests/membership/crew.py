@@ -1,14 +1,12 @@
 """A world to play a job in: workers, messages and time, all made up; faults come on request.
 
 :class:`World` is the machine's counterpart. It does what the driver, the scheduler plugin and the
-agents do: it carries effects out, passes messages on after a short while, sends heartbeats, and
-hands in a tick at each deadline. Time is a number that jumps from one thing to the next. What runs
-on the workers is in :mod:`.ranks`.
+agents do: it carries effects out, passes messages on after a short while, and sends heartbeats.
+What runs on the workers is in :mod:`.ranks`, and what they do together in :mod:`.ring`.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from dataclasses import dataclass, field
@@ -23,8 +21,6 @@ from nbelastic.membership import (
     Event,
     Limits,
     Notify,
-    Outcome,
-    Phase,
     Plan,
     Publish,
     Record,
@@ -37,11 +33,11 @@ from nbelastic.membership import (
     SlotsFound,
     SlotSilent,
     StartRank,
-    Tick,
 )
 
-from .invariants import Checked
-from .ranks import FakeRank, Ring, Script
+from .ranks import FakeRank, Script
+from .ring import Ring
+from .timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,65 +62,25 @@ class Worker:
     postponed: list[Callable[[], None]] = field(default_factory=list)
 
 
-class World:
+class World(Timeline):
     """A machine, and everything around it."""
 
     def __init__(
         self, limits: Limits, script: Script | None = None, *, seed: int = 0, jitter: float = 0.0
     ) -> None:
-        self.machine = Checked(limits)
+        super().__init__(limits)
         self.script = script or Script()
         self.random = random.Random(seed)
         self.jitter = jitter
         self.heartbeat_timeout = 10.0
-        self.now = 0.0
         self.workers: dict[str, Worker] = {}
         self.ranks: dict[int, FakeRank] = {}
         self.rings: dict[int, Ring] = {}
         self.plans: list[Plan] = []
         self.effects: list[Effect] = []
         self.trail: list[tuple[int, int]] = []
-        self.milestones: dict[int, list[Callable[[], None]]] = {}
-        self.outcome: Outcome | None = None
-        self.honest = True
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
+        self.honest = True  # until a message is forged, or time passes in which nobody listens
         self.later(BEAT, self._beat)
-
-    # -- time ----------------------------------------------------------------------------------
-
-    def later(self, delay: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now + delay, next(self._numbers), action))
-
-    def step(self) -> None:
-        """Let the next thing happen: a message, a timer, or a deadline of the machine."""
-        deadline = self.machine.deadline()
-        if deadline is not None and deadline < self._queue[0][0]:
-            self.now = max(self.now, deadline)
-            self.tell(Tick())
-        else:
-            time, _, action = heapq.heappop(self._queue)
-            self.now = max(self.now, time)
-            action()
-
-    def run(self, until: Callable[[], bool] = lambda: False, seconds: float = 7200.0) -> World:
-        """Let things happen until the job ends or `until` says so; it must, within `seconds`."""
-        limit = self.now + seconds
-        while self.outcome is None and not until():
-            assert self.now < limit, f"still {self.machine.roster.phase} after {seconds} s"
-            self.step()
-        return self
-
-    def run_for(self, seconds: float) -> World:
-        end = self.now + seconds
-        while self._queue[0][0] <= end:
-            self.step()
-        self.now = end
-        return self
-
-    def at(self, batch: int, action: Callable[[], object]) -> None:
-        """Do something as soon as that many batches have been trained."""
-        self.milestones.setdefault(batch, []).append(lambda: action() and None)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -152,10 +108,12 @@ class World:
         self.later(delay, act)
 
     def _to_rank(self, start: int, order: str, *args: object) -> None:
-        rank = self.ranks.get(start)
-        if rank is not None and not rank.worker.cut:
-            delay = LATENCY + self.jitter * self.random.random()
-            self.on(rank.worker, delay, lambda: getattr(rank, order)(*args))
+        def deliver() -> None:
+            rank = self.ranks.get(start)
+            if rank is not None and not rank.worker.cut:
+                self.on(rank.worker, 0.0, lambda: getattr(rank, order)(*args))
+
+        self.later(LATENCY + self.jitter * self.random.random(), deliver)
 
     def _beat(self) -> None:
         beats = []
@@ -211,7 +169,13 @@ class World:
         self._to_rank(effect.start, "on_end", effect.how)
 
     def _do_RestartWorker(self, effect: RestartWorker) -> None:
-        self.later(0.1, lambda: self.kill(effect.slot.id))
+        worker = self.workers.get(effect.slot.id)
+        if worker is None:
+            return
+        rank = self.ranks.get(-1 if worker.holder is None else worker.holder)
+        faulty = worker.frozen or worker.cut or rank is None or rank.hung or rank.deaf
+        assert faulty or not worker.alive or not self.honest, f"{effect}: there is no fault"
+        self.later(0.1, lambda: self.kill(worker.slot.id))
 
     def _do_Record(self, effect: Record) -> None:
         """History is looked at afterwards, in ``effects``."""
@@ -291,9 +255,6 @@ class World:
         holder = self.worker(name).holder
         assert holder is not None
         return self.ranks[holder]
-
-    def phase(self) -> Phase:
-        return self.machine.roster.phase
 
     def sizes(self) -> list[int]:
         """Return the sizes at which batches were trained, one after the other."""

@@ -76,7 +76,7 @@ class Checked:
         assert to_dict(machine) == to_dict(self.machine)
 
     def handle(self, event: Event, now: float, chance: float) -> list[Effect]:
-        before = to_dict(self.machine)
+        before = (self.roster.phase, self.roster.outcome)
         ranks = {start: (r.slot.id, r.version) for start, r in self.roster.ranks.items()}
         here = [rank.start for rank in self.roster.staying()]
         version, unchanged = self.roster.version, None
@@ -193,16 +193,16 @@ class Checked:
             assert deadline is not None
             assert deadline > now
 
-    def check_7_end(self, before: dict[str, Any], effects: list[Effect]) -> None:
+    def check_7_end(self, before: tuple[Phase, Outcome | None], effects: list[Effect]) -> None:
         """Success means that every rank of the last generation returned; after the end, no effect
         but cleaning up."""
         outcome = self.roster.outcome
-        if before["phase"] == Phase.ENDED.value:
+        if before[0] == Phase.ENDED:
             assert effects == []
-        if before["outcome"] is not None:
+        if before[1] is not None:
             cleaning = (EndRank, RestartWorker, Record, End)
             assert all(isinstance(effect, cleaning) for effect in effects)
-            assert outcome.kind == before["outcome"]["kind"]
+            assert outcome.kind == before[1].kind
         if any(isinstance(effect, End) for effect in effects):
             assert not self.roster.in_stage(*set(Stage) - {Stage.RETURNED})
         if outcome is not None and outcome.kind == "finished":

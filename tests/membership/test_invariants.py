@@ -42,6 +42,7 @@ from .ranks import Script
 
 numbers = st.integers(0, 50)
 flags = st.booleans()
+HARM = ["kill", "kill", "freeze", "thaw", "retire", "cut", "hang", "deafen", "raise", "collective"]
 names = st.builds("{}{}".format, st.sampled_from("ABC"), st.integers(0, 2))
 
 
@@ -57,15 +58,16 @@ class FaultyWorld(RuleBasedStateMachine):
         script=st.builds(
             Script,
             setup=st.sampled_from([0.0, 0.2, 3.0]),
-            before=st.sampled_from([0, 0, 0, 2]),
-            loops=st.sampled_from([1, 1, 1, 1, 2, 0]),
-            batches=st.sampled_from([5, 40]),
+            before=st.sampled_from([0, 0, 0, 0, 2]),
+            loops=st.sampled_from([1, 1, 1, 1, 1, 2, 0]),
+            batches=st.sampled_from([5, 60, 400, 400]),
             commit_every=st.sampled_from([1, 3]),
             after=st.sampled_from([0.0, 0.3]),
         ),
         jitter=st.sampled_from([0.0, 0.0, 0.05]),
         seed=numbers,
-        hosts=st.lists(names, max_size=5, unique=True),
+        early=st.sampled_from([0, 20, 100]),
+        hosts=st.lists(names, min_size=2, max_size=6, unique=True),
     )
     def open(
         self,
@@ -77,13 +79,14 @@ class FaultyWorld(RuleBasedStateMachine):
         script: Script,
         jitter: float,
         seed: int,
+        early: int,
         hosts: list[str],
     ) -> None:
         limits = Limits(
             np=least,
             min_np=least,
             max_np=None if more is None else least + more,
-            elastic_timeout=30.0,
+            elastic_timeout=60.0,
             stall_timeout=8.0,
             forming_timeout=6.0,
             ending_timeout=3.0,
@@ -93,6 +96,8 @@ class FaultyWorld(RuleBasedStateMachine):
         )
         self.world = World(limits, script, seed=seed, jitter=jitter)
         self.world.add(*hosts, nanny=True)
+        for _ in range(early):
+            self.world.step()
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -101,13 +106,14 @@ class FaultyWorld(RuleBasedStateMachine):
         for _ in range(steps):
             self.world.step()
 
-    @rule(seconds=st.sampled_from([0.01, 0.1, 1.0, 10.0, 40.0]))
+    @rule(seconds=st.sampled_from([0.01, 0.1, 1.0, 1.0, 3.0, 10.0]))
     def wait(self, seconds: float) -> None:
         self.world.run_for(seconds)
 
-    @rule(seconds=st.floats(0.0, 100.0))
+    @rule(seconds=st.floats(0.0, 12.0))
     def jump(self, seconds: float) -> None:
         """Let time pass in which nobody listens."""
+        self.world.honest = False
         self.world.now += seconds
         self.world.tell(Tick())
 
@@ -124,12 +130,11 @@ class FaultyWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.alive())
     @rule(
         which=numbers,
-        what=st.sampled_from(
-            ["kill", "freeze", "thaw", "retire", "cut", "hang", "deafen", "raise", "collective"]
-        ),
+        what=st.sampled_from(HARM),
         seconds=st.sampled_from([0.0, 0.02, 1.0, 8.0]),
+        then=st.sampled_from([0, 0, 1, 2, 4, 8, 16]),
     )
-    def harm(self, which: int, what: str, seconds: float) -> None:
+    def harm(self, which: int, what: str, seconds: float, then: int) -> None:
         workers = self.alive()
         worker = workers[which % len(workers)]
         rank = self.world.ranks.get(-1 if worker.holder is None else worker.holder)
@@ -137,16 +142,16 @@ class FaultyWorld(RuleBasedStateMachine):
             getattr(self.world, what)(worker.slot.id)
         elif what in ("retire", "cut"):
             getattr(self.world, what)(worker.slot.id, seconds)
-        elif rank is None or worker.frozen:
-            return
-        elif what in ("hang", "deafen"):
-            rank.hung, rank.deaf = True, what == "deafen"
-        else:
-            rank.raise_error(f"KeyError: {which}", collective=what == "collective")
+        elif rank is not None and not worker.frozen:
+            if what in ("hang", "deafen"):
+                rank.hung, rank.deaf = True, what == "deafen"
+            else:
+                rank.raise_error(f"KeyError: {which}", collective=what == "collective")
+        self.play(then)
 
-    @rule()
-    def kill_all(self) -> None:
-        for worker in self.alive():
+    @rule(rarely=st.integers(0, 4))
+    def kill_all(self, rarely: int) -> None:
+        for worker in self.alive() if rarely == 0 else []:
             self.world.kill(worker.slot.id)
 
     # -- the owner -----------------------------------------------------------------------------
@@ -155,14 +160,11 @@ class FaultyWorld(RuleBasedStateMachine):
     def scale(self, low: int | None, high: int | None) -> None:
         self.world.tell(LimitsChanged(min_np=low, max_np=high))
 
-    @rule(now=flags, really=st.integers(0, 3))
-    def stop(self, now: bool, really: int) -> None:
-        if really == 0:
+    @rule(now=flags, rarely=st.integers(0, 20))
+    def stop(self, now: bool, rarely: int) -> None:
+        if rarely < 3:
             self.world.tell(StopRequested(now=now))
-
-    @rule(really=st.integers(0, 9))
-    def lose_cluster(self, really: int) -> None:
-        if really == 0:
+        elif rarely == 3:
             self.world.tell(ClusterGone("the scheduler is gone"))
 
     @rule()
@@ -177,7 +179,7 @@ class FaultyWorld(RuleBasedStateMachine):
         if log:
             self.world.tell(log[-min(back, len(log))][0])
 
-    @rule(kind=st.integers(0, 11), start=numbers, back=st.integers(-2, 3), number=numbers)
+    @rule(kind=st.integers(0, 30), start=numbers, back=st.integers(-2, 3), number=numbers)
     def forge(self, kind: int, start: int, back: int, number: int) -> None:
         self.world.honest = False
         self.world.tell(self.forged(kind, start, back, number))
@@ -193,8 +195,9 @@ class FaultyWorld(RuleBasedStateMachine):
         unknown = Slot(f"X{number % 3}#0", "tcp://X0", "X0", "X")
         loop, failed = number % 3, number % 2 == 0
         ready = RankReady(start, generation, min(version, 0), loop, ("X", start), failed)
-        return [
+        forgeries = [
             lambda: ready,
+            lambda: RankReady(start, generation, FRESH, 1, ("X", start), failed),
             lambda: RankFormed(start, generation),
             lambda: LoopDone(start, generation, version),
             lambda: RankReturned(start),
@@ -206,7 +209,8 @@ class FaultyWorld(RuleBasedStateMachine):
             lambda: SlotBusy(slot),
             lambda: SlotSilent(slot),
             lambda: SlotsFound((unknown,)),
-        ][kind]()
+        ]
+        return forgeries[kind % len(forgeries)]()
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -217,11 +221,8 @@ class FaultyWorld(RuleBasedStateMachine):
         world = self.world
         world.jitter = 0.0
         for rank in list(world.ranks.values()):
-            if rank.hung and rank.worker.alive:
-                rank.hung = False
-                world.on(rank.worker, 0.0, rank.enter)
-        for ring in world.rings.values():
-            ring.go_on()
+            if rank.hung:
+                world.on(rank.worker, 0.0, rank.recover)
         world.run(seconds=600.0)
         assert world.outcome is not None
         world.machine.replay()

@@ -49,6 +49,11 @@ class Workload:
         Seconds that the set-up takes on ranks started after the first generation.
     optimizer : str
         ``sgd`` or ``adamw``.
+    replace_all : bool
+        Whether ranks of the first generation are killed one by one, each when there are four, and
+        the training ends with the epoch in which the last of them is gone.
+    loader_workers : int
+        Processes of each rank's data loader.
     """
 
     marks: Path
@@ -59,6 +64,8 @@ class Workload:
     commit_every: int = 1
     slow_start: float = 0.0
     optimizer: str = "sgd"
+    replace_all: bool = False
+    loader_workers: int = 0
     faults: tuple[Fault, ...] = field(default=())
 
     def __call__(self) -> dict[str, Any]:
@@ -99,7 +106,9 @@ def _train(work: Workload) -> dict[str, Any]:
     }[work.optimizer](model.parameters())
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
     sampler = hvd.elastic.ElasticSampler(data, shuffle=True)
-    loader = DataLoader(data, batch_size=work.batch_size, sampler=sampler)
+    loader = DataLoader(
+        data, batch_size=work.batch_size, sampler=sampler, num_workers=work.loader_workers
+    )
     state = hvd.elastic.TorchState(
         model,
         optimizer,
@@ -130,6 +139,11 @@ def _train(work: Workload) -> dict[str, Any]:
                 state.batch = index
                 (work.marks / "training").touch()
                 _do_harm(work, state, hvd.rank())
+                founders = work.replace_all and int(
+                    hvd.allreduce(torch.tensor(0 if newcomer else 1), op=hvd.Sum)
+                )
+                if founders and not newcomer and hvd.size() == 4 and state.steps > 20:
+                    _kill_one_per_generation(work)
                 if state.steps % work.commit_every == 0:
                     state.commit()
                 else:
@@ -137,6 +151,9 @@ def _train(work: Workload) -> dict[str, Any]:
                 times.append((time.monotonic(), hvd.size()))
                 time.sleep(max(0.0, work.seconds - (time.monotonic() - began)))
             state.sampler.set_epoch(state.epoch + 1)
+            if work.replace_all and not founders:
+                state.counts[state.epoch + 1 :] = 1
+                break
 
     try:
         loop(state)
@@ -158,6 +175,15 @@ def _train(work: Workload) -> dict[str, Any]:
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
         "moments": hashlib.sha256(moments_flat.numpy().tobytes()).hexdigest(),
     }
+
+
+def _kill_one_per_generation(work: Workload) -> None:
+    import signal
+
+    from nbelastic.elastic.context import current
+
+    if work.once(f"replaced-in-{current().generation}"):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _do_harm(work: Workload, state: Any, rank: int) -> None:

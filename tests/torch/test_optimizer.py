@@ -182,6 +182,25 @@ def test_clipping_without_synchronize_is_refused(size):
     run_ranks(size, rank_main)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parameter: parameter.grad.mul_(2),
+        lambda parameter: setattr(parameter, "grad", parameter.grad.clone()),
+        lambda parameter: setattr(parameter, "grad", None),
+    ],
+    ids=["in place", "replaced", "removed"],
+)
+def test_any_change_of_a_gradient_under_way_is_noticed(change):
+    model = make_model()
+    with activate(ChangingContext(TwinCommunicator(generation=1))):
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), model.named_parameters())
+        loss_of(model, 0).backward()
+        change(model[0].weight)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was changed"):
+            optimizer.step()
+
+
 def test_step_after_synchronize_does_not_reduce_again():
     def rank_main(context):
         model = make_model()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -108,6 +108,25 @@ def test_grad_scaler_without_synchronize_is_refused():
         scaler.scale(model(torch.ones(1, 6)).sum()).backward()
         with pytest.raises(RuntimeError, match="unscale gradients"):
             scaler.step(optimizer)
+
+
+def test_grad_scaler_with_a_fused_optimizer(twin):
+    model = make_model().float()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = parameters_of(model)
+    scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+    with pytest.raises(RuntimeError, match="looked for infinities before"):
+        scaler.step(optimizer)
+    assert_equal(before, parameters_of(model))
+    del optimizer.grad_scale, optimizer.found_inf  # what scaler.step() leaves behind
+    optimizer.reset()
+    twin.enter(TwinCommunicator(generation=2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+    optimizer.synchronize()
+    scaler.step(optimizer)
+    assert not torch.equal(before[0], model[0].weight)
 
 
 def test_closures_compute_reduced_gradients_and_losses():
@@ -224,11 +243,43 @@ def test_a_second_backward_before_the_step_is_refused(twin):
 
 def test_a_dropped_optimizer_lets_go_of_its_parameters(twin):
     model = make_model()
-    hvd.DistributedOptimizer(SGD(model.parameters()))
-    gc.collect()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    alive = weakref.ref(optimizer._reducer)
+    del optimizer
+    assert alive() is None
     for step in range(2):
         loss_of(model, step).backward()
     assert twin.communicator().lent == []
+
+
+def test_an_optimizer_that_was_replaced_does_not_disturb(twin):
+    model = make_model()
+    old = hvd.DistributedOptimizer(SGD(model.parameters()))
+    for step in range(4):
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(twin.communicator().lent) == 4
+    loss_of(model, 4).backward()
+    optimizer.synchronize()
+    old.step()
+    assert len(twin.communicator().lent) == 6
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert len(twin.communicator().lent) == 8
+
+
+def test_models_are_pickled_and_copied_without_their_optimizer(twin):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_of(copied, 0).backward()
+    assert twin.communicator().lent == []
+    loss_of(model, 0).backward()
+    optimizer.step()
 
 
 def test_gradients_of_gradients_are_reduced_as_numbers(twin):
@@ -258,6 +309,7 @@ def test_init_comes_first():
         ({"groups": -1}, "at least 0"),
         ({"groups": [[torch.ones(1)]]}, "parameters of the optimizer"),
         ({"process_set": [0]}, "process_set"),
+        ({"compression": "fp16"}, "compression must be"),
     ],
     ids=str,
 )

@@ -1,0 +1,36 @@
+"""What all communicators are put through, whatever their kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.collectives.worlds import MAKERS, World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.collectives.worlds import Maker
+
+SIZES = range(1, 6)
+
+
+@pytest.fixture(params=MAKERS.values(), ids=MAKERS.keys(), scope="session")
+def make(request: pytest.FixtureRequest) -> Maker:
+    """Make a communicator of the kind that is tested."""
+    return request.param
+
+
+@pytest.fixture(params=SIZES, ids="size{}".format, scope="module")
+def world(make: Maker, request: pytest.FixtureRequest) -> Iterator[World]:
+    """A whole world of each size, for tests that leave it whole."""
+    with World(make, request.param) as world:
+        yield world
+
+
+@pytest.fixture
+def pair(make: Maker) -> Iterator[World]:
+    """Two ranks, for tests that break them."""
+    with World(make, 2) as world:
+        yield world

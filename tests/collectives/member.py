@@ -1,0 +1,79 @@
+"""A rank in a process of its own, told over its standard input what to do.
+
+Each line is a request, ``[number, verb, arguments]``; each line of output an answer,
+``[number, "ok" or "error", value]``. Requests that may block are served by the rank's thread, in
+order; the others at once.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+
+import torch
+
+from nbelastic.collectives import Op, Rendezvous
+from tests.collectives.worlds import MAKERS
+
+
+class Member:
+    """What it can be told to do."""
+
+    at_once = ("abort", "waiting", "threads")
+
+    def connect(self, kind, store, **rendezvous):
+        if hasattr(self, "communicator"):
+            self.communicator.close()
+        self.communicator = MAKERS[kind](Rendezvous(store=tuple(store), **rendezvous))
+        self.communicator.connect()
+
+    def allreduce(self, length):
+        tensor = torch.full((length,), 1.0 + self.communicator.rank)
+        self.communicator.allreduce(tensor, Op.SUM)
+        assert (tensor == tensor[0]).all()
+        return tensor[0].item()
+
+    def abort(self, reason):
+        self.communicator.abort(reason)
+
+    def waiting(self):
+        return self.communicator.waiting
+
+    def threads(self):
+        return [thread.name for thread in threading.enumerate()]
+
+
+def serve(member, requests, answer):
+    while True:
+        number, verb, arguments = requests.get()
+        answer(member, number, verb, arguments)
+
+
+def main():
+    torch.set_num_threads(1)
+    member = Member()
+    requests = queue.SimpleQueue()
+    lock = threading.Lock()
+
+    def answer(member, number, verb, arguments):
+        try:
+            reply = [number, "ok", getattr(member, verb)(**arguments)]
+        except Exception as error:
+            reply = [number, "error", f"{type(error).__name__}: {error}"]
+        with lock:
+            sys.stdout.write(json.dumps(reply) + "\n")
+            sys.stdout.flush()
+
+    threading.Thread(target=serve, args=(member, requests, answer), daemon=True).start()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request[1] in Member.at_once:
+            answer(member, *request)
+        else:
+            requests.put(request)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Abort and close: whoever waits is freed, whatever they wait for, and nothing works afterwards."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from nbelastic.collectives import SoloCommunicator
+from nbelastic.errors import CollectiveError
+from tests.collectives.worlds import PATIENCE_S, World, eventually
+
+OPERATIONS = {
+    "allreduce": lambda c: c.allreduce_async(torch.ones(3)),
+    "large allreduce": lambda c: c.allreduce_async(torch.ones(3_000_000)),
+    "broadcast": lambda c: c.broadcast_async(torch.ones(3), root=c.size - 1),
+    "allgather": lambda c: c.allgather_async([torch.ones(3) for _ in range(c.size)], torch.ones(3)),
+    "reduce_scatter": lambda c: c.reduce_scatter_async(
+        torch.ones(3), [torch.ones(3) for _ in range(c.size)]
+    ),
+    "all_to_all": lambda c: c.all_to_all_async(
+        [torch.ones(3) for _ in range(c.size)], [torch.ones(3) for _ in range(c.size)]
+    ),
+    "barrier": lambda c: c.barrier_async(),
+    "receive": lambda c: c.receive_async(torch.ones(3), c.size - 1),
+}
+EMPTY = {
+    "empty allreduce": lambda c: c.allreduce_async(torch.ones(0)),
+    "empty broadcast": lambda c: c.broadcast_async(torch.ones(0)),
+}
+by_operation = pytest.mark.parametrize("begin", OPERATIONS.values(), ids=OPERATIONS.keys())
+
+
+def failure(future):
+    """Return what a rank's thread raised."""
+    error = future.exception(PATIENCE_S)
+    assert isinstance(error, CollectiveError), error
+    return str(error)
+
+
+@by_operation
+def test_abort_frees_who_waits(pair, begin):
+    waiter = pair.start(0, lambda c: begin(c).wait())
+    pair.wait_until_waiting([0])
+    pair[0].abort("enough")
+    assert failure(waiter) == "enough"
+    assert not pair[0].waiting
+    assert pair[0].completed == 0
+
+
+@by_operation
+def test_abort_reaches_what_is_waited_for_later(pair, begin):
+    handle = pair.do(0, begin)
+    pair[0].abort("enough")
+    assert handle.done()
+    for _ in range(2):
+        assert failure(pair.start(0, lambda c: handle.wait())) == "enough"
+
+
+def test_abort_reaches_every_operation_in_flight(pair):
+    handles = [pair.do(0, begin) for begin in OPERATIONS.values()]
+    waiter = pair.start(0, lambda c: handles[-1].wait())
+    pair.wait_until_waiting([0])
+    pair[0].abort("enough")
+    assert failure(waiter) == "enough"
+    for handle in handles:
+        assert handle.done()
+        assert failure(pair.start(0, lambda c, handle=handle: handle.wait())) == "enough"
+
+
+@pytest.mark.parametrize("begin", [*OPERATIONS.values(), *EMPTY.values()])
+def test_nothing_begins_after_an_abort(pair, begin):
+    pair[0].abort("enough")
+    assert failure(pair.start(0, begin)) == "enough"
+
+
+def test_an_operation_that_has_ended_still_fails_if_it_was_not_waited_for(pair):
+    """Or ranks would disagree on what has happened, depending on who was waited for first."""
+    handles = pair.run(lambda c: c.allreduce_async(torch.ones(3)))
+    eventually(lambda: all(handle.done() for handle in handles), "done()")
+    pair.abort("enough")
+    for rank, handle in enumerate(handles):
+        assert failure(pair.start(rank, lambda c, handle=handle: handle.wait())) == "enough"
+
+
+def test_what_has_been_waited_for_stays_a_success(pair):
+    handles = pair.run(lambda c: c.allreduce_async(torch.ones(3)))
+    pair.run(lambda c: handles[c.rank].wait())
+    pair.abort("enough")
+    pair.run(lambda c: handles[c.rank].wait())
+    assert [communicator.completed for communicator in pair.communicators] == [1, 1]
+
+
+def test_the_first_reason_stays(pair):
+    waiter = pair.start(0, lambda c: c.barrier())
+    pair.wait_until_waiting([0])
+    for reason in ("first", "second"):
+        pair[0].abort(reason)
+    pair.do(0, lambda c: c.close())
+    assert failure(waiter) == "first"
+    assert failure(pair.start(0, lambda c: c.barrier())) == "first"
+
+
+def test_many_threads_may_abort_at_once(pair):
+    waiter = pair.start(0, lambda c: c.barrier())
+    pair.wait_until_waiting([0])
+    together = threading.Barrier(8)
+
+    def abort():
+        together.wait()
+        pair[0].abort("enough")
+
+    threads = [threading.Thread(target=abort) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert failure(waiter) == "enough"
+
+
+def test_abort_frees_who_connects(make):
+    with World(make, 3, connected=False) as world:
+        connecting = [world.start(rank, lambda c: c.connect()) for rank in (0, 1)]
+        assert not any(future.done() for future in connecting)
+        world.abort("enough")
+        assert [failure(future) for future in connecting] == ["enough", "enough"]
+        assert failure(world.start(2, lambda c: c.connect())) == "enough"
+
+
+def test_one_that_leaves_frees_the_others_who_connect(make):
+    with World(make, 3, connected=False) as world:
+        connecting = [world.start(rank, lambda c: c.connect()) for rank in (0, 1)]
+        world[0].abort("enough")
+        assert failure(connecting[0]) == "enough"
+        world[1].abort("so be it")  # needed where a communicator does not notice by itself
+        failure(connecting[1])
+
+
+def test_closing_in_any_state(make):
+    with World(make, 2, connected=False) as world:
+        world.do(0, lambda c: c.close())
+        assert "closed" in failure(world.start(0, lambda c: c.connect()))
+        world[0].abort("enough")
+        world.do(0, lambda c: c.close())
+    with World(make, 2) as world:
+        handle = world.do(0, lambda c: c.barrier_async())
+        for _ in range(2):
+            world.do(0, lambda c: c.close())
+        assert handle.done()
+        assert "closed" in failure(world.start(0, lambda c: handle.wait()))
+        assert "closed" in failure(world.start(0, lambda c: c.barrier()))
+
+
+def test_connecting_comes_first_and_once(pair, make):
+    with World(make, 2, connected=False) as world, pytest.raises(RuntimeError, match="connect"):
+        world.do(0, lambda c: c.barrier())
+    with pytest.raises(RuntimeError, match="once"):
+        pair.do(0, lambda c: c.connect())
+    pair.run(lambda c: c.barrier())
+
+
+def test_a_rank_that_leaves_fails_those_who_wait_for_it(make):
+    """By themselves where the transport can tell, as a neighbour can; all of them once aborted."""
+    with World(make, 2) as world:
+        waiter = world.start(0, lambda c: c.allreduce(torch.ones(3)))
+        world.wait_until_waiting([0])
+        world.do(1, lambda c: c.close())
+        failure(waiter)
+        failure(world.start(0, lambda c: c.barrier()))
+
+
+def test_a_failure_is_noticed_without_waiting_for_the_operation(pair):
+    handle = pair.do(0, lambda c: c.allreduce_async(torch.ones(3)))
+    pair.do(1, lambda c: c.close())
+    eventually(handle.done, "done()")
+    failure(pair.start(0, lambda c: c.broadcast_async(torch.ones(3), root=0)))
+
+
+def test_an_error_runs_round_the_ring(make):
+    with World(make, 5) as world:
+        waiters = [world.start(rank, lambda c: c.allreduce(torch.ones(99))) for rank in range(4)]
+        world.wait_until_waiting(range(4))
+        world[4].abort("the fifth is gone")
+        for waiter in waiters:
+            failure(waiter)
+
+
+def test_an_operation_times_out_and_breaks_the_communicator(make):
+    with World(make, 2, timeout_s=1.0) as world:
+        assert failure(world.start(0, lambda c: c.barrier()))
+        assert failure(world.start(0, lambda c: c.barrier()))
+    with World(make, 2, timeout_s=1.0) as world:
+        assert failure(world.start(0, lambda c: c.receive(torch.ones(1), 1)))
+    with World(make, 2, connected=False, timeout_s=1.0) as world:
+        assert failure(world.start(0, lambda c: c.connect()))
+
+
+def test_a_slow_peer_is_waited_for_as_long_as_it_takes(pair):
+    """Longer than the moment for which a wait may not listen to an abort."""
+    waiter = pair.start(0, lambda c: c.allreduce(torch.ones(3)))
+    pair.wait_until_waiting([0])
+    threading.Event().wait(0.1)
+    assert not waiter.done()
+    pair.do(1, lambda c: c.allreduce(torch.ones(3)))
+    waiter.result(PATIENCE_S)
+
+
+def test_a_world_of_one_breaks_like_any_other():
+    communicator = SoloCommunicator(generation=7)
+    communicator.connect()
+    handle = communicator.allreduce_async(torch.ones(3))
+    communicator.abort("enough")
+    communicator.abort("more")
+    communicator.close()
+    for operation in (handle.wait, communicator.barrier, communicator.connect):
+        with pytest.raises(CollectiveError, match="enough"):
+            operation()
+    assert handle.done()
+    assert (communicator.rank, communicator.size, communicator.generation) == (0, 1, 7)
+    assert communicator.completed == 0
+    assert not communicator.waiting

@@ -1,0 +1,81 @@
+"""Wrong arguments: refused before anything is sent, and the communicator stays whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nbelastic.collectives import Op
+
+ONE = torch.ones(2)
+CROOKED = torch.ones(4, 3).t()
+
+
+def full(size, make=lambda: torch.ones(2)):
+    return [make() for _ in range(size)]
+
+
+WRONG = {
+    "crooked allreduce": lambda c: c.allreduce_async(CROOKED),
+    "average of integers": lambda c: c.allreduce_async(
+        torch.ones(2, dtype=torch.int64), Op.AVERAGE
+    ),
+    "average of truths": lambda c: c.allreduce_async(torch.ones(2, dtype=torch.bool), Op.AVERAGE),
+    "sum of int16": lambda c: c.allreduce_async(torch.ones(2, dtype=torch.int16)),
+    "sum of complex": lambda c: c.allreduce_async(torch.ones(2, dtype=torch.complex64)),
+    "crooked broadcast": lambda c: c.broadcast_async(CROOKED),
+    "root too large": lambda c: c.broadcast_async(ONE, c.size),
+    "root negative": lambda c: c.broadcast_async(ONE, -1),
+    "too few outputs": lambda c: c.allgather_async(full(c.size)[1:], ONE),
+    "too many outputs": lambda c: c.allgather_async(full(c.size + 1), ONE),
+    "output of another shape": lambda c: c.allgather_async(
+        full(c.size, lambda: torch.ones(3)), ONE
+    ),
+    "output of another type": lambda c: c.allgather_async(
+        full(c.size, lambda: torch.ones(2, dtype=torch.float64)), ONE
+    ),
+    "crooked outputs": lambda c: c.allgather_async(
+        full(c.size, lambda: torch.ones(4, 3).t()), torch.ones(3, 4)
+    ),
+    "crooked gathered": lambda c: c.allgather_async(
+        full(c.size, lambda: torch.ones(3, 4)), CROOKED
+    ),
+    "too few inputs": lambda c: c.reduce_scatter_async(ONE.clone(), full(c.size)[1:]),
+    "part of another shape": lambda c: c.reduce_scatter_async(torch.ones(3), full(c.size)),
+    "scattered average of integers": lambda c: c.reduce_scatter_async(
+        torch.ones(2, dtype=torch.int32),
+        full(c.size, lambda: torch.ones(2, dtype=torch.int32)),
+        Op.AVERAGE,
+    ),
+    "too few to exchange": lambda c: c.all_to_all_async(full(c.size), full(c.size)[1:]),
+    "own part of another shape": lambda c: c.all_to_all_async(
+        full(c.size), full(c.size, lambda: torch.ones(3))
+    ),
+    "crooked message": lambda c: c.send_async(CROOKED, (c.rank + 1) % 2),
+    "message to oneself": lambda c: c.send_async(ONE, c.rank),
+    "message to nobody": lambda c: c.send_async(ONE, c.size),
+    "message from oneself": lambda c: c.receive_async(ONE.clone(), c.rank),
+    "message from nobody": lambda c: c.receive_async(ONE.clone(), c.size),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments_are_refused_and_do_no_harm(world, wrong):
+    def rank_main(communicator):
+        before = communicator.completed
+        if communicator.rank == 0:  # the others go straight to what is right
+            with pytest.raises(ValueError, match=r".{20}"):
+                wrong(communicator)
+        assert communicator.completed == before
+        tensor = torch.ones(3)
+        communicator.allreduce(tensor)
+        return tensor.tolist()
+
+    assert world.run(rank_main) == [[world.size] * 3] * world.size
+
+
+def test_inputs_of_several_types_are_refused(pair):
+    mixed = [torch.ones(2), torch.ones(2, dtype=torch.int32)]
+    with pytest.raises(ValueError, match="of one dtype"):
+        pair.do(0, lambda c: c.reduce_scatter_async(torch.ones(2), mixed))
+    pair.run(lambda c: c.barrier())

@@ -1,0 +1,137 @@
+"""Generations: a new one forms while the old dies, and neither touches the other."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from nbelastic.collectives import Rendezvous, open_store
+from nbelastic.errors import CollectiveError
+from tests.collectives.worlds import BIND, PATIENCE_S, TIMEOUT_S, World, eventually
+
+
+def descriptors():
+    return len(os.listdir("/dev/fd"))
+
+
+def test_hundreds_of_generations_leave_nothing_behind(make):
+    with World(make, 2) as world:  # what is made once and for all
+        world.run(lambda c: c.allreduce(torch.ones(3)))
+    store = open_store(BIND)
+    eventually(lambda: threading.active_count() <= 2 + len(_others()), "quiet")
+    threads, open_before = set(threading.enumerate()), descriptors()
+    for number in range(200):
+        with World(make, 2, store=store.address) as world:
+            assert world.run(_step) == [2.0, 2.0]
+            if number % 2:  # every other one ends with an operation that is stuck
+                world.do(0, lambda c: c.allreduce_async(torch.ones(100)))
+    eventually(lambda: set(threading.enumerate()) <= threads, "the end of all threads")
+    eventually(lambda: descriptors() <= open_before, "the end of all connections")
+    store.close()
+
+
+def _others():
+    return [thread for thread in threading.enumerate() if not thread.name.startswith("nbelastic")]
+
+
+def _step(communicator):
+    tensor = torch.ones(1)
+    communicator.allreduce(tensor)
+    return tensor.item()
+
+
+def test_a_rank_that_stayed_behind_neither_reaches_nor_disturbs_the_next(make):
+    store = open_store(BIND)
+    with World(make, 3, store=store.address) as old:
+        stuck = old.start(2, lambda c: c.allreduce(torch.full((1000,), 99.0)))
+        old.wait_until_waiting([2])
+        for rank in (0, 1):
+            old[rank].abort("the generation is over")
+        with World(make, 2, store=store.address) as new:
+            for _ in range(50):
+                assert new.run(_step) == [2.0, 2.0]
+        old[2].abort("evicted")
+        assert isinstance(stuck.exception(PATIENCE_S), CollectiveError)
+    store.close()
+
+
+def test_a_rank_that_comes_late_meets_nobody(make):
+    store = open_store(BIND)
+    with World(make, 2, store=store.address) as old:
+        old.run(lambda c: c.barrier())
+
+        def late(generation, rank, size):
+            return make(
+                Rendezvous(
+                    job="test",
+                    generation=generation,
+                    rank=rank,
+                    size=size,
+                    store=store.address,
+                    bind=BIND,
+                    timeout_s=TIMEOUT_S,
+                )
+            )
+
+        second_self = late(old.generation, 0, 2)
+        with pytest.raises(CollectiveError):
+            second_self.connect()
+        stranger = late(old.generation, 2, 3)
+        with pytest.raises(CollectiveError):
+            stranger.connect()
+        old.run(lambda c: c.barrier())
+        with World(make, 2, store=store.address) as new:
+            assert new.run(_step) == [2.0, 2.0]
+    store.close()
+
+
+def test_jobs_with_generations_of_one_number_share_a_store(make):
+    store = open_store(BIND)
+    with (
+        World(make, 2, store=store.address, job="one", connected=False) as one,
+        World(make, 2, store=store.address, job="two", connected=False) as two,
+    ):
+        connecting = [world.start(0, lambda c: c.connect()) for world in (one, two)]
+        connecting += [world.start(1, lambda c: c.connect()) for world in (two, one)]
+        for future in connecting:
+            future.result(PATIENCE_S)
+        one.run(_step)
+        two.run(_step)
+    store.close()
+
+
+def test_memory_of_an_aborted_operation_is_not_handed_to_another(make):
+    """What the old generation may still write to is nobody's: new tensors keep their values."""
+    size = 300_000
+    store = open_store(BIND)
+    for _ in range(5):
+        with World(make, 2, store=store.address) as old:
+            waiter = old.start(0, lambda c: _average_of_parts(c, size))
+            old.wait_until_waiting([0])
+            old[0].abort("enough")
+            assert isinstance(waiter.exception(PATIENCE_S), CollectiveError)
+            del waiter
+            fresh = [torch.zeros(size) for _ in range(6)]
+            late = old.start(1, lambda c: _average_of_parts(c, size))
+            with World(make, 2, store=store.address) as new:
+                new.run(lambda c, fresh=fresh: c.allreduce(fresh[c.rank]))
+            assert isinstance(late.exception(PATIENCE_S), CollectiveError)
+            assert not any(tensor.any() for tensor in fresh)
+    store.close()
+
+
+def _average_of_parts(communicator, size):
+    output = torch.ones(size)
+    communicator.reduce_scatter(output, [torch.full((size,), 7.0) for _ in range(2)])
+
+
+def test_a_failed_operation_leaves_outputs_of_composed_ones_alone(pair):
+    output = torch.full((3,), 5.0)
+    handle = pair.do(0, lambda c: c.reduce_scatter_async(output, [torch.ones(3), torch.ones(3)]))
+    pair[0].abort("enough")
+    with pytest.raises(CollectiveError):
+        handle.wait()
+    assert output.tolist() == [5.0] * 3

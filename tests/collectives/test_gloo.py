@@ -1,0 +1,181 @@
+"""What is Gloo's own: its sockets, its limits, and memory that it cannot reach."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+import pytest
+import torch
+
+from nbelastic.collectives import Op, buffers, connect, keeper, sever
+from nbelastic.collectives.flights import first_sentence
+from nbelastic.collectives.store import request
+from nbelastic.errors import CollectiveError
+from tests.collectives.worlds import BIND, PATIENCE_S, World, eventually
+
+
+def keepers():
+    return [t.name for t in threading.enumerate() if t.name.startswith("nbelastic-gloo-")]
+
+
+def gloo_address(host, port):
+    """Return what Gloo brings to a meeting of two ranks."""
+    sockaddr = struct.pack("@H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
+    return b"".join(
+        (
+            struct.pack("@Q", 4) + b"host",
+            struct.pack("@Q", 136) + sockaddr.ljust(136, b"\0"),
+            struct.pack("@QQ", 0, 1),
+        )
+    )
+
+
+def test_a_peer_of_another_generation_is_turned_away(monkeypatch):
+    def token(rendezvous, rank, true=keeper._token):
+        return true(rendezvous, rank + 100 * (rendezvous.rank == 1))
+
+    monkeypatch.setattr(keeper, "_token", token)
+    with World(connect, 2, connected=False) as world:
+        connecting = [world.start(rank, lambda c: c.connect()) for rank in range(2)]
+        for future in connecting:
+            error = future.exception(PATIENCE_S)
+            assert isinstance(error, CollectiveError)
+    assert not connecting[0].running()
+
+
+def test_abort_frees_who_connects_to_a_peer_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(keeper, "FORMING_LIMIT_S", 0.3)
+    with World(connect, 2, connected=False) as world:
+        connecting = world.start(0, lambda c: c.connect())
+        # Of two ranks the one with the higher address calls the other; this one never does.
+        with socket.create_connection(world._store.address) as peer:
+            room = f"test/{world.generation}"
+            peer.sendall(request(room, 1, 2, gloo_address("127.0.0.9", 12345)))
+            assert peer.recv(1)  # rank 0 has been told too
+        eventually(lambda: world[0]._keeper._meeting.addresses, "the meeting")
+        world.abort("enough")
+        error = connecting.exception(PATIENCE_S)
+        assert isinstance(error, CollectiveError)
+        assert str(error) == "enough"
+        eventually(lambda: not keepers(), "the end of what was abandoned")
+
+
+def test_without_severing_abort_still_frees_and_what_is_stuck_ends_with_its_timeout(monkeypatch):
+    monkeypatch.setattr(keeper, "ends_of", lambda addresses, rank: None)
+    one = torch.ones(1)
+    with World(connect, 2, timeout_s=2.0) as world:
+        waiting = [
+            world.start(0, lambda c: c.barrier()),
+            world.start(1, lambda c: c.receive(one, 0)),
+        ]
+        world.wait_until_waiting(range(2))
+        world.abort("enough")
+        assert {str(future.exception(PATIENCE_S)) for future in waiting} == {"enough"}
+    eventually(lambda: not keepers(), "the end of what was abandoned")
+
+
+def test_abort_frees_who_sends_what_nobody_receives():
+    with World(connect, 2) as world:
+        waiter = world.start(0, lambda c: c.send(torch.ones(3_000_000), 1))
+        world.wait_until_waiting([0])
+        world[0].abort("enough")
+        assert isinstance(waiter.exception(PATIENCE_S), CollectiveError)
+    eventually(lambda: not keepers(), "the end of all keepers")
+
+
+def test_severing_leaves_other_sockets_alone():
+    with (
+        World(connect, 2) as world,
+        socket.create_server((BIND, 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        server.accept()[0] as other,
+    ):
+        ends = sever.ends_of(world[0]._keeper._meeting.addresses, 0)
+        assert sever.sever(ends) in (1, 2)  # Gloo may be quick to close the other end
+        with pytest.raises(CollectiveError):
+            world.do(0, lambda c: c.barrier())
+        one.sendall(b"whole")
+        assert other.recv(5) == b"whole"
+        with socket.create_connection(server.getsockname(), PATIENCE_S):
+            pass
+        with World(connect, 2) as another:
+            another.run(lambda c: c.barrier())
+            assert sever.sever(ends) == 0
+            another.run(lambda c: c.barrier())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"nonsense",
+        struct.pack("@Q", 1 << 60) + b"x",
+        gloo_address(BIND, 0),
+        gloo_address(BIND, 1).replace(struct.pack("@H", socket.AF_INET), b"\xff\xff", 1),
+    ],
+)
+def test_addresses_of_an_unknown_kind_are_not_severed(value):
+    assert sever.ends_of([gloo_address(BIND, 1), value], 0) is None
+    assert sever.ends_of([], 0) is None
+    ends = sever.ends_of([gloo_address(BIND, 1), gloo_address("127.0.0.2", 2)], 0)
+    assert ends == sever.Ends((BIND, 1), frozenset({("127.0.0.2", 2)}))
+
+
+def test_memory_that_gloo_cannot_reach_is_staged(monkeypatch):
+    """As on an accelerator: everything passes through new memory, and back on success only."""
+    monkeypatch.setattr(buffers, "_is_on_host", lambda tensor: False)
+    with World(connect, 2) as world:
+        for tensors in world.run(_one_of_each):
+            assert [tensor.tolist() for tensor in tensors] == [[1.5], [1.0], [1.0], [2.0], [3.0]]
+        world.run(_exchange)
+        tensor = torch.full((1,), 5.0)
+        handle = world.do(0, lambda c: c.allreduce_async(tensor))
+        late = world.start(1, lambda c: c.allreduce(torch.ones(1)))
+        late.result(PATIENCE_S)
+        world[0].abort("enough")
+        with pytest.raises(CollectiveError):
+            handle.wait()
+        assert tensor.item() == 5.0
+
+
+def _one_of_each(communicator):
+    mine = 1.0 + communicator.rank
+    average, root = torch.tensor([mine]), torch.tensor([mine])
+    gathered = [torch.zeros(1), torch.zeros(1)]
+    scattered = torch.zeros(1)
+    communicator.allreduce(average, Op.AVERAGE)
+    communicator.broadcast(root)
+    communicator.allgather(gathered, torch.tensor([mine]))
+    communicator.reduce_scatter(scattered, [torch.tensor([mine])] * 2)
+    return [average, root, *gathered, scattered]
+
+
+def _exchange(communicator):
+    me, other = communicator.rank, 1 - communicator.rank
+    received = [torch.zeros(1), torch.zeros(1)]
+    communicator.all_to_all(received, [torch.tensor([10.0 * me + to]) for to in range(2)])
+    assert [tensor.item() for tensor in received] == [me, 10.0 + me]
+    sending = communicator.send_async(torch.tensor([float(me)]), other)
+    communicator.receive(received[0], other)
+    sending.wait()
+    assert received[0].item() == other
+
+
+def test_errors_are_told_without_where_in_gloo_they_arose():
+    text = "[/a/pair.cc:538] Connection closed by peer [127.0.0.1]:42. This is typically caused by"
+    assert first_sentence(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:42"
+    assert first_sentence(RuntimeError("plain")) == "plain"
+    assert first_sentence(RuntimeError("one\ntwo")) == "one"
+
+
+def test_the_limit_of_forming_is_not_that_of_operations(monkeypatch):
+    monkeypatch.setattr(keeper, "FORMING_LIMIT_S", 1.0)
+    with World(connect, 2) as world:
+        waiter = world.start(0, lambda c: c.barrier())
+        receiver = world.start(1, lambda c: c.receive(torch.zeros(1), 0))
+        world.wait_until_waiting(range(2))
+        threading.Event().wait(1.5)
+        assert not waiter.done()
+        assert not receiver.done()

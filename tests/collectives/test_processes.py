@@ -1,0 +1,198 @@
+"""Ranks in processes of their own, which are killed and stopped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from nbelastic.collectives import open_store
+from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, TIMEOUT_S, eventually
+
+START_S = 120.0  # importing torch in several processes on few and busy cores
+ROOT = Path(__file__).parents[2]
+_numbers = itertools.count()
+_generations = itertools.count(1)
+
+
+class Process:
+    """A process that serves as a rank; see ``member.py``."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.collectives.member"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answers = {}
+        self._reader = threading.Thread(target=self._read, name="reader")
+        self._reader.start()
+
+    def ask(self, verb, **arguments):
+        """Send a request and return a future of the answer."""
+        number, future = next(_numbers), Future()
+        self._answers[number] = future
+        self._process.stdin.write(json.dumps([number, verb, arguments]) + "\n")
+        self._process.stdin.flush()
+        return future
+
+    def _read(self):
+        for line in self._process.stdout:
+            number, how, value = json.loads(line)
+            self._answers.pop(number).set_result((how, value))
+
+    def send_signal(self, number):
+        self._process.send_signal(number)
+
+    def kill(self):
+        self._process.kill()
+        self._part()
+
+    def leave(self):
+        """Let the process end by itself and return its exit code."""
+        self._process.stdin.close()
+        code = self._process.wait(PATIENCE_S)
+        self._part()
+        return code
+
+    def _part(self):
+        self._process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass  # what it was last told was never read
+
+
+class Crew:
+    """Processes, with a store, in generations of which all that live are members."""
+
+    def __init__(self, kind, size):
+        self.kind = kind
+        self.store = open_store(BIND)
+        self.members = [Process() for _ in range(size)]
+        for answer in self.ask("threads"):
+            answer.result(START_S)
+
+    def form(self):
+        """Connect all members and check that they can work together."""
+        generation = next(_generations)
+        answers = [
+            member.ask(
+                "connect",
+                kind=self.kind,
+                store=self.store.address,
+                job="crew",
+                generation=generation,
+                rank=rank,
+                size=len(self.members),
+                bind=BIND,
+                timeout_s=TIMEOUT_S,
+            )
+            for rank, member in enumerate(self.members)
+        ]
+        for answer in answers:
+            assert ok(answer) is None
+        total = sum(range(1, len(self.members) + 1))
+        assert [ok(answer) for answer in self.ask("allreduce", length=10)] == [total] * len(answers)
+        return generation
+
+    def ask(self, verb, **arguments):
+        return [member.ask(verb, **arguments) for member in self.members]
+
+    def dismiss(self, member):
+        """Kill a member."""
+        self.members.remove(member)
+        member.kill()
+
+    def wait_until_waiting(self):
+        for member in self.members:
+            eventually(lambda member=member: ok(member.ask("waiting")), "waiting")
+
+    def close(self):
+        for member in list(self.members):
+            self.dismiss(member)
+        self.store.close()
+
+
+def ok(answer):
+    how, value = answer.result(PATIENCE_S)
+    assert how == "ok", value
+    return value
+
+
+def error(answer):
+    how, value = answer.result(PATIENCE_S)
+    assert how == "error", value
+    assert value.startswith("CollectiveError: ")
+    return value.removeprefix("CollectiveError: ")
+
+
+@pytest.fixture(params=MAKERS, scope="module")
+def crew(request):
+    """Four processes; the tests of this module, in their order, use them up."""
+    crew = Crew(request.param, 4)
+    yield crew
+    crew.close()
+
+
+def test_a_killed_rank_is_noticed_and_the_rest_form_anew(crew):
+    crew.form()
+    victim = crew.members[2]
+    survivors = [member for member in crew.members if member is not victim]
+    neighbours = [crew.members[1], crew.members[3]]  # rank 0 is none: its connection is whole
+    answers = {member: member.ask("allreduce", length=100_000) for member in survivors}
+    for member in survivors:
+        eventually(lambda member=member: ok(member.ask("waiting")), "waiting")
+    crew.dismiss(victim)
+    for member in neighbours:
+        error(answers[member])  # by themselves
+    for member in survivors:
+        ok(member.ask("abort", reason="a rank is gone"))
+        error(answers[member])
+    crew.form()
+
+
+def test_a_stopped_rank_holds_up_nobody_after_an_abort(crew):
+    generation = crew.form()
+    victim = crew.members[1]
+    victim.send_signal(signal.SIGSTOP)
+    crew.members.remove(victim)
+    try:
+        answers = crew.ask("allreduce", length=3_000_000)
+        crew.wait_until_waiting()
+        for answer in crew.ask("abort", reason="a rank is stopped"):
+            ok(answer)
+        assert {error(answer) for answer in answers} == {"a rank is stopped"}
+        crew.form()  # while the old generation is dying, and one of its ranks is not
+        for member in crew.members:  # what was stuck ends long before its timeout
+            eventually(lambda member=member: not_left(member, generation), "the end of the old")
+    finally:
+        victim.send_signal(signal.SIGCONT)
+        victim.kill()
+
+
+def not_left(member, generation):
+    return not any(
+        name.startswith(f"nbelastic-gloo-{generation}-") for name in ok(member.ask("threads"))
+    )
+
+
+def test_processes_end_cleanly_whatever_is_under_way(crew):
+    crew.form()
+    waiting, idle = crew.members
+    waiting.ask("allreduce", length=100)
+    eventually(lambda: ok(waiting.ask("waiting")), "waiting")
+    assert waiting.leave() == 0
+    assert idle.leave() == 0
+    crew.members.clear()

@@ -1,0 +1,137 @@
+"""Ranks in threads of this process, under the test's control."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.collectives import Rendezvous, connect, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
+
+    from nbelastic.collectives import Communicator
+
+    Maker = Callable[[Rendezvous], Communicator]
+
+# A new kind of communicator is a line here; it must pass these tests as they are.
+MAKERS: dict[str, Maker] = {"gloo": connect}
+
+# Longer than anything takes, shorter than TIMEOUT_S: what waits for that long hangs.
+PATIENCE_S = 20.0
+TIMEOUT_S = 120.0
+BIND = "127.0.0.1"
+
+_generations = itertools.count(1)
+
+
+def eventually(condition: Callable[[], Any], what: str = "the condition") -> None:
+    """Wait until `condition()` holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come to hold"
+        time.sleep(0.001)
+
+
+class World:
+    """The communicators of one generation, each with a thread that is its rank's.
+
+    Parameters
+    ----------
+    make : callable
+        Makes a communicator of a rendezvous: what is tested.
+    size : int
+        How many ranks.
+    connected : bool, default True
+        Whether to connect them all at once.
+    store : tuple of (str, int), optional
+        Address of a store that is open already.
+    """
+
+    def __init__(
+        self,
+        make: Maker,
+        size: int,
+        *,
+        connected: bool = True,
+        store: tuple[str, int] | None = None,
+        job: str = "test",
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.size = size
+        self.generation = next(_generations)
+        self._store = open_store(BIND) if store is None else None
+        address = store if self._store is None else self._store.address
+        self.communicators = [
+            make(
+                Rendezvous(
+                    job=job,
+                    generation=self.generation,
+                    rank=rank,
+                    size=size,
+                    store=address,
+                    bind=BIND,
+                    timeout_s=timeout_s,
+                )
+            )
+            for rank in range(size)
+        ]
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(size)
+        ]
+        if connected:
+            self.run(lambda communicator: communicator.connect())
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort("the test is over")
+        self.close()
+        self.forget()
+        if self._store is not None:
+            self._store.close()
+
+    def __getitem__(self, rank: int) -> Communicator:
+        return self.communicators[rank]
+
+    def start(self, rank: int, function: Callable[[Communicator], Any]) -> Future[Any]:
+        """Begin `function(communicator)` in the thread of `rank`."""
+        return self._threads[rank].submit(function, self.communicators[rank])
+
+    def do(self, rank: int, function: Callable[[Communicator], Any]) -> Any:
+        """Do `function(communicator)` in the thread of `rank` and return its result."""
+        return self.start(rank, function).result(PATIENCE_S)
+
+    def run(self, function: Callable[[Communicator], Any]) -> list[Any]:
+        """Do `function(communicator)` on all ranks and return their results."""
+        futures = [self.start(rank, function) for rank in range(self.size)]
+        try:
+            return [future.result(PATIENCE_S) for future in futures]
+        except BaseException:
+            self.abort("another rank failed")  # or the others would wait for ever
+            raise
+
+    def wait_until_waiting(self, ranks: Iterable[int]) -> None:
+        """Wait until each of `ranks` waits for an operation."""
+        for rank in ranks:
+            eventually(lambda rank=rank: self[rank].waiting, f"rank {rank} waiting")
+
+    def close(self) -> None:
+        """Close all communicators, each in its thread."""
+        for rank in range(len(self.communicators)):
+            self.do(rank, lambda communicator: communicator.close())
+
+    def forget(self) -> None:
+        """Drop all communicators without closing them, and end their threads."""
+        self.communicators.clear()
+        for thread in self._threads:
+            thread.shutdown()
+
+    def abort(self, reason: str) -> None:
+        """Abort all communicators, from this thread."""
+        for communicator in self.communicators:
+            communicator.abort(reason)

@@ -1,0 +1,53 @@
+"""Workers that leave as planned: nothing is rolled back, cleanup runs, nobody is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.errors import JobStopped
+from tests.support.clusters import a_crew, kinds, sizes, until
+from tests.support.training import Workload, check
+
+
+def retire_one(crew, job):
+    victim = next(rank.worker for rank in job.status.ranks if rank.rank == 1)
+    crew.client.retire_workers([victim], close_workers=True)
+
+
+def test_N4_N9_a_retired_worker_leaves_at_a_commit_and_each_sample_counts_once(tmp_path):
+    with a_crew(n_workers=3) as crew:
+        work = Workload(tmp_path, epochs=12)
+        job = crew.fit(work, np=3, min_np=1, block=False)
+        until(lambda: job.status.commits > 5 or job.done(), "commits")
+        retire_one(crew, job)
+        results = job.results(120)
+        check(results, work)
+        assert sizes(job) == [3, 2]
+        assert "left" in kinds(job)
+        assert "lost" not in kinds(job)
+        assert len(list(tmp_path.glob("cleaned-*"))) == 3  # its finally ran too
+        assert [r["resets"] for r in results] == [[2], [2]]
+        # Nothing was rolled back: as many losses as steps, and the steps of three then two ranks.
+        assert len(results[0]["losses"]) == results[0]["steps"]
+
+
+def test_a_job_without_a_commit_in_reach_loses_the_worker_after_the_grace(tmp_path):
+    from nbelastic.cluster import manners
+
+    with a_crew(n_workers=2) as crew:
+
+        def hasten(grace):
+            manners.RETIRE_GRACE = grace
+
+        before = manners.RETIRE_GRACE
+        crew.client.run_on_scheduler(hasten, 0.5)
+        try:
+            work = Workload(tmp_path, epochs=1000, commit_every=10**9)
+            job = crew.fit(work, np=2, min_np=1, block=False)
+            until(lambda: job.status.state == "running" or job.done(), "it trains")
+            retire_one(crew, job)
+            job.cancel()
+            with pytest.raises(JobStopped):
+                job.result(60)
+        finally:
+            hasten(before)

@@ -1,0 +1,191 @@
+"""After any end nothing is left: no thread, task, descriptor, process or memory segment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from nbelastic.errors import JobError
+from tests.support.clusters import until
+from tests.support.training import Fault, Workload, check
+
+
+def footprint():
+    """Return what a process holds, by kind."""
+    import multiprocessing
+    import os
+    import threading
+
+    return {
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "children": len(multiprocessing.active_children()),
+        "stdout": type(__import__("sys").stdout).__name__,
+        "daemon": multiprocessing.current_process().daemon,
+        "threads of torch": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def scheduler_state(dask_scheduler):
+    plugin = dask_scheduler.plugins["nbelastic"]
+    return {
+        "tasks": len(dask_scheduler.tasks),
+        "jobs": len(plugin._jobs),
+        "taken": sum(1 for host in plugin._hosts.values() if host.holder),
+        "handlers": len(dask_scheduler.stream_handlers) + len(dask_scheduler.handlers),
+    }
+
+
+def everything(crew):
+    kernel = footprint()
+    del kernel["children"]  # workers come and go
+    return (
+        crew.client.run(footprint),
+        crew.client.run_on_scheduler(scheduler_state),
+        sorted(os.listdir("/dev/shm")),
+        {t.name for t in threading.enumerate() if t.name.startswith("nbelastic")},
+        len(crew.client.futures),
+        len(crew.client._event_handlers),
+    )
+
+
+def finish(crew, marks):
+    crew.fit(Workload(marks, epochs=1), np=4)
+
+
+def fail(crew, marks):
+    faults = (Fault(rank=1, epoch=0, batch=0, kind="raise"),)
+    with pytest.raises(ValueError, match="was told to fail"):
+        crew.fit(Workload(marks, epochs=1, faults=faults, commit_every=10**9), np=4)
+
+
+def stop(crew, marks):
+    job = crew.fit(Workload(marks, epochs=1000), np=4, block=False)
+    until(lambda: job.status.commits > 0 or job.done(), "commits")
+    job.stop()
+    with pytest.raises(JobError):
+        job.result(60)
+
+
+def cancel(crew, marks):
+    job = crew.fit(Workload(marks, epochs=1000), np=4, block=False)
+    until(lambda: job.status.state == "running" or job.done(), "it runs")
+    job.cancel()
+    with pytest.raises(JobError):
+        job.result(60)
+
+
+def test_twenty_jobs_of_every_kind_leave_no_more_than_the_first(crew, tmp_path):
+    ends = [finish, fail, stop, cancel]
+    for number in range(4):  # the first of each kind: libraries load, pools fill
+        marks = tmp_path / f"first-{number}"
+        marks.mkdir()
+        ends[number](crew, marks)
+    before = None
+
+    def settled():
+        nonlocal before
+        last, before = before, everything(crew)
+        return last == before
+
+    until(settled, "the first jobs settle", 20)
+    for number in range(20):
+        marks = tmp_path / str(number)
+        marks.mkdir()
+        ends[number % 4](crew, marks)
+    with contextlib.suppress(AssertionError):
+        until(lambda: everything(crew) == before, "all is as before", 20)
+    assert everything(crew) == before
+
+
+def test_a_data_loaders_processes_do_not_hide_the_death_of_their_rank(crew, tmp_path):
+    faults = (Fault(rank=1, epoch=1, batch=1),)
+    work = Workload(tmp_path, epochs=4, loader_workers=2, faults=faults)
+    job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=60, stall_timeout=60)
+    check(job.results(), work)
+    lost = next(event for event in job.history if event.kind == "lost")
+    formed = [event for event in job.history if event.kind == "formed"][1]
+    assert formed.time - lost.time < 10
+    assert "left the cluster" in lost.detail
+
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from distributed import Client, LocalCluster
+import nbelastic
+from nbelastic.errors import JobInterrupted
+from tests.support.training import Workload
+
+def main():
+    marks = Path(sys.argv[1])
+    before = signal.getsignal(signal.SIGINT)
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, \\
+            Client(cluster) as client:
+        def interrupt():
+            while not (marks / "training").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
+        try:
+            nbelastic.fit(Workload(marks, epochs=10**6), cluster=client, np=2)
+        except JobInterrupted as error:
+            print("interrupted:", isinstance(error, KeyboardInterrupt))
+        busy = client.run_on_scheduler(
+            lambda dask_scheduler: sum(len(w.processing) for w in dask_scheduler.workers.values()))
+        print("busy workers:", busy)
+        print("handler kept:", signal.getsignal(signal.SIGINT) is before)
+        print("again:", nbelastic.fit(nbelastic.size, cluster=client, np=2).results())
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_N12_an_interrupt_stops_the_job_frees_the_workers_and_it_runs_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, script, marks],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env=environment,
+    )
+    assert done.stdout.splitlines() == [
+        "interrupted: True",
+        "busy workers: 0",
+        "handler kept: True",
+        "again: [2, 2]",
+    ], done.stderr
+
+
+def test_a_kernel_that_dies_frees_the_workers(tmp_path):
+    from tests.support.clusters import a_crew
+
+    with a_crew(n_workers=2) as crew:
+        code = (
+            "import sys; from pathlib import Path; from distributed import Client; "
+            "import nbelastic; from tests.support.training import Workload; "
+            "client = Client(sys.argv[1]); "
+            "nbelastic.fit(Workload(Path(sys.argv[2]), epochs=10**6), cluster=client, np=2)"
+        )
+        kernel = subprocess.Popen(
+            [sys.executable, "-c", code, crew.cluster.scheduler_address, tmp_path],
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )
+        until((tmp_path / "training").exists, "it trains", 90)
+        kernel.send_signal(signal.SIGKILL)
+        kernel.wait()
+        crew.wait_until_whole(2)
+        assert crew.fit(lambda: 1, np=2).results() == [1, 1]

@@ -1,0 +1,57 @@
+"""How the tests begin a job, and what they ask of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nbelastic.membership import Effect, Event, Limits, Place, Plan, place_of
+
+from .crew import World
+from .ranks import Script
+
+
+def job(*workers: str, script: Script | None = None, **limits: Any) -> World:
+    """Return a job on workers that are there from the beginning; ``A0`` is one on host ``A``."""
+    world = World(Limits(**limits), script)
+    world.add(*workers)
+    return world
+
+
+def trained(world: World, batch: int = 2) -> World:
+    """Let a job run until it has trained that many batches."""
+    reached: list[bool] = []
+    world.at(batch, lambda: reached.append(True))
+    return world.run(until=lambda: bool(reached))
+
+
+def hosts(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(member.slot.host for member in plan.members))
+
+
+def starts(plan: Plan) -> list[int]:
+    return [member.start for member in plan.members]
+
+
+def workers(plan: Plan) -> list[str]:
+    return [member.slot.name for member in plan.members]
+
+
+def places(plan: Plan) -> list[Place]:
+    slots = [member.slot for member in plan.members]
+    return [place_of(slots, rank) for rank in range(len(slots))]
+
+
+def when(world: World, what: Callable[[Effect], bool]) -> list[float]:
+    """Return the times of the effects that `what` is true of."""
+    return [now for _, now, _, effects in world.machine.log for effect in effects if what(effect)]
+
+
+def times(world: World, what: Callable[[Event], bool]) -> list[float]:
+    """Return the times of the events that `what` is true of."""
+    return [now for event, now, _, _ in world.machine.log if what(event)]
+
+
+def batches(world: World) -> list[int]:
+    """Return the numbers of the batches in the order in which they were trained."""
+    return [batch for batch, _ in world.trail]

@@ -1,0 +1,154 @@
+"""Who may not come back yet: the arithmetic, and what the machine makes of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbelastic.membership import Limits, StartRank
+from nbelastic.membership.cooldown import JITTER, Cooldown
+
+from .crew import World
+from .ranks import Script
+from .stories import job, trained, when, workers
+
+LONG = Script(batches=2000)
+
+
+def test_each_failure_doubles_the_wait_up_to_the_longest() -> None:
+    cooldown = Cooldown(bounds=(10.0, 100.0))
+    assert [cooldown.fail("w", 0.0, chance=0.0) for _ in range(6)] == [10, 20, 40, 80, 100, 100]
+    assert cooldown.fail("other", 0.0, chance=0.0) == 10
+
+
+def test_the_end_of_the_wait_is_not_excluded_any_more() -> None:
+    cooldown = Cooldown(bounds=(10.0, 100.0))
+    cooldown.fail("w", 5.0, chance=0.0)
+    assert cooldown.excludes("w", 14.99)
+    assert not cooldown.excludes("w", 15.0)
+    assert cooldown.next_end(5.0) == 15.0
+    assert cooldown.next_end(15.0) is None
+
+
+def test_without_a_range_it_is_for_good() -> None:
+    cooldown = Cooldown()
+    assert cooldown.fail("w", 0.0, chance=0.5) is None
+    assert cooldown.excludes("w", 1e12)
+    assert not cooldown.excludes("other", 0.0)
+    assert cooldown.next_end(0.0) is None
+
+
+@given(
+    low=st.floats(0.001, 1e4),
+    factor=st.floats(1.0, 1e3),
+    failures=st.integers(1, 200),
+    chance=st.floats(0.0, 1.0),
+)
+def test_jitter_is_at_most_a_tenth_and_never_above_the_longest(
+    low: float, factor: float, failures: int, chance: float
+) -> None:
+    high = low * factor
+    cooldown = Cooldown(bounds=(low, high), failures={"w": failures - 1})
+    seconds = cooldown.fail("w", 0.0, chance)
+    plain = min(low * 2.0 ** (failures - 1), high)
+    assert plain <= seconds <= min(plain * (1 + JITTER), high) * (1 + 1e-12)
+
+
+def starts_on(world: World, name: str) -> list[float]:
+    return when(world, lambda e: isinstance(e, StartRank) and e.slot.name == name)
+
+
+def test_a_process_that_failed_is_left_out_for_good_but_not_its_successor() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
+    world.rank_on("B0").raise_error()
+    world.run_for(60.0)
+    assert len(starts_on(world, "B0")) == 1
+    assert world.records("cooldown")[0].detail == "worker tcp://B0 is left out for good"
+    world.kill("B0")
+    world.add("B0")
+    world.run_for(1.0)
+    assert len(starts_on(world, "B0")) == 2
+
+
+def test_a_killed_worker_that_its_nanny_restarts_is_used_at_once_without_a_range() -> None:
+    world = World(Limits(np=2, min_np=1), LONG)
+    world.add("A0", "B0", nanny=True)
+    trained(world).kill("B0")
+    world.run_for(2.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+    assert not world.records("cooldown")
+
+
+def test_with_a_range_a_restarted_worker_of_the_same_name_rests() -> None:
+    world = World(Limits(np=2, min_np=1, cooldown=(5.0, 60.0)), LONG)
+    world.add("A0", "B0", nanny=True)
+    trained(world)
+    lost = world.now
+    world.kill("B0")
+    world.run_for(4.9)
+    assert workers(world.plans[-1]) == ["A0"]
+    assert world.worker("B0").alive, "its nanny has restarted it meanwhile"
+    world.run_for(2.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+    assert starts_on(world, "B0")[1] - lost == pytest.approx(5.25, abs=0.3)
+
+
+def test_a_newcomer_of_the_same_name_is_ended_when_its_worker_begins_to_rest() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, cooldown=(5.0, 60.0), script=LONG))
+    old = world.worker("B0")
+    old.alive = False
+    world.add("B0")  # word of the new process comes before word of the end of the old one
+    world.run_for(0.1)
+    assert len(starts_on(world, "B0")) == 2
+    old.alive = True
+    world.kill(old.slot.id)
+    world.run_for(1.0)
+    assert [workers(plan) for plan in world.plans] == [["A0", "B0"], ["A0"]]
+    world.run_for(6.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+
+
+def test_a_host_is_left_out_after_three_failures_without_a_commit() -> None:
+    script = Script(batches=2000, commit_every=10_000)
+    world = trained(job("A0", "B0", np=2, min_np=1, script=script))
+    world.ranks[0].version = 1  # there is something to go back to
+    for name in ("B0", "B1", "B2"):
+        world.kill(name)
+        world.run_for(1.0)
+        if name != "B2":
+            world.add("B1" if name == "B0" else "B2")
+            world.run_for(2.0)
+    assert world.records("cooldown")[-1].detail == "host B is left out for good"
+    world.add("B3", "C0")
+    world.run_for(2.0)
+    assert not starts_on(world, "B3")
+    assert starts_on(world, "C0")
+
+
+def test_commits_in_between_keep_a_host_in() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
+    for number in range(5):
+        world.kill(f"B{number}")
+        world.add(f"B{number + 1}")
+        world.run_for(3.0)
+    assert not world.records("cooldown")
+    assert workers(world.plans[-1]) == ["A0", "B5"]
+
+
+def test_workers_killed_together_do_not_cost_their_host() -> None:
+    world = World(Limits(np=4, min_np=1), LONG)
+    world.add("A0", "A1", "A2", "A3", nanny=True)
+    trained(world, 20)
+    for name in ("A1", "A2", "A3"):
+        world.kill(name)
+    world.run_for(5.0)
+    assert workers(world.plans[-1]) == ["A0", "A1", "A2", "A3"]
+
+
+def test_a_planned_leave_is_no_failure() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, cooldown=(5.0, 60.0), script=LONG))
+    world.retire("B0", grace=0.5)
+    world.run_for(2.0)
+    assert not world.records("cooldown")
+    assert not world.records("lost")

@@ -1,0 +1,273 @@
+"""Stopping in every phase, several loops, and functions without a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nbelastic.membership import (
+    Abort,
+    ClusterGone,
+    EndRank,
+    Notify,
+    Phase,
+    RankReturned,
+    RestartWorker,
+    StartRank,
+    StopRequested,
+)
+
+from .crew import World
+from .ranks import Script
+from .stories import batches, job, starts, trained, workers
+
+LONG = Script(batches=200)
+
+
+def waiting() -> World:
+    return job("A0", np=2, min_np=2, script=LONG).run_for(1.0)
+
+
+def setting_up() -> World:
+    return job("A0", "B0", np=2, script=LONG).run_for(0.1)
+
+
+def forming() -> World:
+    world = job("A0", "B0", np=2, script=LONG)
+    return world.run(until=lambda: world.phase() == Phase.FORMING)
+
+
+def running() -> World:
+    return trained(job("A0", "B0", np=2, script=LONG), 10)
+
+
+def aborting() -> World:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 10)
+    world.kill("C0")
+    return world.run(until=lambda: bool(world.of(Abort)))
+
+
+def short_of_workers() -> World:
+    world = trained(job("A0", "B0", np=2, script=LONG, min_np=2), 10)
+    world.kill("B0")
+    return world.run_for(2.0)
+
+
+def finishing() -> World:
+    world = job("A0", "B0", np=2, script=Script(batches=5, after=1.0))
+    return world.run(until=lambda: world.phase() == Phase.FINISHING)
+
+
+PHASES = [waiting, setting_up, forming, running, aborting, short_of_workers, finishing]
+
+
+@pytest.mark.parametrize("now", [False, True], ids=["at_commit", "now"])
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
+def test_stop(phase: Callable[[], World], now: bool) -> None:
+    world = phase()
+    plans, begun = len(world.plans), world.now
+    world.tell(StopRequested(now=now))
+    world.run()
+    finishes = phase is finishing and not now
+    assert world.outcome.kind == ("finished" if finishes else "stopped")
+    assert world.outcome.error == ""
+    assert len(world.plans) == plans
+    assert world.now < begun + 1.5
+    assert not world.of(RestartWorker)
+    hows = {effect.how for effect in world.of(EndRank)}
+    assert hows <= ({"cancel"} if now else {"stop"})
+    world.run_for(1.0)
+    assert all(rank.where == "ended" for rank in world.ranks.values()), "the workers are free"
+
+
+def test_stop_at_commit_waits_for_the_commit() -> None:
+    script = Script(batches=100, commit_every=20)
+    world = trained(job("A0", "B0", np=2, script=script), 5)
+    world.tell(StopRequested(reason="enough"))
+    assert len(world.of(Notify)) == 1
+    world.run()
+    assert world.outcome.kind == "stopped"
+    assert batches(world) == list(range(1, 21))
+
+
+def test_stop_now_after_stop_at_commit() -> None:
+    script = Script(batches=1000, commit_every=1000)
+    world = trained(job("A0", "B0", np=2, script=script), 5)
+    world.tell(StopRequested())
+    world.run_for(1.0)
+    world.tell(StopRequested(now=True, reason="now"))
+    world.run()
+    assert (world.outcome.kind, world.outcome.reason) == ("stopped", "now")
+    assert batches(world)[-1] < 40
+
+
+def test_stop_twice_while_ranks_end() -> None:
+    world = setting_up()
+    for rank in world.ranks.values():
+        rank.deaf = True
+    world.tell(StopRequested())
+    world.tell(StopRequested(now=True))
+    assert [effect.how for effect in world.of(EndRank)] == ["stop", "stop", "cancel", "cancel"]
+    world.run()
+    assert world.outcome.kind == "stopped"
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
+def test_the_scheduler_is_gone(phase: Callable[[], World]) -> None:
+    world = phase()
+    effects = len(world.effects)
+    world.tell(ClusterGone("the scheduler is gone"))
+    assert world.outcome.error == "cluster_lost"
+    assert world.outcome.reason == "the scheduler is gone"
+    assert [type(effect).__name__ for effect in world.effects[effects:]] == ["Record", "End"]
+
+
+def test_a_job_whose_ranks_end_is_stopped_even_if_the_scheduler_goes() -> None:
+    world = running()
+    world.tell(StopRequested(now=True))
+    world.tell(ClusterGone("gone"))
+    assert world.outcome.kind == "stopped"
+
+
+# -- loops ---------------------------------------------------------------------------------------
+
+
+def test_two_loops() -> None:
+    world = job("A0", "B0", np=2, reset_limit=0, script=Script(batches=10, loops=2)).run()
+    assert world.outcome.kind == "finished"
+    assert [plan.loop for plan in world.plans] == [1, 2]
+    assert starts(world.plans[0]) == starts(world.plans[1])
+    assert batches(world) == [*range(1, 11), *range(1, 11)]
+    assert world.plans[1].version == 10
+    assert world.machine.roster.resets == 0, "the next loop is no change of membership"
+
+
+def test_newcomers_cannot_join_the_second_loop() -> None:
+    world = job("A0", "B0", np=2, min_np=1, script=Script(batches=20, loops=2))
+    world.run(until=lambda: bool(world.plans) and world.plans[-1].loop == 2)
+    world.add("C0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert len(world.of(StartRank)) == 2
+
+
+def test_a_newcomer_that_warms_up_when_the_second_loop_begins_is_let_go() -> None:
+    world = job("A0", "B0", np=2, min_np=1, script=Script(batches=20, loops=2, setup=0.5))
+    world.at(15, lambda: world.add("C0"))
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert world.outcome.starts == (0, 1)
+    assert [(e.start, e.how) for e in world.of(EndRank)] == [(2, "stop")]
+
+
+def test_a_loss_in_the_second_loop() -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=2, script=Script(batches=20, loops=2))
+    world.run(until=lambda: bool(world.plans) and world.plans[-1].loop == 2)
+    world.run_for(0.2)
+    world.kill("A0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert [(plan.loop, len(plan.members)) for plan in world.plans] == [(1, 3), (2, 3), (2, 2)]
+
+
+def test_too_few_for_the_second_loop() -> None:
+    script = Script(batches=20, loops=2)
+    world = job("A0", "B0", np=2, min_np=2, elastic_timeout=20.0, script=script)
+    world.run(until=lambda: bool(world.plans) and world.plans[-1].loop == 2)
+    world.run_for(0.2)
+    world.kill("A0")
+    world.add("C0")
+    world.run()
+    assert world.outcome.error == "not_enough_workers"
+    assert len(world.of(StartRank)) == 2, "nobody new could join: they would begin at the first"
+
+
+def test_a_loss_between_the_loops() -> None:
+    script = Script(batches=5, loops=2, after=1.0)
+    world = job("A0", "B0", "C0", np=3, min_np=2, script=script)
+    world.at(5, lambda: world.later(0.5, lambda: world.kill("A0")))
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert [(plan.loop, workers(plan)) for plan in world.plans] == [
+        (1, ["A0", "B0", "C0"]),
+        (2, ["B0", "C0"]),
+    ]
+
+
+# -- without a loop ------------------------------------------------------------------------------
+
+
+def test_a_function_with_collectives_only() -> None:
+    world = job("A0", "B0", np=2, script=Script(loops=0, before=10)).run()
+    assert world.outcome.kind == "finished"
+    assert [plan.loop for plan in world.plans] == [0]
+    assert world.outcome.starts == (0, 1)
+
+
+@pytest.mark.parametrize("how", ["kill", "retire"])
+def test_a_loss_without_a_loop_fails_the_job(how: str) -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=1, script=Script(loops=0, before=100))
+    trained(world, 10)
+    getattr(world, how)("B0")
+    world.run()
+    assert world.outcome.error == "rank_lost"
+    assert "the function has no elastic loop" in world.outcome.reason
+
+
+def test_newcomers_cannot_join_a_function_without_a_loop() -> None:
+    world = trained(job("A0", "B0", np=2, script=Script(loops=0, before=40)), 5)
+    world.add("C0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert len(world.of(StartRank)) == 2
+
+
+def test_one_who_is_late_for_a_function_without_a_loop_holds_up_nobody() -> None:
+    world = job("A0", "B0", np=2, script=Script(loops=0, before=40)).run_for(0.1)
+    world.add("C0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert world.outcome.starts == (0, 1)
+    assert world.now < 5.0
+
+
+def test_stop_without_a_loop_needs_no_commit() -> None:
+    world = trained(job("A0", "B0", np=2, script=Script(loops=0, before=500)), 10)
+    world.tell(StopRequested())
+    begun = world.now
+    world.run()
+    assert world.outcome.kind == "stopped"
+    assert world.now < begun + 1.0
+
+
+def test_collectives_before_the_loop() -> None:
+    world = job("A0", "B0", np=2, script=Script(before=3, batches=10)).run()
+    assert world.outcome.kind == "finished"
+    assert [plan.loop for plan in world.plans] == [0, 1]
+
+
+def test_a_function_that_never_uses_a_collective() -> None:
+    world = job("A0", "B0", "A1", np=3, script=Script(loops=0)).run()
+    assert world.outcome.kind == "finished"
+    assert world.outcome.starts == (0, 2, 1), "by rank, as foreseen"
+    assert not world.plans
+
+
+def test_a_function_that_never_uses_a_collective_and_loses_a_rank_before_any_returned() -> None:
+    world = job("A0", "B0", np=2, script=Script(loops=0, setup=5.0)).run_for(1.0)
+    world.kill("B0")
+    world.add("C0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert world.outcome.starts == (0, 2)
+
+
+def test_a_function_that_never_uses_a_collective_and_loses_a_rank_after_one_returned() -> None:
+    world = job("A0", "B0", np=2, script=Script(loops=0, setup=5.0)).run_for(1.0)
+    world.ranks[0].end(RankReturned(0))
+    world.run_for(0.5)
+    world.kill("B0")
+    world.run()
+    assert world.outcome.error == "rank_lost"
+    assert "1 of 2 ranks ended before they returned" in world.outcome.reason

@@ -1,0 +1,133 @@
+"""Who is in a plan, and with which rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbelastic.membership import FRESH, Member, Place, Plan, Slot, arrange, place_of
+from nbelastic.membership.placement import choose, spread
+
+
+@dataclass(frozen=True)
+class Candidate:
+    name: str
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(self.name, f"tcp://{self.name}", self.name, self.name[0])
+
+
+def candidates(names: str) -> list[Candidate]:
+    return [Candidate(name) for name in names.split()]
+
+
+def line(crew: list[Candidate]) -> str:
+    return " ".join(candidate.name for candidate in crew)
+
+
+@pytest.mark.parametrize(
+    ("survivors", "newcomers", "order"),
+    [
+        ("", "A0 B0 A1", "A0 A1 B0"),
+        ("A0 B0", "C0", "A0 B0 C0"),
+        ("A0 B0", "C0 B1 A1", "A0 A1 B0 B1 C0"),
+        ("B1 A0", "A1 B0", "B1 B0 A0 A1"),
+        ("C0", "", "C0"),
+        ("", "", ""),
+    ],
+)
+def test_arrange(survivors: str, newcomers: str, order: str) -> None:
+    assert line(arrange(candidates(survivors), candidates(newcomers))) == order
+
+
+def test_survivors_come_first_when_there_is_not_room_for_all() -> None:
+    crew = arrange(candidates("B0 A0"), candidates("B1 C0"), most=3)
+    assert line(crew) == "B0 B1 A0"
+
+
+def test_most_on_a_host() -> None:
+    crew = arrange(candidates("A0"), candidates("A1 A2 B0 B1 B2"), per_host=2)
+    assert line(crew) == "A0 A1 B0 B1"
+
+
+def test_choose_takes_the_first_that_there_is_room_for() -> None:
+    chosen = choose(candidates("A0 A1 A2 B0 C0 C1"), most=4, per_host=2)
+    assert line(chosen) == "A0 A1 B0 C0"
+
+
+names = st.lists(
+    st.builds("{}{}".format, st.sampled_from("ABCD"), st.integers(0, 9)), unique=True, max_size=12
+)
+caps = st.none() | st.integers(1, 12)
+
+
+@given(names, st.integers(0, 12), caps, caps)
+def test_whatever_the_candidates(
+    everyone: list[str], old: int, most: int | None, per_host: int | None
+) -> None:
+    first = arrange([], candidates(" ".join(everyone[:old])))
+    newcomers = candidates(" ".join(everyone[old:]))
+    crew = arrange(first, newcomers, most=most, per_host=per_host)
+    kept = [candidate for candidate in crew if candidate in first]
+    assert kept == [candidate for candidate in first if candidate in kept]
+    hosts = [host for host, _ in groupby(candidate.slot.host for candidate in crew)]
+    assert len(hosts) == len(set(hosts))
+    assert len(crew) <= (most or 12)
+    assert max(spread([c.slot for c in crew]).values(), default=0) <= (per_host or 12)
+    if most is None and per_host is None:
+        assert set(crew) == {*first, *newcomers}
+
+
+@given(names.filter(bool))
+def test_places_are_consistent(everyone: list[str]) -> None:
+    slots = [candidate.slot for candidate in arrange([], candidates(" ".join(everyone)))]
+    all_places = [place_of(slots, rank) for rank in range(len(slots))]
+    assert [place.rank for place in all_places] == list(range(len(slots)))
+    assert {place.size for place in all_places} == {len(slots)}
+    for place in all_places:
+        peers = [other for other in all_places if other.local_rank == place.local_rank]
+        assert [peer.cross_rank for peer in peers] == list(range(place.cross_size))
+        assert 0 <= place.local_rank < place.local_size
+
+
+def test_place_of_uneven_hosts() -> None:
+    slots = [candidate.slot for candidate in candidates("A0 B0 B1")]
+    assert place_of(slots, 0) == Place(0, 3, 0, 1, 0, 2)
+    assert place_of(slots, 1) == Place(1, 3, 0, 2, 1, 2)
+    assert place_of(slots, 2) == Place(2, 3, 1, 2, 0, 1)
+
+
+def plan(*versions: int) -> Plan:
+    crew = candidates(" ".join(f"A{number}" for number in range(len(versions))))
+    members = [
+        Member(start, candidate.slot, ("h", start), version)
+        for start, (candidate, version) in enumerate(zip(crew, versions, strict=True))
+    ]
+    return Plan(generation=1, members=tuple(members), loop=1)
+
+
+@pytest.mark.parametrize(
+    ("versions", "version", "source", "behind"),
+    [
+        ((3, 3, 3), 3, 0, ()),
+        ((2, 3, 3), 3, 1, (0,)),
+        ((FRESH, 5, FRESH), 5, 1, (0, 2)),
+        ((FRESH, FRESH), FRESH, 0, (1,)),
+        ((0, FRESH), 0, 0, (1,)),
+    ],
+)
+def test_source_and_behind(
+    versions: tuple[int, ...], version: int, source: int, behind: tuple[int, ...]
+) -> None:
+    made = plan(*versions)
+    assert (made.version, made.source, made.behind) == (version, source, behind)
+
+
+def test_rank_of() -> None:
+    assert plan(0, 0).rank_of(1) == 1
+    assert plan(0, 0).rank_of(7) is None

@@ -1,0 +1,130 @@
+"""The machine as a dict and back; events and plans as messages; what it looks like from outside."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nbelastic.membership import (
+    FRESH,
+    Beat,
+    Beats,
+    ClusterGone,
+    Event,
+    LimitsChanged,
+    LoopDone,
+    Machine,
+    Place,
+    RankFailed,
+    RankReady,
+    Slot,
+    SlotsFound,
+    StopRequested,
+    Tick,
+    from_dict,
+    pack_event,
+    pack_place,
+    pack_plan,
+    to_dict,
+    unpack_event,
+    unpack_place,
+    unpack_plan,
+    view,
+)
+
+from .ranks import Script
+from .stories import job, trained
+
+LONG = Script(batches=200)
+
+
+def test_a_job_goes_on_with_a_copy_after_every_event() -> None:
+    world = job("A0", "B0", np=2, min_np=1, max_np=3, cooldown=(0.5, 4.0))
+    world.at(5, lambda: world.rank_on("B0").raise_error())
+    world.at(15, lambda: world.add("C0"))
+    tell = world.tell
+
+    def tell_copy(event: Event) -> None:
+        written = json.dumps(to_dict(world.machine.machine))
+        world.machine.machine = from_dict(json.loads(written))
+        tell(event)
+
+    world.tell = tell_copy
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert len(world.plans) > 2
+    world.machine.replay()
+
+
+def test_a_copy_knows_the_time() -> None:
+    world = trained(job("A0", "B0", np=2, script=LONG))
+    copy = from_dict(to_dict(world.machine.machine))
+    assert copy.deadline() == world.machine.deadline()
+    assert copy.handle(Tick(), 0.0) == []
+    assert copy.roster.now == world.machine.roster.now, "time never goes back"
+
+
+def test_a_new_machine_survives_the_round_trip() -> None:
+    machine = Machine(job(np=3, min_np=2, cooldown=(1.0, 2.0)).machine.limits)
+    assert to_dict(from_dict(to_dict(machine))) == to_dict(machine)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        SlotsFound((Slot("1", "tcp://a", "a", "A"),)),
+        RankReady(3, 2, FRESH, 1, ("host", 80), failed=True, detail="broken"),
+        LoopDone(1, 2, 3),
+        RankFailed(1, "ValueError: x", collective=True, version=4),
+        Beats((Beat(0, 1, True, 2), Beat(1, 1, False, 2))),
+        StopRequested(now=True),
+        LimitsChanged(max_np=3),
+        ClusterGone("gone"),
+        Tick(),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_events_as_messages(event: Event) -> None:
+    assert unpack_event(json.loads(json.dumps(pack_event(event)))) == event
+
+
+def test_an_event_may_lack_fields_and_have_unknown_ones() -> None:
+    data = {"kind": "SlotGone", "slot": "1", "colour": "red"}
+    assert pack_event(unpack_event(data)) == {"kind": "SlotGone", "slot": "1", "detail": ""}
+
+
+def test_plans_and_places_as_messages() -> None:
+    plan = trained(job("A0", "B0", np=2, script=LONG)).plans[0]
+    assert unpack_plan(json.loads(json.dumps(pack_plan(plan)))) == plan
+    place = Place(1, 3, 0, 2, 1, 2)
+    assert unpack_place(json.loads(json.dumps(pack_place(place)))) == place
+
+
+def test_the_view_of_a_job_in_its_course() -> None:
+    world = job(np=2, min_np=2, max_np=3, elastic_timeout=100.0, script=LONG)
+    world.add("A0")
+    world.run_for(10.0)
+    first = view(world.machine.machine, world.now)
+    assert (first.state, first.size, first.generation) == ("waiting", 0, 0)
+    assert first.reason == "1 of at least 2 workers; waiting 10 s of 100 s for 1 more"
+    world.add("B0")
+    world.run_for(0.1)
+    assert view(world.machine.machine, world.now).reason == "waiting for 2 ranks to be ready"
+    trained(world, 20)
+    running = view(world.machine.machine, world.now)
+    assert (running.state, running.size, running.min_np, running.max_np) == ("running", 2, 2, 3)
+    assert [(r.rank, r.worker, r.state) for r in running.ranks] == [
+        (0, "tcp://A0", "running"),
+        (1, "tcp://B0", "running"),
+    ]
+    assert running.commits > 5
+    world.add("C0")
+    world.run_for(0.1)
+    newcomer = view(world.machine.machine, world.now).ranks[-1]
+    assert (newcomer.rank, newcomer.state) == (None, "starting")
+    world.tell(StopRequested())
+    assert view(world.machine.machine, world.now).reason == "stopping at the next commit"
+    world.run()
+    last = view(world.machine.machine, world.now)
+    assert (last.state, last.reason) == ("stopped", "stopped by its user at a commit")

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+
+import pytest
+import torch
+
+import nbelastic.torch as hvd
+from nbelastic.elastic.context import activate
+from nbelastic.torch import fusion
+from tests.support.world import run_ranks
+from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator
+from tests.torch.training import assert_equal, loss_of, make_model, parameters_of
+
+
+def changed_model(rank):
+    model = make_model()
+    model.append(torch.nn.BatchNorm1d(3).double())
+    for parameter in model.parameters():
+        parameter.data.add_(rank)
+    model[-1].running_mean.add_(rank)
+    model[-1].num_batches_tracked.add_(rank)
+    return model
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_parameters_and_buffers_become_those_of_the_root(root):
+    def rank_main(context):
+        model = changed_model(context.rank)
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+        assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+        return list(model.state_dict().values())
+
+    for result in run_ranks(3, rank_main):
+        assert_equal(result, list(changed_model(root).state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        lambda model: model.named_parameters(),
+        lambda model: list(model.named_parameters()),
+        lambda model: model.parameters(),
+        lambda model: dict(list(model.named_parameters())[:: 1 - 2 * hvd.rank()]),
+    ],
+    ids=["named", "list", "tensors", "dict"],
+)
+def test_parameters_come_in_many_forms(listed):
+    def rank_main(context):
+        model = changed_model(context.rank)
+        hvd.broadcast_parameters(listed(model))
+        return parameters_of(model)
+
+    assert_equal(*run_ranks(2, rank_main))
+
+
+def test_many_parameters_take_few_broadcasts(monkeypatch):
+    def rank_main(context):
+        model = changed_model(context.rank)
+        before = context.communicator().completed
+        hvd.broadcast_parameters(model.state_dict())
+        return context.communicator().completed - before, parameters_of(model)
+
+    (few, first), _ = run_ranks(2, rank_main)
+    assert few == 4  # names (their length, themselves), float64 and int64
+    monkeypatch.setattr(fusion.plan, "__defaults__", (256,))
+    (more, second), _ = run_ranks(2, rank_main)
+    assert more > few
+    assert_equal(first, second)
+
+
+def test_many_parameters_take_little_memory(monkeypatch):
+    alive = weakref.WeakSet()
+    counts = []
+
+    class Counted(fusion.Chunk):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.add(self)
+            counts.append(len(alive))
+
+    monkeypatch.setattr(sys.modules["nbelastic.torch.broadcast"], "Chunk", Counted)
+    monkeypatch.setattr(fusion.plan, "__defaults__", (256,))
+    with activate(ChangingContext(TwinCommunicator(generation=1))):
+        hvd.broadcast_parameters(make_model().state_dict())
+    assert len(counts) > 4
+    assert max(counts) <= 3
+
+
+def test_ranks_with_other_parameters_find_out():
+    def rank_main(context):
+        model = torch.nn.Linear(3, 2 + context.rank)
+        if context.rank == 0:
+            names = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+            hvd.broadcast_object(names)
+            return
+        with pytest.raises(
+            ValueError, match=r"'bias' is torch.float32\[3\] here and torch.float32\[2\] there"
+        ):
+            hvd.broadcast_parameters(model.named_parameters())
+
+    run_ranks(2, rank_main)
+
+
+def test_what_is_no_parameter_is_refused():
+    with activate(ChangingContext(TwinCommunicator(generation=1))):
+        with pytest.raises(ValueError, match=r"no tensors: epoch; leave them out"):
+            hvd.broadcast_parameters({"weight": torch.ones(1), "epoch": 3})
+        for wrong in (3, torch.ones(2)):
+            with pytest.raises(ValueError, match="params must be"):
+                hvd.broadcast_parameters(wrong)
+
+
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+    "plain sgd": torch.optim.SGD,
+    "adamw": functools.partial(torch.optim.AdamW, amsgrad=True),
+    "tensor lr": lambda parameters, lr: torch.optim.Adam(parameters, torch.tensor(lr)),
+    "lbfgs": torch.optim.LBFGS,
+}
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+@pytest.mark.parametrize("root_has_stepped", [False, True])
+def test_optimizer_state_becomes_that_of_the_root(make_optimizer, root_has_stepped):
+    def rank_main(context):
+        model = make_model()
+        optimizer = make_optimizer(model.parameters(), lr=0.1 * (1 + context.rank))
+        steps = root_has_stepped * (1 + context.rank)
+        for step in range(steps):
+            step_once(model, optimizer, step)
+        before = parameters_of(model)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        assert_equal(before, parameters_of(model))
+        assert all(float(group["lr"]) == pytest.approx(0.2) for group in optimizer.param_groups)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+        step_once(model, optimizer, 5)
+        return parameters_of(model)
+
+    assert_equal(*run_ranks(2, rank_main))
+
+
+def step_once(model, optimizer, number):
+    def closure():
+        model.zero_grad()
+        loss = loss_of(model, number)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def test_optimizer_state_has_memory_of_its_own():
+    def rank_main(context):
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters())
+        if context.rank == 0:
+            step_once(model, optimizer, 0)
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        hvd.broadcast_optimizer_state(optimizer)
+        tensors = [value for state in optimizer.state.values() for value in state.values()]
+        assert len(tensors) == 18
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+        assert all(
+            tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            for tensor in tensors
+        )
+
+    run_ranks(2, rank_main)
+
+
+def test_objects():
+    def rank_main(context):
+        mine = {"rank": context.rank, "text": "x" * context.rank}
+        received = hvd.broadcast_object(mine, root_rank=1)
+        assert (received is mine) == (context.rank == 1)
+        assert received["text"] == "x"
+        everyone = hvd.allgather_object(("x" * context.rank, context.rank))
+        assert everyone == [("", 0), ("x", 1), ("xx", 2)]
+        assert hvd.broadcast_object(None) is None
+
+    run_ranks(3, rank_main)
+
+
+def test_functions_travel_with_objects():
+    def rank_main(context):
+        function = (lambda: "from the root") if context.rank == 0 else None
+        return hvd.broadcast_object(function)()
+
+    assert run_ranks(2, rank_main) == ["from the root"] * 2
+
+
+def test_a_world_of_one_exchanges_nothing():
+    model = make_model()
+    thing = object()
+    with activate(ChangingContext(UnreachableCommunicator(generation=1))):
+        hvd.broadcast_parameters(model.state_dict())
+        hvd.broadcast_optimizer_state(torch.optim.Adam(model.parameters()))
+        assert hvd.broadcast_object(thing) is thing
+        assert hvd.allgather_object(thing) == [thing]
