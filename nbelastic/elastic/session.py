@@ -82,7 +82,7 @@ class Session(Context):
         self._in_user_code = False
         self._in_wait = False
         self._interrupt = False
-        self._carried: list[bool] = []
+        self._carried: bool | None = None
         self._loops = 0
         self._steps = 0
         self.plan: Plan | None = None
@@ -271,7 +271,7 @@ class Session(Context):
             self._obey()
             self._member = True
         communicator.connect()
-        self._carried.clear()
+        self._carried = None
         self._take_place(place_of([member.slot for member in plan.members], rank))
         self._steps += 1
         self._port.report(RankFormed(self._spec.start, plan.generation))
@@ -339,7 +339,7 @@ class Session(Context):
 
     def agree(self, changed: bool) -> None:
         """Note the flag that came out of a reduction over all ranks."""
-        self._carried.append(changed)
+        self._carried = changed or bool(self._carried)
 
     def committed(self) -> None:
         """Count a commit."""
@@ -355,11 +355,11 @@ class Session(Context):
                 raise CollectiveError(f"generation {self.generation} is over")
         if self.size == 1:
             changed = self.change_flag()
-        elif self._carried:
-            changed = any(self._carried)
+        elif self._carried is not None:
+            changed = self._carried
         else:
             changed = self._ask_all()
-        self._carried.clear()
+        self._carried = None
         if changed:
             raise HostsUpdatedInterrupt
 

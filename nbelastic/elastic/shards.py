@@ -178,6 +178,13 @@ def settle(deal: Deal, claims: Iterable[Claim], size: int) -> Deal:
         positions count as done that are done on all that are there.
     size : int
         Number of ranks from now on.
+
+    Notes
+    -----
+    What ranks that are gone have done is exact in lockstep training: a step of the others was a
+    step of theirs. Out of lockstep they count as no faster than the slowest that is there, so that
+    samples are repeated rather than lost; only one that was slower than all others takes with it
+    what it lagged behind.
     """
     done = deal.done.copy()
     settled = deal.settled

@@ -241,7 +241,7 @@ def _pieces(index: bytes, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Ten
     for tensor in tensors:
         nbytes = _nbytes(tensor)
         if nbytes:
-            yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            yield tensor.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
             yield torch.zeros(_padded(nbytes) - nbytes, dtype=torch.uint8)
 
 

@@ -149,7 +149,7 @@ class Machine(Rules):
             for member in roster.members():
                 member.moved_at = member.heard_at = self._now
             roster.forming_failures = 0
-            roster.ran = True
+            roster.ran = roster.ran or (roster.plan is not None and roster.plan.loop > 0)
             self._enter(Phase.RUNNING)
             self._record("formed", detail=f"{len(roster.members())} ranks")
 
@@ -157,7 +157,7 @@ class Machine(Rules):
         rank = self.roster.ranks.get(event.start)
         if rank is None or rank.planned != event.generation or rank.stage != Stage.MEMBER:
             return
-        rank.stage = Stage.DONE
+        rank.stage, rank.moved_at = Stage.DONE, self._now
         self._note_version(rank, event.version)
         self._note_formed(rank)
         if self.roster.phase == Phase.GATHERING:

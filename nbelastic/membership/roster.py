@@ -106,7 +106,7 @@ class Roster:
     pending : bool
         Whether its members were told that a change is coming.
     ran : bool
-        Whether any generation has formed.
+        Whether any generation has formed in an elastic loop: there was a state to lose.
     launched : bool
         Whether enough slots were there once.
     founders : int

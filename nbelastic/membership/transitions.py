@@ -182,6 +182,8 @@ class Transitions:
             return
         if roster.phase in (Phase.FORMING, Phase.RUNNING):
             self._enter(Phase.GATHERING)
+        for rank in roster.awaited():
+            rank.moved_at = self._now
         self._abort_awaited(cause)
 
     def _regather(self) -> None:

@@ -15,7 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError
-from nbelastic.torch.snapshot import ATOMS, Slot, children_of
+from nbelastic.torch.reducer import Reducer
+from nbelastic.torch.snapshot import ATOMS, Slot, children_of, is_flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,14 +69,14 @@ class ModuleHandler:
         tensors, extras = content
         modules = dict(thing.named_modules())
         noted = set()
-        for path, kind, name, slot, requires_grad in tensors:
+        for path, kind, name, node, requires_grad in tensors:
             if path not in modules:
                 raise NbelasticError(f"the model of this rank has no submodule {path!r}")
             noted.add((path, kind, name))
-            if slot == _LAZY:
+            if node == _LAZY:
                 continue
             into = getattr(modules[path], kind)
-            into[name] = _tensor(builder, slot, into.get(name), kind, requires_grad)
+            into[name] = _tensor(builder, node, into.get(name), kind, requires_grad)
         for path, module in modules.items():
             for kind in ("_parameters", "_buffers"):
                 into = getattr(module, kind)
@@ -88,13 +89,16 @@ class ModuleHandler:
 
 
 def _tensor(
-    builder: Builder, slot: Slot | None, live: Any, kind: str, requires_grad: bool
+    builder: Builder, node: Node | None, live: Any, kind: str, requires_grad: bool
 ) -> torch.Tensor | None:
-    if slot is None:
+    if node is None:
         return None
-    if is_lazy(live):
-        live.materialize(builder.value(slot).shape)
-    tensor = builder.tensor(slot, live)
+    if not isinstance(node, Slot):  # sparse
+        tensor: torch.Tensor = builder.build(node)
+    else:
+        if is_lazy(live):
+            live.materialize(builder.value(node).shape)
+        tensor = builder.tensor(node, live)
     if kind == "_parameters":
         if not isinstance(tensor, torch.nn.Parameter):
             tensor = torch.nn.Parameter(tensor, requires_grad)
@@ -125,6 +129,8 @@ class OptimizerHandler:
         """Make groups and state as noted; the groups' dicts and the parameters stay the same."""
         groups, state = content
         live = thing.param_groups
+        if isinstance(getattr(thing, "_reducer", None), Reducer):
+            thing.reset()  # type: ignore[attr-defined]
         if not builder.local and [len(slots) for slots, _ in groups] != [
             len(group["params"]) for group in live
         ]:
@@ -248,6 +254,6 @@ def things_in(values: Iterable[object]) -> list[object]:
         seen.add(id(value))
         if handler_of(value) is not None:
             things.append(value)
-        else:
+        elif not is_flat(value):
             stack.extend(reversed(list(children_of(value))))
     return things

@@ -31,6 +31,7 @@ __all__ = [
     "Slot",
     "Thing",
     "children_of",
+    "is_flat",
 ]
 
 _CONTAINERS = (list, tuple, dict, OrderedDict)
@@ -77,6 +78,18 @@ def children_of(value: object) -> Iterable[Any]:
     return value.values() if type(value) in (dict, OrderedDict) else ()  # type: ignore[attr-defined]
 
 
+def is_flat(value: object) -> bool:
+    """Return whether a container holds nothing that could change or be a tensor."""
+    return ATOMS.issuperset(map(type, children_of(value)))
+
+
+def _copied(value: object, known: dict[int, Any], flat: bool) -> object:
+    """Return a deep copy; `known` are the copies there are, by the ids of their originals."""
+    if not flat:
+        return copy.deepcopy(value, known)
+    return known.setdefault(id(value), copy.copy(value))
+
+
 class Recorder:
     """Takes values apart.
 
@@ -89,6 +102,13 @@ class Recorder:
     duplicate : bool, default True
         Whether to copy values that are neither tensors nor things. Not needed where the nodes are
         pickled at once.
+
+    Attributes
+    ----------
+    tensors : list of torch.Tensor
+        For each slot its tensor.
+    noted : list of Thing
+        The nodes of all things that were met.
     """
 
     def __init__(
@@ -99,6 +119,7 @@ class Recorder:
         duplicate: bool = True,
     ) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.noted: list[Thing] = []
         self._note = note
         self._duplicate = duplicate
         self._numbers = {id(thing): number for number, thing in enumerate(things)}
@@ -113,28 +134,31 @@ class Recorder:
             return known
         if type(value) in ATOMS:
             return Plain(value)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             self.tensors.append(value)
             return self._know(value, Slot(len(self.tensors) - 1))
         if id(value) in self._numbers:
             thing = Thing(self._numbers[id(value)])
             self._know(value, thing)
             thing.content = self._note(self, value)
+            self.noted.append(thing)
             return thing
-        if type(value) in _CONTAINERS and any(type(v) not in ATOMS for v in children_of(value)):
+        if type(value) in _CONTAINERS:
+            if is_flat(value):
+                return self._know(value, Plain(self._copy(value, flat=True)))
             items = Items(type(value), list(value) if isinstance(value, dict) else None, [])
             self._know(value, items)
             items.nodes.extend(self.record(each) for each in children_of(value))
             return items
-        return self._know(value, Plain(self._copy(value)))
+        return self._know(value, Plain(self._copy(value, flat=False)))
+
+    def _copy(self, value: object, *, flat: bool) -> object:
+        return _copied(value, self._copies, flat) if self._duplicate else value
 
     def _know(self, value: object, node: Node) -> Node:
         self._known[id(value)] = node
         self._alive.append(value)
         return node
-
-    def _copy(self, value: object) -> object:
-        return copy.deepcopy(value, self._copies) if self._duplicate else value
 
 
 class Builder:
@@ -201,7 +225,8 @@ class Builder:
             return self._container(node)
         value = node.value
         if type(value) not in ATOMS:
-            value = self._built[id(node)] = copy.deepcopy(value, self._copies)
+            flat = type(value) in _CONTAINERS and is_flat(value)
+            value = self._built[id(node)] = _copied(value, self._copies, flat)
         return value
 
     def tensor(self, slot: Slot, live: torch.Tensor | None = None) -> torch.Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from nbelastic.elastic.sampler import SamplerSnapshot
-    from nbelastic.torch.snapshot import Node
+    from nbelastic.torch.snapshot import Node, Thing
 
 __all__ = ["TorchState"]
 
@@ -34,6 +34,7 @@ class _Commit:
     """What a commit is made of, besides the copies of the tensors."""
 
     nodes: dict[str, Node]
+    noted: list[Thing]
     things: list[object]
     owners: list[torch.Tensor]
     addresses: list[int]
@@ -90,6 +91,7 @@ class TorchState(ObjectState):
         self._copies.take(owners)
         self._commit = _Commit(
             nodes,
+            recorder.noted,
             things,
             owners,
             [owner.data_ptr() for owner in owners],
@@ -107,7 +109,7 @@ class TorchState(ObjectState):
             owners=commit.owners,
             addresses=commit.addresses,
         )
-        self._build(builder, commit.nodes)
+        self._build(builder, commit.noted, commit.nodes)
         for sampler, snapshot in commit.samplers:
             sampler.go_back(snapshot)
         commit.generators.restore()
@@ -115,7 +117,9 @@ class TorchState(ObjectState):
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _build(self, builder: Builder, nodes: dict[str, Node]) -> None:
+    def _build(self, builder: Builder, noted: list[Thing], nodes: dict[str, Node]) -> None:
+        for thing in noted:  # first: tensors that they share with values stay theirs
+            builder.build(thing)
         built = {name: builder.build(node) for name, node in nodes.items()}
         builder.flush()
         self.__dict__.update(built)
@@ -131,18 +135,18 @@ class TorchState(ObjectState):
         things = things_in(values.values())
         recorder = Recorder(things, note, duplicate=False)
         nodes = {name: recorder.record(value) for name, value in values.items()}
-        return Parcel(_dump((_kinds(things), nodes), things), recorder.tensors)
+        return Parcel(_dump((_kinds(things), recorder.noted, nodes), things), recorder.tensors)
 
     def _unpack(self, parcel: Parcel) -> None:
         things = things_in(self._values().values())
-        kinds, nodes = _load(parcel.head, things)
+        kinds, noted, nodes = _load(parcel.head, things)
         if kinds != _kinds(things):
             raise NbelasticError(
                 f"the state of this rank holds {_kinds(things)}, that of the others {kinds}: "
                 "build the same state on all ranks"
             )
         builder = Builder(parcel.tensors, things, change, devices=parcel.devices)
-        self._build(builder, nodes)
+        self._build(builder, noted, nodes)
 
 
 def _kinds(things: Sequence[object]) -> list[str]:

@@ -33,7 +33,9 @@ def test_an_undisturbed_job_has_one_generation(crew, tmp_path):
 
 
 def test_N10_B13_a_killed_rank_is_replaced_while_the_others_go_on(crew, tmp_path):
-    work = Workload(tmp_path, epochs=60, faults=(Fault(rank=1, epoch=2, batch=2),))
+    work = Workload(
+        tmp_path, epochs=1000, until_newcomers=1, faults=(Fault(rank=1, epoch=2, batch=2),)
+    )
     job = crew.fit(work, np=4, min_np=2)
     check(job.results(), work)
     assert sizes(job) == [4, 3, 4]
@@ -60,7 +62,11 @@ def test_N3_below_min_np_it_waits_and_goes_on_from_the_last_commit(crew, tmp_pat
 
 def test_N5_a_newcomer_has_the_same_bits_as_the_others(crew, tmp_path):
     work = Workload(
-        tmp_path, epochs=60, optimizer="adamw", faults=(Fault(rank=2, epoch=1, batch=3),)
+        tmp_path,
+        epochs=1000,
+        until_newcomers=1,
+        optimizer="adamw",
+        faults=(Fault(rank=2, epoch=1, batch=3),),
     )
     results = crew.fit(work, np=4, min_np=2).results()
     check(results, work)
@@ -68,7 +74,13 @@ def test_N5_a_newcomer_has_the_same_bits_as_the_others(crew, tmp_path):
 
 
 def test_N6_a_change_between_two_commits_is_one_consistent_cut(crew, tmp_path):
-    work = Workload(tmp_path, epochs=60, commit_every=7, faults=(Fault(rank=2, epoch=1, batch=3),))
+    work = Workload(
+        tmp_path,
+        epochs=1000,
+        until_newcomers=1,
+        commit_every=7,
+        faults=(Fault(rank=2, epoch=1, batch=3),),
+    )
     job = crew.fit(work, np=4, min_np=2)
     check(job.results(), work)
     assert sizes(job) == [4, 3, 4]
@@ -83,7 +95,9 @@ def test_N8_two_losses_at_once_lose_nothing(crew, tmp_path):
 
 
 def test_N15_the_state_lives_while_any_rank_has_it(crew, tmp_path):
-    work = Workload(tmp_path, epochs=2000, samples=120, seconds=0.01, replace_all=True)
+    work = Workload(
+        tmp_path, epochs=1000, samples=120, seconds=0.01, replace_all=True, until_newcomers=4
+    )
     job = crew.fit(work, np=4, min_np=1)
     results = job.results()
     check(results, work)
@@ -93,7 +107,13 @@ def test_N15_the_state_lives_while_any_rank_has_it(crew, tmp_path):
 
 
 def test_N20_a_newcomer_warms_up_beside_the_others(crew, tmp_path):
-    work = Workload(tmp_path, epochs=90, slow_start=3.0, faults=(Fault(rank=3, epoch=1, batch=2),))
+    work = Workload(
+        tmp_path,
+        epochs=1000,
+        until_newcomers=1,
+        slow_start=3.0,
+        faults=(Fault(rank=3, epoch=1, batch=2),),
+    )
     job = crew.fit(work, np=4, min_np=2)
     results = job.results()
     check(results, work)
@@ -149,7 +169,12 @@ def test_B4_a_rank_that_raises_after_a_commit_is_left_out(crew, tmp_path):
 
 
 def test_A8_a_worker_that_cooled_down_is_used_again(crew, tmp_path):
-    work = Workload(tmp_path, epochs=60, faults=(Fault(rank=2, epoch=1, batch=1, kind="raise"),))
+    work = Workload(
+        tmp_path,
+        epochs=1000,
+        until_newcomers=1,
+        faults=(Fault(rank=2, epoch=1, batch=1, kind="raise"),),
+    )
     job = crew.fit(work, np=4, min_np=2, blacklist_cooldown=(1, 2))
     check(job.results(), work)
     assert sizes(job) == [4, 3, 4]

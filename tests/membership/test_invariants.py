@@ -64,6 +64,7 @@ class FaultyWorld(RuleBasedStateMachine):
             commit_every=st.sampled_from([1, 3]),
             after=st.sampled_from([0.0, 0.3]),
         ),
+        slow=st.sampled_from([False, False, False, True]),
         jitter=st.sampled_from([0.0, 0.0, 0.05]),
         seed=numbers,
         early=st.sampled_from([0, 20, 100]),
@@ -77,6 +78,7 @@ class FaultyWorld(RuleBasedStateMachine):
         per_host: int | None,
         reset_limit: int | None,
         script: Script,
+        slow: bool,
         jitter: float,
         seed: int,
         early: int,
@@ -94,6 +96,8 @@ class FaultyWorld(RuleBasedStateMachine):
             cooldown=cooldown,
             slots_per_host=per_host,
         )
+        if slow:
+            script.step, script.batches = 10.0, 5
         self.world = World(limits, script, seed=seed, jitter=jitter)
         self.world.add(*hosts, nanny=True)
         for _ in range(early):

@@ -207,7 +207,7 @@ def test_a_function_with_collectives_only() -> None:
 
 @pytest.mark.parametrize("how", ["kill", "retire"])
 def test_a_loss_without_a_loop_fails_the_job(how: str) -> None:
-    world = job("A0", "B0", "C0", np=3, min_np=1, script=Script(loops=0, before=100))
+    world = job("A0", "B0", "C0", np=3, min_np=1, script=Script(loops=0, before=300))
     trained(world, 10)
     getattr(world, how)("B0")
     world.run()

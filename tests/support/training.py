@@ -49,9 +49,11 @@ class Workload:
         Seconds that the set-up takes on ranks started after the first generation.
     optimizer : str
         ``sgd`` or ``adamw``.
+    until_newcomers : int
+        If not 0: train until that many of the ranks were not there in the first generation, and
+        end with that epoch, so that no test depends on how fast a newcomer starts.
     replace_all : bool
-        Whether ranks of the first generation are killed one by one, each when there are four, and
-        the training ends with the epoch in which the last of them is gone.
+        Whether ranks of the first generation are killed one by one, each when there are four.
     loader_workers : int
         Processes of each rank's data loader.
     """
@@ -64,6 +66,7 @@ class Workload:
     commit_every: int = 1
     slow_start: float = 0.0
     optimizer: str = "sgd"
+    until_newcomers: int = 0
     replace_all: bool = False
     loader_workers: int = 0
     faults: tuple[Fault, ...] = field(default=())
@@ -139,10 +142,7 @@ def _train(work: Workload) -> dict[str, Any]:
                 state.batch = index
                 (work.marks / "training").touch()
                 _do_harm(work, state, hvd.rank())
-                founders = work.replace_all and int(
-                    hvd.allreduce(torch.tensor(0 if newcomer else 1), op=hvd.Sum)
-                )
-                if founders and not newcomer and hvd.size() == 4 and state.steps > 20:
+                if work.replace_all and not newcomer and hvd.size() == 4 and state.steps > 20:
                     _kill_one_per_generation(work)
                 if state.steps % work.commit_every == 0:
                     state.commit()
@@ -151,7 +151,8 @@ def _train(work: Workload) -> dict[str, Any]:
                 times.append((time.monotonic(), hvd.size()))
                 time.sleep(max(0.0, work.seconds - (time.monotonic() - began)))
             state.sampler.set_epoch(state.epoch + 1)
-            if work.replace_all and not founders:
+            newcomers = int(hvd.allreduce(torch.tensor(int(newcomer)), op=hvd.Sum))
+            if 0 < work.until_newcomers <= newcomers:
                 state.counts[state.epoch + 1 :] = 1
                 break
 

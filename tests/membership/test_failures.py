@@ -1,0 +1,214 @@
+"""What becomes of a job when user code raises, when ranks are lost, and when all are."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.membership import Abort, EndRank, Phase, RankFailed, RestartWorker, StartRank
+
+from .crew import World
+from .ranks import Script
+from .stories import batches, job, starts, trained, workers
+
+LONG = Script(batches=400)
+
+
+# -- user code raises ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["setup", "training"])
+def test_before_the_first_commit_it_fails_the_job(where: str) -> None:
+    script = Script(batches=100, commit_every=50)
+    world = job("A0", "B0", np=2, script=script).run_for(0.1)
+    if where == "training":
+        trained(world, 5)
+    world.rank_on("B0").raise_error("ZeroDivisionError: by zero")
+    world.run()
+    assert world.outcome.error == "rank_failed"
+    assert "on tcp://B0: ZeroDivisionError: by zero" in world.outcome.reason
+    assert world.outcome.starts == (1,)
+    assert [(effect.start, effect.how) for effect in world.of(EndRank)] == [(0, "cancel")]
+
+
+def test_errors_of_others_while_the_job_ends_are_kept_too() -> None:
+    world = job("A0", "B0", "C0", np=3, script=LONG).run_for(0.1)
+    for name in ("B0", "A0"):
+        world.rank_on(name).raise_error("KeyError: 1")
+    world.run()
+    assert sorted(world.outcome.starts) == [0, 1]
+
+
+def test_after_a_commit_the_rank_counts_as_failed() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=LONG), 20)
+    world.rank_on("B0").raise_error("ValueError: sample 7")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert workers(world.plans[-1]) == ["A0", "C0"]
+    assert world.records("lost")[0].detail == "ValueError: sample 7"
+    assert "ValueError: sample 7" in world.records("reset")[0].detail
+
+
+def test_all_raise_one_after_the_other_after_commits() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 20)
+    for number, name in enumerate(("B0", "A0", "C0")):
+        world.later(0.002 * number, world.rank_on(name).raise_error)
+    world.run()
+    assert world.outcome.error == "rank_failed"
+    assert world.outcome.reason == "ValueError: bad"
+    assert sorted(world.outcome.starts) == [0, 1, 2]
+
+
+def test_the_only_rank_raises_after_commits() -> None:
+    world = trained(job("A0", np=1, script=LONG), 20)
+    world.rank_on("A0").raise_error("ValueError: x")
+    world.run()
+    assert (world.outcome.error, world.outcome.reason) == ("rank_failed", "ValueError: x")
+
+
+def test_after_the_loop_it_fails_the_job() -> None:
+    world = job("A0", "B0", np=2, min_np=1, script=Script(batches=5, after=1.0))
+    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world.rank_on("B0").raise_error("OSError: disk full")
+    world.run()
+    assert world.outcome.error == "rank_failed"
+    assert "OSError: disk full" in world.outcome.reason
+
+
+def test_a_newcomer_that_raises_is_left_out_and_soon_forgotten() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, elastic_timeout=30.0, script=LONG), 20)
+    world.add("C0")
+    world.run_for(0.1)
+    world.rank_on("C0").raise_error("ImportError: torchvision")
+    world.run_for(1.0)
+    assert len(world.plans) == 1, "nobody notices"
+    world.kill("A0")
+    world.kill("B0")
+    world.run()
+    assert world.outcome.error == "not_enough_workers", "that error is not why"
+
+
+def test_a_collective_that_fails_without_a_loop_is_a_consequence() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, script=Script(loops=0, before=100)), 5)
+    world.rank_on("B0").raise_error("the connection broke", collective=True)
+    world.run()
+    assert world.outcome.error == "rank_lost"
+    assert world.outcome.starts == ()
+
+
+def test_a_failed_collective_that_leaves_the_loop_costs_only_that_rank() -> None:
+    script = Script(batches=100, commit_every=50)
+    world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=script), 5)
+    world.rank_on("B0").raise_error("the connection broke", collective=True)
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert workers(world.plans[-1]) == ["A0", "C0"]
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+def test_survivors_are_aborted_at_once_and_only_once() -> None:
+    world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
+    killed = world.now
+    world.kill("B0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert [effect.starts for effect in world.of(Abort)] == [(0, 2, 3)]
+    assert world.now - killed < 0.05
+    assert not world.of(RestartWorker)
+
+
+def test_two_losses_in_one_reset() -> None:
+    world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
+    world.kill("B0")
+    world.kill("C0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert world.sizes() == [4, 2]
+    assert len(world.records("reset")) == 1
+
+
+def test_a_loss_while_the_next_generation_forms() -> None:
+    world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
+    world.kill("B0")
+    world.run(until=lambda: len(world.plans) == 2)
+    world.kill("C0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert starts(world.plans[-1]) == [0, 3]
+    assert len(batches(world)) <= 402
+
+
+def test_a_newcomer_that_dies_while_joining() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=2, script=LONG), 10)
+    world.add("C0")
+    world.run(until=lambda: len(world.plans) == 2)
+    world.kill("C0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert [workers(plan) for plan in world.plans] == [
+        ["A0", "B0"],
+        ["A0", "B0", "C0"],
+        ["A0", "B0"],
+    ]
+    assert world.machine.roster.version >= 400
+
+
+def test_members_that_fail_to_form_keep_their_order() -> None:
+    world = job("A0", "B0", "A1", "C0", np=4, min_np=2, script=LONG)
+    world.run(until=lambda: world.phase() == Phase.FORMING)
+    assert starts(world.plans[0]) == [0, 2, 1, 3]
+    world.kill("A0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert starts(world.plans[1]) == [2, 1, 3]
+
+
+def test_all_are_lost_and_workers_return() -> None:
+    world = World(job(np=2, min_np=2).machine.limits, Script(batches=60))
+    world.add("A0", "B0", nanny=True)
+    world.at(20, lambda: [world.kill("A0"), world.kill("B0")])
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert len(world.records("restarted")) == 1
+    assert [starts(plan) for plan in world.plans] == [[0, 1], [2, 3]], "both begin together"
+
+
+def test_all_are_lost_after_the_loop_and_workers_return() -> None:
+    world = World(job(np=2, min_np=2).machine.limits, Script(batches=10, after=0.5))
+    world.add("A0", "B0", nanny=True)
+    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world.kill("A0")
+    world.kill("B0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert world.outcome.starts == (2, 3)
+    assert len(world.records("restarted")) == 1
+
+
+def test_after_the_loop_a_loss_costs_the_others_nothing() -> None:
+    world = job("A0", "B0", "C0", np=3, script=Script(batches=5, after=2.0))
+    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world.kill("B0")
+    world.run()
+    assert world.outcome.error == "rank_lost", "its result is missing"
+    assert not world.of(EndRank), "the others came to their end"
+    assert world.now > 2.0
+
+
+def test_a_worker_that_leaves_after_the_loop_is_let_return() -> None:
+    world = job("A0", "B0", np=2, script=Script(batches=5, after=2.0))
+    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world.retire("B0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert world.outcome.starts == (0, 1)
+
+
+def test_a_worker_cut_off_is_replaced_and_what_it_says_afterwards_is_ignored() -> None:
+    world = trained(job("A0", "B0", "C0", np=2, min_np=2, max_np=2, script=LONG), 10)
+    world.cut("B0", after=3.0)
+    world.run(until=lambda: len(world.plans) == 2)
+    assert workers(world.plans[1]) == ["A0", "C0"]
+    (start,) = [effect for effect in world.of(StartRank) if effect.slot.name == "B0"]
+    world.tell(RankFailed(start.start, "ValueError: from the other side"))
+    world.run()
+    assert world.outcome.kind == "finished"

@@ -1,0 +1,219 @@
+"""The owner's limits: waiting for workers, resets, and scaling while the job runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.membership import (
+    EndRank,
+    Limits,
+    LimitsChanged,
+    Notify,
+    Phase,
+    RankReady,
+    SlotLeaving,
+    StartRank,
+)
+
+from .ranks import Script
+from .stories import batches, job, starts, trained, when, workers
+
+LONG = Script(batches=2000)
+
+
+# -- waiting for workers -------------------------------------------------------------------------
+
+
+def test_at_first_it_waits_for_np_and_then_starts_with_what_is_there() -> None:
+    world = job("A0", "B0", "C0", np=4, min_np=2, elastic_timeout=30.0, script=LONG)
+    world.run_for(29.9)
+    assert not world.of(StartRank)
+    trained(world)
+    assert workers(world.plans[0]) == ["A0", "B0", "C0"]
+    assert when(world, lambda e: isinstance(e, StartRank)) == [30.0] * 3
+
+
+def test_at_first_it_waits_no_longer_than_it_must() -> None:
+    world = job("A0", "B0", "C0", np=4, min_np=2, elastic_timeout=30.0, script=LONG)
+    world.run_for(10.0)
+    world.add("D0")
+    trained(world)
+    assert len(world.plans[0].members) == 4
+    assert world.now < 11.0
+
+
+def test_once_started_a_loss_is_waited_out_anew() -> None:
+    world = job("A0", "B0", np=3, min_np=2, elastic_timeout=30.0, script=LONG)
+    world.run_for(30.1)
+    world.kill("B0")
+    world.run_for(20.0)
+    assert world.outcome is None
+    world.add("C0")
+    trained(world)
+    assert workers(world.plans[0]) == ["A0", "C0"]
+
+
+def test_max_np_below_np_does_not_wait_for_more_than_it_may_have() -> None:
+    world = job("A0", "B0", np=4, min_np=1, max_np=4, script=LONG).run_for(1.0)
+    world.tell(LimitsChanged(max_np=2))
+    trained(world)
+    assert len(world.plans[0].members) == 2
+
+
+def test_a_shortage_is_counted_from_the_last_training_on() -> None:
+    world = job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=Script(batches=400))
+    for number in range(3):
+        trained(world, len(world.trail) + 20)
+        world.kill(f"B{number}")
+        world.run_for(25.0)
+        world.add(f"B{number + 1}")
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert len(world.records("waiting")) == 3
+
+
+def test_workers_that_come_and_die_do_not_prolong_the_wait() -> None:
+    script = Script(batches=100, setup=5.0)
+    world = job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=script)
+    trained(world)
+    world.kill("B0")
+    for number in range(1, 9):
+        world.add(f"{'CDEFGHIJ'[number - 1]}0")
+        world.run_for(4.0)
+        world.kill(f"{'CDEFGHIJ'[number - 1]}0")
+        world.run_for(1.0)
+    assert world.outcome.error == "not_enough_workers"
+
+
+# -- resets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, None])
+def test_reset_limit(limit: int | None) -> None:
+    world = job("A0", np=1, min_np=1, reset_limit=limit, script=Script(batches=60))
+    for number, batch in enumerate((10, 20, 30, 40)):
+        world.at(batch, lambda name=f"{'BCDE'[number]}0": world.add(name))
+    world.run()
+    assert len(world.records("reset")) == (4 if limit is None else limit)
+    assert len(world.plans) == (5 if limit is None else limit + 1)
+    if limit is None:
+        assert world.outcome.kind == "finished"
+    else:
+        assert world.outcome.error == "reset_limit"
+        assert world.outcome.reason.startswith(f"reset_limit={limit} is used up")
+        assert "ranks join or leave" in world.outcome.reason
+
+
+def test_the_first_plan_is_no_reset() -> None:
+    world = job("A0", "B0", np=2, reset_limit=0).run()
+    assert world.outcome.kind == "finished"
+
+
+def test_newcomers_that_are_ready_at_about_the_same_time_join_in_one_reset() -> None:
+    world = trained(job("A0", np=1, min_np=1, script=LONG))
+    world.add("B0")
+    world.run_for(0.15)
+    world.add("C0")
+    world.run_for(2.0)
+    assert [len(plan.members) for plan in world.plans] == [1, 3]
+
+
+# -- scaling -------------------------------------------------------------------------------------
+
+
+def test_scale_up() -> None:
+    world = trained(job("A0", "B0", "C0", np=2, min_np=1, max_np=2, script=LONG))
+    assert len(world.of(StartRank)) == 2
+    world.tell(LimitsChanged(max_np=3))
+    world.run_for(2.0)
+    assert workers(world.plans[-1]) == ["A0", "B0", "C0"]
+
+
+def test_scale_down() -> None:
+    world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
+    world.tell(LimitsChanged(max_np=2))
+    assert [(e.start, e.how, e.reason) for e in world.of(EndRank)] == [
+        (2, "leave", "the job was scaled down"),
+        (3, "leave", "the job was scaled down"),
+    ]
+    world.run_for(2.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+    assert batches(world) == list(range(1, len(batches(world)) + 1)), "nothing is redone"
+    assert len(world.of(StartRank)) == 4, "their slots are not used again"
+    assert not world.records("cooldown")
+
+
+def test_scale_down_counts_those_who_leave_anyway() -> None:
+    world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
+    world.tell(LimitsChanged(max_np=3))
+    world.tell(SlotLeaving(world.worker("D0").slot.id))
+    world.run_for(2.0)
+    assert workers(world.plans[-1]) == ["A0", "B0", "C0"]
+    world.retire("A0")
+    world.tell(LimitsChanged(max_np=2))
+    world.run_for(2.0)
+    assert workers(world.plans[-1]) == ["B0", "C0"]
+
+
+def test_scale_down_lets_newcomers_go_first() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, script=Script(batches=2000, setup=1.0)), 5)
+    world.add("C0")
+    world.run_for(0.5)
+    world.tell(LimitsChanged(max_np=2))
+    assert [(effect.start, effect.how) for effect in world.of(EndRank)] == [(2, "leave")]
+    world.run_for(3.0)
+    assert len(world.plans) == 1
+    assert not world.of(Notify)
+
+
+def test_scale_down_while_a_generation_is_over() -> None:
+    world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
+    world.kill("D0")
+    world.run(until=lambda: world.phase() == Phase.GATHERING)
+    world.tell(LimitsChanged(max_np=2))
+    world.run(until=lambda: len(world.plans) == 2)
+    plan = world.plans[1]
+    assert len(plan.members) == 2
+    assert plan.version == max(world.ranks[start].version for start in (0, 1, 2))
+    world.run_for(1.0)
+    assert sum(rank.where == "ended" for rank in world.ranks.values()) == 2
+
+
+def test_scaling_down_keeps_those_with_the_newest_commit() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 10)
+    world.run(until=lambda: world.phase() == Phase.RUNNING)
+    version = max(rank.version for rank in world.ranks.values())
+    world.tell(RankReady(0, 1, version, 1, ("h", 0), failed=True))
+    world.tell(LimitsChanged(max_np=1))
+    world.tell(RankReady(1, 1, version, 1, ("h", 1), failed=True))
+    world.tell(RankReady(2, 1, version + 1, 1, ("h", 2), failed=True))
+    (_, plan) = world.plans
+    assert starts(plan) == [2]
+    assert plan.version == version + 1
+
+
+def test_min_np_raised_while_it_runs_counts_from_the_next_plan_on() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, elastic_timeout=30.0, script=LONG), 5)
+    world.tell(LimitsChanged(min_np=3))
+    world.run_for(5.0)
+    assert world.phase() == Phase.RUNNING
+    world.kill("B0")
+    world.run()
+    assert world.outcome.error == "not_enough_workers"
+    assert "1 of at least 3 workers (min_np=3)" in world.outcome.reason
+
+
+def test_of_two_limits_that_contradict_each_other_the_later_counts() -> None:
+    world = job(np=2, min_np=2, max_np=8)
+    world.tell(LimitsChanged(min_np=5))
+    world.tell(LimitsChanged(max_np=4))
+    limits = world.machine.roster.limits
+    assert (limits.min_np, limits.max_np) == (4, 4)
+    world.tell(LimitsChanged(min_np=6))
+    limits = world.machine.roster.limits
+    assert (limits.min_np, limits.max_np) == (6, 6)
+
+
+def test_min_np_above_max_np_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_np=3 is above max_np=2"):
+        Limits(min_np=3, max_np=2)

@@ -1,0 +1,254 @@
+"""Single messages that come late, twice, out of order, or where they make no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.membership import (
+    FRESH,
+    Abort,
+    Beat,
+    Beats,
+    EndRank,
+    Event,
+    Limits,
+    LoopDone,
+    Machine,
+    Notify,
+    Phase,
+    Publish,
+    RankFailed,
+    RankFormed,
+    RankLeft,
+    RankReady,
+    RankReturned,
+    Release,
+    RestartWorker,
+    Slot,
+    SlotBusy,
+    SlotGone,
+    SlotLeaving,
+    SlotsFound,
+    Stage,
+    StartRank,
+    to_dict,
+)
+
+from .crew import World
+from .invariants import Checked
+from .ranks import Script
+from .stories import job, trained, workers
+
+LONG = Script(batches=2000)
+STORE = ("host", 1)
+
+
+def ready(start: int, left: int, version: int = FRESH, *, failed: bool = False) -> RankReady:
+    return RankReady(start, left, version, 1, STORE, failed)
+
+
+def running() -> tuple[World, Checked]:
+    """Return the world of a running job of three, and its machine."""
+    world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 10)
+    return world, world.machine
+
+
+# -- older generations ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ready(0, 0),
+        ready(0, 1, 5, failed=True),
+        RankFormed(0, 1),
+        LoopDone(0, 1, 5),
+        RankReturned(1),
+        RankFailed(1, "ValueError: old"),
+        RankLeft(1),
+        Beats((Beat(1, 5, True, 99),)),
+        ready(7, 0),
+    ],
+    ids=lambda event: f"{type(event).__name__}-{getattr(event, 'start', '')}",
+)
+def test_a_message_from_before_changes_nothing(event: Event) -> None:
+    world, machine = running()
+    world.kill("B0")
+    world.run(until=lambda: len(world.plans) == 2 and world.phase() == Phase.RUNNING)
+    before = to_dict(machine.machine)
+    assert machine.handle(event, world.now, 0.0) == []
+    after = to_dict(machine.machine)
+    assert {**after, "now": 0} == {**before, "now": 0}
+
+
+def test_ready_once_more_for_the_same_generation_changes_nothing() -> None:
+    world, machine = running()
+    world.kill("B0")
+    world.run(until=lambda: machine.roster.ranks[0].stage == Stage.READY)
+    before = to_dict(machine.machine)
+    rank = machine.roster.ranks[0]
+    again = RankReady(0, 1, rank.version, 1, rank.store, failed=True)
+    assert machine.handle(again, world.now, 0.0) == []
+    assert {**to_dict(machine.machine), "now": 0} == {**before, "now": 0}
+
+
+def test_a_rank_that_was_ready_before_an_abort_overtook_its_plan() -> None:
+    world, machine = running()
+    world.kill("B0")
+    world.run(until=lambda: len(world.plans) == 2)
+    machine.handle(SlotGone(world.worker("C0").slot.id), world.now, 0.0)
+    assert world.phase() == Phase.GATHERING
+    effects = machine.handle(ready(0, 2, 12), world.now, 0.0)
+    (plan,) = [effect.plan for effect in effects if isinstance(effect, Publish)]
+    assert [member.start for member in plan.members] == [0]
+
+
+# -- slots ---------------------------------------------------------------------------------------
+
+
+def test_word_of_a_slot_that_is_gone_already() -> None:
+    machine = Machine(Limits())
+    slot = world_slot()
+    machine.handle(SlotGone(slot.id), 0.0)
+    assert machine.handle(SlotsFound((slot,)), 0.0) == []
+    assert machine.roster.slots == {}
+
+
+def test_word_of_a_slot_that_leaves_already() -> None:
+    machine = Machine(Limits())
+    slot = world_slot()
+    machine.handle(SlotLeaving(slot.id), 0.0)
+    assert not any(isinstance(e, StartRank) for e in machine.handle(SlotsFound((slot,)), 0.0))
+
+
+def world_slot() -> Slot:
+    return Slot("1", "tcp://A0", "A0", "A")
+
+
+def test_a_slot_that_is_busy_is_left_alone_until_it_is_found_again() -> None:
+    machine, slot = Machine(Limits()), world_slot()
+    machine.handle(SlotsFound((slot,)), 0.0)
+    machine.handle(SlotBusy(slot.id), 0.0)
+    assert not machine.roster.ranks
+    assert not machine.roster.launched
+    (start,) = machine.handle(SlotsFound((slot,)), 1.0)
+    assert start.start == 1
+
+
+def test_a_claimed_slot_vanishes() -> None:
+    world = job("A0", "B0", np=2, min_np=1, script=LONG)
+    world.kill("B0")
+    trained(world)
+    assert workers(world.plans[0]) == ["A0"]
+
+
+def test_a_slot_is_never_given_to_two_ranks() -> None:
+    world, machine = running()
+    slots = tuple(worker.slot for worker in world.workers.values())
+    assert machine.handle(SlotsFound(slots), world.now, 0.0) == []
+
+
+# -- ends in an unusual order ----------------------------------------------------------------------
+
+
+def test_a_loop_is_done_before_word_that_its_generation_has_formed() -> None:
+    world = job("A0", "B0", np=2)
+    world.run(until=lambda: world.phase() == Phase.FORMING)
+    machine = world.machine
+    machine.handle(LoopDone(0, 1, 3), world.now, 0.0)
+    machine.handle(RankFormed(1, 1), world.now, 0.0)
+    assert world.phase() == Phase.RUNNING
+    effects = machine.handle(LoopDone(1, 1, 3), world.now, 0.0)
+    assert Release(1, (0, 1)) in effects
+
+
+def test_some_come_to_the_end_of_the_loop_and_others_leave_it() -> None:
+    world, machine = running()
+    world.add("D0")
+    world.run(until=lambda: bool(world.of(Notify)))
+    machine.handle(LoopDone(0, 1, 20), world.now, 0.0)
+    effects = machine.handle(ready(1, 1, 21), world.now, 0.0)
+    (abort,) = [effect for effect in effects if isinstance(effect, Abort)]
+    assert abort.starts == (0, 2)
+    assert "different steps" in abort.reason
+
+
+def test_one_leaves_as_planned_while_another_is_at_the_end_of_the_loop() -> None:
+    world, machine = running()
+    world.retire("B0")
+    machine.handle(LoopDone(0, 1, 20), world.now, 0.0)
+    effects = machine.handle(RankLeft(1), world.now, 0.0)
+    (abort,) = [effect for effect in effects if isinstance(effect, Abort)]
+    assert abort.starts == (0, 2)
+
+
+def test_a_rank_that_left_unasked_ends_its_generation() -> None:
+    world, machine = running()
+    effects = machine.handle(ready(1, 1, 20), world.now, 0.0)
+    (abort,) = [effect for effect in effects if isinstance(effect, Abort)]
+    assert abort.starts == (0, 2)
+    assert "left its generation unasked" in abort.reason
+
+
+def test_a_leaving_rank_whose_function_swallows_the_order_and_returns() -> None:
+    world, machine = running()
+    world.tell(SlotLeaving(world.worker("B0").slot.id))
+    machine.handle(RankReturned(1), world.now, 0.0)
+    assert machine.roster.outcome is None
+    assert world.phase() == Phase.GATHERING
+    assert 1 not in machine.roster.ranks
+
+
+def test_a_rank_that_returned_is_not_told_to_end() -> None:
+    world, machine = running()
+    effects = machine.handle(RankReturned(1), world.now, 0.0)
+    ends = [effect.start for effect in effects if isinstance(effect, EndRank)]
+    assert ends == [0, 2]
+    assert machine.roster.outcome.error == "returned_early"
+
+
+def test_what_comes_after_a_rank_returned_is_ignored() -> None:
+    world = job("A0", "B0", np=2, script=Script(batches=5, after=1.0))
+    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world.ranks[0].end(RankReturned(0))
+    world.run_for(0.1)
+    for event in (RankFailed(0, "ValueError: late"), RankLeft(0), SlotGone("A0#1"), ready(0, 1)):
+        assert world.machine.handle(event, world.now, 0.0) == []
+    assert world.run().outcome.kind == "finished"
+
+
+def test_ready_in_the_wrong_place_after_the_loop() -> None:
+    world = job("A0", "B0", np=2, script=Script(batches=5, after=1.0))
+    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world.tell(ready(0, 1, 5, failed=True))
+    world.run()
+    assert world.outcome.error == "rank_lost"
+
+
+def test_ranks_that_wait_at_different_places_of_the_function() -> None:
+    world = job("A0", "B0", np=2, min_np=2, script=Script(setup=100.0)).run_for(1.0)
+    world.tell(RankReady(0, 0, FRESH, 1, STORE))
+    world.tell(RankReady(1, 0, FRESH, 0, STORE))
+    world.run()
+    assert world.outcome.error == "no_progress"
+    assert "different places" in world.outcome.reason
+
+
+# -- after the end -------------------------------------------------------------------------------
+
+
+def test_nothing_happens_after_the_end() -> None:
+    world = job("A0", "B0", np=2).run()
+    for event, *_ in list(world.machine.log):
+        assert world.machine.handle(event, world.now + 1.0, 0.0) == []
+    assert world.machine.deadline() is None
+
+
+def test_a_rank_that_dies_while_the_job_ends() -> None:
+    world, machine = running()
+    world.rank_on("A0").deaf = True
+    machine.handle(RankReturned(1), world.now, 0.0)
+    effects = machine.handle(SlotGone(world.worker("A0").slot.id), world.now, 0.0)
+    effects += machine.handle(RankLeft(2), world.now, 0.0)
+    assert not any(isinstance(effect, RestartWorker) for effect in effects)
+    assert world.phase() == Phase.ENDED

@@ -1,0 +1,271 @@
+"""Whoever is waited for too long: stalls, ranks that are never ready, connect or end."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.membership import (
+    Abort,
+    Beat,
+    Beats,
+    EndRank,
+    Phase,
+    RankFailed,
+    RestartWorker,
+    Tick,
+)
+
+from .crew import World
+from .ranks import Script
+from .stories import batches, job, trained, when, workers
+
+LONG = Script(batches=2000)
+
+
+def restarted(world: World) -> list[str]:
+    return [effect.slot.name for effect in world.of(RestartWorker)]
+
+
+def stopped_beats(world: World) -> None:
+    """Have no heartbeat arrive any more."""
+    world._beat = lambda: world.later(1e9, lambda: None)
+
+
+# -- stalls --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("culprit", ["A0", "B0", "C0"])
+def test_a_rank_that_hangs_is_evicted_and_nobody_else(culprit: str) -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, stall_timeout=20.0, script=LONG), 10)
+    begun = world.now
+    world.rank_on(culprit).hung = True
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == [culprit]
+    assert culprit not in workers(world.plans[1])
+    assert 19.0 < world.now - begun < 22.0
+    assert world.records("lost")[0].detail == "held up the others for 20 s"
+
+
+def test_a_frozen_worker_is_evicted_after_the_heartbeat_timeout() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=LONG), 10)
+    begun = world.now
+    world.freeze("B0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == ["B0"]
+    assert workers(world.plans[1]) == ["A0", "C0"]
+    assert world.now - begun < 11.0
+
+
+def test_slow_steps_are_no_stall() -> None:
+    script = Script(batches=3, step=30.0)
+    world = job("A0", "B0", np=2, stall_timeout=20.0, script=script).run()
+    assert world.outcome.kind == "finished"
+    assert len(world.plans) == 1
+
+
+def everybody_waits(world: World) -> None:
+    world.rings[world.plans[-1].generation].broken = True
+
+
+def test_all_waiting_for_each_other_is_a_reset_without_a_culprit() -> None:
+    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
+    everybody_waits(world)
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == []
+    assert "all ranks waited for each other for 20 s" in world.records("reset")[0].detail
+    assert len(world.plans[1].members) == 2
+
+
+def test_all_waiting_for_each_other_three_times_in_a_row_fails() -> None:
+    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
+    for plans in (1, 2, 3):
+        world.run(until=lambda n=plans: len(world.plans) == n and world.phase() == Phase.RUNNING)
+        everybody_waits(world)
+    world.run()
+    assert world.outcome.error == "no_progress"
+    assert "20 s, 3 times in a row" in world.outcome.reason
+    assert len(world.plans) == 3
+
+
+def test_a_commit_in_between_forgives_a_stall() -> None:
+    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
+    for plans in range(1, 6):
+        world.run(until=lambda n=plans: len(world.plans) == n and world.phase() == Phase.RUNNING)
+        world.run_for(1.0)
+        everybody_waits(world)
+    world.run_for(25.0)
+    assert world.outcome is None
+    assert len(world.plans) == 6
+
+
+def test_late_messages_evict_nobody() -> None:
+    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
+    world.run_for(1.0)
+    world.now += 1000.0
+    world.tell(Tick())
+    waiting = Beats(tuple(Beat(r.start, 999, True, r.version) for r in world.ranks.values()))
+    world.tell(waiting)
+    assert restarted(world) == []
+    assert world.phase() == Phase.RUNNING
+
+
+def test_a_rank_that_nobody_hears_of_while_others_wait_is_evicted() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, stall_timeout=20.0, script=LONG), 10)
+    world.heartbeat_timeout = 1e9
+    world.freeze("C0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == ["C0"]
+
+
+def test_a_rank_that_hangs_after_the_loop_while_others_wait_for_it() -> None:
+    script = Script(batches=5, after=1000.0)
+    world = job("A0", "B0", np=2, stall_timeout=20.0, script=script)
+    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    stopped_beats(world)
+    world.rank_on("B0").hung = True
+    for _ in range(15):
+        world.run_for(1.0)
+        world.tell(Beats((Beat(0, 7, True, 5), Beat(1, 7, False, 5))))
+    assert not restarted(world)
+    for _ in range(10):
+        world.run_for(1.0)
+        world.tell(Beats((Beat(0, 7, True, 5), Beat(1, 7, False, 5))))
+    assert restarted(world) == ["B0"]
+    assert world.phase() == Phase.FINISHING
+    world.tell(RankFailed(0, "a collective failed", collective=True))
+    assert world.run().outcome.error == "rank_lost"
+
+
+# -- ranks that do not let go ----------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_let_go_of_its_generation_is_evicted() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=1, stall_timeout=20.0, script=LONG), 10)
+    world.rank_on("B0").hung = True
+    world.kill("C0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == ["B0"]
+    (time,) = when(world, lambda e: isinstance(e, RestartWorker))
+    (aborted,) = when(world, lambda e: isinstance(e, Abort))
+    assert time - aborted == pytest.approx(20.0, abs=0.01)
+
+
+# -- ranks that are never ready --------------------------------------------------------------------
+
+
+def test_a_rank_that_is_not_ready_in_time_is_evicted() -> None:
+    world = job("A0", "B0", np=2, min_np=1, elastic_timeout=30.0, script=LONG)
+    world.run_for(0.1)
+    world.rank_on("B0").hung = True
+    world.run(until=lambda: bool(world.plans))
+    assert workers(world.plans[0]) == ["A0"], "those started together wait for each other"
+    assert restarted(world) == ["B0"]
+    assert world.now == pytest.approx(30.0, abs=0.1)
+
+
+def test_nobody_waits_for_a_late_newcomer() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, elastic_timeout=30.0, script=LONG), 10)
+    world.add("C0", "D0")
+    world.run_for(0.1)
+    world.rank_on("C0").hung = True
+    world.run_for(3.0)
+    assert workers(world.plans[-1]) == ["A0", "B0", "D0"]
+
+
+# -- ranks that do not connect ---------------------------------------------------------------------
+
+
+def never_connects(world: World, name: str) -> None:
+    """Have whoever runs on that worker fail to take its plans; it obeys aborts."""
+    rank = world.rank_on(name)
+    rank.on_plan = lambda plan: setattr(rank, "heard", max(rank.heard, plan.generation))
+
+
+def test_a_frozen_newcomer_does_not_take_the_others_with_it() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, forming_timeout=8.0, script=LONG), 10)
+    world.heartbeat_timeout = 1e9
+    world.add("C0")
+    world.run(until=lambda: len(world.plans) == 2)
+    world.freeze("C0")
+    world.run(until=lambda: len(world.plans) == 3)
+    assert restarted(world) == ["C0"]
+    assert workers(world.plans[2]) == ["A0", "B0"]
+    assert "not connected after 8 s" in world.records("reset")[-1].detail
+
+
+def test_a_newcomer_that_cannot_connect_is_left_out_after_two_plans() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, forming_timeout=8.0, script=LONG), 10)
+    world.add("C0")
+    world.run_for(0.1)
+    never_connects(world, "C0")
+    before = batches(world)[-1]
+    world.run_for(30.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+    assert len(world.plans) == 4
+    assert batches(world)[-1] > before + 100
+    assert ("evict", 2) in [(effect.how, effect.start) for effect in world.of(EndRank)]
+    assert restarted(world) == [], "it ends when told"
+
+
+def test_ranks_that_can_never_connect_fail_the_job() -> None:
+    world = job("A0", "B0", np=2, min_np=2, forming_timeout=8.0, script=LONG).run_for(0.1)
+    never_connects(world, "A0")
+    world.run()
+    assert world.outcome.error == "no_progress"
+    assert "could not connect" in world.outcome.reason
+    assert len(world.plans) == 5
+
+
+def test_a_rank_that_cannot_connect_says_so_itself() -> None:
+    world = job("A0", "B0", np=2, min_np=2, forming_timeout=8.0, script=LONG)
+    world.run(until=lambda: world.phase() == Phase.FORMING)
+    world.run_for(0.004)
+    world.ranks[0].collective_failed()
+    world.run_for(1.0)
+    assert len(world.plans) == 2
+    assert batches(world)
+    assert world.machine.roster.forming_failures == 0
+
+
+# -- ranks that do not end -------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_end_has_its_worker_restarted() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, max_np=2, ending_timeout=7.0, script=LONG), 5)
+    world.add("C0")
+    world.kill("B0")
+    world.run(until=lambda: len(world.of(EndRank)) > 0 or 2 in world.ranks)
+    world.rank_on("C0").deaf = True
+    world.retire("C0", grace=100.0)
+    begun = world.now
+    world.run(until=lambda: bool(restarted(world)))
+    assert restarted(world) == ["C0"]
+    assert world.now - begun == pytest.approx(7.0, abs=0.1)
+    assert world.of(RestartWorker)[0].reason == "its rank did not end when told"
+
+
+def test_a_job_ends_even_if_its_ranks_do_not() -> None:
+    world = trained(job("A0", "B0", np=2, ending_timeout=7.0, script=LONG), 5)
+    world.rank_on("B0").raise_error()
+    world.rank_on("A0").deaf = world.rank_on("A0").hung = True
+    world.tell(Tick())
+    world.run(seconds=700.0)
+    assert world.outcome.kind == "failed"
+    assert restarted(world) == ["A0"]
+
+
+# -- faults without end ----------------------------------------------------------------------------
+
+
+def test_the_same_members_failing_again_and_again_without_a_commit() -> None:
+    script = Script(batches=2000, commit_every=500)
+    world = trained(job("A0", "B0", np=2, script=script), 5)
+    while world.outcome is None and len(world.plans) < 50:
+        plans = len(world.plans)
+        world.run(until=lambda n=plans: len(world.plans) == n and world.phase() == Phase.RUNNING)
+        world.run_for(0.1)
+        world.ranks[0].collective_failed()
+        world.run(until=lambda n=plans: len(world.plans) > n)
+    assert world.outcome.error == "no_progress"
+    assert "10 times in a row without a commit" in world.outcome.reason
+    assert len(world.plans) == 10

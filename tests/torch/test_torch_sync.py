@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nbelastic.elastic import transfer
+from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.errors import CollectiveError, NbelasticError
+from nbelastic.torch.optimizer import DistributedOptimizer
+from nbelastic.torch.state import TorchState
+from tests.support.world import StaticContext, run_ranks
+from tests.torch.nets import (
+    adam,
+    bits,
+    everything,
+    generator_bits,
+    new_net,
+    train,
+)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("behind", [[2], [0, 3], [3, 1, 0]])
+def test_N5_newcomers_are_equal_bit_for_bit_without_a_dummy_step(
+    behind: list, distributed: bool
+) -> None:
+    source = 2 if 2 not in behind else 0
+    nets = [new_net(100 + rank if rank in behind else 0) for rank in range(4)]
+
+    def main(context: StaticContext) -> object:
+        net = nets[context.rank]
+        optimizer = adam(net)
+        state = TorchState(net, optimizer, epoch=0, losses=[], tensor=torch.zeros(0))
+        if context.rank not in behind:
+            train(net, optimizer, 3, seed=1)
+            state.epoch, state.losses, state.tensor = 3, [0.5], torch.arange(3)
+            optimizer.param_groups[0]["lr"] = 0.7  # as a reset callback does: live, not saved
+        if distributed:
+            optimizer = state.optimizer = DistributedOptimizer(optimizer)
+        weight = net.first.weight
+        state.align(behind)
+        messages = context.communicator().completed
+        assert net.first.weight is weight
+        assert net.tied.weight is weight
+        found = everything(state)
+        train(net, optimizer, 2, seed=2)
+        return found, everything(state), messages
+
+    results = run_ranks(4, main, source=source)
+    assert results[0][0][2] == bits({"epoch": 3, "losses": [0.5], "tensor": torch.arange(3)})
+    assert results[0][0][1]["groups"][0]["lr"] == 0.7
+    for rank, result in enumerate(results):
+        assert result[:2] == results[0][:2]
+        if rank not in behind and rank != source:
+            assert result[2] == 0  # takes no part
+
+
+def test_generators_stay_each_ranks_own() -> None:
+    before = generator_bits()
+    run_ranks(2, lambda context: TorchState(epoch=context.rank).sync())
+    assert generator_bits() == before
+
+
+def test_sync_sends_all_kinds_of_tensors_in_any_number_of_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 64)
+
+    def main(context: StaticContext) -> object:
+        generator = torch.Generator().manual_seed(context.rank)
+
+        def rand(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        tensors = {
+            "double": rand(3).double(),
+            "half": rand(5).half(),
+            "bfloat": rand(7).bfloat16(),
+            "complex": torch.complex(rand(3), rand(3)),
+            "bool": rand(9) > 0,
+            "byte": (rand(33) * 100).to(torch.uint8),
+            "scalar": rand(),
+            "empty": rand(0, 3),
+            "strided": rand(4, 6).t()[::2],
+            "channels last": rand(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+            "nan": torch.tensor([float("nan"), -0.0]) * (context.rank + 1),
+        }
+        state = TorchState(tensors=tensors)
+        state.sync()
+        return bits(state.tensors)
+
+    results = run_ranks(5, main, source=3)
+    assert all(result == results[0] for result in results)
+    assert len(results[0]) == 11
+
+
+class Holder:
+    def __init__(self, **values: object) -> None:
+        self.__dict__.update(values)
+
+
+def test_values_that_refer_to_the_model_refer_to_the_receivers_own() -> None:
+    def main(context: StaticContext) -> None:
+        net = nn.Linear(2, 1)
+        number = context.rank + 7
+        state = TorchState(
+            net, holder=Holder(net=net, number=number), function=lambda x: x + number
+        )
+        state.sync()
+        assert state.holder.net is net
+        assert state.holder.number == 7
+        assert state.function(1) == 8
+
+    run_ranks(2, main)
+
+
+def test_an_aliased_value_of_a_receiver_does_not_overwrite_its_model() -> None:
+    def main(context: StaticContext) -> object:
+        net = nn.Linear(2, 1)
+        state = TorchState(net, best=net.weight.data)
+        if context.rank == 0:
+            state.best = torch.full((1, 2), 9.0)
+        state.sync()
+        assert torch.equal(state.best, torch.full((1, 2), 9.0))
+        return bits(net.weight)
+
+    results = run_ranks(2, main)
+    assert results[0] == results[1]
+
+
+def test_parameters_outside_a_model_belong_to_their_optimizer() -> None:
+    def main(context: StaticContext) -> None:
+        extra = torch.full((2,), float(context.rank), requires_grad=True)
+        optimizer = torch.optim.Adam([extra])
+        state = TorchState(prompt=extra, prompts=[extra], late=optimizer)
+        if context.rank == 0:
+            extra.sum().backward()
+            optimizer.step()
+        state.sync()
+        assert optimizer.param_groups[0]["params"][0] is extra
+        assert state.prompt is state.prompts[0] is extra
+        assert extra.requires_grad
+        extra.data.fill_(3.0)
+        state.restore()
+        assert extra[0].item() != 3.0
+
+    run_ranks(2, main)
+
+
+def test_states_that_do_not_match_are_refused_by_name() -> None:
+    def main(context: StaticContext) -> None:
+        net = nn.Linear(1, 1) if context.rank == 0 else None
+        TorchState(net).sync()
+
+    with pytest.raises(NbelasticError, match="Linear"):
+        run_ranks(2, main)
+
+
+class Faulty:
+    """A communicator that fails after a number of messages."""
+
+    def __init__(self, communicator: object, good: int) -> None:
+        self._communicator = communicator
+        self._good = good
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._communicator, name)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        if self._good == 0:
+            raise CollectiveError("a peer is gone")
+        self._good -= 1
+        self._communicator.receive(tensor, source)
+
+
+@pytest.mark.parametrize("good", [0, 1, 2, 5])
+def test_a_failure_on_the_way_leaves_the_receiver_as_it_was(
+    good: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 256)
+    states: dict[int, TorchState] = {}
+    for rank in range(2):
+        net = new_net(rank)
+        optimizer = adam(net)
+        states[rank] = TorchState(net, optimizer, epoch=rank, sampler=ShardSampler(range(10)))
+        if rank == 0:
+            train(net, optimizer)
+    before = {rank: everything(state)[:2] for rank, state in states.items()}
+
+    def fail(context: StaticContext) -> None:
+        context.communicator().barrier()
+        if context.rank == 1:
+            context._communicator = Faulty(context.communicator(), good)
+        try:
+            states[context.rank].align([1])
+            context.communicator().barrier()
+        except CollectiveError as error:
+            context.communicator().abort(str(error))
+        else:
+            pytest.fail("a failure went unnoticed")
+
+    run_ranks(2, fail)
+    assert {rank: everything(state)[:2] for rank, state in states.items()} == before
+    assert states[1].epoch == 1
+    assert states[1].sampler.num_replicas == 1
+
+    run_ranks(2, lambda context: states[context.rank].align([1]))
+    assert everything(states[0])[:2] == everything(states[1])[:2] == before[0]
+    assert states[1].epoch == 0
+
+
+def test_N6_after_a_failure_everything_is_at_one_cut() -> None:
+    nets = [new_net(rank) for rank in range(4)]
+
+    def main(context: StaticContext) -> object:
+        net = nets[context.rank]
+        optimizer = adam(net)
+        sampler = ShardSampler(range(100), seed=2)
+        state = TorchState(net, optimizer, batch=0, sampler=sampler)
+        state.align([1, 2, 3])
+        state.save()
+
+        def step() -> None:
+            train(net, optimizer, seed=state.batch)
+            sampler.record_batch(state.batch, 5)
+            state.batch += 1
+
+        step()
+        state.save()
+        step()
+        if context.rank != 3:
+            state.save()  # rank 3 did not come to it
+        step()
+        state.restore()
+        assert state.batch == (1 if context.rank == 3 else 2)
+        state.align([3])
+        assert sampler.processed_num == 40
+        return everything(state)[:2], state.batch, sorted(sampler.processed_indices)
+
+    results = run_ranks(4, main)
+    assert all(result == results[0] for result in results)
+    assert results[0][1] == 2
+
+
+def test_a_step_that_was_left_half_way_is_dropped_by_a_restore() -> None:
+    states: dict[int, TorchState] = {}
+
+    def break_off(context: StaticContext) -> None:
+        net = nn.Linear(3, 1)
+        optimizer = DistributedOptimizer(adam(net))
+        state = states[context.rank] = TorchState(net, optimizer, losses=[])
+        state.sync()
+        net(torch.ones(3)).sum().backward()
+        state.restore()
+        optimizer.zero_grad()  # refuses while others count on the gradients
+        context.communicator().abort("a peer is gone")
+
+    def go_on(context: StaticContext) -> object:
+        state = states[context.rank]
+        state.align([])
+        for _ in range(2):
+            state.optimizer.zero_grad()
+            state.model(torch.full((3,), float(context.rank))).sum().backward()
+            state.optimizer.step()
+        return everything(state)
+
+    run_ranks(2, break_off)
+    first, second = run_ranks(2, go_on)
+    assert first == second
+
+
+def test_a_planned_leave_adds_up_what_all_have_done() -> None:
+    def main(context: StaticContext) -> object:
+        first, second = ShardSampler(range(30)), ShardSampler(range(9))
+        state = TorchState(samplers=[first, second])
+        first.record_batch(0, 2 + context.rank)
+        second.record_batch(0, 1)
+        state.leave()
+        return first.processed_num, second.processed_num
+
+    assert run_ranks(3, main) == [(9, 3)] * 3
+
+
+def test_sparse_tensors_are_kept_and_sent() -> None:
+    def main(context: StaticContext) -> None:
+        net = nn.Module()
+        net.register_buffer("graph", torch.eye(3).to_sparse() * (context.rank + 1))
+        state = TorchState(net, value=net.graph)
+        state.sync()
+        assert torch.equal(net.graph.to_dense(), torch.eye(3))
+        net.graph = None
+        state.restore()
+        assert torch.equal(net.graph.to_dense(), torch.eye(3))
+        assert state.value is net.graph
+
+    run_ranks(2, main)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_newcomer_with_lazy_modules_gets_their_parameters() -> None:
+    def main(context: StaticContext) -> object:
+        net = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+        state = TorchState(net)
+        parameters = list(net.parameters())
+        if context.rank == 0:
+            net(torch.ones(3, 3))
+        state.sync()
+        assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
+        net.eval()
+        return bits(net(torch.ones(1, 3)))
+
+    first, second = run_ranks(2, main)
+    assert first == second
