@@ -14,12 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C._distributed_c10d import (
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOp,
-)
+from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions
 
 from nbelastic.collectives.alarm import Alarm
 from nbelastic.collectives.arguments import (
@@ -40,6 +35,7 @@ from nbelastic.collectives.flights import (
     first_sentence,
 )
 from nbelastic.collectives.keeper import Keeper
+from nbelastic.collectives.reducing import as_reducible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,28 +45,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.flights import Flight
 
 __all__ = ["GlooCommunicator"]
-
-
-def _reducing_with(op: ReduceOp.RedOpType) -> AllreduceOptions:
-    options = AllreduceOptions()
-    options.reduceOp = ReduceOp(op)
-    return options
-
-
-_OPS = {
-    Op.SUM: _reducing_with(ReduceOp.SUM),
-    Op.AVERAGE: _reducing_with(ReduceOp.SUM),
-    Op.MIN: _reducing_with(ReduceOp.MIN),
-    Op.MAX: _reducing_with(ReduceOp.MAX),
-    Op.PRODUCT: _reducing_with(ReduceOp.PRODUCT),
-}
-# A sum of truths is whether any is true, and a product whether all are; bytes would overflow.
-_OPS_OF_BOOL = {
-    Op.SUM: _OPS[Op.MAX],
-    Op.MIN: _OPS[Op.MIN],
-    Op.MAX: _OPS[Op.MAX],
-    Op.PRODUCT: _OPS[Op.MIN],
-}
 
 
 class GlooCommunicator(Communicator):
@@ -239,9 +213,7 @@ class GlooCommunicator(Communicator):
     def _reduce(self, buffer: torch.Tensor, op: Op, land: Callable[[], None]) -> Handle:
         if buffer.numel() == 0:
             return self._nothing()
-        truths = buffer.dtype is torch.bool
-        options = _OPS_OF_BOOL[op] if truths else _OPS[op]
-        flat = as_bytes(buffer) if truths else buffer
+        flat, options = as_reducible(buffer, op)
         return self._begin(lambda: self._keeper.group.allreduce([flat], options), land)
 
     def _begin(

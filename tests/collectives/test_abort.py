@@ -39,6 +39,11 @@ def failure(future):
     return str(error)
 
 
+def threads_of_communicators():
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("nbelastic-") and name != "nbelastic-store"]
+
+
 @by_operation
 def test_abort_frees_who_waits(pair, begin):
     waiter = pair.start(0, lambda c: begin(c).wait())
@@ -126,6 +131,7 @@ def test_abort_frees_who_connects(make):
         world.abort("enough")
         assert [failure(future) for future in connecting] == ["enough", "enough"]
         assert failure(world.start(2, lambda c: c.connect())) == "enough"
+        eventually(lambda: not threads_of_communicators(), "the end of all threads")
 
 
 def test_one_that_leaves_frees_the_others_who_connect(make):

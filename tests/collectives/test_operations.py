@@ -71,6 +71,7 @@ def test_allreduce_of_truths(world):
         for op in (Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT):
             tensor = torch.tensor([True, False, communicator.rank == 0])
             communicator.allreduce(tensor, op)
+            assert tensor.view(torch.uint8).max() == 1  # a truth is one or zero in memory too
             outcomes[op] = tensor.tolist()
         return outcomes
 

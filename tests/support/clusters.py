@@ -36,8 +36,13 @@ class Crew:
         self.client = client
 
     def fit(self, fn: Callable[..., Any], **options: Any) -> nbelastic.Job:
-        """Run a job here."""
-        return nbelastic.fit(fn, cluster=self.client, **options)
+        """Run a job here; its history is shown where the test fails."""
+        block = options.pop("block", True)
+        job = nbelastic.fit(fn, cluster=self.client, block=False, **options)
+        job.add_done_callback(_tell)
+        if block:
+            job.results()
+        return job
 
     def workers(self) -> dict[str, int]:
         """Return the process of each worker, by address."""
@@ -57,6 +62,13 @@ class Crew:
         process = self.workers()[address]
         os.kill(process, number)
         return process
+
+
+def _tell(job: nbelastic.Job) -> None:
+    """Print what happened to a job; pytest shows it with a failure."""
+    print(job)
+    for event in job.history:
+        print(f"  {event.time:.3f} {event.kind} {event.rank} {event.worker} {event.detail}")
 
 
 def _idle_workers(dask_scheduler: Any) -> tuple[int, int]:
