@@ -13,6 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: lint
+	$(BIN)/python -m pytest --nbval notebooks --nbval-cell-timeout=300 -p no:cacheprovider
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)

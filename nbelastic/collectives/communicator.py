@@ -91,7 +91,11 @@ class Communicator(abc.ABC):
 
     All tensors are contiguous. Operations work in place or fill a given output, and either
     complete on this rank or raise :class:`~nbelastic.errors.CollectiveError`. After the first
-    failure or :meth:`abort` the communicator is broken: each further operation fails at once.
+    failure or :meth:`abort` the communicator is broken: each further operation fails at once, and
+    so does each one begun that has not been waited for, even if its data has arrived.
+
+    An argument that is wrong by itself is a ``ValueError``, and nothing has been sent. That ranks
+    disagree on shapes or types, a communicator cannot see: Gloo may end the process then.
     """
 
     rank: int
@@ -191,7 +195,10 @@ class Communicator(abc.ABC):
     @property
     @abc.abstractmethod
     def completed(self) -> int:
-        """How many operations have succeeded. Read by other threads, to see progress."""
+        """How many operations have been waited for with success.
+
+        Read by other threads, to see progress.
+        """
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:

@@ -116,7 +116,8 @@ class Keeper:
     def lane(self, direction: str) -> Lane:
         """Return the lane of a direction, such as ``to-3``."""
         if direction not in self._lanes:
-            self._lanes[direction] = Lane(f"{self._name()}-{direction}")
+            name = f"{self._name()}-{direction}"
+            self._lanes[direction] = Lane(name, self._rendezvous.timeout_s)
         return self._lanes[direction]
 
     def form(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -72,10 +73,13 @@ class Lane:
     ----------
     name : str
         For the thread.
+    timeout_s : float
+        How long a message may take, once those before it have ended.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, timeout_s: float) -> None:
         self._name = name
+        self._timeout = timedelta(seconds=timeout_s)
         self._lock = threading.Lock()
         self._queue: deque[tuple[Work, MessageFlight]] = deque()
         self._thread: threading.Thread | None = None
@@ -104,7 +108,7 @@ class Lane:
                     return
                 work, flight = self._queue.popleft()
             try:
-                work.wait()
+                work.wait(self._timeout)  # Gloo's own limit is that of forming
             except RuntimeError as error:
                 flight.land(first_sentence(error))
             else:

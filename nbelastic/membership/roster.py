@@ -193,6 +193,12 @@ class Roster:
             slot.host, now
         )
 
+    def presence(self, now: float) -> str:
+        """Return in words how many workers there are of those needed."""
+        words = f"{self.within_reach(now)} of at least {self.needed()} workers"
+        out = sum(self.excluded(slot, now) for slot in self.slots.values())
+        return f"{words} ({out} more are there, but left out because they failed)" if out else words
+
     def free_slots(self, now: float) -> list[Slot]:
         """Return the slots on which a rank could be started now, in the order of discovery."""
         taken = {rank.slot.id for rank in self.ranks.values()}

@@ -98,7 +98,7 @@ def _reason(roster: Roster, now: float) -> str:
         left = f"{waited:.0f} s of {roster.limits.elastic_timeout:g} s"
         if there < needed:
             missing = needed - there
-            return f"{there} of at least {needed} workers; waiting {left} for {missing} more"
+            return f"{roster.presence(now)}; waiting {left} for {missing} more"
     awaited = roster.awaited()
     if awaited:
         return f"waiting for {len(awaited)} ranks to leave generation {roster.generation}"

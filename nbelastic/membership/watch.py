@@ -92,20 +92,20 @@ class Watch(Transitions):
             return
         if roster.short_since is None:
             roster.short_since = self._now
-            self._record("waiting", detail=f"{there} of at least {needed} workers")
+            self._record("waiting", detail=roster.presence(self._now))
         if self._now < roster.short_since + limits.elastic_timeout:
             return
         if not roster.launched and there >= limits.min_np:
             roster.limits = replace(limits, np=limits.min_np)
             roster.short_since = None
             return
-        self._end("failed", "not_enough_workers", self._shortage(there, needed))
+        self._end("failed", "not_enough_workers", self._shortage())
 
-    def _shortage(self, there: int, needed: int) -> str:
+    def _shortage(self) -> str:
         roster, limits = self.roster, self.roster.limits
         waited = self._now - (roster.short_since or 0.0)
         reason = (
-            f"{there} of at least {needed} workers (min_np={limits.min_np}) "
+            f"{roster.presence(self._now)} (min_np={limits.min_np}) "
             f"after waiting {waited:.1f} s (elastic_timeout={limits.elastic_timeout:g})"
         )
         out = [s.worker for s in roster.slots.values() if roster.excluded(s, self._now)]

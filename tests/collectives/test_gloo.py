@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -13,6 +14,7 @@ from nbelastic.collectives import Op, buffers, connect, keeper, sever
 from nbelastic.collectives.flights import first_sentence
 from nbelastic.collectives.store import request
 from nbelastic.errors import CollectiveError
+from tests.collectives.test_abort import OPERATIONS
 from tests.collectives.worlds import BIND, PATIENCE_S, World, eventually
 
 
@@ -172,10 +174,11 @@ def test_errors_are_told_without_where_in_gloo_they_arose():
 
 def test_the_limit_of_forming_is_not_that_of_operations(monkeypatch):
     monkeypatch.setattr(keeper, "FORMING_LIMIT_S", 1.0)
-    with World(connect, 2) as world:
-        waiter = world.start(0, lambda c: c.barrier())
-        receiver = world.start(1, lambda c: c.receive(torch.zeros(1), 0))
-        world.wait_until_waiting(range(2))
+    with contextlib.ExitStack() as stack:
+        waiters = []
+        for begin in (*OPERATIONS.values(), lambda c: c.send_async(torch.ones(3_000_000), 1)):
+            world = stack.enter_context(World(connect, 2))
+            waiters.append(world.start(0, lambda c, begin=begin: begin(c).wait()))
+            world.wait_until_waiting([0])
         threading.Event().wait(1.5)
-        assert not waiter.done()
-        assert not receiver.done()
+        assert not any(waiter.done() for waiter in waiters)

@@ -104,7 +104,7 @@ class Checked:
                 self.plans.append(effect.plan)
             if isinstance(effect, StartRank):
                 self.check_4_start(effect)
-        self.check_5_version(version, effects)
+        self.check_5_version(version, ranks, effects)
         self.check_6_deadline(now)
         self.check_7_end(before, effects)
         return effects
@@ -119,6 +119,9 @@ class Checked:
         if isinstance(event, RankReady):
             return event.left < rank.planned or rank.stage == Stage.ENDING
         return isinstance(event, (RankFormed, LoopDone)) and event.generation < rank.planned
+
+    def _known(self, ranks: dict[int, tuple[str, int]]) -> list[Any]:
+        return [rank for rank in self.roster.ranks.values() if rank.start in ranks]
 
     # -- the invariants ------------------------------------------------------------------------
 
@@ -176,8 +179,11 @@ class Checked:
         assert not roster.excluded(slot, roster.now)
         assert [r.start for r in roster.ranks.values() if r.slot.id == slot.id] == [effect.start]
 
-    def check_5_version(self, version: int, effects: list[Effect]) -> None:
+    def check_5_version(
+        self, version: int, ranks: dict[int, tuple[str, int]], effects: list[Effect]
+    ) -> None:
         """The committed version never goes back while a rank lives that has it."""
+        assert all(r.version >= ranks[r.start][1] for r in self._known(ranks))
         again = any(isinstance(e, Record) and e.kind == "restarted" for e in effects)
         if self.roster.version < version or again:
             assert again, "the job starts over without a word"
@@ -234,5 +240,4 @@ class Checked:
                 left_out = "cannot connect to this rank" in effect.reason
                 assert effect.slot.id == slot or left_out or effect in by_time
         for start in set(ranks) & set(machine.roster.ranks):
-            rank = self.roster.ranks.get(start)
-            assert ranks[start][0] == slot or (rank and rank.version >= ranks[start][1])
+            assert ranks[start][0] == slot or start in self.roster.ranks

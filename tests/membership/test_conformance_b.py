@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.membership import StartRank
+from nbelastic.membership import Abort, StartRank
 
 from .crew import World
 from .ranks import Script
@@ -121,6 +121,7 @@ def test_B11_hosts_leave_one_by_one() -> None:
     assert world.leaders() == [0, 0, 2]
     assert len(world.plans) == 3
     assert batches(world) == list(range(1, 31))
+    assert not world.of(Abort)
     assert not world.records("lost")
     assert [record.worker for record in world.records("left")] == ["tcp://B0", "tcp://A0"]
 

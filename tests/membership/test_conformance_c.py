@@ -81,7 +81,7 @@ def test_C4_waits_for_slots_enough_then_starts_once() -> None:
 
 
 def test_C5_waits_for_hosts_enough_then_starts_once() -> None:
-    world = job("A0", "A1", "A2", np=4, min_np=4, slots_per_host=2, script=LONG)
+    world = job("A0", "A1", "A2", np=3, min_np=3, max_np=4, slots_per_host=2, script=LONG)
     world.tell(SlotsFound(()))
     world.run_for(1.0)
     assert not world.of(StartRank), "the third slot on A does not count"

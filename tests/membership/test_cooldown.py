@@ -136,6 +136,18 @@ def test_commits_in_between_keep_a_host_in() -> None:
     assert workers(world.plans[-1]) == ["A0", "B5"]
 
 
+def test_commits_of_a_neighbour_keep_a_host_in() -> None:
+    script = Script(batches=2000, setup=1.0)
+    world = trained(job("A0", "B0", np=2, min_np=1, script=script))
+    for number in range(1, 6):
+        world.add(f"B{number}")
+        world.run_for(0.5)
+        world.kill(f"B{number}")
+        world.run_for(1.0)
+    assert len(world.records("lost")) == 5
+    assert not world.records("cooldown")
+
+
 def test_workers_killed_together_do_not_cost_their_host() -> None:
     world = World(Limits(np=4, min_np=1), LONG)
     world.add("A0", "A1", "A2", "A3", nanny=True)

@@ -114,6 +114,8 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
     world.run(until=lambda: len(world.plans) == 2)
     assert [effect.starts for effect in world.of(Abort)] == [(0, 2, 3)]
     assert world.now - killed < 0.05
+    cause = "rank 1 on tcp://B0: its worker is gone"
+    assert [record.detail for record in world.records("reset")] == [f"{cause} → 3 ranks"]
     assert not world.of(RestartWorker)
 
 
@@ -163,9 +165,9 @@ def test_members_that_fail_to_form_keep_their_order() -> None:
 
 
 def test_all_are_lost_and_workers_return() -> None:
-    world = World(job(np=2, min_np=2).machine.limits, Script(batches=60))
-    world.add("A0", "B0", nanny=True)
+    world = job("A0", "B0", np=2, min_np=1, script=Script(batches=60))
     world.at(20, lambda: [world.kill("A0"), world.kill("B0")])
+    world.at(20, lambda: world.later(1.0, lambda: world.add("C0", "D0")))
     world.run()
     assert world.outcome.kind == "finished"
     assert len(world.records("restarted")) == 1

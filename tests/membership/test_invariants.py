@@ -60,9 +60,9 @@ class FaultyWorld(RuleBasedStateMachine):
             setup=st.sampled_from([0.0, 0.2, 3.0]),
             before=st.sampled_from([0, 0, 0, 0, 2]),
             loops=st.sampled_from([1, 1, 1, 1, 1, 2, 0]),
-            batches=st.sampled_from([5, 60, 400, 400]),
+            batches=st.sampled_from([5, 5, 60, 400, 400]),
             commit_every=st.sampled_from([1, 3]),
-            after=st.sampled_from([0.0, 0.3]),
+            after=st.sampled_from([0.0, 0.3, 3.0]),
         ),
         slow=st.sampled_from([False, False, False, True]),
         jitter=st.sampled_from([0.0, 0.0, 0.05]),
@@ -234,8 +234,8 @@ class FaultyWorld(RuleBasedStateMachine):
 
 TestFaultyWorld = FaultyWorld.TestCase
 TestFaultyWorld.settings = settings(
-    max_examples=150,
-    stateful_step_count=30,
+    max_examples=300,
+    stateful_step_count=50,
     deadline=None,
     print_blob=True,
     suppress_health_check=list(HealthCheck),

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nbelastic.membership import (
+    End,
     EndRank,
     Limits,
     LimitsChanged,
+    Machine,
     Notify,
     Phase,
     RankReady,
+    RestartWorker,
+    Slot,
     SlotLeaving,
+    SlotsFound,
     StartRank,
+    StopRequested,
+    Tick,
+    from_dict,
+    to_dict,
 )
 
 from .ranks import Script
@@ -217,3 +228,34 @@ def test_of_two_limits_that_contradict_each_other_the_later_counts() -> None:
 def test_min_np_above_max_np_is_refused() -> None:
     with pytest.raises(ValueError, match="min_np=3 is above max_np=2"):
         Limits(min_np=3, max_np=2)
+
+
+# -- deadlines -----------------------------------------------------------------------------------
+
+moments = st.floats(0.0, 1e9)
+spans = st.floats(0.001, 1e6)
+
+
+@given(moments, spans)
+def test_a_deadline_takes_effect_when_it_comes(now: float, seconds: float) -> None:
+    """Whatever the rounding: a tick at the deadline is not too early."""
+    machine = Machine(Limits(elastic_timeout=seconds, stall_timeout=1e12))
+    machine.handle(Tick(), now)
+    effects = machine.handle(Tick(), machine.deadline())
+    assert isinstance(effects[-1], End)
+
+
+@given(moments, spans)
+def test_so_do_the_deadlines_of_ranks(now: float, seconds: float) -> None:
+    limits = Limits(elastic_timeout=seconds, ending_timeout=seconds, stall_timeout=1e12)
+    machine = Machine(limits)
+    machine.handle(SlotsFound((Slot("1", "tcp://A0", "A0", "A"),)), now)
+    effects = copy(machine).handle(Tick(), machine.deadline())
+    assert any(isinstance(effect, RestartWorker) for effect in effects)
+    machine.handle(StopRequested(), now)
+    effects = machine.handle(Tick(), machine.deadline())
+    assert isinstance(effects[-1], End)
+
+
+def copy(machine: Machine) -> Machine:
+    return from_dict(to_dict(machine))

@@ -29,6 +29,7 @@ from nbelastic.membership import (
     SlotGone,
     SlotLeaving,
     SlotsFound,
+    SlotSilent,
     Stage,
     StartRank,
     to_dict,
@@ -103,6 +104,24 @@ def test_a_rank_that_was_ready_before_an_abort_overtook_its_plan() -> None:
     assert [member.start for member in plan.members] == [0]
 
 
+def test_formed_means_that_all_have_formed() -> None:
+    world = job("A0", "B0", np=2)
+    world.run(until=lambda: world.phase() == Phase.FORMING)
+    world.machine.handle(RankFormed(0, 1), world.now, 0.0)
+    world.machine.handle(RankFormed(0, 1), world.now, 0.0)
+    assert world.phase() == Phase.FORMING
+    world.machine.handle(RankFormed(1, 1), world.now, 0.0)
+    assert world.phase() == Phase.RUNNING
+
+
+def test_heartbeats_out_of_order_take_nothing_back() -> None:
+    _, machine = running()
+    for version in (30, 28):
+        machine.handle(Beats(tuple(Beat(s, version, False, version) for s in (0, 1, 2))), 3.0, 0.0)
+    assert machine.roster.version == 30
+    assert [rank.version for rank in machine.roster.ranks.values()] == [30, 30, 30]
+
+
 # -- slots ---------------------------------------------------------------------------------------
 
 
@@ -148,6 +167,15 @@ def test_a_slot_is_never_given_to_two_ranks() -> None:
     assert machine.handle(SlotsFound(slots), world.now, 0.0) == []
 
 
+def test_a_slot_that_falls_silent_while_it_is_free() -> None:
+    world = job("A0", "B0", np=1, max_np=1, script=LONG)
+    silent = world.worker("B0").slot.id
+    world.tell(SlotSilent(silent))
+    world.kill("A0")
+    world.run_for(2.0)
+    assert [effect.slot.name for effect in world.of(StartRank)] == ["A0"]
+
+
 # -- ends in an unusual order ----------------------------------------------------------------------
 
 
@@ -188,6 +216,17 @@ def test_a_rank_that_left_unasked_ends_its_generation() -> None:
     (abort,) = [effect for effect in effects if isinstance(effect, Abort)]
     assert abort.starts == (0, 2)
     assert "left its generation unasked" in abort.reason
+
+
+def test_a_leaving_rank_that_is_ready_is_told_once_more() -> None:
+    world, machine = running()
+    world.tell(SlotLeaving(world.worker("B0").slot.id))
+    effects = machine.handle(ready(1, 1, 20), world.now, 0.0)
+    assert [(e.start, e.how) for e in effects if isinstance(e, EndRank)] == [(1, "leave")]
+    machine.handle(ready(0, 1, 20), world.now, 0.0)
+    effects = machine.handle(ready(2, 1, 20), world.now, 0.0)
+    (plan,) = [effect.plan for effect in effects if isinstance(effect, Publish)]
+    assert [member.start for member in plan.members] == [0, 2]
 
 
 def test_a_leaving_rank_whose_function_swallows_the_order_and_returns() -> None:

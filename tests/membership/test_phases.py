@@ -159,6 +159,8 @@ def test_a_newcomer_that_warms_up_when_the_second_loop_begins_is_let_go() -> Non
     assert world.outcome.kind == "finished"
     assert world.outcome.starts == (0, 1)
     assert [(e.start, e.how) for e in world.of(EndRank)] == [(2, "stop")]
+    assert len(world.plans) == 2, "it is not waited for"
+    assert not world.of(Notify)
 
 
 def test_a_loss_in_the_second_loop() -> None:
@@ -229,7 +231,8 @@ def test_one_who_is_late_for_a_function_without_a_loop_holds_up_nobody() -> None
     world.run()
     assert world.outcome.kind == "finished"
     assert world.outcome.starts == (0, 1)
-    assert world.now < 5.0
+    assert [(e.start, e.how) for e in world.of(EndRank)] == [(2, "stop")]
+    assert not world.of(Notify)
 
 
 def test_stop_without_a_loop_needs_no_commit() -> None:

@@ -100,12 +100,13 @@ def test_a_commit_in_between_forgives_a_stall() -> None:
 
 def test_late_messages_evict_nobody() -> None:
     world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
-    world.run_for(1.0)
-    world.now += 1000.0
-    world.tell(Tick())
-    waiting = Beats(tuple(Beat(r.start, 999, True, r.version) for r in world.ranks.values()))
-    world.tell(waiting)
+    world.rank_on("B0").hung = True
+    world.run_for(15.0)
+    stopped_beats(world)
+    world.run_for(1000.0)
+    assert world.phase() == Phase.RUNNING
     assert restarted(world) == []
+    world.tell(Beats(tuple(Beat(r.start, 999, False, r.version) for r in world.ranks.values())))
     assert world.phase() == Phase.RUNNING
 
 

@@ -39,14 +39,17 @@ class Timeline:
 
     def step(self) -> None:
         """Let the next thing happen: a message, a timer, or a deadline of the machine."""
-        deadline = self.machine.deadline()
-        if deadline is not None and deadline < self._queue[0][0]:
-            self.now = max(self.now, deadline)
+        self.now, due = self.next_time(), self._queue[0][0]
+        if due > self.now:
             self.tell(Tick())
         else:
-            time, _, action = heapq.heappop(self._queue)
-            self.now = max(self.now, time)
-            action()
+            heapq.heappop(self._queue)[2]()
+
+    def next_time(self) -> float:
+        """Return when the next thing happens."""
+        deadline = self.machine.deadline()
+        due = self._queue[0][0]
+        return max(self.now, due if deadline is None else min(deadline, due))
 
     def run(self, until: Callable[[], bool] = lambda: False, seconds: float = 7200.0) -> Self:
         """Let things happen until the job ends or `until` says so; it must, within `seconds`."""
@@ -58,7 +61,7 @@ class Timeline:
 
     def run_for(self, seconds: float) -> Self:
         end = self.now + seconds
-        while self._queue[0][0] <= end:
+        while self.next_time() <= end:
             self.step()
         self.now = end
         return self

@@ -46,7 +46,7 @@ class Crew:
 
     def workers(self) -> dict[str, int]:
         """Return the process of each worker, by address."""
-        return self.client.run(os.getpid)
+        return self.client.run(os.getpid, on_error="ignore")
 
     def wait_until_whole(self, count: int) -> None:
         """Wait until `count` workers are there and idle."""
@@ -57,11 +57,13 @@ class Crew:
 
         until(whole, f"{count} idle workers")
 
-    def kill(self, address: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal to a worker's process and return its number."""
-        process = self.workers()[address]
-        os.kill(process, number)
-        return process
+    def kill(self, address: str) -> bool:
+        """Send SIGKILL to a worker's process; return whether it was there."""
+        for nanny in self.cluster.workers.values():
+            if nanny.worker_address == address and nanny.pid:
+                os.kill(nanny.pid, signal.SIGKILL)
+                return True
+        return False
 
 
 def _tell(job: nbelastic.Job) -> None:
