@@ -144,8 +144,10 @@ class Machine(Rules):
 
     def _note_formed(self, rank: Rank) -> None:
         roster = self.roster
+        if roster.phase != Phase.FORMING:
+            return
         rank.formed = True
-        if roster.phase == Phase.FORMING and all(member.formed for member in roster.members()):
+        if all(member.formed for member in roster.members()):
             for member in roster.members():
                 member.moved_at = member.heard_at = self._now
             roster.forming_failures = 0

@@ -42,7 +42,7 @@ def test_what_ranks_print_is_kept_by_rank(crew):
         assert f"I am {rank}\n" in job.logs()
 
 
-def test_an_error_arrives_as_what_it_is_with_the_users_line_rank_and_worker(crew):
+def test_N11_an_error_arrives_as_what_it_is_with_the_users_line_rank_and_worker(crew):
     def fail():
         if nbelastic.rank() == 1:
             raise LookupError("no such digit")
@@ -78,7 +78,7 @@ def test_a_result_that_cannot_travel_is_an_error_that_says_so(crew):
         crew.fit(lock, np=1)
 
 
-def test_two_jobs_at_once_share_no_slot(crew):
+def test_N13_two_jobs_at_once_share_no_slot(crew):
     def who(seconds):
         import os
         import time
@@ -161,7 +161,7 @@ def test_a_timeout_leaves_the_job_alone(crew):
     assert job.result(30) == "awake"
 
 
-def test_a_job_can_be_run_from_any_thread(crew):
+def test_N13_a_job_can_be_run_from_any_thread(crew):
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(2) as pool:

@@ -140,7 +140,6 @@ def test_an_adaptive_cluster_gives_up_workers_without_ranks_first():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tls_clusters_work():
-    pytest.importorskip("cryptography")
     with a_crew(security=Security.temporary(), protocol="tls") as crew:
         job = crew.fit(where, np=2)
         assert all(address.startswith("tls://") for address, _ in job.results())
