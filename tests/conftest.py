@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.support.clusters import Crew
+
+# Some seconds after a worker is lost, a LocalCluster looks whether its name is back, and if not
+# closes its nanny for good. Where workers are killed again and again it looks in the wrong moment.
+dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"})
 
 
 @pytest.fixture(scope="session")
