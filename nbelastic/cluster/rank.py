@@ -93,7 +93,8 @@ class _Rank:
     def _call(self, session: Session) -> None:
         start = self._spec.start
         try:
-            result = session.run_user(self._function)
+            with session.user_code():
+                result = self._function()
         except RankExit:
             self.report(RankLeft(start))
         except BaseException as error:  # the user's, whatever it is: it goes to the kernel

@@ -240,9 +240,8 @@ class GlooCommunicator(Communicator):
         return _GlooHandle(self, flight, land)
 
     def _watch(self, start: Callable[[], Work], lane: str | None) -> Flight:
-        flight: Flight
         if lane is None:
-            flight = CollectiveFlight(start(), self._keeper.hands)
+            flight: Flight = CollectiveFlight(start(), self._keeper.hands)
         else:
             flight = self._keeper.lane(lane).put(start())
         self._keeper.watch(flight)

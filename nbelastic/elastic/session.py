@@ -20,17 +20,19 @@ parked        its elastic loop has returned; waits until all have, or for an abo
 Messages may be late. ``_heard`` is the newest generation that a plan or an abort has named: plans
 and aborts that are not newer change nothing, and an abort that overtakes its plan makes the rank
 report ready again, for a later one. An order to end is final; it is obeyed where the rank waits,
-at its next call, or, if it is in user code, by an exception raised in its thread.
+at its next call, or, if it is in user code, by an exception raised in its thread (never in here:
+see :mod:`nbelastic.elastic.interrupt`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import Op, Rendezvous, SoloCommunicator, connect, open_store
 from nbelastic.elastic.context import Context
-from nbelastic.elastic.interrupt import raise_in_thread, withdraw
+from nbelastic.elastic.interrupt import Interrupt
 from nbelastic.errors import (
     CollectiveError,
     Evicted,
@@ -51,7 +53,7 @@ from nbelastic.membership import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from nbelastic.collectives import Communicator, Store
     from nbelastic.elastic.port import Port, RankSpec
@@ -67,7 +69,7 @@ class Session(Context):
     def __init__(self, spec: RankSpec, port: Port) -> None:
         self._spec = spec
         self._port = port
-        self._thread = threading.get_ident()
+        self._interrupt = Interrupt()
         self._changed = threading.Condition()
         self._store: Store | None = None
         self._communicator: Communicator | None = None
@@ -79,9 +81,6 @@ class Session(Context):
         self._end: tuple[str, str] | None = None
         self._member = False
         self._parked = False
-        self._in_user_code = False
-        self._in_wait = False
-        self._interrupt = False
         self._carried: bool | None = None
         self._loops = 0
         self._steps = 0
@@ -135,15 +134,11 @@ class Session(Context):
             if self._communicator is not None:
                 self._communicator.abort(reason)
             self._changed.notify_all()
-            self._interrupt = not self._in_wait
-        self.nudge()
+            self._interrupt.request(_EXITS.get(how, Stopped))
 
     def nudge(self) -> None:
         """Interrupt the user's code if this rank is to end and it is safe now. Call it again."""
-        with self._changed:
-            if self._interrupt and self._in_user_code and self._end is not None:
-                kind = _EXITS.get(self._end[0], Stopped)
-                self._interrupt = not raise_in_thread(self._thread, kind)
+        self._interrupt.nudge()
 
     def beat(self) -> Beat:
         """Return what the next heartbeat should say. Any thread may call it."""
@@ -153,25 +148,22 @@ class Session(Context):
         progress = (self._steps << 32) + (self.generation << 20) + done
         return Beat(self._spec.start, progress & (2**62 - 1), waits, self.version)
 
-    # -- the user's function -------------------------------------------------------------------
+    # -- orders to end ---------------------------------------------------------------------------
 
-    def run_user(self, function: Callable[[], object]) -> object:
-        """Call `function` so that an order to end reaches it wherever it is in Python code."""
-        try:
+    @contextlib.contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Let an order to end reach what runs in a ``with`` block, wherever it is in Python."""
+        with self._interrupt.reachable():
             with self._changed:
-                self._in_user_code = True
                 self._obey()
-            return function()
-        finally:
-            with self._changed:
-                self._in_user_code = False
-                withdraw(self._thread)
+            yield
 
     def _obey(self) -> None:
         """Raise what this rank was told to end with, unless that has to wait."""
         if self._end is not None:
             how, reason = self._end
             if how != "leave" or not self._member:
+                self._interrupt.drop()
                 raise _EXITS.get(how, Stopped)(reason)
 
     # -- generations -----------------------------------------------------------------------------
@@ -234,15 +226,7 @@ class Session(Context):
                             detail=detail,
                         )
                     )
-                self._wait()
-
-    def _wait(self) -> None:
-        """Wait for the agent to deliver something. The lock is held."""
-        self._in_wait = True
-        try:
-            self._changed.wait()
-        finally:
-            self._in_wait = False
+                self._changed.wait()
 
     def _connect(self, plan: Plan) -> None:
         rank = plan.rank_of(self._spec.start)
@@ -309,7 +293,7 @@ class Session(Context):
                     if not self._member:
                         raise CollectiveError("a member failed before all had left the loop")
                     self._obey()
-                    self._wait()
+                    self._changed.wait()
             finally:
                 self._parked = False
 

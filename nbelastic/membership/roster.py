@@ -248,12 +248,12 @@ class Roster:
             return low
         return max(low, self.limits.np if high is None else min(self.limits.np, high))
 
-    def unheard(self, ranks: list[Rank], now: float) -> list[Rank]:
-        """Return those of `ranks` that send no heartbeats while other members do.
+    def unheard(self, ranks: list[Rank], now: float, quiet: float = QUIET) -> list[Rank]:
+        """Return those of `ranks` that send no heartbeats for `quiet` s while other members do.
 
         If nobody is heard of, the messages are late, not the ranks.
         """
-        heard = [rank for rank in self.awaited() if now < rank.heard_at + QUIET]
+        heard = [rank for rank in self.awaited() if now < rank.heard_at + quiet]
         return [rank for rank in ranks if rank not in heard] if heard else []
 
     def stall_suspects(self, now: float) -> list[Rank]:
@@ -264,8 +264,9 @@ class Roster:
         never returned while the generation is stalled: then it is all of them).
         """
         members, limit = self.awaited(), self.limits.stall_timeout
-        lost = self.unheard(members, now)
-        if not any(now < rank.heard_at + QUIET for rank in members):
+        quiet = min(QUIET, limit / 2)  # one that froze while it waited has said last that it waits
+        lost = self.unheard(members, now, quiet)
+        if not any(now < rank.heard_at + quiet for rank in members):
             return []
         still = [rank for rank in members if now >= rank.moved_at + limit]
         if not any(rank.waits(self.phase) for rank in still):

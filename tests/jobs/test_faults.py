@@ -227,10 +227,14 @@ def test_fifty_kills_at_random_moments(crew, tmp_path):
         marks.mkdir()
         work = Workload(marks, epochs=40, seconds=0.01)
         job = crew.fit(work, np=3, min_np=1, max_np=4, block=False, name=f"kills-{number}")
+        killed: set[str] = set()
         while not job.wait(dice.uniform(0.0, 0.4)):
-            status = job.status
-            members = [rank.worker for rank in status.ranks if rank.rank is not None]
-            if status.state == "running" and len(members) > 1 and kills < 50:
-                kills += crew.kill(dice.choice(members))
+            ranks = job.status.ranks
+            members = [r.worker for r in ranks if r.rank is not None and r.worker not in killed]
+            holders = [r.worker for r in ranks if r.commits and r.worker not in killed]
+            target = dice.choice(members) if members else None
+            if set(holders) - {target} and target and kills < 50:  # one with the state is left
+                kills += crew.kill(target)
+                killed.add(target)
         check(job.results(), work)
         assert "restarted" not in kinds(job)

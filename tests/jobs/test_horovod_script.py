@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import nbelastic.torch as hvd
 from tests.support.clusters import kinds, sizes
 
 
@@ -77,6 +78,9 @@ def test_a_horovod_script_runs_with_its_import_changed(crew, tmp_path):
 
 def test_the_same_script_runs_plainly_in_a_world_of_one(tmp_path):
     (tmp_path / "killed").touch()
-    accuracy, factor, size, _ = script(tmp_path)
+    try:
+        accuracy, factor, size, _ = script(tmp_path)
+    finally:
+        hvd.shutdown()
     assert accuracy > 0.8
     assert (round(factor), size) == (1, 1)

@@ -86,9 +86,6 @@ def cancel(crew, marks):
         job.result(60)
 
 
-@pytest.mark.xfail(
-    reason="open: after a cancelled job a worker was seen to keep two threads", strict=False
-)
 def test_twenty_jobs_of_every_kind_leave_no_more_than_the_first(crew, tmp_path):
     ends = [finish, fail, stop, cancel]
     for number in range(4):  # the first of each kind: libraries load, pools fill

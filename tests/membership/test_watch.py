@@ -118,6 +118,17 @@ def test_a_rank_that_nobody_hears_of_while_others_wait_is_evicted() -> None:
     assert restarted(world) == ["C0"]
 
 
+def test_a_rank_that_froze_while_it_waited_is_found_by_its_silence() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, stall_timeout=4.0, script=LONG), 10)
+    world.heartbeat_timeout = 1e9
+    everybody_waits(world)
+    world.run_for(1.5)
+    world.freeze("C0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == ["C0"]
+    assert world.records("lost")[0].detail == "held up the others for 4 s"
+
+
 def test_a_rank_that_hangs_after_the_loop_while_others_wait_for_it() -> None:
     script = Script(batches=5, after=1000.0)
     world = job("A0", "B0", np=2, stall_timeout=20.0, script=script)
