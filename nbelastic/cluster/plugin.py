@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
-from tornado.ioloop import PeriodicCallback
 
-from .agent import Agent
+from .install import Installer
 from .manners import Manners
-from .protocol import BEAT_INTERVAL, PLUGIN, Message
+from .protocol import PLUGIN, Message
+from .pulse import Pulse
 from .records import Host, JobRecord, fits
 
 if TYPE_CHECKING:
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from distributed import Scheduler
 
 __all__ = ["ElasticPlugin"]
-
-HELLO_TIMEOUT = 10.0
-"""Seconds that a worker may take to say hello once it has its agent."""
 
 CLOSE_GRACE = 5.0
 """Seconds that ranks have to end when their job is closed."""
@@ -53,10 +49,9 @@ class ElasticPlugin(SchedulerPlugin):
         self._jobs: dict[str, JobRecord] = {}
         self._hosts: dict[str, Host] = {}
         self._addresses: dict[str, str] = {}
-        self._installing: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ticked = 0.0
-        self._watch = PeriodicCallback(self._tick, BEAT_INTERVAL * 1000)
+        self._installer = Installer(scheduler, self._refuse)
+        self._pulse = Pulse(self._jobs, self._hosts, self._event)
         self._manners = Manners(self, scheduler)
         scheduler.handlers["nbelastic_open"] = self._open
         scheduler.handlers["nbelastic_close"] = self._close_job
@@ -71,7 +66,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     async def before_close(self) -> None:
         """Stop watching: the scheduler is closing."""
-        self._watch.stop()
+        self._pulse.stop()
         for task in self._tasks:
             task.cancel()
 
@@ -91,10 +86,9 @@ class ElasticPlugin(SchedulerPlugin):
             versions=spec["versions"],
             heartbeat_timeout=spec["heartbeat_timeout"],
         )
-        if not self._watch.is_running():
-            self._ticked = time.monotonic()
-            self._watch.start()
-        await asyncio.gather(*(self._install(address) for address in self._without_agent(job)))
+        self._pulse.start()
+        without = self._without_agent(job)
+        await asyncio.gather(*(self._installer.install(address) for address in without))
         if job in self._jobs:
             self._jobs[job].opening = False
             self._announce(job, list(self._hosts))
@@ -134,7 +128,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     def _settle(self) -> None:
         if not self._jobs:
-            self._watch.stop()
+            self._pulse.stop()
 
     def _end(self, job: str, start: int, slot: str, reason: str) -> None:
         self._to_agent(slot, job, "end", start=start, how="evict", reason=reason)
@@ -148,32 +142,8 @@ class ElasticPlugin(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Put an agent on a new worker if any job wants it."""
         state = scheduler.workers[worker]
-        if any(fits(job, state) for job in self._jobs.values()):
-            self._spawn(self._install(worker))
-
-    async def _install(self, address: str) -> None:
-        """Put an agent on a worker; it says hello when it is there."""
-        if address in self._addresses:
-            return
-        if address in self._installing:
-            await self._installing[address].wait()
-            return
-        here = self._installing[address] = asyncio.Event()
-        try:
-            message = {"op": "plugin-add", "plugin": pickle.dumps(Agent()), "name": PLUGIN}
-            answers = await self._scheduler.broadcast(
-                msg=message, workers=[address], on_error="return"
-            )
-            answer = answers.get(address)
-            if not isinstance(answer, dict) or answer.get("status") != "OK":
-                problem = answer.get("text") if isinstance(answer, dict) else repr(answer)
-                self._refuse(address, f"it cannot load nbelastic: {problem}")
-            else:
-                await asyncio.wait_for(here.wait(), HELLO_TIMEOUT)
-        except (OSError, asyncio.TimeoutError) as error:
-            self._refuse(address, f"it did not answer: {error!r}")
-        finally:
-            self._installing.pop(address).set()
+        if worker not in self._addresses and any(fits(j, state) for j in self._jobs.values()):
+            self._spawn(self._installer.install(worker))
 
     def _refuse(self, address: str, reason: str) -> None:
         state = self._scheduler.workers.get(address)
@@ -185,8 +155,7 @@ class ElasticPlugin(SchedulerPlugin):
         del pid
         self._hosts[slot["id"]] = Host(slot=slot, versions=versions)
         self._addresses[worker] = slot["id"]
-        if worker in self._installing:
-            self._installing[worker].set()
+        self._installer.arrived(worker)
         for name in self._jobs:
             self._announce(name, [slot["id"]])
 
@@ -336,41 +305,7 @@ class ElasticPlugin(SchedulerPlugin):
             self._announce(name, [slot])
 
     def _take_beats(self, worker: str, beats: list[tuple[str, list[Any]]]) -> None:
-        slot = self._addresses.get(worker)
-        if slot is not None:
-            self._hosts[slot].beats, self._hosts[slot].silence = True, 0.0
-        for job, beat in beats:
-            if job in self._jobs:
-                self._jobs[job].beats[beat[0]] = beat
-
-    def _tick(self) -> None:
-        """Pass heartbeats on, and look for workers that send none.
-
-        Time counts as silence only as far as the scheduler was listening: after a pause of its
-        own it must read what has come in before it blames anyone.
-        """
-        now = time.monotonic()
-        passed, self._ticked = min(now - self._ticked, 2 * BEAT_INTERVAL), now
-        for name, record in self._jobs.items():
-            if record.beats:
-                beats = [
-                    dict(zip(("start", "progress", "waiting", "version"), beat, strict=True))
-                    for beat in record.beats.values()
-                ]
-                record.beats = {}
-                self._event(name, {"kind": "Beats", "beats": beats})
-        for slot, host in self._hosts.items():
-            if host.holder is not None and host.beats:
-                host.silence += passed
-                self._note_silence(slot, host)
-
-    def _note_silence(self, slot: str, host: Host) -> None:
-        record = self._jobs.get(host.holder[0]) if host.holder else None
-        if record is None or slot in record.silent or host.silence < record.heartbeat_timeout:
-            return
-        record.silent.add(slot)
-        detail = f"its worker has sent no heartbeat for {host.silence:.0f} s"
-        self._event(host.holder[0], {"kind": "SlotSilent", "slot": slot, "detail": detail})  # type: ignore[index]
+        self._pulse.take(self._addresses.get(worker), beats)
 
     # -- sending -----------------------------------------------------------------------------------
 

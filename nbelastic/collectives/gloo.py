@@ -228,6 +228,8 @@ class GlooCommunicator(Communicator):
             failure = earlier.failure()
             if failure is not None:
                 self._fail(failure)
+            if earlier.done():
+                self._keeper.settle(earlier)
         failure = None
         with self._keeper.hands:
             self._alarm.check()
@@ -268,6 +270,7 @@ class GlooCommunicator(Communicator):
             self._fail(failure)
         if not landed:
             self._alarm.check()
+        self._keeper.settle(flight)
         if land is not None:
             land()
         self._completed += 1

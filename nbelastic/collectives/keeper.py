@@ -7,9 +7,10 @@ own, its keeper, in which it is born and in which it dies:
 - *forming*: the keeper constructs the group and checks that its peers are of the same
   generation, while the rank's thread waits for the outcome or an abort;
 - *whole*: the keeper sleeps. The rank's thread uses the group, holding ``hands`` while it does;
-- *ending*: woken by the alarm, the keeper severs the connections (unless the group was closed in
-  good order), so that whatever is stuck fails, here and on the peers; joins the lanes; takes from
-  the handles what they hold; drops the group; and ends.
+- *ending*: woken by the alarm, the keeper, unless the group was closed in good order, lets what
+  moves arrive and then severs the connections, so that whatever is stuck fails, here and on the
+  peers; joins the lanes; takes from the handles what they hold; drops the group; and ends. (A
+  message in the middle of which its peer dies or stops lasts until its timeout: a flaw of Gloo's.)
 
 An abort while the group is forming takes effect in the keeper when Gloo returns: at once where the
 rank still waits for others to come, within five times :data:`FORMING_LIMIT_S` where it is
@@ -60,6 +61,11 @@ FORMING_LIMIT_S = 10.0
 
 EXIT_LIMIT_S = 2.0
 
+# A message that is cut in the middle is one that Gloo never ends, except by its timeout: it tells
+# those who wait for messages not begun, and forgets the one under way. Between ranks that are
+# alive, what has begun to move arrives in less than this.
+DRAIN_LIMIT_S = 0.25
+
 _TOKEN_BYTES = 16
 
 # Older versions keep the limit that they were made with for every operation.
@@ -84,6 +90,7 @@ class Keeper:
 
     def __init__(self, rendezvous: Rendezvous, alarm: Alarm) -> None:
         self.hands = threading.Lock()
+        self._under_way: set[Flight] = set()
         self._flights: list[weakref.ref[Flight]] = []
         self._rendezvous = rendezvous
         self._alarm = alarm
@@ -104,8 +111,16 @@ class Keeper:
             raise RuntimeError("connect() comes before any operation")
 
     def watch(self, flight: Flight) -> None:
-        """Note an operation that has begun. The caller has the hands."""
+        """Note an operation that has begun. The caller has the hands.
+
+        It is under way until it is settled, whether or not somebody still has its handle.
+        """
+        self._under_way.add(flight)
         self._flights.append(weakref.ref(flight))
+
+    def settle(self, flight: Flight) -> None:
+        """Note that an operation has ended well."""
+        self._under_way.discard(flight)
 
     def flights(self) -> list[Flight]:
         """Return the operations that are under way, or that somebody may still wait for."""
@@ -183,6 +198,7 @@ class Keeper:
             self.watch(flight)
         if not flight.wait(self._alarm):
             return
+        self.settle(flight)
         for rank, token in enumerate(tokens):
             if not torch.equal(token, _token(its, rank)):
                 raise OperationFailed(f"rank {rank} is of another generation")
@@ -193,6 +209,7 @@ class Keeper:
             pass  # the rank's thread is out of Gloo now, or will be back only to see the alarm
         ends = ends_of(self._meeting.addresses, self._rendezvous.rank)
         if ends is not None and not self._alarm.gentle:
+            self._drain()
             sever(ends)
         for lane in self._lanes.values():
             lane.join()
@@ -201,6 +218,12 @@ class Keeper:
             group, self._group = self._group, None
         del stripped
         del group
+
+    def _drain(self) -> None:
+        """Let messages that are half over arrive. Their peers do the same."""
+        end = time.monotonic() + DRAIN_LIMIT_S
+        while time.monotonic() < end and not all(flight.done() for flight in self.flights()):
+            time.sleep(0.005)
 
 
 def _make_group(meeting: Meeting, rendezvous: Rendezvous) -> ProcessGroup:

@@ -337,17 +337,14 @@ class Session(Context):
                 return
             if not self._member:
                 raise CollectiveError(f"generation {self.generation} is over")
-        if self.size == 1:
-            changed = self.change_flag()
-        elif self._carried is not None:
-            changed = self._carried
-        else:
-            changed = self._ask_all()
+        changed = self._ask_all() if self._carried is None else self._carried
         self._carried = None
         if changed:
             raise HostsUpdatedInterrupt
 
     def _ask_all(self) -> bool:
+        if self.size == 1:
+            return self.change_flag()
         import torch
 
         flag = torch.tensor([self.change_flag()], dtype=torch.int32)

@@ -158,6 +158,21 @@ def test_closing_in_any_state(make):
         assert "closed" in failure(world.start(0, lambda c: c.barrier()))
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda c: c.allreduce_async(torch.ones(3)),
+        lambda c: c.receive_async(torch.ones(3), source=1),
+    ],
+    ids=["allreduce", "receive"],
+)
+def test_closing_leaves_nothing_under_way_though_nobody_has_its_handle(make, start):
+    with World(make, 2) as world:
+        world.do(0, lambda c: (start(c), None)[1])
+        world.do(0, lambda c: c.close())
+        eventually(lambda: len(threads_of_communicators()) == 1, "the end of rank 0's threads")
+
+
 def test_connecting_comes_first_and_once(pair, make):
     with World(make, 2, connected=False) as world, pytest.raises(RuntimeError, match="connect"):
         world.do(0, lambda c: c.barrier())

@@ -1,0 +1,64 @@
+"""Putting agents on workers, once each."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import TYPE_CHECKING
+
+from .agent import Agent
+from .protocol import PLUGIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed import Scheduler
+
+__all__ = ["Installer"]
+
+HELLO_TIMEOUT = 10.0
+"""Seconds that a worker may take to say hello once it has its agent."""
+
+
+class Installer:
+    """Puts agents on workers.
+
+    Parameters
+    ----------
+    scheduler : distributed.Scheduler
+        Whose workers.
+    refuse : callable
+        ``refuse(address, reason)`` hears of workers that cannot have one.
+    """
+
+    def __init__(self, scheduler: Scheduler, refuse: Callable[[str, str], None]) -> None:
+        self._scheduler = scheduler
+        self._refuse = refuse
+        self._under_way: dict[str, asyncio.Event] = {}
+
+    def arrived(self, address: str) -> None:
+        """Note that an agent has said hello."""
+        if address in self._under_way:
+            self._under_way[address].set()
+
+    async def install(self, address: str) -> None:
+        """Put an agent on a worker and wait for its hello."""
+        if address in self._under_way:
+            await self._under_way[address].wait()
+            return
+        here = self._under_way[address] = asyncio.Event()
+        try:
+            message = {"op": "plugin-add", "plugin": pickle.dumps(Agent()), "name": PLUGIN}
+            answers = await self._scheduler.broadcast(
+                msg=message, workers=[address], on_error="return"
+            )
+            answer = answers.get(address)
+            if not isinstance(answer, dict) or answer.get("status") != "OK":
+                problem = answer.get("text") if isinstance(answer, dict) else repr(answer)
+                self._refuse(address, f"it cannot load nbelastic: {problem}")
+            else:
+                await asyncio.wait_for(here.wait(), HELLO_TIMEOUT)
+        except (OSError, asyncio.TimeoutError) as error:
+            self._refuse(address, f"it did not answer: {error!r}")
+        finally:
+            self._under_way.pop(address).set()
