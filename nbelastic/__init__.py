@@ -9,7 +9,7 @@ Importing this package loads neither torch nor IPython.
 __version__ = "0.1.0"
 
 from nbelastic import elastic, errors
-from nbelastic.driver import HistoryEvent, Job, JobStatus, RankStatus, fit
+from nbelastic.driver import HistoryEvent, Job, JobStatus, Progress, RankStatus, fit
 from nbelastic.elastic import (
     cross_rank,
     cross_size,
@@ -17,6 +17,7 @@ from nbelastic.elastic import (
     local_rank,
     local_size,
     rank,
+    report,
     shutdown,
     size,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "HistoryEvent",
     "Job",
     "JobStatus",
+    "Progress",
     "RankStatus",
     "cross_rank",
     "cross_size",
@@ -35,6 +37,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "report",
     "shutdown",
     "size",
 ]

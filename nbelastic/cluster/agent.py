@@ -143,9 +143,18 @@ class Agent(WorkerPlugin):
             session.nudge()
         beats = [[job, pack_event_beat(s)] for (job, _), s in self._sessions.items()]
         self._send("nbelastic-beats", beats=beats)
+        for key in self._sessions:
+            self._send_vitals(key)
+
+    def _send_vitals(self, key: Key) -> None:
+        session = self._sessions.get(key)
+        if session is not None:
+            figures, rows = session.vitals.take()
+            self._send("nbelastic-vitals", job=key[0], start=key[1], figures=figures, rows=rows)
 
     def _report(self, key: Key, event: Message, attachment: object) -> None:
         self._flush_output(key)
+        self._send_vitals(key)
         self._send("nbelastic-report", job=key[0], event=event, attachment=attachment)
 
     def _collect_output(self, key: Key, text: str) -> None:

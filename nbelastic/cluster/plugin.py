@@ -51,7 +51,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._addresses: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._installer = Installer(scheduler, self._refuse)
-        self._pulse = Pulse(self._jobs, self._hosts, self._event)
+        self._pulse = Pulse(self._jobs, self._hosts, self._to_driver)
         self._manners = Manners(self, scheduler)
         scheduler.handlers["nbelastic_open"] = self._open
         scheduler.handlers["nbelastic_close"] = self._close_job
@@ -61,6 +61,7 @@ class ElasticPlugin(SchedulerPlugin):
         scheduler.stream_handlers["nbelastic-report"] = self._report
         scheduler.stream_handlers["nbelastic-beats"] = self._take_beats
         scheduler.stream_handlers["nbelastic-output"] = self._output
+        scheduler.stream_handlers["nbelastic-vitals"] = self._pulse.take_vitals
         scheduler.stream_handlers["nbelastic-ended"] = self._ended
         scheduler.stream_handlers["nbelastic-leaving"] = self._leaving
 
@@ -279,6 +280,7 @@ class ElasticPlugin(SchedulerPlugin):
     # -- from the agents ---------------------------------------------------------------------------
 
     def _report(self, worker: str, job: str, event: Message, attachment: Any) -> None:
+        self._pulse.send_vitals(job)
         self._event(job, event, attachment)
 
     def _output(self, worker: str, job: str, start: int, text: str) -> None:

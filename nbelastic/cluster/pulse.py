@@ -25,14 +25,14 @@ class Pulse:
     jobs, hosts : dict
         The plugin's books.
     tell : callable
-        ``tell(job, event)`` sends an event to a driver.
+        ``tell(job, do, **fields)`` sends a message to a driver.
     """
 
     def __init__(
         self,
         jobs: dict[str, JobRecord],
         hosts: dict[str, Host],
-        tell: Callable[[str, Message], None],
+        tell: Callable[..., None],
     ) -> None:
         self._jobs = jobs
         self._hosts = hosts
@@ -58,6 +58,23 @@ class Pulse:
             if job in self._jobs:
                 self._jobs[job].beats[beat[0]] = beat
 
+    def take_vitals(
+        self, worker: str, job: str, start: int, figures: list[Any], rows: list[Any]
+    ) -> None:
+        """Take in what a rank tells people of itself; it goes on with the next beat."""
+        record = self._jobs.get(job)
+        if record is not None:
+            waiting = record.vitals[start][1] if start in record.vitals else []
+            record.vitals[start] = (figures, [*waiting, *rows])
+
+    def send_vitals(self, job: str) -> None:
+        """Send what has come in of vitals and has not been passed on."""
+        record = self._jobs.get(job)
+        if record is not None and record.vitals:
+            vitals = [[start, *held] for start, held in record.vitals.items()]
+            record.vitals = {}
+            self._tell(job, "vitals", vitals=vitals)
+
     def _tick(self) -> None:
         """Pass heartbeats on, and look for workers that send none.
 
@@ -73,7 +90,8 @@ class Pulse:
                     for beat in record.beats.values()
                 ]
                 record.beats = {}
-                self._tell(name, {"kind": "Beats", "beats": beats})
+                self._event(name, {"kind": "Beats", "beats": beats})
+            self.send_vitals(name)
         for slot, host in self._hosts.items():
             if host.holder is not None and host.beats:
                 host.silence += passed
@@ -87,4 +105,7 @@ class Pulse:
             return
         record.silent.add(slot)
         detail = f"its worker has sent no heartbeat for {host.silence:.0f} s"
-        self._tell(job, {"kind": "SlotSilent", "slot": slot, "detail": detail})
+        self._event(job, {"kind": "SlotSilent", "slot": slot, "detail": detail})
+
+    def _event(self, job: str, event: Message) -> None:
+        self._tell(job, "event", event=event, attachment=None)

@@ -62,6 +62,8 @@ class JobRecord:
         Seconds of silence after which a worker counts as frozen.
     ranks : dict of int to str
         Slot of every start that is claimed or runs.
+    vitals : dict of int to tuple
+        Figures and reports of ranks that have not been passed on.
     demand : int
         How many ranks it would like to have.
     orphaned : bool
@@ -80,6 +82,7 @@ class JobRecord:
     ranks: dict[int, str] = field(default_factory=dict)
     beats: dict[int, list[Any]] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
+    vitals: dict[int, tuple[list[Any], list[Any]]] = field(default_factory=dict)
     demand: int = 0
     orphaned: bool = False
     opening: bool = True

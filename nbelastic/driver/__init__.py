@@ -2,6 +2,6 @@
 
 from .fit import fit
 from .job import Job
-from .status import HistoryEvent, JobStatus, RankStatus
+from .status import HistoryEvent, JobStatus, Output, Progress, RankStatus
 
-__all__ = ["HistoryEvent", "Job", "JobStatus", "RankStatus", "fit"]
+__all__ = ["HistoryEvent", "Job", "JobStatus", "Output", "Progress", "RankStatus", "fit"]

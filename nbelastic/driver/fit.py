@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.cluster import Link, check_versions, own_versions, pack_function
 from nbelastic.errors import OptionError
 
+from . import display
 from .attachment import attach_client
 from .job import Job
 from .options import Options
@@ -131,6 +132,7 @@ def fit(
         raise
     driver.start(link)
     job = Job(driver)
+    display.started(job)
     if block:
         _block(job)
     return job

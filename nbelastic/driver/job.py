@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
@@ -9,15 +12,21 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.errors import JobInterrupted, OptionError
 from nbelastic.membership import LimitsChanged, StopRequested
 
+from . import display
 from .status import JobStatus, RankStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nbelastic.membership import RankView
+
     from .shell import Driver
-    from .status import HistoryEvent
+    from .status import HistoryEvent, Output
 
 __all__ = ["Job"]
+
+TICK = 0.1
+"""Seconds between two looks of a waiting caller at what it shows."""
 
 
 class Job:
@@ -139,13 +148,64 @@ class Job:
             Only what was printed by the workers whose latest rank this is; without it, everything,
             each worker's lines together, under a heading.
         """
+        texts: dict[int, list[str]] = {}
+        for piece in self._driver.output():
+            texts.setdefault(piece.start, []).append(piece.text)
         parts = []
-        for start, (latest, text) in self._driver.output().items():
+        for start, pieces in sorted(texts.items()):
+            latest = self._driver.latest_rank(start)
             if rank is None:
-                parts.append(f"[rank {latest}, start {start}]\n{text}")
-            elif latest == rank:
-                parts.append(text)
+                parts.append(f"[rank {latest}, start {start}]\n")
+            if rank in (None, latest):
+                parts += pieces
         return "".join(parts)
+
+    def output(self, since: int = 0) -> tuple[int, tuple[Output, ...]]:
+        """Return what ranks printed, piece by piece as it came.
+
+        Parameters
+        ----------
+        since : int, default 0
+            The cursor that an earlier call returned: only what has come since then.
+
+        Returns
+        -------
+        cursor : int
+        pieces : tuple of Output
+        """
+        pieces = self._driver.output(since)
+        return since + len(pieces), pieces
+
+    @property
+    def metrics(self) -> Any:
+        """What ranks reported with :func:`nbelastic.report`, the mean over ranks, by step.
+
+        A :class:`pandas.DataFrame` where pandas is installed, else a list of dicts. Columns:
+        ``step``, ``time`` (seconds since the start), ``ranks`` (how many reported), and the
+        metrics.
+        """
+        rows = self._driver.gauges.rows()
+        if importlib.util.find_spec("pandas") is None:
+            return rows
+        return importlib.import_module("pandas").DataFrame(rows)
+
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Return each metric as points ``(step, mean over ranks)``."""
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for row in self._driver.gauges.rows():
+            for name, value in row.items():
+                if name not in ("step", "time", "ranks"):
+                    curves.setdefault(name, []).append((row["step"], value))
+        return curves
+
+    def pace(self) -> tuple[tuple[float, float], ...]:
+        """Return how fast the job went: points ``(seconds since the start, samples/s)``."""
+        return self._driver.gauges.pace()
+
+    @property
+    def started(self) -> float:
+        """When the job was started, in seconds since the epoch."""
+        return self._driver.started
 
     @property
     def status(self) -> JobStatus:
@@ -155,6 +215,8 @@ class Job:
         state = view.state
         if state in ("finished", "failed", "stopped") and not self.done():
             state = "running"
+        gauges = self._driver.gauges
+        members = [rank.start for rank in view.ranks if rank.rank is not None]
         return JobStatus(
             name=self.name,
             state=state,
@@ -166,15 +228,32 @@ class Job:
             commits=view.commits,
             elapsed=end - self._driver.started,
             reason=view.reason,
-            ranks=tuple(
-                RankStatus(r.rank, r.worker, r.host, r.state, r.commits) for r in view.ranks
-            ),
+            ranks=tuple(self._rank_status(rank) for rank in view.ranks),
+            samples_per_s=gauges.total(members),
+            progress=gauges.progress(end - self._driver.started, members),
+        )
+
+    def _rank_status(self, rank: RankView) -> RankStatus:
+        gauge = self._driver.gauges.rank(rank.start)
+        return RankStatus(
+            rank=rank.rank,
+            worker=rank.worker,
+            host=rank.host,
+            state=rank.state,
+            commits=rank.commits,
+            step=gauge.step,
+            samples_per_s=gauge.samples_per_s,
+            device=gauge.device,
         )
 
     @property
     def history(self) -> tuple[HistoryEvent, ...]:
         """Everything that has happened to the job, oldest first."""
         return self._driver.history()
+
+    def _ipython_display_(self) -> None:
+        if not display.show(self):
+            sys.stdout.write(f"{self!r}\n")
 
     # -- for fit -------------------------------------------------------------------------------
 
@@ -187,15 +266,18 @@ class Job:
             The job has ended because of an interrupt; its workers are free.
         """
         interrupts = 0
-        while True:
-            try:
-                if self.wait():
-                    break
-            except KeyboardInterrupt:
-                interrupts += 1
-                if interrupts == 1:
-                    self.stop()
-                else:
-                    self.cancel()
+        with display.watching(self) as watch:
+            while True:
+                try:
+                    if self.wait(TICK):
+                        break
+                    watch.tick()
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    if interrupts == 1:
+                        self.stop()
+                        watch.say("stopping at the next commit; interrupt again to stop now")
+                    else:
+                        self.cancel()
         if interrupts:
             raise JobInterrupted(f"job {self.name!r} was interrupted; its workers are free")

@@ -51,7 +51,8 @@ from nbelastic.membership import (
 
 from .clock import LiveClock
 from .failure import exception_for
-from .status import HistoryEvent
+from .gauges import Gauges
+from .status import HistoryEvent, Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +85,8 @@ class Driver:
         self._inbox: queue.SimpleQueue[Event | Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._history: list[HistoryEvent] = []
-        self._output: dict[int, list[str]] = {}
+        self._output: list[Output] = []
+        self.gauges = Gauges()
         self._names: dict[int, str] = {}
         self._ranks: dict[int, int] = {}
         self._granting: dict[int, StartRank] = {}
@@ -130,13 +132,14 @@ class Driver:
         with self._lock:
             return tuple(self._history)
 
-    def output(self) -> dict[int, tuple[int | None, str]]:
-        """Return what each start of the function has printed, with its latest rank."""
+    def output(self, since: int = 0) -> tuple[Output, ...]:
+        """Return what ranks have printed, but for the first `since` pieces."""
         with self._lock:
-            return {
-                start: (self._ranks.get(start), "".join(parts))
-                for start, parts in sorted(self._output.items())
-            }
+            return tuple(self._output[since:])
+
+    def latest_rank(self, start: int) -> int | None:
+        """Return the rank that a start of the function had last."""
+        return self._ranks.get(start)
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -193,11 +196,20 @@ class Driver:
         if do == "granted":
             self._begin(message["start"])
         elif do == "output":
+            start = message["start"]
             with self._lock:
-                self._output.setdefault(message["start"], []).append(message["text"])
+                self._output.append(Output(start, self._ranks.get(start), message["text"]))
+        elif do == "vitals":
+            self._take_vitals(message["vitals"])
         elif do == "refused":
             self._note(Record("refused", 0, worker=message["worker"], detail=message["reason"]))
         return None
+
+    def _take_vitals(self, vitals: list[Any]) -> None:
+        elapsed = time.time() - self.started
+        self.gauges.take(elapsed, vitals)
+        members = self._machine.roster.members()
+        self.gauges.note_pace(elapsed, self.gauges.total(rank.start for rank in members))
 
     # -- effects -------------------------------------------------------------------------------
 
@@ -273,6 +285,7 @@ class Driver:
             rank=record.rank,
             generation=record.generation,
             detail=record.detail,
+            size=0 if self._machine.roster.ended else len(self._machine.roster.members()),
         )
         with self._lock:
             self._history.append(event)

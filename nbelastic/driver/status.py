@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["HistoryEvent", "JobStatus", "RankStatus"]
+__all__ = ["HistoryEvent", "JobStatus", "Output", "Progress", "RankStatus"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class RankStatus:
         ``ending``.
     commits : int
         Its last commit.
+    step : int
+        Batches that it has processed (commits and checks where it has no sampler).
+    samples_per_s : float or None
+        How fast it goes; None while that is not known.
+    device : str
+        What it computes on, as torch names it; empty while that is not known.
     """
 
     rank: int | None
@@ -31,6 +37,38 @@ class RankStatus:
     host: str
     state: str
     commits: int
+    step: int = 0
+    samples_per_s: float | None = None
+    device: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job has come, where its state has a declared total.
+
+    Attributes
+    ----------
+    epoch, epochs : int
+        Epochs done, and in all.
+    batch, batches : int
+        Batches done of this epoch, and in an epoch; both 0 where that was not declared.
+    remaining_s : float or None
+        Seconds that the rest will take at the pace so far; None while there is none.
+    """
+
+    epoch: int
+    epochs: int
+    batch: int = 0
+    batches: int = 0
+    remaining_s: float | None = None
+
+    @property
+    def fraction(self) -> float:
+        """How much is done, from 0 to 1."""
+        if not self.epochs:
+            return 0.0
+        within = min(self.batch / self.batches, 1.0) if self.batches else 0.0
+        return min((self.epoch + within) / self.epochs, 1.0)
 
 
 @dataclass(frozen=True)
@@ -59,6 +97,10 @@ class JobStatus:
         What the job waits for, or why it ended.
     ranks : tuple of RankStatus
         Members by rank, then those that start.
+    samples_per_s : float or None
+        How fast all members go together; None while that is not known.
+    progress : Progress or None
+        How far it has come; None where the state has no declared total.
     """
 
     name: str
@@ -72,6 +114,8 @@ class JobStatus:
     elapsed: float
     reason: str
     ranks: tuple[RankStatus, ...]
+    samples_per_s: float | None = None
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +137,8 @@ class HistoryEvent:
         The generation of that time.
     detail : str
         More, for people.
+    size : int
+        Number of members from then on.
     """
 
     time: float
@@ -101,3 +147,23 @@ class HistoryEvent:
     rank: int | None
     generation: int
     detail: str
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """Something that a rank printed.
+
+    Attributes
+    ----------
+    start : int
+        Which start of the function.
+    rank : int or None
+        Its rank then.
+    text : str
+        What it printed; may end in the middle of a line.
+    """
+
+    start: int
+    rank: int | None
+    text: str

@@ -9,6 +9,7 @@ from .loop import run
 from .port import Port, RankSpec
 from .session import Session
 from .state import ObjectState, State
+from .vitals import as_numbers
 
 __all__ = [
     "ObjectState",
@@ -22,6 +23,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "report",
     "run",
     "shutdown",
     "size",
@@ -67,3 +69,34 @@ def cross_size() -> int:
 def sync_root() -> int:
     """Return the rank that holds the newest state: where a ``sync`` must broadcast from."""
     return current().source
+
+
+def report(*, step: float | None = None, **values: object) -> None:
+    """Report metrics of this rank, for ``job.metrics`` and the notebook's panel.
+
+    Parameters
+    ----------
+    step : float, optional
+        Where on the horizontal axis; without it, reports are counted.
+    **values : number, or tensor or array of one element
+        What to report. ``job.metrics`` has the mean over the ranks that reported it.
+
+    Raises
+    ------
+    TypeError
+        A value is not a number.
+    NotInitialized
+        Before ``init()``.
+
+    Notes
+    -----
+    Every rank that has a value reports it, all at the same place in the training loop. What is
+    reported after the last commit and then rolled back is replaced when it is done again. Reports
+    travel with the heartbeats; a call takes microseconds.
+
+    Examples
+    --------
+    >>> nbelastic.report(loss=loss.item(), accuracy=0.9)  # doctest: +SKIP
+    """
+    context = current()
+    context.vitals.report(context.version, context.generation, as_numbers(values), step)

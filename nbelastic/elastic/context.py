@@ -24,6 +24,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import SoloCommunicator
+from nbelastic.elastic.vitals import Vitals
 from nbelastic.errors import NotInitialized
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Context(abc.ABC):
         Serial number of this rank's last commit; 0 before the first.
     source : int
         Rank that holds the newest state of this generation: the root of a synchronisation.
+    vitals : Vitals
+        What it tells people of itself.
     """
 
     rank: int
@@ -63,6 +66,7 @@ class Context(abc.ABC):
     generation: int
     version: int
     source: int
+    vitals: Vitals
 
     @abc.abstractmethod
     def communicator(self) -> Communicator:
@@ -105,6 +109,7 @@ class LocalContext(Context):
         self.size = self.local_size = self.cross_size = 1
         self.generation = 1
         self.version = 0
+        self.vitals = Vitals()
         self._communicator = SoloCommunicator(generation=1)
 
     def communicator(self) -> Communicator:

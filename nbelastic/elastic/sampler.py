@@ -155,6 +155,7 @@ class ShardSampler:
         if self._spans and self._spans[-1][1] == start:
             start = self._spans.pop()[0]
         self._spans.append((start, stop))
+        _count(stop - batch_idx * batch_size)
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that samples are done, by their indices."""
@@ -163,6 +164,7 @@ class ShardSampler:
         if done and not 0 <= min(done) <= max(done) < self._deal.order.length:
             raise ValueError(f"indices must be within 0 … {self._deal.order.length - 1}")
         self._indices.extend(done)
+        _count(len(done))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and what this rank knows to be done of it, for a checkpoint."""
@@ -265,3 +267,11 @@ def _place() -> tuple[int, int]:
 def _ints(indices: Indices) -> list[int]:
     values: list[int] = indices.tolist()
     return values
+
+
+def _count(samples: int) -> None:
+    """Count a batch for those who watch."""
+    try:
+        current().vitals.recorded(samples)
+    except NotInitialized:
+        pass  # a sampler by itself

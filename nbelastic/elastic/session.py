@@ -17,11 +17,10 @@ member        has reported formed; trains. Its generation ends by an abort, or a
 parked        its elastic loop has returned; waits until all have, or for an abort
 ============  ====================================================================================
 
-Messages may be late. ``_heard`` is the newest generation that a plan or an abort has named: plans
-and aborts that are not newer change nothing, and an abort that overtakes its plan makes the rank
-report ready again, for a later one. An order to end is final; it is obeyed where the rank waits,
-at its next call, or, if it is in user code, by an exception raised in its thread (never in here:
-see :mod:`nbelastic.elastic.interrupt`).
+Messages may be late. ``_heard`` is the newest generation that a plan or an abort has named: what is
+not newer changes nothing, and an abort that overtakes its plan makes the rank report ready again.
+An order to end is final; it is obeyed where the rank waits, at its next call, or in user code by an
+exception raised in its thread (never in here: see :mod:`nbelastic.elastic.interrupt`).
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING
 from nbelastic.collectives import Op, Rendezvous, SoloCommunicator, connect, open_store
 from nbelastic.elastic.context import Context
 from nbelastic.elastic.interrupt import Interrupt
+from nbelastic.elastic.vitals import Vitals
 from nbelastic.errors import (
     CollectiveError,
     Evicted,
@@ -69,6 +69,7 @@ class Session(Context):
     def __init__(self, spec: RankSpec, port: Port) -> None:
         self._spec = spec
         self._port = port
+        self.vitals = Vitals()
         self._interrupt = Interrupt()
         self._changed = threading.Condition()
         self._store: Store | None = None
@@ -267,9 +268,8 @@ class Session(Context):
             communicator.close()
 
     def _take_place(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
-        self.local_rank, self.local_size = place.local_rank, place.local_size
-        self.cross_rank, self.cross_size = place.cross_rank, place.cross_size
+        for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
+            setattr(self, name, getattr(place, name))
 
     def synchronized(self, plan: Plan) -> None:
         """Note that this rank has the state of the generation."""

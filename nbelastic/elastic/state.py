@@ -71,6 +71,27 @@ class State:
         current().committed()
         self.check_host_updates()
 
+    def set_total(self, *, epoch: int, batch: int = 0) -> None:
+        """Declare how far training goes, so that progress and remaining time can be shown.
+
+        Parameters
+        ----------
+        epoch : int
+            Epochs in all; ``state.epoch`` is the one under way, counted from 0.
+        batch : int, optional
+            Batches in an epoch; ``state.batch`` is the last one done, counted from 0.
+
+        Examples
+        --------
+        >>> state.set_total(epoch=10, batch=len(loader))  # doctest: +SKIP
+        """
+        for name, value in (("epoch", epoch), ("batch", batch)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise OptionError(
+                    f"set_total({name}={value!r}): must be a whole number, at least 0"
+                )
+        current().vitals.total = (epoch, batch)
+
     def check_host_updates(self) -> None:
         """Check whether ranks are about to join or leave, without saving.
 
@@ -79,7 +100,10 @@ class State:
         HostsUpdatedInterrupt
             As for :meth:`commit`.
         """
-        current().check_membership()
+        context = current()
+        context.vitals.checked()
+        context.vitals.place = (_count(self, "epoch"), _count(self, "batch"))
+        context.check_membership()
 
     def align(self, behind: Sequence[int]) -> None:
         """Bring all members of a new generation to the same state. Called by the elastic loop.
@@ -233,3 +257,8 @@ class ObjectState(State):
                 self._unpack(parcel)
         for sampler, deal in zip(samplers, deals, strict=True):
             sampler.install(deal, context.rank, resumed=resumed)
+
+
+def _count(state: State, name: str) -> int:
+    value = getattr(state, name, 0)
+    return value if isinstance(value, int) else 0

@@ -21,6 +21,7 @@ import sys
 import torch
 
 from nbelastic.elastic.context import current
+from nbelastic.errors import NotInitialized
 
 __all__ = ["device"]
 
@@ -43,6 +44,15 @@ def device() -> torch.device:
     --------
     >>> model = Net().to(hvd.device())  # doctest: +SKIP
     """
+    chosen = _choose()
+    try:
+        current().vitals.device = str(chosen)
+    except NotInitialized:
+        pass  # nobody to tell
+    return chosen
+
+
+def _choose() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()

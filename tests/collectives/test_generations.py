@@ -118,7 +118,8 @@ def test_memory_of_an_aborted_operation_is_not_handed_to_another(make):
             late = old.start(1, lambda c: _average_of_parts(c, size))
             with World(make, 2, store=store.address) as new:
                 new.run(lambda c, fresh=fresh: c.allreduce(fresh[c.rank]))
-            assert isinstance(late.exception(PATIENCE_S), CollectiveError)
+            # It comes to nothing, or is over before the connections are cut.
+            assert isinstance(late.exception(PATIENCE_S), (CollectiveError, type(None)))
             assert not any(tensor.any() for tensor in fresh)
     store.close()
 

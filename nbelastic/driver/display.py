@@ -1,0 +1,125 @@
+"""Where a display hooks in: the driver shows nothing itself.
+
+A display is set once, by the package or a test; without one, jobs are silent. Whatever it raises is
+logged, once, and never reaches the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from .job import Job
+
+__all__ = ["Display", "Watch", "set_display", "show", "started", "watching"]
+
+logger = logging.getLogger(__name__)
+
+
+class Watch(Protocol):
+    """Watches one job on behalf of a caller that waits for it."""
+
+    def tick(self) -> None:
+        """Bring what is shown up to date. Called in the waiting thread, ten times a second."""
+
+    def say(self, text: str) -> None:
+        """Show one line to the user."""
+
+
+class Display(Protocol):
+    """Shows jobs."""
+
+    def started(self, job: Job) -> None:
+        """Take note of a job of this kernel."""
+
+    def watching(self, job: Job) -> AbstractContextManager[Watch]:
+        """Return what to hold while a thread waits for a job."""
+
+    def show(self, job: Job) -> None:
+        """Show a job that is the value of a cell."""
+
+
+_display: Display | None = None
+_complained = False
+
+
+def set_display(display: Display | None) -> None:
+    """Set what shows jobs in this process; None for nothing."""
+    global _display  # noqa: PLW0603 - one display per process
+    _display = display
+
+
+def started(job: Job) -> None:
+    """Tell the display of a new job."""
+    display = _display
+    if display is not None:
+        _guard(lambda: display.started(job))
+
+
+def show(job: Job) -> bool:
+    """Show a job; return whether there was a display that could."""
+    display = _display
+    return display is not None and _guard(lambda: display.show(job))
+
+
+class _Guarded:
+    """A watch whose faults stay its own."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch: Watch | None = watch
+
+    def tick(self) -> None:
+        watch = self._watch
+        if watch is not None and not _guard(watch.tick):
+            self._watch = None
+
+    def say(self, text: str) -> None:
+        watch = self._watch
+        if watch is not None:
+            _guard(lambda: watch.say(text))
+
+
+class _Blind:
+    def tick(self) -> None:
+        """Do nothing."""
+
+    def say(self, text: str) -> None:
+        """Do nothing."""
+
+
+@contextlib.contextmanager
+def watching(job: Job) -> Iterator[Watch]:
+    """Hold the display's watch over a job."""
+    display = _display
+    stack = contextlib.ExitStack()
+    watch: Watch = _Blind()
+
+    def enter() -> None:
+        nonlocal watch
+        assert display is not None
+        watch = _Guarded(stack.enter_context(display.watching(job)))
+
+    if display is not None:
+        _guard(enter)
+    try:
+        yield watch
+    finally:
+        _guard(stack.close)
+
+
+def _guard(call: Callable[[], object]) -> bool:
+    """Call; return whether it went well."""
+    global _complained  # noqa: PLW0603 - once per process
+    try:
+        call()
+    except Exception:  # whatever a display raises: the job matters more
+        if not _complained:
+            logger.warning("the display of jobs failed; jobs go on", exc_info=True)
+            _complained = True
+        return False
+    return True

@@ -1,0 +1,164 @@
+"""What ranks tell of themselves, gathered: speed, progress and metrics of the whole job.
+
+Written by the driver's thread, read by others; a lock of its own, held for moments only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .status import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Gauges", "RankGauge"]
+
+WINDOW = 3.0
+"""Seconds over which speed is measured."""
+
+MOST_POINTS = 600
+"""Points of the pace that are kept; then every second one is dropped and the interval doubles."""
+
+
+@dataclass
+class RankGauge:
+    """The newest figures of one start of the function."""
+
+    step: int = 0
+    samples: int = 0
+    device: str = ""
+    epoch: int = 0
+    batch: int = 0
+    epochs: int = 0
+    batches: int = 0
+    seen: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def update(self, now: float, figures: list[Any]) -> None:
+        """Take in new figures."""
+        self.step, self.samples, self.device = figures[:3]
+        self.epoch, self.batch, self.epochs, self.batches = figures[3:7]
+        self.seen.append((now, self.samples))
+        while len(self.seen) > 2 and self.seen[1][0] <= now - WINDOW:
+            self.seen.popleft()
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Speed over the window; None where no samples are counted."""
+        if not self.samples or len(self.seen) < 2:
+            return None
+        (then, before), (now, after) = self.seen[0], self.seen[-1]
+        return (after - before) / (now - then) if now > then else None
+
+
+@dataclass
+class _Row:
+    """The mean of what ranks reported at one place."""
+
+    time: float
+    generation: int
+    step: float | None
+    ranks: int = 0
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, values: dict[str, float]) -> None:
+        self.ranks += 1
+        for name, value in values.items():
+            total, count = self.sums.get(name, (0.0, 0))
+            self.sums[name] = (total + value, count + 1)
+
+
+class Gauges:
+    """The gauges of a job."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranks: dict[int, RankGauge] = {}
+        self._rows: dict[tuple[int, int], _Row] = {}
+        self._pace: list[tuple[float, float]] = []
+        self._interval = 0.0
+        self._first: tuple[float, float] | None = None
+
+    def take(self, now: float, vitals: Iterable[tuple[int, list[Any], list[Any]]]) -> None:
+        """Take in what ranks have sent; `now` in seconds since the job was started."""
+        with self._lock:
+            for start, figures, rows in vitals:
+                self._ranks.setdefault(start, RankGauge()).update(now, figures)
+                for version, number, generation, step, values in rows:
+                    self._add_row((version, number), now, generation, step, values)
+
+    def _add_row(
+        self,
+        key: tuple[int, int],
+        now: float,
+        generation: int,
+        step: float | None,
+        values: dict[str, float],
+    ) -> None:
+        row = self._rows.get(key)
+        if row is None or row.generation < generation:  # done again after a rollback
+            row = self._rows[key] = _Row(now, generation, step)
+        if row.generation == generation:
+            row.add(values)
+
+    def rank(self, start: int) -> RankGauge:
+        """Return the figures of a start of the function."""
+        with self._lock:
+            return self._ranks.get(start, RankGauge())
+
+    def total(self, starts: Iterable[int]) -> float | None:
+        """Return the speed of several ranks together; None where it is not known."""
+        with self._lock:
+            speeds = [self._ranks[s].samples_per_s for s in starts if s in self._ranks]
+        known = [speed for speed in speeds if speed is not None]
+        return sum(known) if known else None
+
+    def note_pace(self, now: float, speed: float | None) -> None:
+        """Add a point to the pace, thinning it where there are many."""
+        with self._lock:
+            if speed is None or (self._pace and now < self._pace[-1][0] + self._interval):
+                return
+            self._pace.append((now, speed))
+            if len(self._pace) > MOST_POINTS:
+                self._pace = self._pace[::2]
+                self._interval = max(2 * self._interval, 1.0)
+
+    def pace(self) -> tuple[tuple[float, float], ...]:
+        """Return the speed over time."""
+        with self._lock:
+            return tuple(self._pace)
+
+    def progress(self, now: float, starts: Iterable[int]) -> Progress | None:
+        """Return how far the first of `starts` with a declared total has come."""
+        with self._lock:
+            told = [self._ranks[s] for s in starts if s in self._ranks and self._ranks[s].epochs]
+            if not told:
+                return None
+            gauge = told[0]
+            batch = min(gauge.batch + 1, gauge.batches) if gauge.batches else 0
+            progress = Progress(gauge.epoch, gauge.epochs, batch, gauge.batches)
+            if self._first is None:
+                self._first = (now, progress.fraction)
+            since, start = self._first
+            done = progress.fraction - start
+            if done <= 0 or now <= since:
+                return progress
+            left = (1.0 - progress.fraction) * (now - since) / done
+            return Progress(gauge.epoch, gauge.epochs, batch, gauge.batches, left)
+
+    def rows(self) -> list[dict[str, float]]:
+        """Return the metrics, a row for each place, in the order of training."""
+        with self._lock:
+            ordered = [self._rows[key] for key in sorted(self._rows)]
+            return [
+                {
+                    "step": float(number) if row.step is None else row.step,
+                    "time": row.time,
+                    "ranks": row.ranks,
+                    **{name: total / count for name, (total, count) in row.sums.items()},
+                }
+                for number, row in enumerate(ordered)
+            ]

@@ -1,0 +1,103 @@
+"""What a rank tells people of itself: how far it is, how fast, and what it reports.
+
+Nothing here decides anything. It is written by the rank's thread, a few assignments per batch, and
+read by the agent's, which sends it along with the heartbeats.
+
+A report is known by the commit it came after and by its number since then, which are the same on
+all ranks. What is done again after a rollback so replaces what was rolled back.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import threading
+from typing import Any
+
+__all__ = ["Row", "Vitals", "as_numbers"]
+
+Row = list[Any]
+"""``[commit, number since, generation, step or None, {name: value}]``."""
+
+
+class Vitals:
+    """The vitals of one rank.
+
+    Attributes
+    ----------
+    steps : int
+        Batches processed; commits and checks where there is no sampler.
+    samples : int
+        Samples processed.
+    device : str
+        What it computes on.
+    place : tuple of (int, int)
+        Epoch and batch that its state is at.
+    total : tuple of (int, int)
+        Epochs in all and batches in an epoch; 0 where not declared.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.samples = 0
+        self.device = ""
+        self.place = (0, 0)
+        self.total = (0, 0)
+        self._recording = False
+        self._lock = threading.Lock()
+        self._rows: list[Row] = []
+        self._key = (-1, -1)
+        self._number = 0
+
+    def recorded(self, samples: int) -> None:
+        """Count a batch that a sampler has recorded."""
+        self._recording = True
+        self.steps += 1
+        self.samples += samples
+
+    def checked(self) -> None:
+        """Count a commit or check, where nothing better is known."""
+        if not self._recording:
+            self.steps += 1
+
+    def report(
+        self, version: int, generation: int, values: dict[str, float], step: float | None
+    ) -> None:
+        """Add a report."""
+        key = (max(version, 0), generation)
+        if key != self._key:
+            self._key, self._number = key, 0
+        row: Row = [key[0], self._number, generation, step, values]
+        self._number += 1
+        with self._lock:
+            self._rows.append(row)
+
+    def take(self) -> tuple[list[Any], list[Row]]:
+        """Return what to send: the present figures, and reports not sent before."""
+        with self._lock:
+            rows, self._rows = self._rows, []
+        figures = [self.steps, self.samples, self.device, *self.place, *self.total]
+        return figures, rows
+
+
+def as_numbers(values: dict[str, Any]) -> dict[str, float]:
+    """Return reported values as floats.
+
+    Raises
+    ------
+    TypeError
+        One is not a number, nor a tensor or array of one element.
+    """
+    return {name: _as_number(name, value) for name, value in values.items()}
+
+
+def _as_number(name: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError) as error:
+            raise TypeError(f"report({name}=…): must be a single number: {error}") from None
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"report({name}={value!r}): must be a number, or a tensor of one element")
+    number = float(value)
+    return number if math.isfinite(number) else math.nan
