@@ -6,10 +6,22 @@ die, leave and join while it trains. Inside the function, ``import nbelastic.tor
 Importing this package loads neither torch nor IPython.
 """
 
+from __future__ import annotations
+
 __version__ = "0.1.0"
 
+from typing import TYPE_CHECKING
+
 from nbelastic import elastic, errors
-from nbelastic.driver import HistoryEvent, Job, JobStatus, Progress, RankStatus, fit
+from nbelastic.driver import (
+    HistoryEvent,
+    Job,
+    JobStatus,
+    Progress,
+    RankStatus,
+    fit,
+    set_display,
+)
 from nbelastic.elastic import (
     cross_rank,
     cross_size,
@@ -21,6 +33,9 @@ from nbelastic.elastic import (
     shutdown,
     size,
 )
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = [
     "HistoryEvent",
@@ -34,10 +49,28 @@ __all__ = [
     "errors",
     "fit",
     "init",
+    "load_ipython_extension",
     "local_rank",
     "local_size",
     "rank",
     "report",
     "shutdown",
     "size",
+    "unload_ipython_extension",
 ]
+
+set_display("nbelastic.notebook.show")  # imported with the first job
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Register the magics: ``%load_ext nbelastic``."""
+    from nbelastic.notebook import load_ipython_extension as load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Take the magics away: ``%unload_ext nbelastic``."""
+    from nbelastic.notebook import unload_ipython_extension as unload
+
+    unload(shell)

@@ -85,6 +85,10 @@ class NoSuitableWorkers(PreflightError):
 class JobError(NbelasticError):
     """The job ended without a result."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows: what happened, without the lines of those who waited."""
+        return _headline(self)
+
 
 class RankFailed(JobError):
     """User code raised on one or more ranks.
@@ -162,3 +166,11 @@ class Evicted(RankExit):
 
 class JobInterrupted(KeyboardInterrupt):
     """A blocking ``fit`` was interrupted; its workers are free again."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows."""
+        return _headline(self)
+
+
+def _headline(error: BaseException) -> list[str]:
+    return [f"{type(error).__name__}: {error}"]

@@ -1,8 +1,10 @@
 """What a worker's process must provide so that training inside it just works.
 
 Dask starts workers as daemonic processes with ``OMP_NUM_THREADS=1``: torch would compute on one
-core, and a ``DataLoader`` with workers of its own would fail. And a data loader's worker is a fork
-that inherits the sockets of its parent: while it lives, nobody sees that the parent was killed.
+core, and a ``DataLoader`` with workers of its own would fail. Its workers also start processes by
+``spawn``: a data loader would import everything anew at each epoch, and could not use a data set
+whose class is defined in the notebook. So ranks fork, as plain scripts do on Linux. And a fork
+inherits the sockets of its parent: while it lives, nobody sees that the parent was killed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 _lock = threading.Lock()
 _active = 0
 _was_daemon = False
+_method: str | None = None
 _hook_registered = False
 
 
@@ -91,12 +94,15 @@ def prepared(threads: int) -> Iterator[None]:
 
 
 def _enter() -> None:
-    global _active, _was_daemon, _hook_registered  # noqa: PLW0603 (state of the process)
+    global _active, _was_daemon, _method, _hook_registered  # noqa: PLW0603 (state of the process)
     with _lock:
         if _active == 0:
             config = _process_config()
             _was_daemon = bool(config.get("daemon"))
             config["daemon"] = False
+            _method = multiprocessing.get_start_method(allow_none=True)
+            if sys.platform == "linux":
+                multiprocessing.set_start_method("fork", force=True)
         if not _hook_registered:
             os.register_at_fork(after_in_child=_forget_sockets)
             _hook_registered = True
@@ -109,6 +115,7 @@ def _leave() -> None:
         _active -= 1
         if _active == 0:
             _process_config()["daemon"] = _was_daemon
+            multiprocessing.set_start_method(_method, force=True)
 
 
 def _process_config() -> dict[str, Any]:

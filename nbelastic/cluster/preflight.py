@@ -119,6 +119,8 @@ def _parts(
         yield f"args[{index}]", value
     for name, value in kwargs.items():
         yield f"the argument {name!r}", value
+    for name, value in getattr(function, "captured", {}).items():
+        yield f"the variable {name!r}", value
     inner = inspect.unwrap(function)
     if inspect.isfunction(inner):
         captured = inspect.getclosurevars(inner)

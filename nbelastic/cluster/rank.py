@@ -105,7 +105,14 @@ class _Rank:
     def _function(self) -> bytes:
         """Unpickle and call the user's function; return its pickled result."""
         function, args, kwargs = cloudpickle.loads(self._agent.payload(self._spec.job))
-        result: bytes = cloudpickle.dumps(function(*args, **kwargs))
+        value = function(*args, **kwargs)
+        try:
+            result: bytes = cloudpickle.dumps(value)
+        except Exception as error:  # pickling runs code of any class
+            kind = type(value).__name__
+            raise TypeError(
+                f"what the function returned (a {kind}) cannot be sent: {error}"
+            ) from error
         return result
 
     def _report_error(self, session: Session, error: BaseException) -> None:

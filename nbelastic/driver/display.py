@@ -7,8 +7,9 @@ logged, once, and never reaches the job.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,27 +45,44 @@ class Display(Protocol):
         """Show a job that is the value of a cell."""
 
 
-_display: Display | None = None
+_display: Display | str | None = None
 _complained = False
 
 
-def set_display(display: Display | None) -> None:
-    """Set what shows jobs in this process; None for nothing."""
+def set_display(display: Display | str | None) -> None:
+    """Set what shows jobs in this process.
+
+    Parameters
+    ----------
+    display : Display, str or None
+        The display; the name of a module that is one, imported when it is first used; or None for
+        nothing.
+    """
     global _display  # noqa: PLW0603 - one display per process
     _display = display
 
 
+def _current() -> Display | None:
+    if isinstance(_display, str):
+        set_display(cast("Display", importlib.import_module(_display)))
+    return cast("Display | None", _display)
+
+
 def started(job: Job) -> None:
     """Tell the display of a new job."""
-    display = _display
-    if display is not None:
-        _guard(lambda: display.started(job))
+    if _display is not None:
+        _guard(lambda: _call(lambda display: display.started(job)))
 
 
 def show(job: Job) -> bool:
     """Show a job; return whether there was a display that could."""
-    display = _display
-    return display is not None and _guard(lambda: display.show(job))
+    return _display is not None and _guard(lambda: _call(lambda display: display.show(job)))
+
+
+def _call(function: Callable[[Display], object]) -> None:
+    display = _current()
+    if display is not None:
+        function(display)
 
 
 class _Guarded:
@@ -95,17 +113,14 @@ class _Blind:
 @contextlib.contextmanager
 def watching(job: Job) -> Iterator[Watch]:
     """Hold the display's watch over a job."""
-    display = _display
     stack = contextlib.ExitStack()
     watch: Watch = _Blind()
 
-    def enter() -> None:
+    def enter(display: Display) -> None:
         nonlocal watch
-        assert display is not None
         watch = _Guarded(stack.enter_context(display.watching(job)))
 
-    if display is not None:
-        _guard(enter)
+    _guard(lambda: _call(enter))
     try:
         yield watch
     finally:

@@ -131,13 +131,17 @@ class Gauges:
         with self._lock:
             return tuple(self._pace)
 
-    def progress(self, now: float, starts: Iterable[int]) -> Progress | None:
+    def progress(
+        self, now: float, starts: Iterable[int], *, finished: bool = False
+    ) -> Progress | None:
         """Return how far the first of `starts` with a declared total has come."""
         with self._lock:
             told = [self._ranks[s] for s in starts if s in self._ranks and self._ranks[s].epochs]
             if not told:
                 return None
             gauge = told[0]
+            if finished:
+                return Progress(gauge.epochs, gauge.epochs, 0, gauge.batches)
             batch = min(gauge.batch + 1, gauge.batches) if gauge.batches else 0
             progress = Progress(gauge.epoch, gauge.epochs, batch, gauge.batches)
             if self._first is None:

@@ -230,7 +230,9 @@ class Job:
             reason=view.reason,
             ranks=tuple(self._rank_status(rank) for rank in view.ranks),
             samples_per_s=gauges.total(members),
-            progress=gauges.progress(end - self._driver.started, members),
+            progress=gauges.progress(
+                end - self._driver.started, members, finished=state == "finished"
+            ),
         )
 
     def _rank_status(self, rank: RankView) -> RankStatus:

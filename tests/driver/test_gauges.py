@@ -72,3 +72,9 @@ def test_the_pace_is_thinned_evenly():
     pace = gauges.pace()
     assert MOST_POINTS / 4 < len(pace) <= MOST_POINTS
     assert pace[0][0] < 60 and pace[-1][0] > 2 * MOST_POINTS - 60
+
+
+def test_a_finished_job_is_all_done():
+    gauges = Gauges()
+    gauges.take(0.0, [(0, figures(epoch=3, batch=7, epochs=4, batches=10), [])])
+    assert gauges.progress(1.0, [0], finished=True).fraction == 1.0

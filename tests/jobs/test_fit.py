@@ -74,7 +74,7 @@ def test_a_result_that_cannot_travel_is_an_error_that_says_so(crew):
 
         return threading.Lock()
 
-    with pytest.raises(TypeError, match="cannot pickle"):
+    with pytest.raises(TypeError, match=r"what the function returned .*cannot be sent"):
         crew.fit(lock, np=1)
 
 
@@ -178,6 +178,30 @@ def test_torch_computes_with_as_many_threads_as_the_worker_has(crew):
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
     assert crew.fit(threads, np=1).result() == (1, "1")
+
+
+def test_a_data_loader_has_processes_and_may_use_a_class_of_the_functions_own(crew):
+    def load():
+        import os
+
+        from torch.utils.data import DataLoader, Dataset
+
+        class Numbers(Dataset):
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                return index, os.getpid()
+
+        pairs = [
+            pair
+            for batch in DataLoader(Numbers(), num_workers=2)
+            for pair in zip(*batch, strict=True)
+        ]
+        indices, processes = zip(*pairs, strict=True)
+        return [int(i) for i in indices], len(set(map(int, processes)) | {os.getpid()})
+
+    assert crew.fit(load, np=2).results() == [(list(range(8)), 3)] * 2
 
 
 def test_without_a_cluster_one_is_started_and_closed():
