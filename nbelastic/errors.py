@@ -26,6 +26,9 @@
 
     JobInterrupted (KeyboardInterrupt)   the cell that ran the job was interrupted
 
+The notebook's magics add ``CellError`` (a cell that cannot be a training function; a
+``PreflightError``) and ``MagicOptionError`` (an ``OptionError``).
+
 ``RankExit`` is not an ``Exception``, so that an ``except Exception`` in user code cannot keep a
 rank alive that the job has parted with.
 """

@@ -221,7 +221,7 @@ class Job:
             name=self.name,
             state=state,
             generation=view.generation,
-            size=view.size,
+            size=view.size or (len(self._driver.future.result()) if state == "finished" else 0),
             min_np=view.min_np,
             max_np=view.max_np,
             resets=view.resets,

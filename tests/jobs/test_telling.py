@@ -153,7 +153,7 @@ def test_a_job_without_a_display_shows_itself_in_a_line(crew, set_display, capsy
     job = crew.fit(nbelastic.size, np=2, name="plain")
     capsys.readouterr()
     job._ipython_display_()
-    assert capsys.readouterr().out == "<Job plain: finished, 0 ranks, 0 commits>\n"
+    assert capsys.readouterr().out == "<Job plain: finished, 2 ranks, 0 commits>\n"
 
 
 def test_losses_and_sizes_are_in_the_history(crew, tmp_path):

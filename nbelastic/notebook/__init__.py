@@ -1,0 +1,39 @@
+"""The notebook's side of nbelastic: ``%%elastic_train``, ``%elastic`` and what they show.
+
+Importing this package loads neither IPython nor ipywidgets; loading the extension does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Register the magics: what ``%load_ext nbelastic`` does.
+
+    Parameters
+    ----------
+    shell : InteractiveShell
+        The notebook's shell.
+    """
+    from .magics import register  # IPython is loaded here
+
+    register(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Take the magics away again: what ``%unload_ext nbelastic`` does.
+
+    Parameters
+    ----------
+    shell : InteractiveShell
+        The notebook's shell.
+    """
+    from .magics import unregister
+
+    unregister(shell)

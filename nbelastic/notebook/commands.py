@@ -1,0 +1,215 @@
+"""What ``%elastic`` does: look at a job, steer it, and set defaults for later cells."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.driver import Job
+
+from .options import MagicOptionError, OptionParser, count, parse_setting, split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Commands"]
+
+MAGIC = "%elastic"
+
+REMEMBERED = 5
+"""Ended jobs that are found although no variable holds them; more would keep their results."""
+
+
+class Commands:
+    """The subcommands of ``%elastic`` for one notebook.
+
+    Parameters
+    ----------
+    namespace : mapping of str to object
+        The notebook's variables, as they are when a command runs.
+    write : callable
+        Takes the text to show.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any], write: Callable[[str], object]) -> None:
+        self.defaults: dict[str, Any] = {}
+        self._namespace = namespace
+        self._write = write
+        self._jobs: list[Any] = []
+        self._commands: dict[str, Callable[[list[str]], None]] = {
+            "status": self._status,
+            "stop": self._stop,
+            "cancel": self._cancel,
+            "scale": self._scale,
+            "logs": self._logs,
+            "jobs": self._list,
+            "config": self._config,
+        }
+
+    def remember(self, job: Any) -> None:
+        """Take note of a job, so that it is found without a variable."""
+        ended = [each for each in self._jobs if each.done()]
+        forgotten = {id(each) for each in ended[: -REMEMBERED + 1]}
+        self._jobs = [each for each in self._jobs if id(each) not in forgotten] + [job]
+
+    def run(self, line: str) -> None:
+        """Carry out one line.
+
+        Parameters
+        ----------
+        line : str
+            What stands behind ``%elastic``.
+
+        Raises
+        ------
+        MagicOptionError
+            There is no such command, option or job; with what to do instead.
+        """
+        command, *words = split(line, MAGIC) or [""]
+        if command not in self._commands:
+            raise MagicOptionError(self._no_command(command))
+        self._commands[command](words)
+
+    def _no_command(self, command: str) -> str:
+        known = ", ".join(self._commands)
+        close = difflib.get_close_matches(command, self._commands, n=1)
+        hint = f"did you mean {MAGIC} {close[0]}?" if close else f"there are {known}"
+        what = f"there is no command {command!r}" if command else "a command is missing"
+        return f"{MAGIC}: {what}; {hint} (every command: {MAGIC}?)"
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def jobs(self) -> list[Any]:
+        """Return the jobs that this notebook knows, the latest first."""
+        held = [value for value in list(self._namespace.values()) if isinstance(value, Job)]
+        known = {id(job): job for job in (*self._jobs, *held)}
+        return sorted(known.values(), key=lambda job: -job.started)
+
+    def find(self, name: str | None) -> Any:
+        """Return the job of a name or a variable; without one, the latest.
+
+        Parameters
+        ----------
+        name : str or None
+            A job's name, or a variable that holds one.
+        """
+        jobs = self.jobs()
+        if not jobs:
+            raise MagicOptionError(
+                f"{MAGIC}: there is no job yet; run a cell with %%elastic_train --noblock, "
+                "or nbelastic.fit(..., block=False), first"
+            )
+        if name is None:
+            return jobs[0]
+        held = self._namespace.get(name)
+        found = [job for job in jobs if job is held or job.name == name]
+        if not found:
+            names = ", ".join(job.name for job in jobs[:5])
+            raise MagicOptionError(
+                f"{MAGIC}: --job {name}: no job and no variable with a job has this name; "
+                f"the latest jobs are {names}"
+            )
+        return found[0]
+
+    def _parse(self, command: str, words: list[str], **options: Any) -> dict[str, Any]:
+        parser = OptionParser(f"{MAGIC} {command}")
+        if command != "jobs":
+            parser.add_argument("--job", default=None)
+        for name, convert in options.items():
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, dest=name, type=convert, default=argparse.SUPPRESS)
+        return parser.parse_line(words)
+
+    # -- commands ------------------------------------------------------------------------------
+
+    def _status(self, words: list[str]) -> None:
+        job = self.find(self._parse("status", words)["job"])
+        status = job.status
+        lines = [_summary(job)]
+        if status.reason:
+            lines.append(f"  {status.reason}")
+        for rank in status.ranks[:20]:
+            number = "  –" if rank.rank is None else f"{rank.rank:3d}"
+            lines.append(f"  {number}  {rank.state:<9}  {rank.commits:>7,} commits  {rank.worker}")
+        if len(status.ranks) > 20:
+            lines.append(f"  + {len(status.ranks) - 20} more")
+        self._say(*lines)
+
+    def _stop(self, words: list[str]) -> None:
+        job = self.find(self._parse("stop", words)["job"])
+        if self._goes_on(job):
+            job.stop()
+            self._say(f"{job.name} stops at its next commit ({MAGIC} cancel stops it at once)")
+
+    def _cancel(self, words: list[str]) -> None:
+        job = self.find(self._parse("cancel", words)["job"])
+        if self._goes_on(job):
+            job.cancel()
+            self._say(f"{job.name} stops now")
+
+    def _scale(self, words: list[str]) -> None:
+        options = self._parse("scale", words, min_np=count(1), max_np=count(1))
+        job = self.find(options.pop("job"))
+        if not options:
+            raise MagicOptionError(
+                f"{MAGIC} scale: say to how many ranks, as in {MAGIC} scale --min-np 2 --max-np 6"
+            )
+        if self._goes_on(job):
+            job.scale(**options)
+            limits = ", ".join(f"{name}={value}" for name, value in options.items())
+            self._say(f"{job.name}: {limits} from its next commit on")
+
+    def _logs(self, words: list[str]) -> None:
+        options = self._parse("logs", words, rank=count(0))
+        job = self.find(options["job"])
+        text = job.logs(options.get("rank"))
+        who = f"rank {options['rank']} has" if "rank" in options else "its ranks have"
+        self._say(text.removesuffix("\n") or f"{job.name}: {who} printed nothing yet")
+
+    def _list(self, words: list[str]) -> None:
+        self._parse("jobs", words)
+        self._say(*[_summary(job) for job in self.jobs()] or ["no job yet"])
+
+    def _config(self, words: list[str]) -> None:
+        if words == ["--reset"]:
+            self.defaults.clear()
+        else:
+            for name, value in [parse_setting(word) for word in words]:
+                self.defaults.pop(name, None)
+                if value is not None:
+                    self.defaults[name] = value
+        settings = [
+            f"{name.replace('_', '-')}={_written(value)}"
+            for name, value in sorted(self.defaults.items())
+        ]
+        self._say(" ".join(settings) or "no defaults set; those of nbelastic.fit hold")
+
+    def _goes_on(self, job: Any) -> bool:
+        if job.done():
+            self._say(f"{job.name} has ended already: {job.status.state}")
+            return False
+        return True
+
+    def _say(self, *lines: str) -> None:
+        self._write("\n".join(lines) + "\n")
+
+
+def _summary(job: Any) -> str:
+    status = job.status
+    most = "all" if status.max_np is None else status.max_np
+    return (
+        f"{status.name}: {status.state}, {status.size} ranks ({status.min_np} to {most}), "
+        f"generation {status.generation}, {status.commits:,} commits, {status.resets} resets"
+    )
+
+
+def _written(value: Any) -> str:
+    """Write a value as ``%elastic config`` reads it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return ",".join(f"{name}={amount:g}" for name, amount in value.items())
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_written, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,275 @@
+"""``%%elastic_train`` and ``%elastic``: thin, since all they do is done by ``fit`` and ``Job``."""
+
+from __future__ import annotations
+import __future__
+
+import difflib
+import os
+import re
+import sys
+import threading
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from distributed import Client
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+import nbelastic
+from nbelastic.errors import OptionError
+
+from .cell import CellFunction
+from .commands import Commands
+from .names import users_names
+from .options import MagicOptionError, split, train_parser
+from .weight import heavy
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["ElasticMagics", "register", "unregister"]
+
+MAGIC = "%%elastic_train"
+
+_FUTURES = __future__.annotations.compiler_flag
+"""What ``from __future__ import …`` in an earlier cell may have set."""
+
+
+def register(shell: InteractiveShell) -> None:
+    """Register the magics with a shell.
+
+    Parameters
+    ----------
+    shell : InteractiveShell
+        The notebook's shell.
+    """
+    shell.register_magics(ElasticMagics)
+
+
+def unregister(shell: InteractiveShell) -> None:
+    """Take the magics from a shell.
+
+    Parameters
+    ----------
+    shell : InteractiveShell
+        The notebook's shell.
+    """
+    magics = shell.magics_manager.magics
+    magics["cell"].pop("elastic_train", None)
+    magics["line"].pop("elastic", None)
+    shell.magics_manager.registry.pop(ElasticMagics.__name__, None)
+
+
+@magics_class
+class ElasticMagics(Magics):
+    """The magics of one notebook.
+
+    Parameters
+    ----------
+    shell : InteractiveShell
+        The notebook's shell.
+    """
+
+    shell: InteractiveShell
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self.commands = Commands(shell.user_ns, _write)
+
+    @cell_magic
+    def elastic_train(self, line: str, cell: str) -> Any:
+        """Run this cell on every rank of an elastic job, from the top.
+
+        The cell is a training function. Variables, functions and modules of the notebook that it
+        uses come along as they are now; what it assigns stays on the ranks. The value of its last
+        expression on rank 0 is the result, shown as usual; a semicolon behind it hides it. Lines
+        beginning with % or ! belong into another cell. Other cells run in the notebook as ever.
+
+        How many ranks
+          --np N                  start with N, and stay at N unless the next two say otherwise
+                                      %%elastic_train --np 4
+          --min-np N              fewest that may train; below, the job waits for workers
+                                      %%elastic_train --min-np 2
+          --max-np N              most that may train; without it, all that the cluster offers
+                                      %%elastic_train --min-np 2 --max-np 8
+
+        Where
+          --cluster NAME          a variable with a Dask client or cluster, or an address; without
+                                  it the notebook's current client, else a LocalCluster for this job
+                                      %%elastic_train --cluster client
+                                      %%elastic_train --cluster tcp://10.0.0.5:8786
+          --workers A B …         only these workers: names, addresses or hosts
+                                      %%elastic_train --workers alice bob
+          --resources NAME=N …    what a worker must offer for each rank
+                                      %%elastic_train --resources GPU=1 MEM=2
+          --slots-per-host N      most ranks on one machine
+                                      %%elastic_train --slots-per-host 4
+
+        When things go wrong
+          --reset-limit N         give up after N changes of membership (never)
+                                      %%elastic_train --reset-limit 20
+          --elastic-timeout S     seconds to wait for enough workers (600)
+                                      %%elastic_train --elastic-timeout 60
+          --stall-timeout S       seconds that a rank may hold up the others (60)
+                                      %%elastic_train --stall-timeout 120
+          --heartbeat-timeout S   seconds of silence after which a worker counts as frozen (10)
+                                      %%elastic_train --heartbeat-timeout 30
+          --blacklist-cooldown LO HI
+                                  a worker that failed rests LO seconds, then twice that, up to HI
+                                      %%elastic_train --blacklist-cooldown 10 100
+
+        The job and this cell
+          --name NAME             name of the job (made up)
+                                      %%elastic_train --name resnet
+          -o, --out NAME          keep the Job in a variable, from the start and whatever happens
+                                      %%elastic_train -o job
+          -a, --noblock           do not wait; the value of the cell is the Job
+                                      %%elastic_train --noblock -o job
+          -b, --block             wait for the end (the default; %elastic config can change it)
+                                      %%elastic_train --block
+          -q, --quiet             show only the result: no panel, no output, no last line
+                                      %%elastic_train --quiet
+          --stream WHO            whose output is shown: rank0 (the default), all or none
+                                      %%elastic_train --stream all
+
+        Interrupting the cell stops the job at its next commit, interrupting it again stops it now.
+        {name} and $name on the line stand for variables: %%elastic_train --np {ranks}
+        Defaults for later cells: %elastic config max-np=8; more in %elastic?
+        """
+        given = train_parser(MAGIC).parse_line(split(line, MAGIC))
+        options = {**self.commands.defaults, **given}
+        try:
+            function = self._function(line, cell)
+        except SyntaxError as error:
+            raise error.with_traceback(None) from None  # the cell's line, not how it was found
+        quiet = options.pop("quiet", False)
+        stream = options.pop("stream", "none" if quiet else "rank0")
+        out, block = options.pop("out", None), options.pop("block", True)
+        options["cluster"] = self._cluster(options.get("cluster"))
+        options.setdefault("name", f"job-{uuid.uuid4().hex[:8]}")
+        _set_manner(options["name"], stream, quiet)
+        if not quiet:
+            _tell_sizes(function)
+        job = self._start(function, options, given)
+        self.commands.remember(job)
+        if out is not None:
+            self.shell.user_ns[out] = job
+        return _wait(job) if block else job
+
+    @line_magic
+    def elastic(self, line: str) -> None:
+        """Look at a job, steer it, and set defaults for later cells.
+
+        %elastic status                     what it does, and its ranks
+        %elastic stop                       end it at its next commit
+        %elastic cancel                     end it now
+        %elastic scale --max-np 6           other limits, from its next commit on
+        %elastic scale --min-np 2 --max-np 6
+        %elastic logs                       what its ranks have printed, all of it
+        %elastic logs --rank 2              … or one of them
+        %elastic jobs                       the jobs of this notebook, the latest first
+        %elastic config                     the defaults for later cells
+        %elastic config max-np=8 stream=all … set some
+        %elastic config max-np=             … no default for this one
+        %elastic config --reset             … none at all
+
+        All but jobs and config mean the latest job; --job NAME means another, by its name or by
+        the variable that holds it: %elastic stop --job resnet. A cell that waits for its job lets
+        no other cell run: start it with --noblock to use these meanwhile.
+        """
+        self.commands.run(line)
+
+    # -- what a job is made of -------------------------------------------------------------------
+
+    def _function(self, line: str, cell: str) -> CellFunction:
+        shell = self.shell
+        return CellFunction(
+            cell,
+            users_names(shell.user_ns, shell.user_ns_hidden),
+            filename=f"Cell In[{shell.displayhook.prompt_count}]",
+            above="\n" * self._blank_lines() + f"{MAGIC} {line}".rstrip(),
+            home=shell.user_global_ns,
+            flags=shell.compile.flags & _FUTURES,
+        )
+
+    def _blank_lines(self) -> int:
+        """Return how many empty lines stand above the magic; IPython takes them away."""
+        history = self.shell.history_manager
+        raw = history.input_hist_raw[-1] if history is not None else ""
+        above = re.match(rf"\s*\n(?=\s*{MAGIC})", raw)
+        return above.group().count("\n") if above else 0
+
+    def _cluster(self, name: str | None) -> Any:
+        """Return what ``--cluster`` means; without it the current client, if there is one."""
+        if name is None:
+            try:
+                return Client.current()  # type: ignore[no-untyped-call]
+            except ValueError:  # there is none
+                return None
+        variables = self.shell.user_ns
+        if name in variables:
+            value = variables[name]
+            if isinstance(value, str) or _is_cluster(value) or hasattr(value, "scheduler_address"):
+                return value
+            raise MagicOptionError(
+                f"{MAGIC}: --cluster {name}: the variable holds {type(value).__name__!r}; it "
+                "must be a Dask Client, a cluster or an address"
+            )
+        if ":" in name:
+            return name
+        fitting = [each for each, value in list(variables.items()) if _is_cluster(value)]
+        fitting = [each for each in fitting if not each.startswith("_")]
+        close = difflib.get_close_matches(name, fitting, n=1) or fitting[:3]
+        hint = f"did you mean {' or '.join(close)}?" if close else "make one: client = Client(...)"
+        raise MagicOptionError(
+            f"{MAGIC}: --cluster {name}: no variable has this name, and an address has a port, as "
+            f"in tcp://10.0.0.5:8786; {hint}"
+        )
+
+    def _start(self, function: CellFunction, options: dict[str, Any], given: Any) -> Any:
+        try:
+            return nbelastic.fit(function, block=False, **options)
+        except OptionError as error:
+            text = str(error)
+            named = [n for n in self.commands.defaults if n not in given and f"{n}=" in text]
+            if not named:
+                raise
+            raise MagicOptionError(
+                f"{MAGIC}: {text} ({', '.join(named)} set by %elastic config; "
+                "%elastic config --reset takes it back)"
+            ) from None
+
+
+def _is_cluster(value: Any) -> bool:
+    """Return what its class says, without asking attributes of a stranger's object."""
+    if isinstance(value, type):
+        return False
+    return isinstance(value, Client) or hasattr(type(value), "scheduler_address")
+
+
+def _set_manner(name: str, stream: Any, quiet: bool) -> None:
+    from .show import Manner, set_manner
+
+    set_manner(name, Manner(stream=stream, quiet=quiet, panel=not quiet))
+
+
+def _wait(job: Any) -> Any:
+    """Wait for the end of a job and return its result; only a main thread can be interrupted."""
+    try:
+        if threading.current_thread() is threading.main_thread():
+            job.wait_interruptibly()
+        return job.result()
+    except KeyboardInterrupt:
+        if not job.done():  # it came just before or after the wait that deals with it
+            job.cancel()
+        raise
+
+
+def _tell_sizes(function: CellFunction) -> None:
+    """Name the large variables that travel with a cell."""
+    sizes = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in heavy(function.captured))
+    if sizes and os.environ.get("NBELASTIC_NONINTERACTIVE") != "1":
+        _write(f"to every worker travels: {sizes}; load large data on the workers instead\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)

@@ -1,0 +1,118 @@
+"""Colours and shapes: of JupyterLab's theme where there is one, else by the reader's scheme."""
+
+from __future__ import annotations
+
+__all__ = ["STYLE", "SYMBOLS"]
+
+SYMBOLS = {
+    "waiting": "○",
+    "forming": "◐",
+    "running": "●",
+    "finished": "✓",
+    "failed": "✕",
+    "stopped": "■",
+}
+"""A state's symbol. It stands beside the word, never for it."""
+
+_COLOURS = {
+    # name: (JupyterLab's variable, light, dark)
+    "fg": ("--jp-ui-font-color1", "#1f2328", "#e6edf3"),
+    "muted": ("--jp-ui-font-color2", "#59636e", "#9aa4af"),
+    "bg": ("--jp-layout-color1", "#ffffff", "#15181d"),
+    "soft": ("--jp-layout-color2", "#f3f5f7", "#21262d"),
+    "line": ("--jp-border-color2", "#d5dae0", "#3a424c"),
+    "accent": ("--jp-brand-color1", "#0b66c3", "#58a6ff"),
+    "good": ("--jp-success-color1", "#1a7f37", "#4ac26b"),
+    "warn": ("--jp-warn-color1", "#b35900", "#e3a008"),
+    "bad": ("--jp-error-color1", "#cf222e", "#ff7b72"),
+}
+
+
+def _palette(column: int) -> str:
+    return "".join(
+        f"--nbe-{name}:var({entry[0]},{entry[column]});" for name, entry in _COLOURS.items()
+    )
+
+
+_RULES = """
+.nbe{color:var(--nbe-fg);background:var(--nbe-bg);font-size:13px;line-height:1.45;
+font-family:var(--jp-ui-font-family,system-ui,-apple-system,"Segoe UI",sans-serif);
+font-variant-numeric:tabular-nums;text-align:left;white-space:normal}
+.nbe-card,.nbe-panel{border:1px solid var(--nbe-line);border-radius:8px;padding:12px 16px;
+max-width:920px;box-sizing:border-box;overflow:hidden}
+.nbe.nbe-card.nbe-card>*+*{margin-top:12px}
+.nbe-head{display:flex;flex-wrap:wrap;align-items:center;gap:6px 12px}
+.nbe-badge{display:inline-flex;align-items:center;gap:6px;padding:1px 10px 1px 8px;
+border:1px solid var(--nbe-state);border-radius:99px;font-weight:600}
+.nbe-badge i{color:var(--nbe-state);font-style:normal}
+.nbe-waiting,.nbe-stopped{--nbe-state:var(--nbe-warn)}
+.nbe-forming,.nbe-running{--nbe-state:var(--nbe-accent)}
+.nbe-finished{--nbe-state:var(--nbe-good)}
+.nbe-failed{--nbe-state:var(--nbe-bad)}
+.nbe-name{font-weight:600;font-size:15px;overflow-wrap:anywhere}
+.nbe dl.nbe-facts{display:flex;flex-wrap:wrap;gap:6px 24px;margin:8px 0 0;padding:0}
+.nbe dl.nbe-facts>div{display:flex;flex-direction:column-reverse;flex:none}
+.nbe dl.nbe-facts dt,.nbe dl.nbe-facts dd{float:none;width:auto;max-width:none;white-space:nowrap}
+.nbe dl.nbe-facts dt{color:var(--nbe-muted);font-size:11px;font-weight:400;margin:0;padding:0}
+.nbe dl.nbe-facts dd{margin:0;padding:0;font-size:15px;font-weight:600;line-height:1.25}
+.nbe dl.nbe-facts dd small{font-size:11px;font-weight:400;color:var(--nbe-muted)}
+.nbe p.nbe-reason{margin:8px 0 0}
+.nbe pre.nbe-error{margin:8px 0 0;padding:8px 10px;white-space:pre-wrap;overflow-wrap:anywhere;
+background:var(--nbe-soft);color:var(--nbe-fg);border-left:3px solid var(--nbe-bad);
+border-radius:0 4px 4px 0;font-size:12px;
+font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)}
+.nbe-progress{display:flex;flex-wrap:wrap;align-items:center;gap:4px 12px}
+.nbe-progress progress{flex:1 1 220px;height:10px;accent-color:var(--nbe-accent)}
+.nbe-progress span{color:var(--nbe-muted)}
+.nbe svg{display:block;width:100%;height:auto;overflow:visible}
+.nbe svg text{fill:var(--nbe-muted);stroke:none;font-size:11px;
+font-family:var(--jp-ui-font-family,system-ui,sans-serif)}
+.nbe-grid{stroke:var(--nbe-line);stroke-width:1;fill:none}
+.nbe-limit{stroke:var(--nbe-muted);stroke-width:1;stroke-dasharray:2 4;fill:none}
+.nbe-step{stroke:var(--nbe-accent);stroke-width:2;fill:none;stroke-linejoin:round}
+.nbe-dot{fill:var(--nbe-accent);stroke:none}
+.nbe-under{fill:var(--nbe-accent);fill-opacity:.12;stroke:none}
+.nbe-lost{stroke:var(--nbe-bad);stroke-width:2.2;fill:none}
+.nbe-joined{fill:var(--nbe-good);stroke:var(--nbe-bg);stroke-width:.8}
+.nbe-left{fill:var(--nbe-bg);stroke:var(--nbe-warn);stroke-width:1.6}
+.nbe-reset{fill:var(--nbe-fg);stroke:var(--nbe-bg);stroke-width:.8}
+.nbe ul.nbe-legend{display:flex;flex-wrap:wrap;gap:2px 18px;list-style:none;margin:2px 0 0;
+padding:0;color:var(--nbe-muted);font-size:11px}
+.nbe ul.nbe-legend li{display:flex;align-items:center;gap:5px;margin:0}
+.nbe ul.nbe-legend svg{width:12px;height:12px}
+.nbe ul.nbe-curves{display:grid;grid-template-columns:repeat(auto-fill,minmax(180px,1fr));gap:8px;
+list-style:none;margin:0;padding:0}
+.nbe ul.nbe-curves li{background:var(--nbe-soft);border-radius:6px;padding:6px 10px;margin:0}
+.nbe ul.nbe-curves b{float:right}
+.nbe-rows{overflow-x:auto}
+.nbe table.nbe-ranks{border-collapse:collapse;border:0;width:100%;margin:0;font-size:12px;
+color:inherit;table-layout:auto}
+.nbe table.nbe-ranks caption{text-align:left;color:var(--nbe-muted);padding:0 0 4px;
+caption-side:top;font-size:12px}
+.nbe table.nbe-ranks th,.nbe table.nbe-ranks td{padding:3px 12px 3px 0;text-align:left;
+border:0;border-top:1px solid var(--nbe-line);background:none;vertical-align:baseline;
+white-space:nowrap;max-width:none;color:inherit}
+.nbe table.nbe-ranks thead th{border-top:0;color:var(--nbe-muted);font-weight:500}
+.nbe table.nbe-ranks tbody tr{background:none}
+.nbe table.nbe-ranks .nbe-n{text-align:right;padding-right:20px}
+.nbe table.nbe-ranks small{color:var(--nbe-muted);font-size:11px}
+.nbe p.nbe-more{color:var(--nbe-muted);margin:4px 0 0}
+.nbe details summary{cursor:pointer;color:var(--nbe-muted)}
+.nbe ol.nbe-causes{list-style:none;margin:4px 0 0;padding:0}
+.nbe ol.nbe-causes li{overflow-wrap:anywhere;margin:0}
+.nbe ol.nbe-causes time{color:var(--nbe-muted);display:inline-block;min-width:4.5em}
+.nbe p.nbe-live{margin:0;color:var(--nbe-muted)}
+.nbe p.nbe-live:not(:empty){border-top:1px solid var(--nbe-line);padding-top:8px}
+.nbe-panel{background:var(--nbe-bg)}
+.nbe-panel .widget-html-content{line-height:1.45;font-size:13px;overflow:hidden}
+.nbe-panel,.nbe-panel .widget-box{overflow:visible}
+.nbe-panel .widget-label,.nbe-panel .widget-readout{color:var(--nbe-fg)}
+.nbe-panel button:focus-visible{outline:2px solid var(--nbe-accent);outline-offset:2px}
+"""
+
+STYLE = (
+    f"<style>.nbe,.nbe-panel{{{_palette(1)}}}"
+    f"@media (prefers-color-scheme:dark){{.nbe,.nbe-panel{{{_palette(2)}}}}}"
+    f"{_RULES.strip()}</style>"
+)
+"""The style of every part, scoped to class ``nbe``. No part needs a script or another file."""

@@ -1,0 +1,46 @@
+"""A notebook's shell in the test's process, and a ``fit`` that needs no cluster."""
+
+from __future__ import annotations
+
+import atexit
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+import nbelastic
+from nbelastic.notebook import load_ipython_extension
+from tests.notebook.shells import FakeFit
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """A fresh shell with the magics; nothing of it is left afterwards."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    config = Config()
+    config.HistoryManager.enabled = False
+    InteractiveShell.clear_instance()
+    made = InteractiveShell.instance(config=config)
+    load_ipython_extension(made)
+    yield made
+    atexit.unregister(made.atexit_operations)
+    made.restore_sys_module_state()
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def fit(monkeypatch):
+    """Stands in for ``nbelastic.fit``."""
+    fake = FakeFit()
+    monkeypatch.setattr(nbelastic, "fit", fake)
+    return fake
+
+
+@pytest.fixture
+def no_client(monkeypatch):
+    """As if the notebook had made no Dask client."""
+
+    def none():
+        raise ValueError("no clients found")
+
+    monkeypatch.setattr("distributed.Client.current", none)

@@ -1,0 +1,348 @@
+"""A cell as a function: what it takes along, how it runs, what comes back."""
+
+from __future__ import annotations
+
+import linecache
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+import types
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from nbelastic.cluster.remote import pack_error, unpack_error
+from nbelastic.elastic.context import LocalContext, activate
+from nbelastic.notebook.cell import CellError, CellFunction
+from nbelastic.notebook.names import users_names
+from nbelastic.notebook.parcel import StandIn, pack
+from nbelastic.notebook.weight import heavy, weight
+
+
+def cell(body, namespace=None, **options):
+    options.setdefault("above", "%%elastic_train")
+    options.setdefault("filename", "Cell In[5]")
+    return CellFunction(textwrap.dedent(body), namespace or {}, **options)
+
+
+def sent(function):
+    return cloudpickle.loads(cloudpickle.dumps(function))
+
+
+def captured(body, **namespace):
+    return set(cell(body, namespace).captured)
+
+
+# -- what it takes along -----------------------------------------------------------------------
+
+EVERYTHING = dict.fromkeys(("a", "b", "x", "lr", "batch", "loader", "Net", "helper", "device"), 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ("lr", {"lr"}),
+        ("lr = 1\nlr", set()),
+        ("lr = lr * 2", {"lr"}),
+        ("lr += 1", {"lr"}),
+        ("lr: float = x", {"x"}),
+        ("import a.c\na", set()),
+        ("from a import b as x\nx", set()),
+        ("print(unknown)", set()),
+        ("def train():\n    return lr\ntrain()", {"lr"}),
+        ("def train(lr):\n    return lr", set()),
+        ("def train(n=lr):\n    lr = n", {"lr"}),
+        ("def train():\n    lr = 1\n    def inner():\n        return lr", set()),
+        ("def train():\n    return helper()\ndef helper(): return 1\ntrain()", set()),
+        ("def train():\n    global lr\n    lr += 1\ntrain()", {"lr"}),
+        ("f = lambda x: x + lr", {"lr"}),
+        ("[x for x in loader]", {"loader"}),
+        ("[x for x in loader]\nx", {"loader", "x"}),
+        ("{a: b for a, b in loader if x}", {"loader", "x"}),
+        ("[batch := x for x in loader]\nbatch", {"loader"}),
+        ("class A(Net):\n    lr = lr\n    def f(self): return a(lr)", {"Net", "lr", "a"}),
+        ("class A:\n    x = 1\nx", {"x"}),
+        ("@helper\ndef f() -> Net: ...", {"helper", "Net"}),
+        ("for batch in loader:\n    x = batch\nx", {"loader"}),
+        ("with helper() as x:\n    a = x\na", {"helper"}),
+        ("if a:\n    x = 1\nx", {"a", "x"}),
+        ("if a:\n    x = 1\nelse:\n    x = 2\nx", {"a"}),
+        ("if a:\n    x = 1\nelse:\n    raise ValueError\nx", {"a"}),
+        ("if a:\n    x = 1\ndef f(): return x", {"a", "x"}),
+        ("try:\n    import x\nexcept ImportError:\n    x = None\nx", set()),
+        ("try:\n    x = 1\nexcept ImportError:\n    pass\nx", {"x"}),
+        ("try:\n    x = 1\nfinally:\n    print(x)", set()),
+        ("try:\n    pass\nexcept ValueError as x:\n    print(x)\nx", {"x"}),
+        ("match a:\n    case [x, *b]:\n        x\n    case {'k': lr, **b}:\n        lr, b", {"a"}),
+        ("match a:\n    case 1:\n        x = 1\n    case _:\n        x = 2\nx", {"a"}),
+        ("match a:\n    case 1:\n        x = 1\nx", {"a", "x"}),
+        ("x = 1\ndel x\nx", {"x"}),
+        ("print(f'{lr:.{a}f}')", {"lr", "a"}),
+        ("while (x := a) and lr:\n    x", {"a", "lr"}),
+        ("from nowhere import *\nlr", {"lr"}),
+        ("async def f():\n    async for x in loader:\n        await a(x)", {"loader", "a"}),
+        ("'''only a text about lr'''", set()),
+    ],
+)  # fmt: skip
+def test_it_takes_the_names_that_it_reads_before_it_binds_them(body, names):
+    assert captured(body, **EVERYTHING) == names
+
+
+def test_what_ipython_put_into_the_namespace_stays_there():
+    opener = object()
+    namespace = {
+        "In": [""], "Out": {}, "_": 1, "__": 1, "_i": "", "_i12": "", "_12": 1, "_oh": {},
+        "_dh": [], "get_ipython": 1, "exit": 1, "quit": 1, "__builtins__": {}, "__name__": "",
+        "open": opener, "lr": 0.1, "_private": 2, "__data": 3,
+    }  # fmt: skip
+    mine = users_names(namespace, {"open": opener})
+    assert mine == {"lr": 0.1, "_private": 2, "__data": 3}
+
+
+def test_a_name_that_the_user_took_over_from_ipython_is_the_users():
+    assert users_names({"open": len}, {"open": open}) == {"open": len}
+
+
+# -- how it runs -------------------------------------------------------------------------------
+
+
+def test_it_runs_as_a_cell_does_and_gives_its_last_expression():
+    body = """
+        from dataclasses import dataclass
+
+        @dataclass
+        class Point:
+            x: int
+
+        def fact(n):
+            return 1 if n < 2 else n * fact(n - 1)
+
+        points = [Point(fact(n) * scale) for n in range(4)]
+        class Box:
+            def __len__(self):
+                return len(points)
+        (__name__, [p.x for p in points], len(Box()))
+    """
+    assert sent(cell(body, {"scale": 10}))() == ("__main__", [10, 10, 20, 60], 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("1 + 1", 2),
+        ("1 + 1;", None),
+        ("1 + 1;  # quiet\n\n", None),
+        ("';'", ";"),
+        ("x = 1", None),
+        ("x = 1; x", 1),
+        ("if True:\n    3", None),
+        ("'a text'", "a text"),
+        ("from __future__ import annotations\nx: nothing = 1\nx", 1),
+    ],
+)
+def test_its_value_is_the_last_expression_unless_a_semicolon_hides_it(body, value):
+    assert cell(body)() == value
+
+
+def test_each_run_begins_in_a_fresh_namespace():
+    function = sent(cell("seen = 'x' in globals()\nx = 1\nseen", home={"__name__": "__main__"}))
+    assert function() is False
+    assert function() is False
+
+
+def test_a_run_changes_nothing_in_the_notebook():
+    notebook = {"__name__": "__main__", "x": 1}
+    cell("x = x + 1", notebook, home=notebook)()
+    sent(cell("x = x + 1", notebook, home=notebook))()
+    assert notebook["x"] == 1
+
+
+def test_functions_of_the_notebook_see_what_the_cell_assigns():
+    notebook = {"__name__": "__main__"}
+    exec("lr = 0.1\ndef rate():\n    return lr", notebook)
+    function = sent(cell("before = rate()\nlr = 0.2\n(before, rate())", notebook, home=notebook))
+    assert function() == (0.1, 0.2)
+    assert function() == (0.1, 0.2)
+
+
+def test_a_future_import_of_an_earlier_cell_holds():
+    import __future__
+
+    function = cell("x: nothing = 1\nx", flags=__future__.annotations.compiler_flag)
+    assert sent(function)() == 1
+
+
+def test_a_machine_without_ipython_can_run_it():
+    data = cloudpickle.dumps(cell("import sys\n'IPython' in sys.modules"))
+    code = f"import cloudpickle; print(cloudpickle.loads({data!r})())"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"
+
+
+# -- lines and errors --------------------------------------------------------------------------
+
+
+def test_a_traceback_of_a_rank_shows_the_cells_lines_with_their_numbers():
+    body = "def train():\n    loss = 1\n    return loss / nothing\n\ntrain()\n"
+    function = sent(cell(body, {"nothing": 0}))
+    linecache.cache.pop("Cell In[5]")
+    with pytest.raises(ZeroDivisionError) as caught:
+        function()
+    own = [f for f in traceback.extract_tb(caught.value.__traceback__) if "Cell" in f.filename]
+    assert [(f.lineno, f.name, f.line) for f in own] == [
+        (6, "<module>", "train()"),
+        (4, "train", "return loss / nothing"),
+    ]
+
+
+def test_an_error_that_travels_brings_the_cells_frames_only():
+    function = sent(cell("raise ValueError('no luck')"))
+    with pytest.raises(ValueError, match="no luck") as caught:
+        function()
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next  # this test's own frame
+    failure = unpack_error(pack_error(caught.value))
+    where = "  File \"Cell In[5]\", line 2, in <module>\n    raise ValueError('no luck')"
+    assert failure.where == where
+
+
+def test_a_name_that_exists_nowhere_is_an_error_of_the_run_with_its_line():
+    function = cell("x = 1\nx + missing")
+    with pytest.raises(NameError, match="missing") as caught:
+        function()
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].lineno == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("x = 1\nx = = 2", 3),
+        ("return 1", 2),
+        ("\n\nif x:\npass", 5),
+        ("await x", 2),
+        ("def f():\n    x = 1\n    global x", 4),
+    ],
+)
+def test_a_syntax_error_is_refused_here_with_its_line(body, line):
+    with pytest.raises(SyntaxError) as caught:
+        cell(body)
+    assert (caught.value.filename, caught.value.lineno) == ("Cell In[5]", line)
+    assert caught.value.text.strip() == body.splitlines()[line - 2].strip()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["%matplotlib inline", "!pip install x", "    %time f()", "files = !ls", "x = %pwd", "Net?"],
+)
+def test_a_line_for_ipython_is_refused_with_its_number(line):
+    body = f"if True:\n    pass\n{line}\n"
+    with pytest.raises(CellError, match=r"Cell In\[5\], line 4: .*for IPython"):
+        CellFunction(body, {}, filename="Cell In[5]", above="%%elastic_train")
+
+
+def test_a_percent_sign_within_an_expression_is_pythons():
+    assert cell("(7\n  % 4)")() == 3
+    assert cell("'''\n!ls\n%time\n'''")() == "\n!ls\n%time\n"
+
+
+@pytest.mark.parametrize("body", ["", "\n\n", "# nothing yet\n"])
+def test_a_cell_without_code_is_refused(body):
+    with pytest.raises(CellError, match="no code"):
+        cell(body)
+
+
+# -- what comes back ---------------------------------------------------------------------------
+
+
+class JobContext(LocalContext):
+    """Looks like the context of a rank in a job."""
+
+
+def in_a_job(function, rank, monkeypatch):
+    monkeypatch.setattr("nbelastic.notebook.cell.LocalContext", types.SimpleNamespace)
+    context = JobContext()
+    context.rank = rank
+    with activate(context):
+        return cloudpickle.loads(cloudpickle.dumps(sent(function)()))
+
+
+def test_only_rank_0_gives_its_value(monkeypatch):
+    function = cell("import nbelastic\nnbelastic.rank() + 40")
+    assert in_a_job(function, 0, monkeypatch) == 40
+    assert in_a_job(function, 2, monkeypatch) is None
+
+
+def test_a_class_of_the_cell_comes_back(monkeypatch):
+    value = in_a_job(cell("class Net:\n    depth = 3\nNet()"), 0, monkeypatch)
+    assert (type(value).__name__, value.depth) == ("Net", 3)
+
+
+def test_a_value_that_cannot_be_pickled_is_replaced_by_one_that_says_so(monkeypatch):
+    value = in_a_job(cell("import threading\nthreading.Lock()"), 0, monkeypatch)
+    assert isinstance(value, StandIn)
+    assert repr(value).startswith("<unlocked _thread.lock object")
+    assert "cannot be pickled" in str(value)
+    with pytest.raises(AttributeError, match=r"'acquire'.*cannot be pickled"):
+        value.acquire()
+
+
+def test_a_value_that_cannot_be_made_here_is_replaced_too():
+    module = types.ModuleType("only_there")
+    exec("class Thing:\n    def __repr__(self):\n        return 'a thing'", module.__dict__)
+    sys.modules["only_there"] = module
+    try:
+        data = cloudpickle.dumps(pack(module.Thing()))
+    finally:
+        del sys.modules["only_there"]
+    value = cloudpickle.loads(data)
+    assert repr(value) == "a thing"
+    assert "cannot be made here (ModuleNotFoundError" in value.reason
+
+
+def test_a_value_whose_repr_fails_comes_back_all_the_same():
+    class Shy:
+        def __repr__(self):
+            raise RuntimeError("don't look")
+
+    assert type(cloudpickle.loads(cloudpickle.dumps(pack(Shy())))).__name__ == "Shy"
+
+
+def test_a_stand_in_can_itself_be_pickled_and_copied():
+    first = pack(threading.Lock())
+    again = cloudpickle.loads(cloudpickle.dumps(first))
+    assert (again.text, again.kind, again.reason) == (first.text, first.kind, first.reason)
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+def test_arrays_tensors_models_and_containers_are_weighed():
+    torch = pytest.importorskip("torch")
+    million = 8 * 10**6
+    array = np.zeros(10**6)
+    model = torch.nn.Linear(1000, 1000)
+    assert weight(array) == million
+    assert weight(torch.zeros(10**6, dtype=torch.float64)) == million
+    assert 4.0e6 < weight(model) < 4.2e6
+    assert 2 * million <= weight([array, {"x": array + 1}]) < 2 * million + 2_000
+    assert weight([array, array]) < million + 1_000
+    assert 0.9 < weight(list(range(10**6))) / sum(map(sys.getsizeof, [10**6] * 10**6)) < 1.4
+
+
+def test_what_cannot_be_weighed_weighs_nothing():
+    class Touchy:
+        @property
+        def nbytes(self):
+            raise RuntimeError("no")
+
+    assert weight(Touchy()) == 0
+    assert weight(np) == 0
+
+
+def test_only_heavy_variables_are_listed_the_heaviest_first():
+    values = {"a": np.zeros(10**7), "b": np.zeros(3 * 10**6), "c": 1, "d": np.zeros(10**6)}
+    assert heavy(values) == [("a", 8 * 10**7), ("b", 24 * 10**6)]

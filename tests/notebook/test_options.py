@@ -1,0 +1,145 @@
+"""The line of ``%%elastic_train``: every option of fit, no abbreviation, errors that help."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import nbelastic
+from nbelastic.errors import OptionError
+from nbelastic.notebook.options import (
+    FIT_OPTIONS,
+    MagicOptionError,
+    parse_setting,
+    split,
+    train_parser,
+)
+
+
+def parse(line):
+    return train_parser().parse_line(split(line, "%%elastic_train"))
+
+
+def test_every_option_of_fit_is_there_and_no_other():
+    of_the_cell = {"fn", "args", "kwargs", "block"}
+    assert set(FIT_OPTIONS) == set(inspect.signature(nbelastic.fit).parameters) - of_the_cell
+
+
+def test_every_option_of_fit_is_read_as_fit_takes_it():
+    line = (
+        "--cluster client --np 3 --min-np 2 --max-np 4 --workers alice bob --resources GPU=1 "
+        "MEM=2.5 --slots-per-host 2 --reset-limit 0 --elastic-timeout 60 --stall-timeout 0.5 "
+        "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --name resnet"
+    )
+    found = parse(line)
+    assert found == {
+        "cluster": "client",
+        "np": 3,
+        "min_np": 2,
+        "max_np": 4,
+        "workers": ["alice", "bob"],
+        "resources": {"GPU": 1.0, "MEM": 2.5},
+        "slots_per_host": 2,
+        "reset_limit": 0,
+        "elastic_timeout": 60.0,
+        "stall_timeout": 0.5,
+        "heartbeat_timeout": 5.0,
+        "blacklist_cooldown": (10.0, 100.0),
+        "name": "resnet",
+    }
+    assert set(found) == set(FIT_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("", {}),
+        ("-o job -a -q", {"out": "job", "block": False, "quiet": True}),
+        ("--stream all", {"stream": "all"}),
+        ("--out job --noblock", {"out": "job", "block": False}),
+        ("--block --quiet", {"block": True, "quiet": True}),
+        ("-b", {"block": True}),
+        ("--max-np=8", {"max_np": 8}),
+        ("--name 'my-job'", {"name": "my-job"}),
+    ],
+)  # fmt: skip
+def test_the_options_of_the_cell_itself(line, found):
+    assert parse(line) == found
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--max 8", ["no option --max", "did you mean --max-np?"]),
+        ("--max_np 8", ["no option --max_np", "did you mean --max-np?"]),
+        ("--maxnp=8", ["no option --maxnp;", "--max-np"]),
+        ("-h", ["no option -h"]),
+        ("--help", ["no option --help"]),
+        ("max_np=8", ["'max_np=8'", "did you mean --max-np 8?"]),
+        ("8", ["'8' belongs to no option"]),
+        ("--np zero", ["--np", "'zero'", "whole number, at least 1"]),
+        ("--np 0", ["--np", "'0'", "at least 1"]),
+        ("--np -1", ["--np", "'-1'", "at least 1"]),
+        ("--np", ["--np", "expected one argument"]),
+        ("--reset-limit -1", ["--reset-limit", "at least 0"]),
+        ("--elastic-timeout soon", ["--elastic-timeout", "'soon'", "seconds above 0"]),
+        ("--stall-timeout 0", ["--stall-timeout", "'0'", "above 0"]),
+        ("--resources GPU", ["--resources", "'GPU'", "GPU=1"]),
+        ("--resources GPU=none", ["--resources", "'GPU=none'"]),
+        ("--blacklist-cooldown 10", ["--blacklist-cooldown", "2"]),
+        ("--blacklist-cooldown 100 10", ["--blacklist-cooldown", "100 10", "LO <= HI"]),
+        ("--stream rank", ["--stream", "'rank'", "rank0, all, none", "did you mean rank0?"]),
+        ("-o 2nd", ["-o/--out", "'2nd'", "a variable"]),
+        ("-o class", ["-o/--out", "'class'"]),
+        ("-a -b", ["-b/--block", "not allowed with"]),
+    ],
+)
+def test_a_wrong_option_is_an_error_that_says_what_to_write(line, says):
+    with pytest.raises(MagicOptionError) as caught:
+        parse(line)
+    message = str(caught.value)
+    for part in (*says, "%%elastic_train?"):
+        assert part in message
+    assert isinstance(caught.value, OptionError)
+
+
+def test_an_open_quote_is_an_error():
+    with pytest.raises(MagicOptionError, match="no closing quotation"):
+        parse("--name 'resnet")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("max-np=8", ("max_np", 8)),
+        ("max_np=8", ("max_np", 8)),
+        ("--max-np=8", ("max_np", 8)),
+        ("max-np=", ("max_np", None)),
+        ("workers=alice,bob", ("workers", ["alice", "bob"])),
+        ("resources=GPU=1,MEM=2", ("resources", {"GPU": 1.0, "MEM": 2.0})),
+        ("blacklist-cooldown=10,100", ("blacklist_cooldown", (10.0, 100.0))),
+        ("stream=all", ("stream", "all")),
+        ("block=false", ("block", False)),
+        ("quiet=true", ("quiet", True)),
+    ],
+)
+def test_a_default_is_read_as_the_option_is(text, found):
+    assert parse_setting(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max-pn=8", "did you mean max-np"),
+        ("colour=red", "there are blacklist-cooldown, block"),
+        ("max-np", "must be OPTION=VALUE"),
+        ("max-np=many", "'many' must be a whole number"),
+        ("name=resnet", "belongs to one cell"),
+        ("out=job", "belongs to one cell"),
+        ("quiet=maybe", "must be true or false"),
+    ],
+)
+def test_a_wrong_default_is_an_error_that_says_what_to_write(text, says):
+    with pytest.raises(MagicOptionError, match=says):
+        parse_setting(text)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from nbelastic.driver.status import Progress
+from nbelastic.notebook.render import PARTS, STYLE, Picture, page
+from nbelastic.notebook.render.theme import _COLOURS, SYMBOLS
+
+from .fakes import STARTED, event, job_status, rank_status
+
+VOID = {"br", "hr", "img", "input", "meta"}
+
+
+class Page(HTMLParser):
+    """Reads a page, and fails where its elements do not nest."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.seen if name == tag]
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def full(**changes) -> Picture:
+    history = (
+        event("joined", 1, size=0, rank=0),
+        event("formed", 2, size=4),
+        event("lost", 20, size=3, rank=3, detail="its worker was killed"),
+        event("reset", 20.1, size=3, detail="rank 3 lost → 3 ranks"),
+    )
+    progress = Progress(1, 4, 5, 10, remaining_s=75.0)
+    return Picture(
+        job_status(progress=progress, **changes),
+        history,
+        STARTED,
+        {"loss": [(0.0, 2.0), (1.0, 0.5)]},
+        ((1.0, 100.0), (2.0, 200.0)),
+    )
+
+
+@pytest.mark.parametrize("state", sorted(SYMBOLS))
+def test_every_state_is_a_well_formed_page_that_says_it_in_word_and_symbol(state):
+    source = page(full(state=state, reason="because"))
+    shown = Page(source)
+    badge = re.search(rf'nbe-badge nbe-{state}"><i aria-hidden="true">(.)</i>{state}<', source)
+    assert badge and not badge[1].isascii()
+    assert state in shown.text
+
+
+def test_the_page_needs_no_script_and_nothing_from_elsewhere():
+    source = page(full())
+    assert "<script" not in source and "javascript:" not in source
+    assert not re.search(r"(src|href|@import|url\()", source)
+    assert not any(name.startswith("on") for _, attrs in Page(source).seen for name in attrs)
+
+
+def test_the_table_of_ranks_can_be_read_by_a_screen_reader():
+    shown = Page(page(full()))
+    assert len(shown.all("caption")) == 1
+    assert [cell["scope"] for cell in shown.all("th")] == ["col"] * 7 + ["row"] * 4
+    assert "Ranks: 4 running" in shown.text
+
+
+def test_progress_is_a_real_progress_element_with_a_name_and_the_remaining_time():
+    shown = Page(page(full()))
+    (bar,) = shown.all("progress")
+    assert bar["value"] == "0.3750" and bar["max"] == "1" and bar["aria-label"]
+    assert "38%" in shown.text and "epoch 2 of 4, batch 5 of 10" in shown.text
+    assert "1:15 left" in shown.text
+
+
+def test_drawings_have_a_role_and_a_summary():
+    drawings = [svg for svg in Page(page(full())).all("svg") if "aria-hidden" not in svg]
+    assert [svg["role"] for svg in drawings] == ["img", "img"]
+    assert "1 loss" in (drawings[0]["aria-label"] or "")
+    assert "loss: 0.5 at step 1, 2 values" in (drawings[1]["aria-label"] or "")
+
+
+def test_what_happened_last_is_said_politely():
+    source = PARTS["live"](full())
+    (line,) = Page(source).all("p")
+    assert line["aria-live"] == "polite" and line["role"] == "status"
+    assert "Reset: rank 3 lost → 3 ranks" in source
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("joined", "Rank 2 has joined"),
+        ("lost", "Rank 2 is lost"),
+        ("left", "Rank 2 has left"),
+        ("finished", "The job has finished"),
+        ("failed", "The job has failed"),
+        ("stopped", "The job has been stopped"),
+    ],
+)
+def test_joins_losses_leaves_and_ends_are_said(kind, said):
+    picture = Picture(job_status(), (event(kind, 1, rank=2), event("formed", 2)), STARTED)
+    assert said in PARTS["live"](picture)
+
+
+def test_everything_foreign_is_escaped():
+    evil = '<script>alert("1")</script>\x00\x1b'
+    rank = dataclasses.replace(rank_status(0), worker=evil, host=evil, state=evil, device=evil)
+    history = [event(kind, 1, detail=evil, size=1) for kind in ("lost", "reset", "failed")]
+    for state in ("running", "failed", "waiting"):
+        status = job_status(name=evil, state=state, reason=evil, ranks=(rank,))
+        source = page(Picture(status, history, STARTED, {evil: [(0, 1)]}), note=evil)
+        shown = Page(source)
+        assert shown.all("script") == []
+        assert "<script" not in source and "\x00" not in source and "\x1b" not in source
+        assert "<script>" in shown.text
+
+
+def test_many_ranks_are_cut_to_twenty_rows_and_counted():
+    ranks = tuple(rank_status(i) for i in range(198)) + (rank_status(None, state="starting"),) * 2
+    source = PARTS["ranks"](Picture(job_status(ranks=ranks)))
+    assert source.count("<tr>") == 21
+    assert "+ 180 more" in source
+    assert "Ranks: 198 running, 2 starting" in source
+
+
+def test_many_resets_are_cut_to_the_last_five():
+    history = [event("reset", at, detail=f"cause {at}") for at in range(12)]
+    source = PARTS["resets"](Picture(job_status(), history, STARTED))
+    assert re.findall(r"cause (\d+)", source) == ["11", "10", "9", "8", "7"]
+    assert "+ 7 more" in source and Page(source).all("details")
+
+
+def test_many_metrics_are_cut_to_six():
+    curves = {f"m{i}": [(0.0, 1.0)] for i in range(9)}
+    source = PARTS["curves"](Picture(job_status(), curves=curves))
+    assert len(Page(source).all("svg")) == 6
+    assert "+ 3 more metrics" in source
+
+
+def test_metrics_that_are_not_finite_are_drawn_as_far_as_they_go():
+    nan, inf = float("nan"), float("inf")
+    curves = {"a": [(0, 1.0), (1, nan), (2, inf), (3, 2.0)], "b": [(0, nan)], "c": []}
+    source = PARTS["curves"](Picture(job_status(), curves=curves))
+    assert len(Page(source).all("svg")) == 2
+    assert not re.search(r' d="[^"]*(nan|inf)', source)
+
+
+def test_a_failure_shows_the_first_lines_of_its_reason():
+    reason = "ValueError: no\n" + "\n".join(f"line {i}" for i in range(50))
+    source = page(Picture(job_status(state="failed", reason=reason)))
+    assert "ValueError: no" in source and "line 10" in source and "line 12" not in source
+    assert "more lines" in source
+
+
+def test_a_waiting_job_says_what_for():
+    assert "1 more needed" in page(Picture(job_status(state="waiting", reason="1 more needed")))
+
+
+def test_colours_come_from_jupyter_and_fall_back_by_scheme():
+    light, dark = STYLE.split("@media (prefers-color-scheme:dark)")
+    names = set(re.findall(r"(--nbe-\w+):var\(--jp-[\w-]+,#\w{6}\)", light))
+    assert len(names) == 9
+    assert set(re.findall(r"(--nbe-\w+):var\(--jp-[\w-]+,#\w{6}\)", dark)) == names
+    assert set(re.findall(r"var\((--nbe-\w+)\)", STYLE)) - names == {"--nbe-state"}
+
+
+@pytest.mark.parametrize("column", [1, 2])
+def test_words_can_be_read_on_their_background_in_both_schemes(column):
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for ink, least in (("fg", 7), ("muted", 4.5), ("accent", 3), ("good", 3), ("bad", 3)):
+        for paper in ("bg", "soft"):
+            pair = sorted(light(_COLOURS[name][column]) for name in (ink, paper))
+            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= least, (ink, paper)
+
+
+def test_every_rule_is_scoped_to_what_is_ours():
+    rules = re.sub(r"@media[^{]*\{(.*?\})\}", r"\1", STYLE.replace("<style>", ""))
+    selectors = [s for group in re.findall(r"([^{}]+)\{", rules) for s in group.split(",")]
+    assert len(selectors) > 40
+    assert [s for s in selectors if ".nbe" not in s] == []
+
+
+def test_an_empty_job_has_a_page_too():
+    shown = Page(page(Picture(job_status(state="waiting", size=0, ranks=(), samples_per_s=None))))
+    assert shown.all("table") == [] and shown.all("progress") == []
+
+
+def test_the_same_picture_is_always_the_same_page():
+    assert page(full()) == page(full())

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nbelastic.driver.status import Progress
+from nbelastic.notebook.render import Picture, line, text
+from nbelastic.notebook.render.words import count, duration, first_lines, limits, number, rate
+
+from .fakes import STARTED, event, job_status, rank_status
+
+
+def test_a_finished_job_is_told_by_its_counts():
+    status = job_status(state="finished", size=4, resets=2, commits=120)
+    assert text(Picture(status)) == (
+        "nbelastic job quickstart: finished · 4 ranks · 2 resets · 120 commits"
+    )
+
+
+def test_one_of_something_is_not_plural():
+    status = job_status(state="finished", size=1, resets=1, commits=1)
+    assert text(Picture(status)).endswith("1 rank · 1 reset · 1 commit")
+
+
+@pytest.mark.parametrize("state", ["waiting", "forming", "running", "failed", "stopped"])
+def test_what_depends_on_the_moment_is_not_in_the_text(state):
+    first = Picture(job_status(state=state), (event("lost", 3, size=3),), STARTED)
+    later = dataclasses.replace(
+        job_status(state=state),
+        size=3, commits=7, resets=9, generation=11, elapsed=99.5, samples_per_s=3.0,
+        reason="waiting 17 s for tcp://10.0.0.3:40122", ranks=(rank_status(7),),
+    )  # fmt: skip
+    assert text(first) == text(Picture(later, (), STARTED + 5))
+
+
+def test_whether_a_job_waits_forms_or_runs_makes_no_difference_to_its_text():
+    said = {text(Picture(job_status(state=state))) for state in ("waiting", "forming", "running")}
+    assert said == {"nbelastic job quickstart: under way · 2 to 8 ranks"}
+
+
+def test_the_text_is_one_line_whatever_the_name():
+    assert "\n" not in text(Picture(job_status(name="a\nb" * 100)))
+    assert len(text(Picture(job_status(name="a" * 1000)))) < 200
+
+
+def test_a_terminal_is_told_how_far_the_job_has_come():
+    status = job_status(progress=Progress(1, 4, 0, 0, remaining_s=75.0))
+    said = line(Picture(status))
+    assert said == (
+        "quickstart: running · 4 ranks · 120 commits · 25% · 1,000 samples/s · 1:15 left"
+    )
+
+
+def test_a_terminal_is_told_what_a_job_waits_for():
+    said = line(Picture(job_status(state="waiting", reason="1 worker there; 1 more needed")))
+    assert "waiting (1 worker there; 1 more needed)" in said
+
+
+def test_numbers_read_well():
+    assert [duration(s) for s in (0, 42.9, 725, 3723)] == ["0:00", "0:42", "12:05", "1:02:03"]
+    assert [rate(v) for v in (None, float("nan"), 0.123, 1234.5)] == ["–", "–", "0.12", "1,234"]
+    assert [number(v) for v in (0.123456, 12345.6, 1e12)] == ["0.1235", "12,346", "1e+12"]
+    assert [limits(*x) for x in ((4, 4), (2, 8), (1, None))] == ["4", "2 to 8", "1 or more"]
+    assert count(2, "loss") == "2 losses"
+    assert first_lines("a\nb\nc", 2) == "a\nb\n+ 1 more lines"

@@ -1,0 +1,81 @@
+"""What a real kernel leaves in a notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = str(Path(__file__).parents[2])
+
+SETUP = f"""
+import sys, threading, time
+sys.path.insert(0, {ROOT!r})
+from nbelastic.notebook import show
+from tests.notebook.fakes import FakeJob
+job = FakeJob()
+"""
+
+SHOWN = "show.show(job)"
+
+OVER = """
+job.happens("lost", 3, rank=2, size=3)
+job.end(size=3)
+for thread in threading.enumerate():
+    if thread.name.startswith("nbelastic-panel"):
+        thread.join(10)
+        assert not thread.is_alive()
+"""
+
+WAITED = """
+job = FakeJob(name="waited")
+ending = threading.Timer(0.3, job.end)
+ending.start()
+with show.watching(job) as watch:
+    job.set(resets=3)
+    while not job.done():
+        job.prints("epoch\\n")
+        watch.tick()
+        time.sleep(0.05)
+show.show(job)
+"""
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.fixture(scope="module")
+def cells():
+    sources = (SETUP, SHOWN, OVER, WAITED)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+    return NotebookClient(notebook, timeout=60).execute().cells
+
+
+def test_the_saved_notebook_holds_the_final_state_and_no_widget(cells):
+    (output,) = cells[1].outputs
+    assert output.output_type == "display_data"
+    assert set(output.data) == {"text/html", "text/plain"}
+    assert output.data["text/plain"].startswith("nbelastic job quickstart: finished · 3 ranks")
+    assert "Rank 2 is lost" in output.data["text/html"]
+    assert cells[2].outputs == []
+
+
+def test_a_cell_that_waited_holds_its_panel_the_output_and_one_last_line(cells):
+    displays = [o for o in cells[3].outputs if o.output_type == "display_data"]
+    words = "".join(o.text for o in cells[3].outputs if o.output_type == "stream")
+    assert [set(o.data) for o in displays] == [{"text/html", "text/plain"}]
+    assert "finished" in displays[0].data["text/html"]
+    assert words.startswith("epoch\n")
+    assert words.endswith("nbelastic job waited: finished · 4 ranks · 3 resets · 120 commits\n")
+
+
+def test_converted_to_html_it_shows_the_final_state_without_a_script(cells):
+    from nbconvert import HTMLExporter
+
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    html, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
+    assert html.count('aria-label="nbelastic job') == 2
+    assert "✓</i>finished" in html
+    assert WIDGET not in html
