@@ -41,6 +41,8 @@ class RankGauge:
         """Take in new figures."""
         self.step, self.samples, self.device = figures[:3]
         self.epoch, self.batch, self.epochs, self.batches = figures[3:7]
+        if not self.samples:
+            self.seen.clear()  # still setting up
         self.seen.append((now, self.samples))
         while len(self.seen) > 2 and self.seen[1][0] <= now - WINDOW:
             self.seen.popleft()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.elastic.context import current
 from nbelastic.torch.arguments import (
     check_compression,
     check_groups,
@@ -132,6 +133,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     )
     optimizer._reducer = Reducer(optimizer, names, options)  # type: ignore[attr-defined]
     optimizer._op = op  # type: ignore[attr-defined]
+    current().vitals.device = str(optimizer.param_groups[0]["params"][0].device)
     patched = vars(optimizer).pop("step", None)
     optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[assignment,arg-type]
     if patched is not None:

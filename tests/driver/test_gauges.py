@@ -53,6 +53,14 @@ def test_speed_is_measured_over_a_window_and_added_up():
     assert gauges.rank(0).samples_per_s == 0.0
 
 
+def test_setting_up_does_not_count_as_slowness():
+    gauges = Gauges()
+    for second in range(10):
+        gauges.take(second, [(0, figures(), [])])
+    gauges.take(10, [(0, figures(samples=100), [])])
+    assert gauges.rank(0).samples_per_s == 100.0
+
+
 def test_progress_and_remaining_time():
     gauges = Gauges()
     assert gauges.progress(0.0, [0]) is None

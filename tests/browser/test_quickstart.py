@@ -1,0 +1,215 @@
+"""A person with a notebook and four workers: the panel, its controls, interrupts, what is saved."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from nbconvert import HTMLExporter
+from playwright.sync_api import expect
+
+from tests.browser.panel import PanelView
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.browser.lab import Lab
+    from tests.support.clusters import Crew
+
+pytestmark = pytest.mark.timeout(400)  # the first test may have to install Chromium
+
+SETUP = """
+import os
+import signal
+import time
+
+from dask.distributed import Client
+
+import nbelastic
+
+%load_ext nbelastic
+client = Client({address!r})
+STEPS = {steps}
+"""
+
+TRAIN = """
+%%elastic_train {options}
+import time
+
+import torch
+
+import nbelastic
+import nbelastic.torch as hvd
+
+hvd.init()
+{before}
+torch.manual_seed(1)
+model = torch.nn.Linear(8, 1)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.02), named_parameters=model.named_parameters()
+)
+state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+@hvd.elastic.run
+def loop(state):
+    while state.step < STEPS:
+        inputs = torch.randn(16, 8)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        state.step += 1
+        nbelastic.report(loss=loss.item())
+        state.commit()
+        time.sleep(0.02)
+
+loop(state)
+state.step
+"""
+
+KILL = """
+processes = client.run(os.getpid)
+victim = job.status.ranks[1].worker
+os.kill(processes[victim], signal.SIGKILL)
+print("killed at", time.time())
+"""
+
+SLOW_START = """
+for _ in range(6000):
+    time.sleep(0.1)
+"""
+
+SLOW_MEETING = """
+from nbelastic.elastic import session
+
+connect = session.connect
+
+def slowly(*args, **kwargs):
+    try:
+        for _ in range(60):
+            time.sleep(0.1)
+    finally:
+        session.connect = connect
+    return connect(*args, **kwargs)
+
+session.connect = slowly
+"""
+
+BUSY = "print('busy:', sum(len(tasks) > 0 for tasks in client.processing().values()))"
+LATER = "print('later')"
+ENDLESS = 10**9
+
+
+def setup(crew: Crew, steps: int = ENDLESS) -> str:
+    return SETUP.format(address=crew.cluster.scheduler_address, steps=steps).strip()
+
+
+def train(options: str, before: str = "") -> str:
+    return TRAIN.format(options=options, before=before).strip()
+
+
+def sizes(panel: PanelView) -> list[int]:
+    """Return the sizes that the page has shown; it is 0 while a generation forms."""
+    formed = [size for _, size in panel.worlds() if size]
+    return [size for size, _ in itertools.groupby(formed)]
+
+
+def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> None:
+    lab.open("01_quickstart.ipynb")
+    code = [(i, cell) for i, cell in enumerate(lab.read().cells) if cell.cell_type == "code"]
+    training = next(i for i, cell in code if cell.source.startswith("%%elastic_train"))
+    killing = next(i for i, cell in code if "SIGKILL" in cell.source)
+    panel = PanelView(lab, training)
+    panel.watch_worlds()
+    for index in [i for i, _ in code if i <= killing]:
+        lab.run_cell(index)
+    panel.wait_for_world(4)
+    panel.wait_for_world(3)
+    panel.wait_for_world(4)
+    assert sizes(panel) == [4, 3, 4]
+    expect(panel.area.get_by_role("progressbar")).to_be_visible()
+    panel.pictures("quickstart")
+    panel.lower_the_most()
+    panel.wait_for_world(3)
+    panel.press_stop()
+    panel.wait_for_state("stopped")
+    closing, _ = code[-1]
+    lab.run_cell(closing)
+    lab.wait_until_run(closing)
+
+
+def test_the_panel_shows_a_killed_worker_within_a_second(lab: Lab, crew: Crew) -> None:
+    training = train("--np 4 --min-np 2 --noblock -o job")
+    lab.write("faults.ipynb", [setup(crew), training, KILL, "print(job.status)", BUSY])
+    lab.run_cell(0)
+    lab.run_cell(1)
+    panel = PanelView(lab, 1)
+    panel.wait_for_world(4)
+    panel.watch_worlds()
+    lab.run_cell(2)
+    panel.wait_for_world(3)
+    worlds = panel.worlds()
+    killed = float(lab.output(2).inner_text().split()[-1])
+    assert 0.0 < worlds[1][0] - killed < 1.0, "the panel stayed stale"
+    panel.press_stop()
+    panel.wait_for_state("stopped")
+    lab.run_cell(3)
+    lab.wait_for_text(3, "state='stopped'")
+    lab.run_cell(4)
+    lab.wait_for_text(4, "busy: 0")
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "before"),
+    [
+        ("waiting", "--np 9", ""),
+        ("waiting", "--np 2", SLOW_START),
+        ("forming", "--np 2", SLOW_MEETING),
+        ("running", "--np 2", ""),
+    ],
+    ids=["too-few-workers", "ranks-still-starting", "forming", "running"],
+)
+def test_an_interrupt_frees_the_workers_and_stops_run_all(
+    lab: Lab, crew: Crew, state: str, options: str, before: str
+) -> None:
+    lab.write("interrupt.ipynb", [setup(crew), train(options, before), LATER, BUSY])
+    lab.run_all()
+    PanelView(lab, 1).wait_for_state(state)
+    lab.interrupt()
+    lab.wait_for_text(1, "JobInterrupted")
+    lab.wait_until_idle()
+    PanelView(lab, 1).wait_for_state("stopped")
+    lab.wait_until_skipped(2)
+    assert lab.output(2).inner_text() == ""
+    lab.run_cell(3)
+    lab.wait_for_text(3, "busy: 0")
+
+
+def test_a_saved_notebook_shows_the_final_state_without_javascript(
+    lab: Lab, crew: Crew, browser: Browser
+) -> None:
+    lab.write("saved.ipynb", [setup(crew, steps=100), train("--np 3 -o job"), "print('end')"])
+    lab.run_all()
+    lab.wait_for_text(2, "end", timeout_s=60)
+    panel = PanelView(lab, 1)
+    panel.wait_for_state("finished")
+    assert panel.rows.count() == 3
+    lab.wait_for_text(1, re.compile(r"\b100\b"))
+    light, dark = panel.pictures("finished")
+    assert light.read_bytes() != dark.read_bytes()
+    page, _ = HTMLExporter().from_notebook_node(lab.save())
+    assert lab.path is not None
+    static = lab.path.with_suffix(".html")
+    static.write_text(page)
+    context = browser.new_context(java_script_enabled=False)
+    try:
+        reader = context.new_page()
+        reader.goto(static.as_uri())
+        expect(reader.locator(".nbe-badge")).to_have_text(re.compile("finished"))
+        table = reader.get_by_role("table", name=re.compile("^Ranks"))
+        assert table.get_by_role("rowheader").all_inner_texts() == ["0", "1", "2"]
+        lab.screenshot("static", reader.locator(".nbe-card"))
+    finally:
+        context.close()
