@@ -5,6 +5,7 @@ Written by the driver's thread, read by others; a lock of its own, held for mome
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .status import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["Gauges", "RankGauge"]
 
@@ -72,6 +73,9 @@ class _Row:
             total, count = self.sums.get(name, (0.0, 0))
             self.sums[name] = (total + value, count + 1)
 
+    def means(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self.sums.items()}
+
 
 class Gauges:
     """The gauges of a job."""
@@ -80,6 +84,7 @@ class Gauges:
         self._lock = threading.Lock()
         self._ranks: dict[int, RankGauge] = {}
         self._rows: dict[tuple[int, int], _Row] = {}
+        self._order: list[tuple[int, int]] = []
         self._pace: list[tuple[float, float]] = []
         self._interval = 0.0
         self._first: tuple[float, float] | None = None
@@ -101,6 +106,8 @@ class Gauges:
         values: dict[str, float],
     ) -> None:
         row = self._rows.get(key)
+        if row is None:
+            bisect.insort(self._order, key)  # at the end, nearly always
         if row is None or row.generation < generation:  # done again after a rollback
             row = self._rows[key] = _Row(now, generation, step)
         if row.generation == generation:
@@ -158,13 +165,23 @@ class Gauges:
     def rows(self) -> list[dict[str, float]]:
         """Return the metrics, a row for each place, in the order of training."""
         with self._lock:
-            ordered = [self._rows[key] for key in sorted(self._rows)]
             return [
-                {
-                    "step": float(number) if row.step is None else row.step,
-                    "time": row.time,
-                    "ranks": row.ranks,
-                    **{name: total / count for name, (total, count) in row.sums.items()},
-                }
-                for number, row in enumerate(ordered)
+                {"step": step, "time": row.time, "ranks": row.ranks, **row.means()}
+                for step, row in self._ordered(1)
             ]
+
+    def curves(self, most: int) -> dict[str, list[tuple[float, float]]]:
+        """Return each metric as points ``(step, mean)``: every n-th row, so that `most` suffice."""
+        curves: dict[str, list[tuple[float, float]]] = {}
+        with self._lock:
+            for step, row in self._ordered(-(-len(self._order) // most)):
+                for name, value in row.means().items():
+                    curves.setdefault(name, []).append((step, value))
+        return curves
+
+    def _ordered(self, stride: int) -> Iterator[tuple[float, _Row]]:
+        """Yield every `stride`-th row with its step, the newest among them."""
+        first = (len(self._order) - 1) % stride if self._order else 0
+        for number in range(first, len(self._order), max(stride, 1)):
+            row = self._rows[self._order[number]]
+            yield (float(number) if row.step is None else row.step), row

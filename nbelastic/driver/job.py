@@ -190,13 +190,11 @@ class Job:
         return importlib.import_module("pandas").DataFrame(rows)
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
-        """Return each metric as points ``(step, mean over ranks)``."""
-        curves: dict[str, list[tuple[float, float]]] = {}
-        for row in self._driver.gauges.rows():
-            for name, value in row.items():
-                if name not in ("step", "time", "ranks"):
-                    curves.setdefault(name, []).append((row["step"], value))
-        return curves
+        """Return each metric as points ``(step, mean over ranks)``, to be drawn.
+
+        At most 500 points, evenly chosen, the newest among them; :attr:`metrics` has them all.
+        """
+        return self._driver.gauges.curves(500)
 
     def pace(self) -> tuple[tuple[float, float], ...]:
         """Return how fast the job went: points ``(seconds since the start, samples/s)``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from nbelastic.driver.gauges import MOST_POINTS, Gauges
 
 
@@ -71,6 +73,19 @@ def test_progress_and_remaining_time():
     assert (progress.epoch, progress.epochs, progress.batch) == (1, 4, 1)
     assert abs(progress.fraction - 1.1 / 4) < 1e-9
     assert abs(progress.remaining_s - 10.0 * (1 - 1.1 / 4) / (1.0 / 4)) < 1e-9
+
+
+def test_curves_are_thinned_evenly_up_to_the_newest():
+    gauges = Gauges()
+    assert gauges.curves(10) == {}
+    for version in range(1003):
+        gauges.take(1.0, [(0, figures(), [[version, 0, 1, None, {"x": float(version)}]])])
+        if version == 7:
+            assert gauges.curves(10)["x"] == [(float(i), float(i)) for i in range(8)]
+    points = gauges.curves(10)["x"]
+    assert len(points) == 10
+    assert points[-1] == (1002.0, 1002.0)
+    assert {after[0] - before[0] for before, after in pairwise(points)} == {101.0}
 
 
 def test_the_pace_is_thinned_evenly():

@@ -19,6 +19,7 @@ def shell(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     config = Config()
     config.HistoryManager.enabled = False
+    config.InteractiveShell.warn_venv = False
     InteractiveShell.clear_instance()
     made = InteractiveShell.instance(config=config)
     load_ipython_extension(made)

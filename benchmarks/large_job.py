@@ -1,0 +1,113 @@
+"""What a job of 200 ranks costs the kernel: driver and live panel together, as a share of a core.
+
+The ranks are simulated: their messages come as the scheduler would send them, heartbeats and vitals
+twice a second and a report per step. Everything in the kernel is real: the membership machine in
+its thread, the gauges, a panel that refreshes four times a second, messages packed and signed.
+Prints the share of a core over 20 seconds; exits with 1 above 5 %.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import comm
+
+from benchmarks.panel import LIMIT, PER_SECOND, RANKS, Wire
+from nbelastic.driver.job import Job
+from nbelastic.driver.options import Options
+from nbelastic.driver.shell import Driver
+from nbelastic.membership import (
+    Beat,
+    Beats,
+    RankFormed,
+    RankReady,
+    Slot,
+    SlotsFound,
+    pack_event,
+)
+
+SECONDS = 20
+STEPS_PER_SECOND = 10
+
+
+class SimulatedLink:
+    """The cluster's end: 200 ranks that do what they are told."""
+
+    status = "running"
+
+    def __init__(self) -> None:
+        self.driver: Driver | None = None
+        self.members: list[int] = []
+
+    def say(self, event: Any) -> None:
+        assert self.driver is not None
+        self.driver.receive({"do": "event", "event": pack_event(event), "attachment": None})
+
+    def order(self, do: str, **fields: Any) -> None:
+        assert self.driver is not None
+        if do == "claim":
+            self.driver.receive({"do": "granted", "start": fields["start"]})
+
+    def submit(self, start: int, *_: Any, **__: Any) -> None:
+        self.say(RankReady(start, 0, -1, 1, ("10.0.0.1", 4000 + start), False, ""))
+
+    def publish(self, plan: Any) -> None:
+        self.members = [member.start for member in plan.members]
+        for start in self.members:
+            self.say(RankFormed(start, plan.generation))
+
+    def forget(self, start: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def beat(self, beat: int) -> None:
+        """Send what 200 ranks send in half a second."""
+        step = beat * STEPS_PER_SECOND // 2
+        self.say(Beats(tuple(Beat(s, step << 32, False, step) for s in self.members)))
+        rows = [[step + i, 0, 1, None, {"loss": 1.0 / (step + i + 1)}] for i in range(5)]
+        vitals = [[s, [step, 32 * step, "cuda:0", 0, step, 9, 900], rows] for s in self.members]
+        assert self.driver is not None
+        self.driver.receive({"do": "vitals", "vitals": vitals})
+
+
+def main() -> int:
+    comm.create_comm = Wire
+    from nbelastic.notebook.panel import Panel
+
+    link = SimulatedLink()
+    driver = Driver("large", Options(np=RANKS, min_np=100), lambda: None)
+    link.driver = driver
+    driver.start(link)  # type: ignore[arg-type]
+    slots = [
+        Slot(f"worker-{i}", f"tcp://10.0.{i // 50}.{i}:40001", f"w{i}", f"node-{i // 4}")
+        for i in range(RANKS)
+    ]
+    link.say(SlotsFound(tuple(slots)))
+    job = Job(driver)
+    panel = Panel(job)
+    pause = threading.Event()
+    while job.status.state != "running":
+        pause.wait(0.05)
+    before, began = time.process_time(), time.monotonic()
+    for update in range(SECONDS * PER_SECOND):
+        if update % 2 == 0:
+            link.beat(update // 2 + 1)
+        panel.refresh()
+        pause.wait(max(0.0, began + (update + 1) / PER_SECOND - time.monotonic()))
+    share = (time.process_time() - before) / (time.monotonic() - began)
+    size, rows = job.status.size, len(job.metrics)
+    job.cancel()
+    if size != RANKS or panel.broken or rows < SECONDS * STEPS_PER_SECOND // 2:
+        print(f"the simulation went wrong: {job.status.state}, {size} ranks, {rows} rows")
+        return 1
+    print(f"{share:.2%} of a core for a job of {RANKS} ranks (limit {LIMIT:.0%})")
+    return 0 if share <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
