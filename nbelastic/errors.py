@@ -69,7 +69,15 @@ class OptionError(NbelasticError, ValueError):
     """An option has a value it cannot have; the message names option, value and range."""
 
 
-class PreflightError(NbelasticError):
+class _Headline(BaseException):
+    """An error that says all that there is to say: a notebook shows no lines of code with it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class PreflightError(_Headline, NbelasticError):
     """The job was refused before anything was sent to the cluster."""
 
 
@@ -85,12 +93,8 @@ class NoSuitableWorkers(PreflightError):
     """No worker fits ``workers=`` and ``resources=``, and none can be expected."""
 
 
-class JobError(NbelasticError):
+class JobError(_Headline, NbelasticError):
     """The job ended without a result."""
-
-    def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows: what happened, without the lines of those who waited."""
-        return _headline(self)
 
 
 class RankFailed(JobError):
@@ -167,13 +171,5 @@ class Evicted(RankExit):
     """The job has gone on without this rank; nothing it does counts any more."""
 
 
-class JobInterrupted(KeyboardInterrupt):
+class JobInterrupted(_Headline, KeyboardInterrupt):
     """A blocking ``fit`` was interrupted; its workers are free again."""
-
-    def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows."""
-        return _headline(self)
-
-
-def _headline(error: BaseException) -> list[str]:
-    return [f"{type(error).__name__}: {error}"]

@@ -1,0 +1,27 @@
+"""What a notebook shows of errors that say all there is to say."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic import errors
+
+
+@pytest.mark.parametrize("kind", ["NotPicklable", "NotEnoughWorkers", "JobStopped"])
+def test_the_message_comes_without_lines_of_code(shell, kind, capsys):
+    shell.run_cell(
+        f"import nbelastic\nraise nbelastic.errors.{kind}('this and that') from OSError()"
+    )
+    shown = capsys.readouterr().out
+    assert shown.strip() == f"{kind}: this and that"
+
+
+def test_an_interrupted_job_is_a_keyboard_interrupt_that_says_what_became_of_it():
+    error = errors.JobInterrupted("its workers are free")
+    assert isinstance(error, KeyboardInterrupt)
+    assert error._render_traceback_() == ["JobInterrupted: its workers are free"]
+
+
+def test_errors_inside_a_rank_keep_their_lines():
+    for kind in (errors.CollectiveError, errors.NotInitialized, errors.OptionError):
+        assert not hasattr(kind, "_render_traceback_")
