@@ -6,9 +6,12 @@ import linecache
 import os
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Failure", "pack_error", "unpack_error"]
 
@@ -43,12 +46,18 @@ class Failure:
     frames: tuple[Frame, ...]
     exception: BaseException | None
 
-    @property
-    def where(self) -> str:
-        """The user's lines, as a traceback shows them."""
+    def where(self, label: Callable[[str], str | None] = lambda _: None) -> str:
+        """Return the user's lines, as a traceback shows them.
+
+        Parameters
+        ----------
+        label : callable
+            What a file is better called here, or None.
+        """
         lines = []
         for frame in self.frames:
-            lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
+            place = label(frame.file) or f'File "{frame.file}"'
+            lines.append(f"  {place}, line {frame.line}, in {frame.function}")
             text = frame.text or linecache.getline(frame.file, frame.line).strip()
             if text:
                 lines.append(f"    {text}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .job import Job
 
-__all__ = ["Display", "Watch", "set_display", "show", "started", "watching"]
+__all__ = ["Display", "Watch", "label", "set_display", "show", "started", "watching"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ class Display(Protocol):
 
     def show(self, job: Job) -> None:
         """Show a job that is the value of a cell."""
+
+    def label(self, file: str) -> str | None:
+        """Return what the user calls a file of source code, such as ``Cell In[5]``, or None."""
 
 
 _display: Display | str | None = None
@@ -77,6 +80,13 @@ def started(job: Job) -> None:
 def show(job: Job) -> bool:
     """Show a job; return whether there was a display that could."""
     return _display is not None and _guard(lambda: _call(lambda display: display.show(job)))
+
+
+def label(file: str) -> str | None:
+    """Return what the user calls a file of source code; None where there is no better name."""
+    found: list[str | None] = [None]
+    _guard(lambda: _call(lambda display: found.append(display.label(file))))
+    return found[-1]
 
 
 def _call(function: Callable[[Display], object]) -> None:

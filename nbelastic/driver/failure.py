@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from nbelastic import errors
 
+from . import display
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -57,7 +59,7 @@ def _rank_failed(
     """Group equal errors, the user's lines first; the result is what was raised, too."""
     groups: dict[tuple[str, str], list[int]] = {}
     for start, failure in raised.items():
-        groups.setdefault((failure.summary, failure.where), []).append(start)
+        groups.setdefault((failure.summary, failure.where(display.label)), []).append(start)
     parts = []
     for (summary, where), starts in list(groups.items())[:MOST_SHOWN]:
         who = ", ".join(sorted(names.get(s, f"start {s}") for s in starts)[:MOST_SHOWN])

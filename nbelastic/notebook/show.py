@@ -54,6 +54,7 @@ __all__ = [
     "bundle",
     "close",
     "kernel_shell",
+    "label",
     "set_manner",
     "show",
     "started",
@@ -137,6 +138,12 @@ class NotebookDisplay:
             view.publish()
             view.follow()
 
+    def label(self, file: str) -> str | None:
+        """Return what IPython calls the cell that a file of source code is, or None."""
+        shell = self._shell()
+        name = None if shell is None else shell.compile.format_code_name(file)
+        return None if name is None else " ".join(name)
+
     # -- for the magics ------------------------------------------------------------------------
 
     def set_manner(self, name: str, manner: Manner) -> None:
@@ -193,5 +200,6 @@ _display = NotebookDisplay()
 started = _display.started
 watching = _display.watching
 show = _display.show
+label = _display.label
 set_manner = _display.set_manner
 close = _display.close

@@ -107,6 +107,10 @@ class Recorder:
     def show(self, job):
         self._note(f"show {job.name}")
 
+    def label(self, file):
+        self._note("label")
+        return "The cell" if file == __file__ else None
+
     @contextlib.contextmanager
     def watching(self, job):
         self._note(f"watching {job.name}")
@@ -155,6 +159,15 @@ def test_a_job_without_a_display_shows_itself_in_a_line(crew, set_display, capsy
     capsys.readouterr()
     job._ipython_display_()
     assert capsys.readouterr().out == "<Job plain: finished, 2 ranks, 0 commits>\n"
+
+
+def test_errors_name_the_users_files_as_the_display_calls_them(crew, set_display):
+    def fail():
+        raise ArithmeticError("here")
+
+    set_display(Recorder())
+    with pytest.raises(ArithmeticError, match=r"The cell, line \d+, in fail"):
+        crew.fit(fail, np=1)
 
 
 def test_losses_and_sizes_are_in_the_history(crew, tmp_path):

@@ -425,3 +425,15 @@ def test_a_kernel_is_found_only_where_ipython_runs_in_one(monkeypatch):
 def test_the_module_itself_is_a_display():
     for name in ("started", "watching", "show"):
         assert callable(getattr(showing, name))
+
+
+# -- names of cells --------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_a_cell_is_called_as_ipython_calls_it(stage, shell):
+    stage.shell = shell
+    cell = shell.compile.cache("1 / 0", 7)
+    assert stage.display.label(cell) == "Cell In[7]"
+    assert stage.display.label(__file__) is None
+    stage.shell = None
+    assert stage.display.label(cell) is None
