@@ -121,6 +121,9 @@ def test_what_happened_last_is_said_politely():
         ("finished", "The job has finished"),
         ("failed", "The job has failed"),
         ("stopped", "The job has been stopped"),
+        ("refused", "A worker is not used"),
+        ("restarted", "The job starts over"),
+        ("cooldown", "Cooldown"),
     ],
 )
 def test_joins_losses_leaves_and_ends_are_said(kind, said):

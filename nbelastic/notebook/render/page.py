@@ -25,7 +25,13 @@ MOST_RESETS = 5
 ERROR_LINES = 12
 _COLUMNS = ("Rank", "Worker", "State", "Step", "Commits", "Samples/s", "Device")
 _NUMBERS = frozenset({"Step", "Commits", "Samples/s"})
-_TOLD = frozenset({"joined", "lost", "left", "reset"}) | ENDED
+_TOLD = frozenset({"joined", "lost", "left", "reset", "refused", "restarted", "cooldown"}) | ENDED
+_HAPPENED = {
+    "reset": "Reset",
+    "refused": "A worker is not used",
+    "restarted": "The job starts over",
+    "cooldown": "Cooldown",
+}
 
 
 def page(picture: Picture, note: str = "") -> str:
@@ -175,8 +181,11 @@ def live(picture: Picture) -> str:
 
 def _words(event: HistoryEvent) -> str:
     detail = f": {shorten(event.detail, 160)}" if event.detail else ""
-    if event.kind == "reset":
-        return f"Reset{detail}"
+    if event.kind in _HAPPENED:
+        which = (
+            f" ({shorten(event.worker, 48)})" if event.kind == "refused" and event.worker else ""
+        )
+        return f"{_HAPPENED[event.kind]}{which}{detail}"
     if event.kind in ENDED:
         return f"The job has {'been ' if event.kind == 'stopped' else ''}{event.kind}{detail}"
     who = "A rank" if event.rank is None else f"Rank {event.rank}"
