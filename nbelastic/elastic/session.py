@@ -87,8 +87,7 @@ class Session(Context):
         self._steps = 0
         self.plan: Plan | None = None
         self.version = FRESH
-        self.generation = 0
-        self.source = 0
+        self.generation = self.source = 0
         self._take_place(spec.place)
 
     # -- what the agent delivers ---------------------------------------------------------------
@@ -337,9 +336,8 @@ class Session(Context):
                 return
             if not self._member:
                 raise CollectiveError(f"generation {self.generation} is over")
-        changed = self._ask_all() if self._carried is None else self._carried
-        self._carried = None
-        if changed:
+        changed, self._carried = self._carried, None
+        if self._ask_all() if changed is None else changed:
             raise HostsUpdatedInterrupt
 
     def _ask_all(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -11,6 +12,7 @@ from traitlets.config import Config
 import nbelastic
 from nbelastic.notebook import load_ipython_extension
 from tests.notebook.shells import FakeFit
+from tests.notebook.stage import Stage
 
 
 @pytest.fixture
@@ -45,3 +47,12 @@ def no_client(monkeypatch):
         raise ValueError("no clients found")
 
     monkeypatch.setattr("distributed.Client.current", none)
+
+
+@pytest.fixture
+def stage():
+    stage = Stage()
+    yield stage
+    stage.display.close()
+    left = [t.name for t in threading.enumerate() if t.name.startswith("nbelastic-panel")]
+    assert left == []
