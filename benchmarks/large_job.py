@@ -70,7 +70,7 @@ class SimulatedLink:
         step = beat * STEPS_PER_SECOND // 2
         self.say(Beats(tuple(Beat(s, step << 32, False, step) for s in self.members)))
         rows = [[step + i, 0, 1, None, {"loss": 1.0 / (step + i + 1)}] for i in range(5)]
-        vitals = [[s, [step, 32 * step, "cuda:0", 0, step, 9, 900], rows] for s in self.members]
+        vitals = [[s, [step, 32 * step, "cuda:0", 0, step, 9, 900, []], rows] for s in self.members]
         assert self.driver is not None
         self.driver.receive({"do": "vitals", "vitals": vitals})
 

@@ -36,12 +36,13 @@ class RankGauge:
     batch: int = 0
     epochs: int = 0
     batches: int = 0
+    line: list[Any] = field(default_factory=list)
     seen: deque[tuple[float, int]] = field(default_factory=deque)
 
     def update(self, now: float, figures: list[Any]) -> None:
         """Take in new figures."""
         self.step, self.samples, self.device = figures[:3]
-        self.epoch, self.batch, self.epochs, self.batches = figures[3:7]
+        self.epoch, self.batch, self.epochs, self.batches, self.line = figures[3:]
         if not self.samples:
             self.seen.clear()  # still setting up
         self.seen.append((now, self.samples))

@@ -27,6 +27,7 @@ import cloudpickle
 from nbelastic.cluster import Failure, unpack_error
 from nbelastic.errors import JobError
 from nbelastic.membership import (
+    HELD_UP,
     Abort,
     ClusterGone,
     End,
@@ -49,6 +50,7 @@ from nbelastic.membership import (
     view,
 )
 
+from . import display
 from .clock import LiveClock
 from .failure import exception_for
 from .gauges import Gauges
@@ -278,13 +280,20 @@ class Driver:
             self._link.order("demand", ranks=demand)
 
     def _note(self, record: Record) -> None:
+        """Put something into the history; a rank that was waited for, with the line it stood at."""
+        detail = record.detail
+        line = [] if record.start is None else self.gauges.rank(record.start).line
+        if detail.startswith(HELD_UP) and line:
+            file, number, function = line
+            place = display.label(file) or file
+            detail += f"; it stood at {place}, line {number}, in {function}"
         event = HistoryEvent(
             time=time.time(),
             kind=record.kind,
             worker=record.worker,
             rank=record.rank,
             generation=record.generation,
-            detail=record.detail,
+            detail=detail,
             size=0 if self._machine.roster.ended else len(self._machine.roster.members()),
         )
         with self._lock:

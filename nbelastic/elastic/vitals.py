@@ -14,6 +14,8 @@ import numbers
 import threading
 from typing import Any
 
+from nbelastic.elastic.stack import stands_at
+
 __all__ = ["Row", "Vitals", "as_numbers"]
 
 Row = list[Any]
@@ -21,7 +23,7 @@ Row = list[Any]
 
 
 class Vitals:
-    """The vitals of one rank.
+    """The vitals of the rank whose thread makes them.
 
     Attributes
     ----------
@@ -44,6 +46,8 @@ class Vitals:
         self.place = (0, 0)
         self.total = (0, 0)
         self._recording = False
+        self._thread = threading.get_ident()
+        self._sent = -1
         self._lock = threading.Lock()
         self._rows: list[Row] = []
         self._key = (-1, -1)
@@ -73,11 +77,16 @@ class Vitals:
             self._rows.append(row)
 
     def take(self) -> tuple[list[Any], list[Row]]:
-        """Return what to send: the present figures, and reports not sent before."""
+        """Return what to send: the present figures, and reports not sent before.
+
+        The last figure is the line of user code that the rank stands at, if it has not moved since
+        the figures were taken before.
+        """
         with self._lock:
             rows, self._rows = self._rows, []
-        figures = [self.steps, self.samples, self.device, *self.place, *self.total]
-        return figures, rows
+        line = stands_at(self._thread) if self.steps == self._sent else []
+        self._sent = self.steps
+        return [self.steps, self.samples, self.device, *self.place, *self.total, line], rows
 
 
 def as_numbers(values: dict[str, Any]) -> dict[str, float]:

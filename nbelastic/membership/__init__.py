@@ -42,6 +42,7 @@ from .placement import arrange, place_of
 from .roster import Phase, Stage
 from .serial import from_dict, to_dict
 from .view import RankView, View, view
+from .watch import HELD_UP
 from .wire import (
     pack_event,
     pack_place,
@@ -53,6 +54,7 @@ from .wire import (
 
 __all__ = [
     "FRESH",
+    "HELD_UP",
     "Abort",
     "Beat",
     "Beats",

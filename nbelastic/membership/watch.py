@@ -8,7 +8,10 @@ from .effects import RestartWorker
 from .roster import Phase, Stage
 from .transitions import Transitions
 
-__all__ = ["Watch"]
+__all__ = ["HELD_UP", "Watch"]
+
+HELD_UP = "held up the others"
+"""How the reason begins for which a rank that others waited for is evicted."""
 
 STALLS = 3
 """Stalls in a row with everybody waiting and no commit in between, after which the job fails."""
@@ -70,7 +73,7 @@ class Watch(Transitions):
         if not suspects:
             return
         if len(suspects) < len(roster.awaited()):
-            self._evict(suspects, f"held up the others for {limit:g} s")
+            self._evict(suspects, f"{HELD_UP} for {limit:g} s")
             return
         roster.stalls += 1
         reason = f"all ranks waited for each other for {limit:g} s"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import queue
+import threading
 
 import numpy as np
 import pytest
@@ -67,7 +69,30 @@ def test_progress_comes_from_the_state_and_its_declared_total(alone):
     state.set_total(epoch=10, batch=20)
     state.commit()
     figures, _ = alone.vitals.take()
-    assert figures[3:] == [3, 7, 10, 20]
+    assert figures[3:7] == [3, 7, 10, 20]
+
+
+def test_a_rank_that_does_not_move_says_the_users_line_that_it_stands_at():
+    made, asked, done = queue.SimpleQueue(), threading.Event(), threading.Event()
+
+    def stuck():
+        made.put(Vitals())
+        asked.set()
+        done.wait(10)
+
+    thread = threading.Thread(target=stuck)
+    thread.start()
+    vitals = made.get(timeout=10)
+    asked.wait(10)
+    assert vitals.take()[0][-1] == []
+    file, _, function = vitals.take()[0][-1]
+    assert (file, function) == (__file__, "stuck")
+    vitals.recorded(4)
+    assert vitals.take()[0][-1] == []
+    done.set()
+    thread.join()
+    vitals.take()
+    assert vitals.take()[0][-1] == []  # the thread is gone
 
 
 @pytest.mark.parametrize("bad", [-1, 1.5, True, "10"])
