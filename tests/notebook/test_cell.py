@@ -207,7 +207,7 @@ def test_an_error_that_travels_brings_the_cells_frames_only():
     caught.value.__traceback__ = caught.value.__traceback__.tb_next  # this test's own frame
     failure = unpack_error(pack_error(caught.value))
     where = "  File \"Cell In[5]\", line 2, in <module>\n    raise ValueError('no luck')"
-    assert failure.where == where
+    assert failure.where() == where
 
 
 def test_a_name_that_exists_nowhere_is_an_error_of_the_run_with_its_line():
