@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Guard"]
+    from typing_extensions import Self
+
+__all__ = ["Guard", "GuardedWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,3 +42,44 @@ class Guard:
                 "the display of %s failed and is switched off", self._what, exc_info=True
             )
             return default
+
+
+class GuardedWatch:
+    """What all watches share: whatever they raise is logged once, and never reaches the job.
+
+    Parameters
+    ----------
+    job : Job
+        What to watch.
+    """
+
+    def __init__(self, job: Any) -> None:
+        self._job = job
+        self._guard = Guard(f"job {job.name!r}")
+
+    def __enter__(self) -> Self:
+        self._guard(self._begin, None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._guard(self._end, None)
+
+    def tick(self) -> None:
+        """Bring what is shown up to date. Called in the main thread."""
+        self._guard(self._tick, None)
+
+    def say(self, text: str) -> None:
+        """Show one line to the user."""
+        self._guard(lambda: self._say(text), None)
+
+    def _begin(self) -> None:
+        """Begin to watch."""
+
+    def _tick(self) -> None:
+        """Look once."""
+
+    def _say(self, text: str) -> None:
+        """Write a line."""
+
+    def _end(self) -> None:
+        """Leave what is shown as it is to stay."""

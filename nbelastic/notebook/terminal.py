@@ -7,12 +7,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from .guard import Guard
+from .guard import GuardedWatch
 from .render import Picture, line, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 __all__ = ["LastLine", "Printing", "Speaker", "TerminalWatch"]
 
@@ -57,7 +56,7 @@ class Printing:
         return self.new(job) + self._speaker.flush()
 
 
-class LastLine:
+class LastLine(GuardedWatch):
     """Watches a job and says nothing but one line at its end.
 
     Parameters
@@ -79,28 +78,10 @@ class LastLine:
         quiet: bool = False,
         told: Callable[[], None] = lambda: None,
     ) -> None:
-        self._job = job
+        super().__init__(job)
         self._told = told
         self._stream = stream
         self._quiet = quiet
-        self._guard = Guard(f"job {job.name!r}")
-
-    def __enter__(self) -> LastLine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._guard(self._end, None)
-
-    def tick(self) -> None:
-        """Do nothing."""
-
-    def say(self, text: str) -> None:
-        """Do nothing."""
 
     def _end(self) -> None:
         if self._job.done() and not self._quiet:
@@ -109,7 +90,7 @@ class LastLine:
             self._told()
 
 
-class TerminalWatch:
+class TerminalWatch(GuardedWatch):
     """Watches a job in a terminal.
 
     Where stderr is a terminal, one line is rewritten in place; where it is a file, only the last
@@ -134,33 +115,13 @@ class TerminalWatch:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job = job
+        super().__init__(job)
         self._printing = printing
         self._quiet = quiet
         self._clock = clock
-        self._guard = Guard(f"job {job.name!r}")
         self._looked = float("-inf")
         self._standing = ""
         self._midway = False
-
-    def __enter__(self) -> TerminalWatch:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._guard(self._end, None)
-
-    def tick(self) -> None:
-        """Write what is new. Called in the main thread."""
-        self._guard(self._tick, None)
-
-    def say(self, text: str) -> None:
-        """Write a line for the user, on stderr."""
-        self._guard(lambda: self._say(text), None)
 
     def _tick(self) -> None:
         self._print(self._printing.new(self._job))

@@ -7,12 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .guard import Guard
+from .guard import GuardedWatch
 from .render import Picture, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from .stream import Mode
     from .terminal import Printing
@@ -43,7 +42,7 @@ class Manner:
     panel: bool = True
 
 
-class NotebookWatch:
+class NotebookWatch(GuardedWatch):
     """A wait for a job in a notebook's main thread. Made by :class:`NotebookDisplay`."""
 
     def __init__(
@@ -55,36 +54,18 @@ class NotebookWatch:
         clock: Callable[[], float] = time.monotonic,
         told: Callable[[], None] = lambda: None,
     ) -> None:
-        self._job = job
+        super().__init__(job)
         self._find = view
         self._told = told
         self._printing = printing
         self._manner = manner
         self._clock = clock
-        self._guard = Guard(f"job {job.name!r}")
         self._view: View | None = None
         self._began = 0.0
         self._resets = 0
 
-    def __enter__(self) -> NotebookWatch:
-        self._guard(self._begin, None)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._guard(self._end, None)
-
-    def tick(self) -> None:
-        """Write what the ranks have printed, and show how the job stands."""
-        self._guard(self._tick, None)
-
-    def say(self, text: str) -> None:
-        """Write a line under the cell."""
-        self._guard(lambda: write(text.rstrip("\n") + "\n"), None)
+    def _say(self, text: str) -> None:
+        write(text.rstrip("\n") + "\n")
 
     def _begin(self) -> None:
         self._began = self._clock()
