@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 from distributed.comm.addressing import get_address_host
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.utils import sync
-from tornado.ioloop import PeriodicCallback
 
+from nbelastic.elastic.port import REAL
 from nbelastic.membership import RankLeft, pack_event, unpack_plan
 
 from .environment import host_identity, versions
 from .protocol import BEAT_INTERVAL, PLUGIN, Message
+from .timer import Every
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from distributed import Worker
 
     from nbelastic.elastic.session import Session
@@ -42,6 +45,7 @@ class Agent(WorkerPlugin):
     """Worker plugin; made by the scheduler plugin when a job wants the worker."""
 
     name = PLUGIN
+    means = REAL
 
     def setup(self, worker: Worker) -> None:
         """Take up work: listen to the scheduler and say hello."""
@@ -50,7 +54,7 @@ class Agent(WorkerPlugin):
         self._ended_early: set[Key] = set()
         self._payloads: dict[str, bytes] = {}
         self._output: dict[Key, list[str]] = {}
-        self._beats = PeriodicCallback(self._send_beats, BEAT_INTERVAL * 1000)
+        self._beats = Every(BEAT_INTERVAL, self._send_beats)
         worker.stream_handlers[PLUGIN] = self._handle
         slot = {
             "id": worker.id,
@@ -86,7 +90,7 @@ class Agent(WorkerPlugin):
     def payload(self, job: str) -> bytes:
         """Return the pickled function of a job."""
         if job not in self._payloads:
-            sync(self._worker.loop, self._fetch, job)
+            self._wait_for(self._fetch, job)
         return self._payloads[job]
 
     async def _fetch(self, job: str) -> None:
@@ -94,17 +98,20 @@ class Agent(WorkerPlugin):
 
     def attach(self, key: Key, session: Session) -> bool:
         """Make a rank known; False if it was told to end before it began."""
-        return bool(sync(self._worker.loop, self._attach, key, session))
+        return bool(self._wait_for(self._attach, key, session))
 
     async def _attach(self, key: Key, session: Session) -> bool:
         if key in self._ended_early:
             self._ended_early.discard(key)
             return False
         self._sessions[key] = session
-        if not self._beats.is_running():
-            self._beats.start()
+        self._beats.start()
         self._send_beats()
         return True
+
+    def _wait_for(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Have a coroutine run in the event loop and return what it returns."""
+        return sync(self._worker.loop, function, *args)
 
     def detach(self, key: Key) -> None:
         """Forget a rank: its task is over."""

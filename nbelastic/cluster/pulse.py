@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from typing import TYPE_CHECKING, Any
 
-from tornado.ioloop import PeriodicCallback
-
 from .protocol import BEAT_INTERVAL, Message
+from .timer import Every
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,12 +37,12 @@ class Pulse:
         self._hosts = hosts
         self._tell = tell
         self._ticked = 0.0
-        self._timer = PeriodicCallback(self._tick, BEAT_INTERVAL * 1000)
+        self._timer = Every(BEAT_INTERVAL, self._tick)
 
     def start(self) -> None:
         """Watch, if not watching yet."""
-        if not self._timer.is_running():
-            self._ticked = time.monotonic()
+        if not self._timer.running:
+            self._ticked = asyncio.get_running_loop().time()
             self._timer.start()
 
     def stop(self) -> None:
@@ -81,7 +80,7 @@ class Pulse:
         Time counts as silence only as far as the scheduler was listening: after a pause of its
         own it must read what has come in before it blames anyone.
         """
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         passed, self._ticked = min(now - self._ticked, 2 * BEAT_INTERVAL), now
         for name, record in self._jobs.items():
             if record.beats:

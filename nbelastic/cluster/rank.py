@@ -74,7 +74,7 @@ class _Rank:
 
     def run(self) -> None:
         """Run the function and report how it ended."""
-        session = Session(self._spec, self)
+        session = Session(self._spec, self, self._agent.means)
         if not self._agent.attach(self._key, session):
             return
         try:

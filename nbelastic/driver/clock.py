@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["LiveClock"]
 
@@ -13,15 +17,27 @@ class LiveClock:
     A laptop sleeps, a cell holds the interpreter for a minute: afterwards many messages wait to be
     read, and no deadline may pass before they are. So between two looks at the clock at most
     `most` seconds count, and its owner looks more often than that while it listens.
+
+    Parameters
+    ----------
+    most : float, default 2.0
+        Most seconds that count between two looks.
+    source : callable, optional
+        Tells seconds on a clock that never goes back.
     """
 
-    def __init__(self, most: float = 2.0) -> None:
+    def __init__(self, most: float = 2.0, source: Callable[[], float] = time.monotonic) -> None:
         self._most = most
-        self._last = time.monotonic()
+        self._source = source
+        self._last = source()
         self._now = 0.0
+
+    def set(self, now: float) -> None:
+        """Have the clock show `now`."""
+        self._last, self._now = self._source(), now
 
     def now(self) -> float:
         """Return seconds since the clock was made, pauses left out."""
-        last, self._last = self._last, time.monotonic()
+        last, self._last = self._last, self._source()
         self._now += min(self._last - last, self._most)
         return self._now

@@ -20,7 +20,7 @@ import random
 import threading
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
@@ -72,10 +72,29 @@ LONGEST_WAIT = 0.5
 """Seconds between two looks at the clock and at the connection."""
 
 
+class Inbox(Protocol):
+    """A queue of events and messages: :class:`queue.SimpleQueue`, or what a test takes for it."""
+
+    def put(self, item: Event | Message, /) -> None:
+        """Add an item. Any thread may do that."""
+
+    def get(self, *, timeout: float) -> Event | Message:
+        """Return the next item, or raise ``queue.Empty`` after `timeout` seconds."""
+
+
 class Driver:
     """Runs one job. Made and started by ``fit``; see the module's docstring."""
 
-    def __init__(self, name: str, options: Options, cleanup: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        cleanup: Callable[[], None],
+        *,
+        inbox: Inbox | None = None,
+        clock: LiveClock | None = None,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
         self.name = name
         self.started = time.time()
         self.ended: float | None = None
@@ -83,8 +102,9 @@ class Driver:
         self._options = options
         self._cleanup = cleanup
         self._machine = Machine(options.limits())
-        self._clock = LiveClock()
-        self._inbox: queue.SimpleQueue[Event | Message] = queue.SimpleQueue()
+        self._clock = LiveClock() if clock is None else clock
+        self._inbox: Inbox = queue.SimpleQueue() if inbox is None else inbox
+        self._chance = chance
         self._lock = threading.Lock()
         self._history: list[HistoryEvent] = []
         self._output: list[Output] = []
@@ -100,14 +120,18 @@ class Driver:
         self._outcome: Outcome | None = None
         self._link: Link | None = None
         self._thread = threading.Thread(
-            target=self._run, name=f"nbelastic-driver-{name}", daemon=True
+            target=self.run, name=f"nbelastic-driver-{name}", daemon=True
         )
         self.future.set_running_or_notify_cancel()
 
     def start(self, link: Link) -> None:
         """Start the thread; from here on it owns the link."""
-        self._link = link
+        self.adopt_link(link)
         self._thread.start()
+
+    def adopt_link(self, link: Link) -> None:
+        """Take over a link, for whoever calls :meth:`run` in a thread of its own."""
+        self._link = link
 
     def tell(self, event: Event) -> None:
         """Put an event of the user on the queue."""
@@ -145,7 +169,8 @@ class Driver:
 
     # -- the thread ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run the job to its end. What the thread does."""
         try:
             self._loop()
         except Exception as error:  # a bug: the job must not hang, and its user must know
@@ -171,7 +196,7 @@ class Driver:
     def _step(self, event: Event) -> None:
         with self._lock:
             self._now = self._clock.now()
-            effects = self._machine.handle(event, self._now, random.random())
+            effects = self._machine.handle(event, self._now, self._chance())
         for effect in effects:
             self._carry_out(effect)
         self._say_demand()

@@ -1,18 +1,51 @@
-"""The seam between a rank and whatever carries its messages.
+"""The seams around a rank: what carries its messages, and what it is made with.
 
 In a job the agent of the rank's worker is on the other side; a test can stand there itself, with
-no Dask at all.
+no Dask at all, or with threads, stores and communicators that it has simulated.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nbelastic.collectives import connect, open_store
+from nbelastic.elastic.interrupt import Interrupt
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.collectives import Communicator, Rendezvous, Store
     from nbelastic.membership import Event, Place
 
-__all__ = ["Port", "RankSpec"]
+__all__ = ["REAL", "Means", "Port", "RankSpec"]
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a rank waits with, and meets others with.
+
+    Attributes
+    ----------
+    connect : callable
+        Makes a communicator from a :class:`~nbelastic.collectives.Rendezvous`.
+    open_store : callable
+        Opens a store that listens on an address.
+    condition : callable
+        Makes what :class:`threading.Condition` is.
+    interrupt : callable
+        Makes, in the rank's thread, an :class:`~nbelastic.elastic.interrupt.Interrupt` of it.
+    """
+
+    connect: Callable[[Rendezvous], Communicator] = connect
+    open_store: Callable[[str], Store] = open_store
+    condition: Callable[[], Any] = threading.Condition
+    interrupt: Callable[[], Any] = Interrupt
+
+
+REAL = Means()
+"""Threads, sockets and all."""
 
 
 class Port(Protocol):

@@ -26,12 +26,11 @@ exception raised in its thread (never in here: see :mod:`nbelastic.elastic.inter
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives import Op, Rendezvous, SoloCommunicator, connect, open_store
+from nbelastic.collectives import Op, Rendezvous, SoloCommunicator
 from nbelastic.elastic.context import Context
-from nbelastic.elastic.interrupt import Interrupt
+from nbelastic.elastic.port import REAL
 from nbelastic.elastic.vitals import Vitals
 from nbelastic.errors import (
     CollectiveError,
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbelastic.collectives import Communicator, Store
-    from nbelastic.elastic.port import Port, RankSpec
+    from nbelastic.elastic.port import Means, Port, RankSpec
 
 __all__ = ["Session"]
 
@@ -66,12 +65,13 @@ _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 class Session(Context):
     """A rank of a job; made, used and closed in the thread that runs the user's function."""
 
-    def __init__(self, spec: RankSpec, port: Port) -> None:
+    def __init__(self, spec: RankSpec, port: Port, means: Means = REAL) -> None:
         self._spec = spec
         self._port = port
+        self._means = means
         self.vitals = Vitals()
-        self._interrupt = Interrupt()
-        self._changed = threading.Condition()
+        self._interrupt = means.interrupt()
+        self._changed = means.condition()
         self._store: Store | None = None
         self._communicator: Communicator | None = None
         self._heard = 0
@@ -192,7 +192,7 @@ class Session(Context):
         """
         self._drop_communicator()
         if self._store is None:
-            self._store = open_store(self._spec.bind)
+            self._store = self._means.open_store(self._spec.bind)
         while True:
             plan = self._await_plan(loop, failed, detail)
             try:
@@ -236,7 +236,7 @@ class Session(Context):
         if size == 1:
             communicator = SoloCommunicator(generation=plan.generation)
         else:
-            communicator = connect(
+            communicator = self._means.connect(
                 Rendezvous(
                     job=self._spec.job,
                     generation=plan.generation,
