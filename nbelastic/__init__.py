@@ -16,10 +16,13 @@ from nbelastic import elastic, errors
 from nbelastic.driver import (
     HistoryEvent,
     Job,
+    JobInfo,
     JobStatus,
     Progress,
     RankStatus,
+    attach,
     fit,
+    jobs,
     set_display,
 )
 from nbelastic.elastic import (
@@ -40,15 +43,18 @@ if TYPE_CHECKING:
 __all__ = [
     "HistoryEvent",
     "Job",
+    "JobInfo",
     "JobStatus",
     "Progress",
     "RankStatus",
+    "attach",
     "cross_rank",
     "cross_size",
     "elastic",
     "errors",
     "fit",
     "init",
+    "jobs",
     "load_ipython_extension",
     "local_rank",
     "local_size",

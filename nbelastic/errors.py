@@ -14,7 +14,8 @@
     │   ├── ResetLimitExceeded      more membership changes than reset_limit allows
     │   ├── NoProgress              ranks could not form, or stood still again and again
     │   ├── ClusterLost             the scheduler or the connection to it is gone
-    │   └── JobStopped              stopped or cancelled by its user
+    │   ├── JobStopped              stopped or cancelled by its user
+    │   └── Detached                another kernel drives it now
     ├── CollectiveError             an operation between ranks failed; HorovodInternalError
     ├── HostsUpdatedInterrupt       the membership is about to change, as planned
     └── NotInitialized              a rank's function was called before init()
@@ -38,6 +39,7 @@ from __future__ import annotations
 __all__ = [
     "ClusterLost",
     "CollectiveError",
+    "Detached",
     "Evicted",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
@@ -124,6 +126,10 @@ class ClusterLost(JobError):
 
 class JobStopped(JobError):
     """The job was stopped or cancelled before its function returned."""
+
+
+class Detached(JobError):
+    """Another kernel has attached to the job, which goes on; this one hears of it no more."""
 
 
 class CollectiveError(NbelasticError, RuntimeError):

@@ -11,7 +11,6 @@ is not there yet (its task still waits for a thread) is kept, and obeyed when it
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import TYPE_CHECKING, Any
 
 from distributed.comm.addressing import get_address_host
@@ -22,6 +21,8 @@ from nbelastic.elastic.port import REAL
 from nbelastic.membership import RankLeft, pack_event, unpack_plan
 
 from .environment import host_identity, versions
+from .harm import Harm
+from .look import own_process
 from .protocol import BEAT_INTERVAL, PLUGIN, Message
 from .timer import Every
 
@@ -62,7 +63,7 @@ class Agent(WorkerPlugin):
             "name": str(worker.name),
             "host": host_identity(),
         }
-        self._send("nbelastic-hello", slot=slot, versions=versions(), pid=os.getpid())
+        self._send("nbelastic-hello", slot=slot, versions=versions(), process=own_process())
 
     async def teardown(self, worker: Worker) -> None:
         """Let ranks leave at their next commit, then end them: the worker is closing."""
@@ -182,18 +183,34 @@ class Agent(WorkerPlugin):
             self._ended_early = {key for key in self._ended_early if key[0] != job}
             return
         session = self._sessions.get((job, start))
-        if session is not None:
+        if session is not None and do == "harm":
+            self._harm_of((job, start), session).take(**fields)
+        elif session is not None:
             deliver(session, do, fields)
         elif do == "end" and (job, start) not in self._ended_early:
             self._ended_early.add((job, start))
             self.report((job, start), RankLeft(start))
             self._worker.loop.add_callback(self._send, "nbelastic-ended", job=job, start=start)
 
+    def _harm_of(self, key: Key, session: Session) -> Harm:
+        """Return what does harm to a rank on order; make it with the first order."""
+        passer = session.vitals.passer
+        if isinstance(passer, Harm):
+            return passer
+
+        def tell(what: str, **fields: Any) -> None:
+            self._send("nbelastic-harm", job=key[0], start=key[1], what=what, **fields)
+
+        session.vitals.passer = harm = Harm(self._worker, session, tell)
+        return harm
+
 
 def deliver(session: Session, do: str, fields: Message) -> None:
     """Hand a message over to a rank."""
     if do == "plan":
         session.on_plan(unpack_plan(fields["plan"]))
+        if session.vitals.passer is not None:
+            session.vitals.passer.plan()
     elif do == "abort":
         session.on_abort(fields["generation"], fields["reason"])
     elif do == "notice":

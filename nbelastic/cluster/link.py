@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.errors import ClusterLost, OptionError
-from nbelastic.membership import pack_place, pack_plan
+from nbelastic.errors import OptionError
 
 from .plugin import ElasticPlugin
 from .protocol import Message
 from .rank import run_rank
+from .records import RANK_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from distributed import Client, Future
 
-    from nbelastic.membership import Place, Plan, Slot
-
-__all__ = ["Link"]
+__all__ = ["Link", "open_jobs"]
 
 CLOSE_TIMEOUT = 2.0
-"""Seconds to wait for ranks' tasks, told to end, to be seen as ended by Dask."""
+"""Seconds to wait for the last message of a job, once it has been closed."""
+
+RPC_TIMEOUT = 10.0
+"""Seconds to wait for the scheduler's answer."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,32 +34,71 @@ class Link:
     """Connects one job's driver to a cluster.
 
     Messages from the cluster arrive by ``receive(message)`` in the thread of the client's event
-    loop; all methods may be called from any other thread.
+    loop; all methods may be called from any other thread. What must wait does so by
+    ``client.sync``, and never without limit.
     """
 
     def __init__(self, client: Client, job: str, receive: Callable[[Message], None]) -> None:
         self._client = client
         self._job = job
-        self._topic = f"nbelastic-{job}-{uuid.uuid4().hex[:8]}"
+        self._uid = uuid.uuid4().hex[:8]
+        self._topic = f"nbelastic-{job}-{self._uid}"
         self._receive = receive
         self._futures: dict[int, Future[None]] = {}
-        self._closed = threading.Event()
+        self._over: asyncio.Event | None = None
+        self._steps = 0
+        self.epoch = 0
 
     def open(self, payload: bytes, spec: dict[str, Any]) -> None:
-        """Publish the job on the cluster. From here on messages arrive."""
-        self._client.register_plugin(ElasticPlugin())
-        self._client.subscribe_topic(self._topic, self._take)
-        scheduler: Any = self._client.scheduler
+        """Publish the job on the cluster. From here on messages arrive.
+
+        Raises
+        ------
+        OptionError
+            There is a job of this name already.
+        """
+        self._subscribe()
+        self.epoch = 1
         problem = self._client.sync(
-            scheduler.nbelastic_open,
+            self._scheduler.nbelastic_open,
             job=self._job,
             client=self._client.id,
+            topic=self._topic,
             payload=payload,
-            spec={**spec, "topic": self._topic},
+            spec={**spec, "uid": self._uid},
         )
         if problem:
-            self._unsubscribe()
-            raise OptionError(f"name={self._job!r}: {problem}; choose another name")
+            self.detach()
+            raise OptionError(
+                f"name={self._job!r}: {problem}; attach to it, or choose another name"
+            )
+
+    def attach(self) -> dict[str, Any]:
+        """Take the job over: for the first time, or again after the connection was lost.
+
+        Returns
+        -------
+        dict
+            All that a driver needs to know, or why the job cannot be had, under ``problem``:
+            ``unknown`` on this cluster, or ``taken`` by another driver meanwhile.
+        """
+        again = self.epoch or None
+        if not again:
+            self._subscribe()
+        packed: dict[str, Any] = self._client.sync(
+            self._scheduler.nbelastic_attach,
+            job=self._job,
+            client=self._client.id,
+            topic=self._topic,
+            epoch=again,
+            callback_timeout=RPC_TIMEOUT,
+        )
+        if "problem" in packed:
+            self.detach()
+        else:
+            self.epoch, self._steps = packed["epoch"], 0
+            self._uid = packed["uid"]
+        return packed
 
     def close(self) -> None:
         """Take the job off the cluster, and wait until its workers are free.
@@ -68,78 +107,101 @@ class Link:
         after the message that no further one follows.
         """
         if self._client.status == "running":
-            scheduler: Any = self._client.scheduler
             try:
-                self._client.sync(scheduler.nbelastic_close, job=self._job, callback_timeout=10)
-                self._await_tasks()
-                self._closed.wait(CLOSE_TIMEOUT)
-            except (OSError, TimeoutError):
+                self._client.sync(self._close, callback_timeout=2 * RPC_TIMEOUT)
+            except (OSError, asyncio.TimeoutError, TimeoutError):
                 logger.info("the cluster was slow to take note of the end of job %r", self._job)
+        self.detach()
+
+    async def _close(self) -> None:
+        over = self._over = asyncio.Event()
+        await self._scheduler.nbelastic_close(
+            job=self._job, uid=self._uid, epoch=self.epoch, steps=self._steps
+        )
+        try:
+            await asyncio.wait_for(over.wait(), CLOSE_TIMEOUT)
+        except asyncio.TimeoutError:
+            logger.info("the last message of job %r has not come", self._job)
+
+    def detach(self) -> None:
+        """Have nothing to do with the job any more; it is left as it is."""
         for start in list(self._futures):
             self.forget(start)
-        self._unsubscribe()
-
-    def _await_tasks(self) -> None:
-        deadline = time.monotonic() + CLOSE_TIMEOUT
-        for future in self._futures.values():
-            future.exception(timeout=max(deadline - time.monotonic(), 0.001))
-
-    def _unsubscribe(self) -> None:
         handlers = self._client._event_handlers
         if self._topic in handlers:
             if self._client.status == "running":
                 self._client.unsubscribe_topic(self._topic)
             handlers.pop(self._topic, None)
 
+    def _subscribe(self) -> None:
+        self._client.register_plugin(ElasticPlugin())
+        self._client.subscribe_topic(self._topic, self._take)
+
     def _take(self, event: tuple[float, Message]) -> None:
         message = event[1]
-        if message["do"] == "closed":
-            self._closed.set()
-        else:
+        if message["do"] != "closed":
             self._receive(message)
+        elif self._over is not None:
+            self._over.set()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._client.scheduler
 
     @property
     def status(self) -> str:
-        """The client's: ``running``, or what else it is."""
+        """The client's: ``running``, ``connecting`` while it has lost the scheduler, or others."""
         return str(self._client.status)
-
-    def check(self) -> None:
-        """Raise ClusterLost unless the client is connected."""
-        if self.status != "running":
-            raise ClusterLost(f"the Dask client is {self.status}, not running")
 
     # -- orders --------------------------------------------------------------------------------
 
-    def order(self, do: str, **fields: Any) -> None:
-        """Send an order to the scheduler plugin."""
-        self._client._send_to_scheduler(
-            {"op": "nbelastic-order", "job": self._job, "do": do, **fields}
-        )
+    def step(self, now: float, chance: float, seq: int, event: Message | None) -> None:
+        """Say what was decided next: which event happened, and when.
 
-    def publish(self, plan: Plan) -> None:
-        """Send a plan to its members."""
-        starts = [member.start for member in plan.members]
-        self.order("plan", starts=starts, plan=pack_plan(plan))
+        Parameters
+        ----------
+        now, chance : float
+            What the machine was handed with it.
+        seq : int
+            Number of the event, if it came from the cluster.
+        event : dict or None
+            The event itself, if not.
+        """
+        self._steps += 1
+        fields = {"now": now, "chance": chance, "seq": seq, "event": event}
+        self._send("nbelastic-step", topic=self._topic, number=self._steps, **fields)
+
+    def order(self, do: str, **fields: Any) -> None:
+        """Send ranks something that has nothing to do with membership."""
+        self._send("nbelastic-order", do=do, **fields)
+
+    def _send(self, op: str, **fields: Any) -> None:
+        if self._client.status in ("running", "connecting"):
+            self._client._send_to_scheduler(
+                {"op": op, "job": self._job, "epoch": self.epoch, **fields}
+            )
 
     def submit(
         self,
         start: int,
-        slot: Slot,
-        place: Place,
+        slot: dict[str, str],
+        place: dict[str, int],
         *,
         resources: dict[str, float],
         operation_timeout_s: float,
+        checkpoint: dict[str, Any] | None = None,
     ) -> None:
         """Start a rank on a slot that was granted: a task pinned to its worker."""
         self._futures[start] = self._client.submit(
             run_rank,
             self._job,
             start,
-            slot.id,
-            pack_place(place),
+            slot["id"],
+            place,
             operation_timeout_s,
-            key=f"{self._topic}-{start}",
-            workers=[slot.worker],
+            None if checkpoint is None else {**checkpoint, "run": self._uid},
+            key=f"{RANK_KEY}{self._uid}-{start}",
+            workers=[slot["worker"]],
             allow_other_workers=False,
             resources=resources or None,
             pure=False,
@@ -147,7 +209,17 @@ class Link:
         )
 
     def forget(self, start: int) -> None:
-        """Let go of a rank's task: the scheduler then forgets it, whatever its state."""
+        """Let go of a rank's task; the scheduler plugin does so too when the rank is gone."""
         future = self._futures.pop(start, None)
         if future is not None:
             future.release()
+
+
+def open_jobs(client: Client) -> list[dict[str, Any]]:
+    """Return what there is to know of each job on a cluster."""
+    client.register_plugin(ElasticPlugin())
+    scheduler: Any = client.scheduler
+    found: list[dict[str, Any]] = client.sync(
+        scheduler.nbelastic_jobs, callback_timeout=RPC_TIMEOUT
+    )
+    return found

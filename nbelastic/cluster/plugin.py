@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
+from nbelastic.membership import SlotBusy, SlotGone, pack_place
+
+from .desk import Desk
 from .install import Installer
 from .manners import Manners
 from .protocol import PLUGIN, Message
@@ -27,12 +31,11 @@ if TYPE_CHECKING:
 
     from distributed import Scheduler
 
+    from nbelastic.membership import Event, Slot, StartRank
+
+    from .look import Process
+
 __all__ = ["ElasticPlugin"]
-
-CLOSE_GRACE = 5.0
-"""Seconds that ranks have to end when their job is closed."""
-
-POLL = 0.005
 
 VERSIONS_THAT_MATTER = ("nbelastic", "python", "torch")
 
@@ -42,128 +45,103 @@ class ElasticPlugin(SchedulerPlugin):
 
     name = PLUGIN
     idempotent = True
+    chance = staticmethod(random.random)
 
     async def start(self, scheduler: Scheduler) -> None:
         """Take up work on a scheduler."""
         self._scheduler = scheduler
-        self._jobs: dict[str, JobRecord] = {}
+        self.jobs: dict[str, JobRecord] = {}
         self._hosts: dict[str, Host] = {}
         self._addresses: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._installer = Installer(scheduler, self._refuse)
-        self._pulse = Pulse(self._jobs, self._hosts, self._to_driver)
+        self._pulse = Pulse(scheduler, self.jobs, self._hosts, self._to_driver)
         self._manners = Manners(self, scheduler)
-        scheduler.handlers["nbelastic_open"] = self._open
-        scheduler.handlers["nbelastic_close"] = self._close_job
-        scheduler.handlers["nbelastic_payload"] = self._payload
-        scheduler.stream_handlers["nbelastic-order"] = self._order
+        self._desk = Desk(self, scheduler)
         scheduler.stream_handlers["nbelastic-hello"] = self._hello
         scheduler.stream_handlers["nbelastic-report"] = self._report
         scheduler.stream_handlers["nbelastic-beats"] = self._take_beats
         scheduler.stream_handlers["nbelastic-output"] = self._output
         scheduler.stream_handlers["nbelastic-vitals"] = self._pulse.take_vitals
+        scheduler.stream_handlers["nbelastic-harm"] = self._harm
         scheduler.stream_handlers["nbelastic-ended"] = self._ended
         scheduler.stream_handlers["nbelastic-leaving"] = self._leaving
 
     async def before_close(self) -> None:
         """Stop watching: the scheduler is closing."""
         self._pulse.stop()
+        for record in self.jobs.values():
+            record.conduct.stop()
         for task in self._tasks:
             task.cancel()
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def _open(self, job: str, client: str, payload: bytes, spec: dict[str, Any]) -> str:
-        """Publish a job; return an empty string, or why that cannot be."""
-        if job in self._jobs:
-            return f"a job named {job!r} is on this cluster already"
-        workers = spec["workers"]
-        self._jobs[job] = JobRecord(
-            client=client,
-            topic=spec["topic"],
-            payload=payload,
-            workers=None if workers is None else set(workers),
-            resources=spec["resources"],
-            versions=spec["versions"],
-            heartbeat_timeout=spec["heartbeat_timeout"],
-        )
+    async def prepare(self, job: str) -> None:
+        """Put agents on the workers that a job may use, and tell its driver of all together."""
         self._pulse.start()
         without = self._without_agent(job)
         await asyncio.gather(*(self._installer.install(address) for address in without))
-        if job in self._jobs:
-            self._jobs[job].opening = False
-            self._announce(job, list(self._hosts))
-        return ""
+        if job in self.jobs:
+            self.jobs[job].opening = False
+            self.announce_all(job)
 
-    async def _close_job(self, job: str) -> None:
-        """Forget a job, once what still runs of it has ended; that is told to."""
-        record = self._jobs.get(job)
+    def drop(self, job: str) -> None:
+        """Forget a job."""
+        record = self.jobs.pop(job, None)
         if record is None:
             return
-        for start, slot in list(record.ranks.items()):
-            self._end(job, start, slot, "the job has ended")
-        waited = 0.0
-        while record.ranks and waited < CLOSE_GRACE:
-            await asyncio.sleep(POLL)
-            waited += POLL
-        self._to_driver(job, "closed")
-        self._jobs.pop(job, None)
+        record.conduct.stop()
         for host in self._hosts.values():
-            self._to_agent(host.slot["id"], job, "forget")
+            self.to_agent(host.slot["id"], job, "forget")
         self._settle()
-
-    async def _payload(self, job: str) -> bytes:
-        """Return the pickled function of a job."""
-        return self._jobs[job].payload
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """End the jobs of a kernel that is gone: nobody would ever decide for them again."""
-        for name, record in list(self._jobs.items()):
-            if record.client == client:
-                record.orphaned = True
-                for start, slot in list(record.ranks.items()):
-                    self._end(name, start, slot, "the kernel that drove the job is gone")
-                if not record.ranks:
-                    self._jobs.pop(name)
-        self._settle()
+        """Carry on the jobs of a kernel that is gone, until another attaches to them."""
+        self._desk.leave(client)
+
+    def update_graph(self, scheduler: Scheduler, *, keys: Any = (), **kwargs: Any) -> None:
+        """Keep ranks' tasks when the kernel that has submitted them is gone."""
+        self._desk.keep_tasks(keys)
 
     def _settle(self) -> None:
-        if not self._jobs:
+        if not self.jobs:
             self._pulse.stop()
-
-    def _end(self, job: str, start: int, slot: str, reason: str) -> None:
-        self._to_agent(slot, job, "end", start=start, how="evict", reason=reason)
 
     # -- workers -----------------------------------------------------------------------------------
 
     def _without_agent(self, job: str) -> list[str]:
-        record, workers = self._jobs[job], self._scheduler.workers
+        record, workers = self.jobs[job], self._scheduler.workers
         return [a for a, ws in workers.items() if a not in self._addresses and fits(record, ws)]
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Put an agent on a new worker if any job wants it."""
         state = scheduler.workers[worker]
-        if worker not in self._addresses and any(fits(j, state) for j in self._jobs.values()):
+        if worker not in self._addresses and any(fits(j, state) for j in self.jobs.values()):
             self._spawn(self._installer.install(worker))
 
     def _refuse(self, address: str, reason: str) -> None:
         state = self._scheduler.workers.get(address)
-        for name, record in self._jobs.items():
+        for name, record in self.jobs.items():
             if state is not None and fits(record, state):
                 self._to_driver(name, "refused", worker=address, reason=reason)
 
-    def _hello(self, worker: str, slot: dict[str, str], versions: dict[str, str], pid: int) -> None:
-        del pid
-        self._hosts[slot["id"]] = Host(slot=slot, versions=versions)
+    def _hello(
+        self, worker: str, slot: dict[str, str], versions: dict[str, str], process: Process
+    ) -> None:
+        self._hosts[slot["id"]] = Host(slot=slot, versions=versions, process=process)
         self._addresses[worker] = slot["id"]
         self._installer.arrived(worker)
-        for name in self._jobs:
+        for name in self.jobs:
             self._announce(name, [slot["id"]])
 
+    def announce_all(self, job: str) -> None:
+        """Tell a driver of all free slots that it may use."""
+        self._announce(job, list(self._hosts))
+
     def _announce(self, job: str, slots: Iterable[str]) -> None:
-        """Tell a driver of free slots that it may use."""
-        record = self._jobs.get(job)
-        if record is None or record.orphaned or record.opening:
+        record = self.jobs.get(job)
+        if record is None or record.client is None or record.opening:
             return
         found = []
         for slot in slots:
@@ -191,12 +169,12 @@ class ElasticPlugin(SchedulerPlugin):
             return
         self._hosts.pop(slot)
         detail = "its worker left the cluster"
-        for name, record in list(self._jobs.items()):
-            record.ranks = {start: at for start, at in record.ranks.items() if at != slot}
+        for name, record in list(self.jobs.items()):
+            lost = [start for start, at in record.ranks.items() if at == slot]
+            for start in lost:
+                record.ranks.pop(start)
+            self._desk.forget_tasks([record.key(start) for start in lost])
             self._event(name, {"kind": "SlotGone", "slot": slot, "detail": detail})
-            if record.orphaned and not record.ranks:
-                self._jobs.pop(name)
-        self._settle()
 
     def mark_leaving(self, address: str) -> list[tuple[str, int]]:
         """Note that a worker was asked to leave; return the ranks that run on it."""
@@ -205,14 +183,14 @@ class ElasticPlugin(SchedulerPlugin):
             return []
         host = self._hosts[slot]
         host.leaving = True
-        for name in self._jobs:
+        for name in self.jobs:
             self._event(name, {"kind": "SlotLeaving", "slot": slot})
         return [] if host.holder is None else [host.holder]
 
     def holds(self, rank: tuple[str, int]) -> bool:
         """Return whether a rank still has its slot."""
         job, start = rank
-        return job in self._jobs and start in self._jobs[job].ranks
+        return job in self.jobs and start in self.jobs[job].ranks
 
     def busy(self, address: str) -> bool:
         """Return whether a rank has the slot of a worker."""
@@ -221,50 +199,38 @@ class ElasticPlugin(SchedulerPlugin):
 
     def demand(self) -> int:
         """Return how many workers all jobs together would like to have."""
-        return sum(max(record.demand, len(record.ranks)) for record in self._jobs.values())
+        return sum(record.demand for record in self.jobs.values())
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
         """Have an adaptive cluster take workers without ranks before any with one."""
         without = [worker for worker in workers if not self.busy(worker.address)]
         return without or workers
 
-    # -- from the driver ---------------------------------------------------------------------------
+    # -- for conductors ----------------------------------------------------------------------------
 
-    def _order(self, client: str, job: str, do: str, **fields: Any) -> None:
-        record = self._jobs.get(job)
-        if record is None or record.client != client:
-            return
-        if do == "claim":
-            self._claim(job, record, **fields)
-        elif do == "demand":
-            record.demand = fields["ranks"]
-        elif do == "restart":
-            self._restart(**fields)
-        elif do == "end":
-            slot = record.ranks.get(fields["start"])
-            if slot is not None:
-                self._to_agent(slot, job, "end", **fields)
-        else:
-            for start in fields.pop("starts"):
-                slot = record.ranks.get(start)
-                if slot is not None:
-                    self._to_agent(slot, job, do, start=start, **fields)
-
-    def _claim(self, job: str, record: JobRecord, start: int, slot: str) -> None:
+    def claim(self, job: str, record: JobRecord, effect: StartRank) -> Event | None:
+        """Give a slot to a rank; return what there is to tell if that cannot be."""
+        slot = effect.slot.id
         host = self._hosts.get(slot)
         if host is None:
-            self._event(job, {"kind": "SlotGone", "slot": slot, "detail": "its worker is gone"})
-        elif host.holder is not None or host.leaving:
-            self._event(job, {"kind": "SlotBusy", "slot": slot})
-        else:
-            host.holder, host.beats, host.silence = (job, start), False, 0.0
-            record.ranks[start] = slot
-            self._to_driver(job, "granted", start=start)
+            return SlotGone(slot, "its worker is gone")
+        if host.holder is not None or host.leaving or record.client is None:
+            return SlotBusy(slot)  # without a kernel nobody can start a rank on it
+        host.holder, host.beats, host.silence = (job, effect.start), False, 0.0
+        record.ranks[effect.start] = slot
+        record.places[effect.start] = pack_place(effect.place)
+        self.grant(record, effect.start, slot)
+        return None
 
-    def _restart(self, slot: str, reason: str) -> None:
-        host = self._hosts.get(slot)
-        if host is not None:
-            self._spawn(self._restart_worker(host.slot["worker"], reason))
+    def grant(self, record: JobRecord, start: int, slot: str) -> None:
+        """Have the driver start a rank on a slot that it was given."""
+        place = record.places[start]
+        self.send(record, "granted", start=start, slot=self._hosts[slot].slot, place=place)
+
+    def renew(self, slot: Slot, reason: str) -> None:
+        """Restart a worker through its nanny; without one, part with it."""
+        if slot.id in self._hosts:
+            self._spawn(self._restart_worker(slot.worker, reason))
 
     async def _restart_worker(self, address: str, reason: str) -> None:
         """Restart a worker through its nanny; without one, part with it."""
@@ -286,24 +252,26 @@ class ElasticPlugin(SchedulerPlugin):
     def _output(self, worker: str, job: str, start: int, text: str) -> None:
         self._to_driver(job, "output", start=start, text=text)
 
+    def _harm(self, worker: str, job: str, **fields: Any) -> None:
+        if job in self.jobs:
+            self.send(self.jobs[job], "harm", worker=worker, **fields)
+
     def _leaving(self, worker: str, job: str, start: int) -> None:
         self.mark_leaving(worker)
 
     def _ended(self, worker: str, job: str, start: int) -> None:
-        record = self._jobs.get(job)
+        record = self.jobs.get(job)
         if record is not None:
             record.ranks.pop(start, None)
             record.beats.pop(start, None)
-            if record.orphaned and not record.ranks:
-                self._jobs.pop(job)
-                self._settle()
+            record.places.pop(start, None)
         slot = self._addresses.get(worker)
         if slot is None:
             return
         host = self._hosts[slot]
         if host.holder == (job, start):
             host.holder = None
-        for name in self._jobs:
+        for name in self.jobs:
             self._announce(name, [slot])
 
     def _take_beats(self, worker: str, beats: list[tuple[str, list[Any]]]) -> None:
@@ -311,7 +279,8 @@ class ElasticPlugin(SchedulerPlugin):
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def _to_agent(self, slot: str, job: str, do: str, **fields: Any) -> None:
+    def to_agent(self, slot: str, job: str, do: str, **fields: Any) -> None:
+        """Send a message to the agent of a slot."""
         host = self._hosts.get(slot)
         if host is not None and host.slot["worker"] in self._scheduler.stream_comms:
             message = {"op": PLUGIN, "job": job, "do": do, **fields}
@@ -321,14 +290,27 @@ class ElasticPlugin(SchedulerPlugin):
         self._to_driver(job, "event", event=event, attachment=attachment)
 
     def _to_driver(self, job: str, do: str, **fields: Any) -> None:
-        """Send a message to a driver, as an event of the topic that it has subscribed to.
+        record = self.jobs.get(job)
+        if record is None:
+            return
+        if do == "event":
+            record.conduct.take_in(**fields)
+        else:
+            record.archive.note_message(do, fields)
+            self.send(record, do, **fields)
+
+    def send(self, record: JobRecord, do: str, **fields: Any) -> None:
+        """Send a message to a job's driver, if it has one."""
+        if record.client is not None:
+            self.say(record.client, record.topic, {"do": do, "epoch": record.epoch, **fields})
+
+    def say(self, client: str, topic: str, message: Message) -> None:
+        """Send a message to a kernel, as an event of the topic that it has subscribed to.
 
         It is not logged as an event, which would keep it in the scheduler's memory.
         """
-        record = self._jobs.get(job)
-        if record is not None and not record.orphaned:
-            message = {"op": "event", "topic": record.topic, "event": (0.0, {"do": do, **fields})}
-            self._scheduler.client_send(record.client, message)
+        event = {"op": "event", "topic": topic, "event": (0.0, message)}
+        self._scheduler.client_send(client, event)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

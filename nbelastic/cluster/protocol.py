@@ -7,16 +7,20 @@ scheduler to its workers. Nothing ever connects to the kernel.
 message                   way                      says
 ========================  =======================  ===============================================
 ``nbelastic_open``        kernel → scheduler, rpc  publish a job: its function, and which workers
+``nbelastic_attach``      kernel → scheduler, rpc  take a job over
 ``nbelastic_close``       kernel → scheduler, rpc  the job is over
+``nbelastic_jobs``        kernel → scheduler, rpc  which jobs are there
 ``nbelastic_payload``     agent → scheduler, rpc   the function, please
-``nbelastic-order``       kernel → scheduler       claim a slot, or pass something on to ranks
+``nbelastic-step``        kernel → scheduler       what the driver has decided: which event, when
+``nbelastic-order``       kernel → scheduler       something for ranks besides membership
 ``nbelastic-hello``       agent → scheduler        a worker is ready to host a rank
 ``nbelastic-report``      agent → scheduler        an event of a rank, for its driver
 ``nbelastic-beats``       agent → scheduler        heartbeats of all ranks of a worker
 ``nbelastic-output``      agent → scheduler        what a rank printed
+``nbelastic-harm``        agent → scheduler        what was done to a rank on order
 ``nbelastic-ended``       agent → scheduler        a rank's task is over, its slot is free
 ``nbelastic``             scheduler → agent        plan, abort, notice, release, end, forget
-topic ``nbelastic-…``     scheduler → kernel       events, grants, output
+topic ``nbelastic-…``     scheduler → kernel       events, grants, output, "stale"
 ========================  =======================  ===============================================
 """
 

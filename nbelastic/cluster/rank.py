@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import cloudpickle
 from distributed import get_worker
 
+from nbelastic.elastic.checkpoint import CheckpointSpec
 from nbelastic.elastic.context import activate
 from nbelastic.elastic.port import RankSpec
 from nbelastic.elastic.session import Session
@@ -28,7 +29,12 @@ __all__ = ["run_rank"]
 
 
 def run_rank(
-    job: str, start: int, slot: str, place: dict[str, int], operation_timeout_s: float
+    job: str,
+    start: int,
+    slot: str,
+    place: dict[str, int],
+    operation_timeout_s: float,
+    checkpoint: dict[str, Any] | None = None,
 ) -> None:
     """Run a job's function as one of its ranks.
 
@@ -45,6 +51,8 @@ def run_rank(
         The rank and sizes foreseen.
     operation_timeout_s : float
         How long an operation between ranks may take if nobody aborts it.
+    checkpoint : dict, optional
+        The fields of a :class:`~nbelastic.elastic.checkpoint.CheckpointSpec`.
     """
     worker = get_worker()
     agent = cast("Agent | None", worker.plugins.get(PLUGIN))
@@ -56,6 +64,7 @@ def run_rank(
         place=unpack_place(place),
         bind=agent.bind,
         operation_timeout_s=operation_timeout_s,
+        checkpoint=None if checkpoint is None else CheckpointSpec(**checkpoint),
     )
     _Rank(agent, spec).run()
 

@@ -38,15 +38,17 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     return GlooCommunicator(rendezvous)
 
 
-def open_store(bind: str) -> Store:
+def open_store(bind: str, secret: bytes = b"") -> Store:
     """Open a key-value store that listens on the interface with address `bind`, and nowhere else.
+
+    Ranks that do not know the `secret` are turned away.
 
     The ranks of a generation meet in it; :attr:`Rendezvous.store` is its ``address``. Whoever opens
     it keeps it until those ranks have connected, and closes it.
     """
     from nbelastic.collectives.store import Store
 
-    return Store(bind)
+    return Store(bind, secret)
 
 
 def __getattr__(name: str) -> object:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class Rendezvous:
     timeout_s : float
         How long connecting, and any one operation, may take before it counts as failed although
         nobody aborted it.
+    secret : bytes
+        What the ranks of the job know, and nobody else: who does not is not met.
     """
 
     job: str
@@ -68,6 +70,7 @@ class Rendezvous:
     store: tuple[str, int]
     bind: str
     timeout_s: float = 1800.0
+    secret: bytes = field(default=b"", repr=False)
 
 
 class Handle(Protocol):
@@ -207,6 +210,10 @@ class Communicator(abc.ABC):
         Any thread may call it, any number of times; it returns at once. Afterwards every
         operation, begun or new, raises ``CollectiveError(reason)``.
         """
+
+    def cut(self) -> int:
+        """Cut the connections to the others, as a broken network would; return how many."""
+        return 0
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -199,6 +199,10 @@ class GlooCommunicator(Communicator):
         """Break the communicator and free whoever waits."""
         self._keeper.end(reason)
 
+    def cut(self) -> int:
+        """Cut the connections of the group, as a broken network would; return how many."""
+        return self._keeper.cut()
+
     def close(self) -> None:
         """Let go of the group, which ends in its keeper."""
         idle = all(flight.done() for flight in self._keeper.flights())

@@ -31,7 +31,6 @@ abort the process.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import threading
 import time
 import weakref
@@ -44,6 +43,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from nbelastic.collectives.flights import CollectiveFlight, OperationFailed, first_sentence
 from nbelastic.collectives.lanes import Lane
 from nbelastic.collectives.meeting import Meeting
+from nbelastic.collectives.proof import PROOF_BYTES, proof
 from nbelastic.collectives.sever import ends_of, sever
 
 if TYPE_CHECKING:
@@ -65,8 +65,6 @@ EXIT_LIMIT_S = 2.0
 # those who wait for messages not begun, and forgets the one under way. Between ranks that are
 # alive, what has begun to move arrives in less than this.
 DRAIN_LIMIT_S = 0.25
-
-_TOKEN_BYTES = 16
 
 # Older versions keep the limit that they were made with for every operation.
 _TIMEOUT_CAN_CHANGE = hasattr(ProcessGroupGloo, "set_timeout")
@@ -186,11 +184,11 @@ class Keeper:
     def _check_peers(self) -> None:
         """Make sure that who connected is who was meant.
 
-        Gloo takes a connection for what it claims to be. One meant for a group that is over, whose
-        port this group was given, claims nothing wrong.
+        Gloo takes a connection for what it claims to be: that of a stranger too, or one meant for
+        a group that is over, whose port this group was given. So each rank proves what it is.
         """
         its = self._rendezvous
-        tokens = [torch.zeros(_TOKEN_BYTES, dtype=torch.uint8) for _ in range(its.size)]
+        tokens = [torch.zeros(PROOF_BYTES, dtype=torch.uint8) for _ in range(its.size)]
         with self.hands:
             work = self.group.allgather([tokens], [_token(its, its.rank)])
             flight = CollectiveFlight(work, self.hands)
@@ -201,7 +199,14 @@ class Keeper:
         self.settle(flight)
         for rank, token in enumerate(tokens):
             if not torch.equal(token, _token(its, rank)):
-                raise OperationFailed(f"rank {rank} is of another generation")
+                raise OperationFailed(
+                    f"rank {rank} is of another generation, or no rank of this job"
+                )
+
+    def cut(self) -> int:
+        """Cut the connections of the group, as a broken network would; return how many."""
+        ends = ends_of(self._meeting.addresses, self._rendezvous.rank)
+        return 0 if ends is None else sever(ends)
 
     def _let_go(self) -> None:
         """End the group. The alarm has been raised: nothing new is begun under ``hands``."""
@@ -239,8 +244,8 @@ def _make_group(meeting: Meeting, rendezvous: Rendezvous) -> ProcessGroup:
 
 def _token(rendezvous: Rendezvous, rank: int) -> torch.Tensor:
     name = f"{rendezvous.job}/{rendezvous.generation}/{rank}".encode()
-    digest = hashlib.blake2b(name, digest_size=_TOKEN_BYTES).digest()
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    token = proof(rendezvous.secret, "peer", name)
+    return torch.frombuffer(bytearray(token), dtype=torch.uint8)
 
 
 _at_work: set[Keeper] = set()

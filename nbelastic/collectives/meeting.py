@@ -8,12 +8,22 @@ call, makes it fail at once.
 
 from __future__ import annotations
 
+import secrets
 import socket
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store as TorchStore
 
-from nbelastic.collectives.store import ERROR, LENGTH, request
+from nbelastic.collectives.proof import NONCE_BYTES, PROOF_BYTES, proves
+from nbelastic.collectives.store import (
+    GREETING,
+    LENGTH,
+    MAGIC,
+    MAX_VALUE_BYTES,
+    REPLY,
+    VALUES,
+    request,
+)
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -100,23 +110,44 @@ class Meeting(TorchStore):
         self._connection = connection
         if self._left:
             raise CollectiveError("this rank has left")
-        room = f"{its.job}/{its.generation}"
-        connection.sendall(request(room, its.rank, its.size, self._own))
+        magic, challenge = GREETING.unpack(_read(connection, GREETING.size))
+        if magic != MAGIC:
+            raise CollectiveError("what listens there is no store")
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        message = request(
+            its.secret,
+            challenge,
+            nonce,
+            room=f"{its.job}/{its.generation}",
+            rank=its.rank,
+            size=its.size,
+            value=self._own,
+        )
+        connection.sendall(message)
         connection.settimeout(its.timeout_s)
         try:
-            return _read_reply(connection, its.size)
+            return _read_reply(connection, its, nonce)
         except TimeoutError:
             raise CollectiveError(f"not all ranks came within {its.timeout_s:g} s") from None
 
 
-def _read_reply(connection: socket.socket, size: int) -> list[bytes]:
-    if _read(connection, 1) == ERROR:
-        raise CollectiveError(_read_field(connection).decode())
-    return [_read_field(connection) for _ in range(size)]
+def _read_reply(connection: socket.socket, rendezvous: Rendezvous, nonce: bytes) -> list[bytes]:
+    """Return what each rank brought, once the store has proved that it is the job's."""
+    status = _read(connection, 1)
+    count = rendezvous.size if status == VALUES else 1
+    fields = [_read_field(connection) for _ in range(count)]
+    reply = status + b"".join(LENGTH.pack(len(each)) + each for each in fields)
+    if not proves(_read(connection, PROOF_BYTES), rendezvous.secret, REPLY, nonce, reply):
+        raise CollectiveError("the store does not belong to this job")
+    if status != VALUES:
+        raise CollectiveError(fields[0].decode())
+    return fields
 
 
 def _read_field(connection: socket.socket) -> bytes:
     (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
+    if length > MAX_VALUE_BYTES:
+        raise CollectiveError("what listens there is no store")
     return _read(connection, length)
 
 

@@ -3,15 +3,19 @@
 from .display import set_display
 from .fit import fit
 from .job import Job
-from .status import HistoryEvent, JobStatus, Output, Progress, RankStatus
+from .status import HistoryEvent, JobInfo, JobStatus, Output, Progress, RankStatus
+from .takeover import attach, jobs
 
 __all__ = [
     "HistoryEvent",
     "Job",
+    "JobInfo",
     "JobStatus",
     "Output",
     "Progress",
     "RankStatus",
+    "attach",
     "fit",
+    "jobs",
     "set_display",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import uuid
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster import Link, check_versions, own_versions, pack_function
 from nbelastic.errors import OptionError
+from nbelastic.membership import Machine, to_dict
 
 from . import display
 from .attachment import attach_client
 from .job import Job
-from .options import Options
+from .options import Options, checkpoint_url
 from .shell import Driver
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ def fit(
     stall_timeout: float = 60,
     heartbeat_timeout: float = 10,
     blacklist_cooldown: tuple[float, float] | None = None,
+    lease: float = 3600,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 100,
+    resume: bool = False,
     name: str | None = None,
     block: bool = True,
 ) -> Job:
@@ -77,6 +83,16 @@ def fit(
         A worker that failed is left out for ``lo`` seconds, then ``2 * lo``, up to ``hi``; known
         by name and host, so that a restart does not hide it. Without it, a worker process whose
         rank failed is not used again by this job.
+    lease : float, default 3600
+        Seconds for which the job goes on when its kernel is gone; :func:`nbelastic.attach` takes it
+        over from another one.
+    checkpoint : str or path-like, optional
+        A directory that all workers see, or a URL that fsspec knows, in which rank 0 writes
+        commits in the background. A job that loses all its ranks at once goes on from there.
+    checkpoint_every : int, default 100
+        Commits between two checkpoints; the last commit of a loop is one, too.
+    resume : bool, default False
+        Start from the newest complete checkpoint in `checkpoint`, if there is one.
     name : str, optional
         Name of the job, unique on the cluster; made up if not given.
     block : bool, default True
@@ -119,18 +135,25 @@ def fit(
         stall_timeout=stall_timeout,
         heartbeat_timeout=heartbeat_timeout,
         blacklist_cooldown=blacklist_cooldown,
+        lease=lease,
+        checkpoint=checkpoint_url(checkpoint),
+        checkpoint_every=checkpoint_every,
+        resume=resume,
     )
     payload = pack_function(fn, tuple(args), dict(kwargs or {}))
     client, cleanup = attach_client(cluster, options)
+    link: Link | None = None
     try:
         check_versions(client)
         driver = Driver(job_name, options, cleanup)
         link = Link(client, job_name, driver.receive)
         link.open(payload, _spec(options))
+        driver.start(link)
     except BaseException:
+        if link is not None:
+            link.close()  # interrupted half-way, it may have been opened
         cleanup()
         raise
-    driver.start(link)
     job = Job(driver)
     display.started(job)
     if block:
@@ -144,6 +167,9 @@ def _spec(options: Options) -> dict[str, Any]:
         "resources": options.resources,
         "versions": own_versions(),
         "heartbeat_timeout": float(options.heartbeat_timeout),
+        "lease": float(options.lease),
+        "options": options.pack(),
+        "machine": to_dict(Machine(options.limits())),
     }
 
 

@@ -90,6 +90,15 @@ class Gauges:
         self._interval = 0.0
         self._first: tuple[float, float] | None = None
 
+    def reset(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._ranks.clear()
+            self._rows.clear()
+            self._order.clear()
+            self._pace.clear()
+            self._interval, self._first = 0.0, None
+
     def take(self, now: float, vitals: Iterable[tuple[int, list[Any], list[Any]]]) -> None:
         """Take in what ranks have sent; `now` in seconds since the job was started."""
         with self._lock:

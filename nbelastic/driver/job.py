@@ -149,11 +149,11 @@ class Job:
             each worker's lines together, under a heading.
         """
         texts: dict[int, list[str]] = {}
-        for piece in self._driver.output():
+        for piece in self._driver.books.output():
             texts.setdefault(piece.start, []).append(piece.text)
         parts = []
         for start, pieces in sorted(texts.items()):
-            latest = self._driver.latest_rank(start)
+            latest = self._driver.books.latest_rank(start)
             if rank is None:
                 parts.append(f"[rank {latest}, start {start}]\n")
             if rank in (None, latest):
@@ -173,7 +173,7 @@ class Job:
         cursor : int
         pieces : tuple of Output
         """
-        pieces = self._driver.output(since)
+        pieces = self._driver.books.output(since)
         return since + len(pieces), pieces
 
     @property
@@ -184,7 +184,7 @@ class Job:
         ``step``, ``time`` (seconds since the start), ``ranks`` (how many reported), and the
         metrics.
         """
-        rows = self._driver.gauges.rows()
+        rows = self._driver.books.gauges.rows()
         if importlib.util.find_spec("pandas") is None:
             return rows
         return importlib.import_module("pandas").DataFrame(rows)
@@ -194,16 +194,16 @@ class Job:
 
         At most 500 points, evenly chosen, the newest among them; :attr:`metrics` has them all.
         """
-        return self._driver.gauges.curves(500)
+        return self._driver.books.gauges.curves(500)
 
     def pace(self) -> tuple[tuple[float, float], ...]:
         """Return how fast the job went: points ``(seconds since the start, samples/s)``."""
-        return self._driver.gauges.pace()
+        return self._driver.books.gauges.pace()
 
     @property
     def started(self) -> float:
         """When the job was started, in seconds since the epoch."""
-        return self._driver.started
+        return self._driver.books.started
 
     @property
     def status(self) -> JobStatus:
@@ -213,7 +213,9 @@ class Job:
         state = view.state
         if state in ("finished", "failed", "stopped") and not self.done():
             state = "running"
-        gauges = self._driver.gauges
+        elif self._driver.detached:
+            state = "detached"
+        gauges = self._driver.books.gauges
         members = [rank.start for rank in view.ranks if rank.rank is not None]
         return JobStatus(
             name=self.name,
@@ -224,17 +226,17 @@ class Job:
             max_np=view.max_np,
             resets=view.resets,
             commits=view.commits,
-            elapsed=end - self._driver.started,
+            elapsed=end - self._driver.books.started,
             reason=view.reason,
             ranks=tuple(self._rank_status(rank) for rank in view.ranks),
             samples_per_s=gauges.total(members),
             progress=gauges.progress(
-                end - self._driver.started, members, finished=state == "finished"
+                end - self._driver.books.started, members, finished=state == "finished"
             ),
         )
 
     def _rank_status(self, rank: RankView) -> RankStatus:
-        gauge = self._driver.gauges.rank(rank.start)
+        gauge = self._driver.books.gauges.rank(rank.start)
         return RankStatus(
             rank=rank.rank,
             worker=rank.worker,
@@ -249,7 +251,7 @@ class Job:
     @property
     def history(self) -> tuple[HistoryEvent, ...]:
         """Everything that has happened to the job, oldest first."""
-        return self._driver.history()
+        return self._driver.books.history()
 
     def _ipython_display_(self) -> None:
         if not display.show(self):

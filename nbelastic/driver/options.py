@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, field
-from typing import Any
+import os
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import OptionError
 from nbelastic.membership import Limits
 
-__all__ = ["Options"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Options", "checkpoint_url"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +32,20 @@ class Options:
     stall_timeout: float = 60.0
     heartbeat_timeout: float = 10.0
     blacklist_cooldown: tuple[float, float] | None = None
+    lease: float = 3600.0
+    checkpoint: str | None = None
+    checkpoint_every: int = 100
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for name in ("np", "min_np", "max_np", "slots_per_host"):
             _check_count(name, getattr(self, name), least=1)
         _check_count("reset_limit", self.reset_limit, least=0)
-        for name in ("elastic_timeout", "stall_timeout", "heartbeat_timeout"):
+        for name in ("elastic_timeout", "stall_timeout", "heartbeat_timeout", "lease"):
             _check_seconds(name, getattr(self, name))
         self._check_order()
         self._check_cooldown()
+        self._check_checkpoint()
         for key, value in self.resources.items():
             if not isinstance(value, numbers.Real) or value <= 0:
                 raise OptionError(f"resources[{key!r}]={value!r}: must be a number above 0")
@@ -59,6 +68,45 @@ class Options:
                 f"blacklist_cooldown={bounds!r}: must be (lo, hi) in seconds with 0 < lo <= hi"
             )
 
+    def _check_checkpoint(self) -> None:
+        _check_count("checkpoint_every", self.checkpoint_every, least=1)
+        if not isinstance(self.resume, bool):
+            raise OptionError(f"resume={self.resume!r}: must be True or False")
+        if self.checkpoint is None:
+            if self.resume:
+                raise OptionError(
+                    "resume=True: needs checkpoint=, the place where the earlier job's are"
+                )
+            return
+        from fsspec import available_protocols  # noqa: PLC0415 - only who wants it waits for it
+        from fsspec.utils import get_protocol  # noqa: PLC0415
+
+        protocol = get_protocol(self.checkpoint)
+        if protocol not in available_protocols():
+            raise OptionError(
+                f"checkpoint={self.checkpoint!r}: fsspec knows no protocol {protocol!r}; "
+                "must be a path or a URL such as s3://bucket/directory"
+            )
+
+    def checkpoints(self) -> dict[str, Any] | None:
+        """Return what ranks are told about checkpoints; None where there are none."""
+        if self.checkpoint is None:
+            return None
+        return {"url": self.checkpoint, "every": self.checkpoint_every, "resume": self.resume}
+
+    def pack(self) -> dict[str, Any]:
+        """Return the options as plain values."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def unpack(cls, packed: Mapping[str, Any]) -> Options:
+        """Read what :meth:`pack` has written, with lists in the place of tuples or not."""
+        known = {each.name for each in fields(cls)}
+        values: dict[str, Any] = {name: packed[name] for name in known & packed.keys()}
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
     def limits(self) -> Limits:
         """Return the limits that these options mean.
 
@@ -78,6 +126,22 @@ class Options:
             cooldown=self.blacklist_cooldown,
             slots_per_host=self.slots_per_host,
         )
+
+
+def checkpoint_url(place: Any) -> str | None:
+    """Return the URL or path that ``checkpoint=`` means, wherever it is looked at.
+
+    Parameters
+    ----------
+    place : str, path-like or None
+        What the user has given; a path may be relative to the kernel's directory.
+    """
+    if place is None:
+        return None
+    if not isinstance(place, (str, os.PathLike)) or not str(place):
+        raise OptionError(f"checkpoint={place!r}: must be a path or a URL")
+    text = os.fspath(place)
+    return text if "://" in text or "::" in text else os.path.abspath(os.path.expanduser(text))
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

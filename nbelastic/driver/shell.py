@@ -1,15 +1,19 @@
-"""The driver: the thread that feeds the membership machine and does what it says.
+"""The driver: the thread that feeds the membership machine and says what is decided.
 
 One thread per job, ``nbelastic-driver-NAME``, started by :meth:`Driver.start` and ended by the
 machine's ``End``. It owns the machine, the link and the embedded cluster if there is one.
 
 Messages from the cluster come in on the event loop of the Dask client, calls of the user in any
-thread; both only put something on the queue. The driver's thread takes one thing at a time, asks
-the machine, carries the effects out, and publishes what others may see (status, history, logs)
-under a lock. Nothing else is shared, so nothing waits for anything but the queue.
+thread; both only put something on the queue. The driver's thread takes one thing at a time, hands
+it to the machine, tells the scheduler so (a *step* of its journal: there a copy of the machine
+comes to the same effects and carries them out), and publishes what others may see (status,
+history, logs) under a lock. Nothing else is shared, so nothing waits for anything but the queue.
+
+If the connection is lost, the scheduler's copy carries on; when it is back, the driver attaches
+again and takes over what has become of the job. If another kernel has attached meanwhile, it ends.
 
 Everything is bounded: a look at the queue takes half a second at most, the machine always names a
-deadline, and closing the link has a timeout of its own.
+deadline, a lost connection is given up by the client, and closing the link has a timeout.
 """
 
 from __future__ import annotations
@@ -24,43 +28,33 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
-from nbelastic.cluster import Failure, unpack_error
-from nbelastic.errors import JobError
+from nbelastic.errors import Detached, JobError
 from nbelastic.membership import (
-    HELD_UP,
-    Abort,
     ClusterGone,
     End,
-    EndRank,
     Event,
     Machine,
-    Notify,
     Outcome,
-    Publish,
     RankFailed,
     RankReturned,
-    Record,
-    Release,
-    RestartWorker,
     SlotGone,
-    StartRank,
+    Stage,
     Tick,
     View,
+    from_dict,
+    pack_event,
     unpack_event,
     view,
 )
 
-from . import display
+from .books import Books
 from .clock import LiveClock
 from .failure import exception_for
-from .gauges import Gauges
-from .status import HistoryEvent, Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from nbelastic.cluster import Link, Message
-    from nbelastic.membership import Effect
 
     from .options import Options
 
@@ -96,9 +90,10 @@ class Driver:
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.name = name
-        self.started = time.time()
+        self.books = Books()
         self.ended: float | None = None
         self.future: Future[list[Any]] = Future()
+        self.chaos: Callable[[Message], None] | None = None
         self._options = options
         self._cleanup = cleanup
         self._machine = Machine(options.limits())
@@ -106,17 +101,11 @@ class Driver:
         self._inbox: Inbox = queue.SimpleQueue() if inbox is None else inbox
         self._chance = chance
         self._lock = threading.Lock()
-        self._history: list[HistoryEvent] = []
-        self._output: list[Output] = []
-        self.gauges = Gauges()
-        self._names: dict[int, str] = {}
-        self._ranks: dict[int, int] = {}
-        self._granting: dict[int, StartRank] = {}
         self._slots: dict[int, str] = {}
-        self._failures: dict[int, Failure] = {}
-        self._results: dict[int, bytes] = {}
+        self._wishes: list[Event] = []
+        self._seq = 0
+        self._detached = False
         self._now = 0.0
-        self._demand = -1
         self._outcome: Outcome | None = None
         self._link: Link | None = None
         self._thread = threading.Thread(
@@ -135,11 +124,26 @@ class Driver:
 
     def tell(self, event: Event) -> None:
         """Put an event of the user on the queue."""
+        self._wishes.append(event)
         self._inbox.put(event)
 
     def receive(self, message: Message) -> None:
         """Put a message from the cluster on the queue. Called in the client's event loop."""
-        self._inbox.put(message)
+        if message["do"] != "harm":
+            self._inbox.put(message)
+        elif self.chaos is not None:
+            self.chaos(message)
+
+    def order(self, do: str, **fields: Any) -> None:
+        """Send ranks something that has nothing to do with membership. For ``nbelastic.chaos``."""
+        if self._link is not None:
+            self._link.order(do, **fields)
+
+    def pause(self, over: threading.Event, seconds: float) -> None:
+        """Have the thread stand still until an event, or so long. For ``nbelastic.chaos``."""
+        if self._link is not None:
+            epoch = self._link.epoch
+            self._inbox.put({"do": "pause", "epoch": epoch, "over": over, "seconds": seconds})
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread to end."""
@@ -153,19 +157,10 @@ class Driver:
         with self._lock:
             return view(self._machine, self._now)
 
-    def history(self) -> tuple[HistoryEvent, ...]:
-        """Return what has happened so far."""
-        with self._lock:
-            return tuple(self._history)
-
-    def output(self, since: int = 0) -> tuple[Output, ...]:
-        """Return what ranks have printed, but for the first `since` pieces."""
-        with self._lock:
-            return tuple(self._output[since:])
-
-    def latest_rank(self, start: int) -> int | None:
-        """Return the rank that a start of the function had last."""
-        return self._ranks.get(start)
+    @property
+    def detached(self) -> bool:
+        """Whether another kernel drives the job now."""
+        return self._detached
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -180,112 +175,124 @@ class Driver:
             self._finish(None)
 
     def _loop(self) -> None:
-        while self._outcome is None:
+        while self._outcome is None and not self._detached:
             deadline = self._machine.deadline()
             wait = LONGEST_WAIT
             if deadline is not None:
                 wait = min(max(deadline - self._now, 0.0), wait)
+            item: Event | Message | None
             try:
                 item = self._inbox.get(timeout=wait)
             except queue.Empty:
                 item = self._look_at_connection()
-            event = item if isinstance(item, Event) else self._unpack(item)
-            if event is not None:
-                self._step(event)
+            if isinstance(item, Event):
+                self._step(item)
+            elif item is not None:
+                self._take(item)
 
-    def _step(self, event: Event) -> None:
-        with self._lock:
-            self._now = self._clock.now()
-            effects = self._machine.handle(event, self._now, self._chance())
-        for effect in effects:
-            self._carry_out(effect)
-        self._say_demand()
-
-    def _look_at_connection(self) -> Event:
+    def _step(self, event: Event, seq: int = 0) -> None:
+        """Have the machine decide, and say so; `seq` is the event's number if it has one."""
         assert self._link is not None
-        if self._link.status == "running":
+        with self._lock:
+            self._now, chance = self._clock.now(), self._chance()
+            effects = self._machine.handle(event, self._now, chance)
+            roster = self._machine.roster
+            size = 0 if roster.ended else len(roster.members())
+        self._link.step(self._now, chance, seq, None if seq else pack_event(event))
+        for effect in effects:  # the scheduler carries them out
+            self.books.note_effect(effect, size)
+            if isinstance(effect, End):
+                self._outcome = effect.outcome
+
+    def _look_at_connection(self) -> Event | None:
+        assert self._link is not None
+        status = self._link.status
+        if status == "running":
             return Tick()
-        return ClusterGone(f"the connection to the scheduler is {self._link.status}")
+        if status == "connecting":
+            return None  # time does not count until it is clear what has become of the job
+        return ClusterGone(f"the Dask client is {status}; {self._afterlife()}")
 
-    def _unpack(self, message: Message) -> Event | None:
-        """Turn a message from the cluster into an event, or deal with it here."""
+    def _afterlife(self) -> str:
+        return (
+            f"if its scheduler lives, the job goes on there for up to {self._options.lease:g} s: "
+            f"nbelastic.attach({self.name!r}, cluster=...) takes it over"
+        )
+
+    # -- taking a job over ---------------------------------------------------------------------
+
+    def adopt(self, packed: Mapping[str, Any]) -> None:
+        """Take over a job as the scheduler has it; see :meth:`Link.attach`."""
+        with self._lock:
+            self._machine = from_dict(packed["machine"])
+            self._now = self._machine.roster.now
+        self._clock.set(self._now)
+        self._seq = packed["seq"]
+        self._outcome = self._machine.roster.outcome if self._machine.deadline() is None else None
+        self.books.adopt(packed["started"], packed["archive"])
+
+    def _attach_again(self) -> None:
+        """Take the job over again: the connection was lost, and is back."""
+        assert self._link is not None
+        packed = self._link.attach()
+        problem = packed.get("problem")
+        if problem == "taken":
+            self._detached = True
+        elif problem:
+            self._step(ClusterGone("the scheduler was restarted, or has given the job up"))
+        else:
+            self.adopt(packed)
+            for wish in self._wishes:
+                self._inbox.put(wish)
+
+    def _take(self, message: Message) -> None:
+        """Take in a message from the cluster, unless it was meant for a driver before."""
+        assert self._link is not None
         do = message["do"]
-        if do == "event":
-            event = unpack_event(message["event"])
-            attachment = message["attachment"]
-            if isinstance(event, RankReturned):
-                self._results[event.start] = attachment
-            elif isinstance(event, RankFailed) and attachment:
-                self._failures[event.start] = unpack_error(attachment)
-            elif isinstance(event, SlotGone):
-                self._forget_slot(event.slot)
-            return event
-        if do == "granted":
-            self._begin(message["start"])
-        elif do == "output":
-            start = message["start"]
-            with self._lock:
-                self._output.append(Output(start, self._ranks.get(start), message["text"]))
-        elif do == "vitals":
-            self._take_vitals(message["vitals"])
-        elif do == "refused":
-            self._note(Record("refused", 0, worker=message["worker"], detail=message["reason"]))
-        return None
-
-    def _take_vitals(self, vitals: list[Any]) -> None:
-        elapsed = time.time() - self.started
-        self.gauges.take(elapsed, vitals)
-        members = self._machine.roster.members()
-        self.gauges.note_pace(elapsed, self.gauges.total(rank.start for rank in members))
-
-    # -- effects -------------------------------------------------------------------------------
-
-    def _carry_out(self, effect: Effect) -> None:
-        link = self._link
-        assert link is not None
-        if isinstance(effect, StartRank):
-            self._granting[effect.start] = effect
-            self._names[effect.start] = f"rank {effect.place.rank} on {effect.slot.worker}"
-            self._ranks[effect.start] = effect.place.rank
-            link.order("claim", start=effect.start, slot=effect.slot.id)
-        elif isinstance(effect, Publish):
-            for rank, member in enumerate(effect.plan.members):
-                self._names[member.start] = f"rank {rank} on {member.slot.worker}"
-                self._ranks[member.start] = rank
-            link.publish(effect.plan)
-        elif isinstance(effect, Abort):
-            link.order(
-                "abort",
-                starts=list(effect.starts),
-                generation=effect.generation,
-                reason=effect.reason,
-            )
-        elif isinstance(effect, Notify):
-            link.order("notice", starts=list(effect.starts), generation=effect.generation)
-        elif isinstance(effect, Release):
-            link.order("release", starts=list(effect.starts), generation=effect.generation)
-        elif isinstance(effect, EndRank):
-            self._granting.pop(effect.start, None)
-            link.order("end", start=effect.start, how=effect.how, reason=effect.reason)
-        elif isinstance(effect, RestartWorker):
-            link.order("restart", slot=effect.slot.id, reason=effect.reason)
-        elif isinstance(effect, Record):
-            self._note(effect)
-        elif isinstance(effect, End):
-            self._outcome = effect.outcome
-
-    def _begin(self, start: int) -> None:
-        """Start a rank whose slot was granted, unless it has been given up meanwhile."""
-        effect = self._granting.pop(start, None)
-        if effect is None or self._link is None:
+        if message["epoch"] != self._link.epoch:
             return
-        self._slots[start] = effect.slot.id
+        if do == "stale":
+            self._attach_again()
+        elif do == "event":
+            self._take_event(message)
+        elif do == "granted":
+            self._begin(message["start"], message["slot"], message["place"])
+        elif do == "output":
+            self.books.note_output(message["start"], message["text"])
+        elif do == "vitals":
+            members = self._machine.roster.members()
+            self.books.note_vitals(message["vitals"], [rank.start for rank in members])
+        elif do == "refused":
+            self.books.note("refused", worker=message["worker"], detail=message["reason"])
+        elif do == "pause":
+            message["over"].wait(message["seconds"])
+
+    def _take_event(self, message: Message) -> None:
+        if message["seq"] <= self._seq:
+            return  # said twice
+        self._seq = message["seq"]
+        event = unpack_event(message["event"])
+        if isinstance(event, (RankReturned, RankFailed)):
+            self.books.note_attachment(type(event).__name__, event.start, message["attachment"])
+        elif isinstance(event, SlotGone):
+            self._forget_slot(event.slot)
+        self._step(event, self._seq)
+
+    # -- tasks ---------------------------------------------------------------------------------
+
+    def _begin(self, start: int, slot: dict[str, str], place: dict[str, int]) -> None:
+        """Start a rank whose slot was granted, unless it has been given up meanwhile."""
+        rank = self._machine.roster.ranks.get(start)
+        if self._link is None or rank is None or rank.stage != Stage.STARTING:
+            return
+        self._slots[start] = slot["id"]
         self._link.submit(
             start,
-            effect.slot,
-            effect.place,
+            slot,
+            place,
             resources=self._options.resources,
             operation_timeout_s=self._options.stall_timeout * 1.5 + 30.0,
+            checkpoint=self._options.checkpoints(),
         )
 
     def _forget_slot(self, slot: str) -> None:
@@ -296,40 +303,14 @@ class Driver:
                 self._slots.pop(start)
                 self._link.forget(start)
 
-    def _say_demand(self) -> None:
-        """Tell the scheduler how many ranks the job would like, for adaptive clusters."""
-        limits = self._machine.roster.limits
-        demand = limits.max_np if limits.max_np is not None else max(limits.np, limits.min_np)
-        if demand != self._demand and self._link is not None:
-            self._demand = demand
-            self._link.order("demand", ranks=demand)
-
-    def _note(self, record: Record) -> None:
-        """Put something into the history; a rank that was waited for, with the line it stood at."""
-        detail = record.detail
-        line = [] if record.start is None else self.gauges.rank(record.start).line
-        if detail.startswith(HELD_UP) and line:
-            file, number, function = line
-            place = display.label(file) or file
-            detail += f"; it stood at {place}, line {number}, in {function}"
-        event = HistoryEvent(
-            time=time.time(),
-            kind=record.kind,
-            worker=record.worker,
-            rank=record.rank,
-            generation=record.generation,
-            detail=detail,
-            size=0 if self._machine.roster.ended else len(self._machine.roster.members()),
-        )
-        with self._lock:
-            self._history.append(event)
-
     # -- the end -------------------------------------------------------------------------------
 
     def _finish(self, bug: Exception | None) -> None:
         """Take everything down, then let the user know."""
         try:
-            if self._link is not None:
+            if self._link is not None and self._detached:
+                self._link.detach()
+            elif self._link is not None:
                 self._link.close()
             self._cleanup()
         except Exception as error:  # whatever Dask raises while it closes: the result matters more
@@ -339,16 +320,20 @@ class Driver:
 
     def _settle(self, bug: Exception | None) -> None:
         outcome = self._outcome
-        if bug is not None or outcome is None:
+        if self._detached:
+            self.future.set_exception(
+                Detached(f"job {self.name!r} was taken over by another kernel; it goes on there")
+            )
+        elif bug is not None or outcome is None:
             error = JobError(f"job {self.name!r}: the driver failed: {bug!r}")
             error.__cause__ = bug
             self.future.set_exception(error)
         elif outcome.kind != "finished":
-            problem = exception_for(self.name, outcome, self._failures, self._names)
+            problem = exception_for(self.name, outcome, self.books.failures, self.books.names)
             self.future.set_exception(problem)
         else:
             try:
-                results = [cloudpickle.loads(self._results[start]) for start in outcome.starts]
+                results = [cloudpickle.loads(self.books.results[start]) for start in outcome.starts]
             except Exception as error:  # unpickling runs code of any class
                 problem = JobError(f"a result of job {self.name!r} cannot be read here: {error!r}")
                 problem.__cause__ = error

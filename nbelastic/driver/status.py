@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["HistoryEvent", "JobStatus", "Output", "Progress", "RankStatus"]
+__all__ = ["HistoryEvent", "JobInfo", "JobStatus", "Output", "Progress", "RankStatus"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class JobStatus:
     name : str
         The job's name.
     state : str
-        ``waiting``, ``forming``, ``running``, ``finished``, ``failed`` or ``stopped``.
+        ``waiting``, ``forming``, ``running``, ``finished``, ``failed``, ``stopped`` or
+        ``detached`` (another kernel drives it now).
     generation : int
         Number of the newest generation.
     size : int
@@ -119,6 +120,34 @@ class JobStatus:
 
 
 @dataclass(frozen=True)
+class JobInfo:
+    """A job on a cluster, as :func:`nbelastic.jobs` tells of it.
+
+    Attributes
+    ----------
+    name : str
+        Its name, for :func:`nbelastic.attach`.
+    state : str
+        As in :class:`JobStatus`.
+    size : int
+        Number of ranks that train.
+    commits : int
+        Newest commit that all of them hold.
+    started : float
+        When it was started, in seconds since the epoch.
+    attached : bool
+        Whether a kernel drives it.
+    """
+
+    name: str
+    state: str
+    size: int
+    commits: int
+    started: float
+    attached: bool
+
+
+@dataclass(frozen=True)
 class HistoryEvent:
     """Something that happened to a job.
 
@@ -128,7 +157,8 @@ class HistoryEvent:
         Seconds since the epoch.
     kind : str
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``cooldown``, ``restarted``,
-        ``refused``, ``waiting``, ``finished``, ``failed`` or ``stopped``.
+        ``refused``, ``waiting``, ``abandoned``, ``attached``, ``finished``, ``failed`` or
+        ``stopped``.
     worker : str or None
         Address of the worker that it happened to.
     rank : int or None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
+from nbelastic.elastic.checkpoint import keeping
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import Session
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt
@@ -13,6 +14,7 @@ from nbelastic.membership import FRESH
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nbelastic.elastic.checkpoint import Checkpoints
     from nbelastic.elastic.state import State
 
 __all__ = ["run"]
@@ -58,6 +60,17 @@ def run(
 
 def _train(session: Session, state: State, call: Callable[[], object]) -> object:
     loop = session.next_loop()
+    with keeping(session, state, loop) as checkpoints:
+        return _train_on(session, state, call, loop, checkpoints)
+
+
+def _train_on(
+    session: Session,
+    state: State,
+    call: Callable[[], object],
+    loop: int,
+    checkpoints: Checkpoints,
+) -> object:
     foreseen = (session.rank, session.size)
     failure: CollectiveError | None = None
     first = True
@@ -66,17 +79,22 @@ def _train(session: Session, state: State, call: Callable[[], object]) -> object
         plan = session.form(loop, failed=failure is not None, detail=detail)
         failure = None
         try:
-            if not first or (session.rank, session.size) != foreseen:
+            resized = checkpoints.load(plan)
+            if not first or resized or (session.rank, session.size) != foreseen:
                 state.on_reset()
             first = False
-            state.align(plan.behind)
+            state.align(checkpoints.behind(plan))
             state.save()
             session.synchronized(plan)
+            checkpoints.begun()
             result = call()
             session.finish_loop()
+            checkpoints.finish()
             return result
         except HostsUpdatedInterrupt:
             failure = _leave(session, state)
+            if failure is None:
+                checkpoints.left()
         except CollectiveError as error:
             failure = error
         if failure is not None:

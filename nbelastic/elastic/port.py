@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.collectives import connect, open_store
+from nbelastic.collectives.reach import unreachable
 from nbelastic.elastic.interrupt import Interrupt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator, Rendezvous, Store
+    from nbelastic.elastic.checkpoint import CheckpointSpec
     from nbelastic.membership import Event, Place
 
 __all__ = ["REAL", "Means", "Port", "RankSpec"]
@@ -36,15 +38,19 @@ class Means:
         Makes what :class:`threading.Condition` is.
     interrupt : callable
         Makes, in the rank's thread, an :class:`~nbelastic.elastic.interrupt.Interrupt` of it.
+    probe : callable
+        Returns the places of those in a sequence of stores' addresses that do not answer; by
+        default it does not look.
     """
 
     connect: Callable[[Rendezvous], Communicator] = connect
     open_store: Callable[[str], Store] = open_store
     condition: Callable[[], Any] = threading.Condition
     interrupt: Callable[[], Any] = Interrupt
+    probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
 
 
-REAL = Means()
+REAL = Means(probe=unreachable)
 """Threads, sockets and all."""
 
 
@@ -74,6 +80,8 @@ class RankSpec:
         Address of the interface to listen on: the one that Dask uses.
     operation_timeout_s : float
         How long one operation between ranks may take, if nobody aborts it before.
+    checkpoint : CheckpointSpec or None
+        Which commits are written to disk, and where; None for none.
     """
 
     job: str
@@ -81,3 +89,4 @@ class RankSpec:
     place: Place
     bind: str
     operation_timeout_s: float = 120.0
+    checkpoint: CheckpointSpec | None = None

@@ -28,8 +28,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives import Op, Rendezvous, SoloCommunicator
+from nbelastic.collectives import Op, Rendezvous, connect
 from nbelastic.elastic.context import Context
+from nbelastic.elastic.doubts import Doubts
 from nbelastic.elastic.port import REAL
 from nbelastic.elastic.vitals import Vitals
 from nbelastic.errors import (
@@ -66,8 +67,8 @@ class Session(Context):
     """A rank of a job; made, used and closed in the thread that runs the user's function."""
 
     def __init__(self, spec: RankSpec, port: Port, means: Means = REAL) -> None:
-        self._spec = spec
-        self._port = port
+        self.spec = spec
+        self.port = port
         self._means = means
         self.vitals = Vitals()
         self._interrupt = means.interrupt()
@@ -83,8 +84,8 @@ class Session(Context):
         self._member = False
         self._parked = False
         self._carried: bool | None = None
-        self._loops = 0
-        self._steps = 0
+        self._doubts = Doubts(means.probe)
+        self._loops = self._steps = 0
         self.plan: Plan | None = None
         self.version = FRESH
         self.generation = self.source = 0
@@ -146,7 +147,7 @@ class Session(Context):
         done = 0 if communicator is None else communicator.completed
         waits = self._parked or (communicator is not None and communicator.waiting)
         progress = (self._steps << 32) + (self.generation << 20) + done
-        return Beat(self._spec.start, progress & (2**62 - 1), waits, self.version)
+        return Beat(self.spec.start, progress & (2**62 - 1), waits, self.version)
 
     # -- orders to end ---------------------------------------------------------------------------
 
@@ -192,16 +193,17 @@ class Session(Context):
         """
         self._drop_communicator()
         if self._store is None:
-            self._store = self._means.open_store(self._spec.bind)
+            self._store = self._means.open_store(self.spec.bind)
         while True:
             plan = self._await_plan(loop, failed, detail)
             try:
                 self._connect(plan)
+                self._doubts.clear()
+                return plan
             except CollectiveError as error:
                 self._drop_communicator()
+                self._doubts.raise_for(plan, self.spec.start)
                 failed, detail = True, str(error)
-            else:
-                return plan
 
     def _await_plan(self, loop: int, failed: bool, detail: str) -> Plan:
         assert self._store is not None
@@ -215,38 +217,36 @@ class Session(Context):
                     return plan
                 if self._heard != reported:
                     reported = self._heard
-                    self._port.report(
+                    self.port.report(
                         RankReady(
-                            start=self._spec.start,
+                            start=self.spec.start,
                             left=reported,
                             version=self.version,
                             loop=loop,
                             store=self._store.address,
                             failed=failed,
                             detail=detail,
+                            unreached=self._doubts.unreached,
                         )
                     )
                 self._changed.wait()
 
     def _connect(self, plan: Plan) -> None:
-        rank = plan.rank_of(self._spec.start)
+        rank = plan.rank_of(self.spec.start)
         assert rank is not None
         size = len(plan.members)
-        communicator: Communicator
-        if size == 1:
-            communicator = SoloCommunicator(generation=plan.generation)
-        else:
-            communicator = self._means.connect(
-                Rendezvous(
-                    job=self._spec.job,
-                    generation=plan.generation,
-                    rank=rank,
-                    size=size,
-                    store=plan.members[0].store,
-                    bind=self._spec.bind,
-                    timeout_s=self._spec.operation_timeout_s,
-                )
+        meet = connect if size == 1 else self._means.connect  # alone there is nobody to meet
+        communicator = meet(
+            Rendezvous(
+                job=self.spec.job,
+                generation=plan.generation,
+                rank=rank,
+                size=size,
+                store=plan.members[0].store,
+                bind=self.spec.bind,
+                timeout_s=self.spec.operation_timeout_s,
             )
+        )
         with self._changed:
             self._communicator = communicator
             self.plan, self.generation, self.source = plan, plan.generation, plan.source
@@ -258,7 +258,7 @@ class Session(Context):
         self._carried = None
         self._take_place(place_of([member.slot for member in plan.members], rank))
         self._steps += 1
-        self._port.report(RankFormed(self._spec.start, plan.generation))
+        self.port.report(RankFormed(self.spec.start, plan.generation))
 
     def _drop_communicator(self) -> None:
         with self._changed:
@@ -286,7 +286,7 @@ class Session(Context):
         generation = self.generation
         with self._changed:
             self._parked = True
-            self._port.report(LoopDone(self._spec.start, generation, self.version))
+            self.port.report(LoopDone(self.spec.start, generation, self.version))
             try:
                 while self._released < generation:
                     if not self._member:

@@ -27,7 +27,8 @@ from nbelastic.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from nbelastic.elastic.sampler import ShardSampler
+    from nbelastic.elastic.checkpoint import Checkpoints
+    from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
     from nbelastic.elastic.shards import Deal
 
 __all__ = ["ObjectState", "State"]
@@ -39,6 +40,8 @@ class State:
     A state of your own overrides :meth:`save`, :meth:`restore` and :meth:`sync`; its ``sync``
     broadcasts from rank ``nbelastic.elastic.sync_root()``.
     """
+
+    _checkpoints: Checkpoints | None = None  # while the elastic loop runs, if the job has any
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -69,6 +72,8 @@ class State:
         """
         self.save()
         current().committed()
+        if self._checkpoints is not None:
+            self._checkpoints.committed()
         self.check_host_updates()
 
     def set_total(self, *, epoch: int, batch: int = 0) -> None:
@@ -185,13 +190,15 @@ class ObjectState(State):
 
     def _pack(self) -> Parcel:
         """Return all values but samplers for those who are behind."""
-        samplers = self._samplers()
-        values = {name: getattr(self, name) for name in self._names}
-        return Parcel(
-            cloudpickle.dumps(
-                {k: v for k, v in values.items() if not any(v is each for each in samplers)}
-            )
-        )
+        return _parcel_of({name: getattr(self, name) for name in self._names}, self._samplers())
+
+    def _pack_commit(self) -> Parcel:
+        """Return what :meth:`_pack` did at the last commit."""
+        return _parcel_of(self._saved, [sampler for sampler, _ in self._saved_samplers])
+
+    def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
+        """Return the samplers, and what they were at the last commit."""
+        return self._saved_samplers
 
     def _unpack(self, parcel: Parcel) -> None:
         """Take over what another rank has packed."""
@@ -257,6 +264,11 @@ class ObjectState(State):
                 self._unpack(parcel)
         for sampler, deal in zip(samplers, deals, strict=True):
             sampler.install(deal, context.rank, resumed=resumed)
+
+
+def _parcel_of(values: dict[str, Any], samplers: Sequence[ShardSampler]) -> Parcel:
+    kept = {k: v for k, v in values.items() if not any(v is each for each in samplers)}
+    return Parcel(cloudpickle.dumps(kept))
 
 
 def _count(state: State, name: str) -> int:

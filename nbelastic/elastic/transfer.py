@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
     from nbelastic.collectives import Communicator, Handle
 
-__all__ = ["Parcel", "allgather_object", "spread", "tree"]
+__all__ = ["Parcel", "allgather_object", "flatten", "spread", "tree", "unflatten"]
 
 CHUNK_BYTES = 8 << 20
 """How much is sent at a time."""
@@ -147,19 +147,40 @@ def _allgather_bytes(communicator: Communicator, data: bytes, length: int) -> li
 # (head, shapes and types) and the tensors' bytes, each padded to where the next may start.
 
 
-def _serve(communicator: Communicator, children: Sequence[int], parcel: Parcel) -> None:
-    import torch
-
+def flatten(parcel: Parcel) -> tuple[int, int, Iterator[torch.Tensor]]:
+    """Return a parcel as bytes: the index's length, the length of all, and all, in pieces."""
+    devices = parcel.devices or [tensor.device.type for tensor in parcel.tensors]
     kinds = [
-        (tuple(tensor.shape), tensor.dtype, tensor.device.type, _nbytes(tensor))
-        for tensor in parcel.tensors
+        (tuple(tensor.shape), tensor.dtype, device, _nbytes(tensor))
+        for tensor, device in zip(parcel.tensors, devices, strict=True)
     ]
     index = pickle.dumps((parcel.head, kinds))
     total = _padded(len(index)) + sum(_padded(kind[3]) for kind in kinds)
-    header = torch.tensor([len(index), total], dtype=torch.int64)
+    return len(index), total, _pieces(index, parcel.tensors)
+
+
+def unflatten(everything: torch.Tensor, length: int) -> Parcel:
+    """Return the parcel that was flattened to `everything`, whose tensors go on using it."""
+    import torch
+
+    head, kinds = pickle.loads(everything[:length].numpy().tobytes())
+    tensors = []
+    start = _padded(length)
+    for shape, dtype, _, nbytes in kinds:
+        piece = everything[start : start + nbytes]
+        tensors.append(piece.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype))
+        start += _padded(nbytes)
+    return Parcel(head, tensors, [kind[2] for kind in kinds])
+
+
+def _serve(communicator: Communicator, children: Sequence[int], parcel: Parcel) -> None:
+    import torch
+
+    length, total, pieces = flatten(parcel)
+    header = torch.tensor([length, total], dtype=torch.int64)
     flight = _Flight(communicator, children)
     flight.send(header)
-    for chunk in _chunks(index, parcel.tensors, total):
+    for chunk in _chunks(pieces, total):
         flight.send(chunk)
     flight.land()
 
@@ -178,14 +199,7 @@ def _pass_on(communicator: Communicator, parent: int, children: Sequence[int]) -
         communicator.receive(chunk, parent)
         flight.send(chunk)
     flight.land()
-    head, kinds = pickle.loads(everything[:length].numpy().tobytes())
-    tensors = []
-    start = _padded(length)
-    for shape, dtype, _, nbytes in kinds:
-        piece = everything[start : start + nbytes]
-        tensors.append(piece.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype))
-        start += _padded(nbytes)
-    return Parcel(head, tensors, [kind[2] for kind in kinds])
+    return unflatten(everything, length)
 
 
 class _Flight:
@@ -213,14 +227,14 @@ class _Flight:
             handle.wait()
 
 
-def _chunks(index: bytes, tensors: Sequence[torch.Tensor], total: int) -> Iterator[torch.Tensor]:
+def _chunks(pieces: Iterable[torch.Tensor], total: int) -> Iterator[torch.Tensor]:
     """Yield everything, copied into new buffers of at most ``CHUNK_BYTES``."""
     import torch
 
     left = total
     chunk = torch.empty(min(CHUNK_BYTES, left), dtype=torch.uint8)
     filled = 0
-    for piece in _pieces(index, tensors):
+    for piece in pieces:
         start = 0
         while start < len(piece):
             step = min(len(piece) - start, len(chunk) - filled)

@@ -12,14 +12,24 @@ from __future__ import annotations
 import math
 import numbers
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 from nbelastic.elastic.stack import stands_at
 
-__all__ = ["Row", "Vitals", "as_numbers"]
+__all__ = ["Passer", "Row", "Vitals", "as_numbers"]
 
 Row = list[Any]
 """``[commit, number since, generation, step or None, {name: value}]``."""
+
+
+class Passer(Protocol):
+    """Who wants to know of every batch (``nbelastic.chaos``)."""
+
+    def step(self, recorded: bool) -> None:
+        """Take note of a batch, or of a commit or check; in the rank's thread."""
+
+    def plan(self) -> None:
+        """Take note of a plan that has come; in the agent's thread."""
 
 
 class Vitals:
@@ -37,6 +47,8 @@ class Vitals:
         Epoch and batch that its state is at.
     total : tuple of (int, int)
         Epochs in all and batches in an epoch; 0 where not declared.
+    passer : Passer or None
+        Who wants to know of every batch.
     """
 
     def __init__(self) -> None:
@@ -45,6 +57,7 @@ class Vitals:
         self.device = ""
         self.place = (0, 0)
         self.total = (0, 0)
+        self.passer: Passer | None = None
         self._recording = False
         self._thread = threading.get_ident()
         self._sent = -1
@@ -58,11 +71,15 @@ class Vitals:
         self._recording = True
         self.steps += 1
         self.samples += samples
+        if self.passer is not None:
+            self.passer.step(True)
 
     def checked(self) -> None:
         """Count a commit or check, where nothing better is known."""
         if not self._recording:
             self.steps += 1
+            if self.passer is not None:
+                self.passer.step(False)
 
     def report(
         self, version: int, generation: int, values: dict[str, float], step: float | None

@@ -16,6 +16,7 @@ __all__ = [
     "RankFailed",
     "RankFormed",
     "RankLeft",
+    "RankNote",
     "RankReady",
     "RankReturned",
     "SlotBusy",
@@ -90,6 +91,8 @@ class RankReady(Event):
         It left its generation because an operation failed, not because that was agreed.
     detail : str
         What failed.
+    unreached : tuple of int
+        Starts of those that it could not reach, where plans in a row have not formed.
     """
 
     start: int
@@ -99,6 +102,7 @@ class RankReady(Event):
     store: tuple[str, int]
     failed: bool = False
     detail: str = ""
+    unreached: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,25 @@ class RankLeft(Event):
     """A rank has ended because it was told to."""
 
     start: int
+
+
+@dataclass(frozen=True)
+class RankNote(Event):
+    """Something for the job's history that decides nothing.
+
+    Attributes
+    ----------
+    start : int
+        Which start of the function tells it.
+    about : str
+        What it is about, as the history's ``kind`` has it: ``checkpoint``.
+    detail : str
+        For people.
+    """
+
+    start: int
+    about: str
+    detail: str
 
 
 @dataclass(frozen=True)

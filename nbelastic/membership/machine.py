@@ -115,7 +115,7 @@ class Machine(Rules):
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
         if rank.stage != Stage.READY:
             rank.stage, rank.since = Stage.READY, self._now
-        rank.loop, rank.store = event.loop, event.store
+        rank.loop, rank.store, rank.unreached = event.loop, event.store, event.unreached
         self._note_version(rank, event.version)
         if was_member:
             self._note_commits()
@@ -209,6 +209,8 @@ class Machine(Rules):
             roster.broken_by_user[event.start] = event.error
         self._drop(rank, cause)
         self._cool_down(rank, process_gone=False)
+        if rank.planned and not event.collective:
+            self._blame_function(rank, event.error)
 
     def _is_fatal(self, event: ev.RankFailed) -> bool:
         """Return whether a rank's failure cannot be made good by going back to a commit."""
@@ -234,6 +236,10 @@ class Machine(Rules):
                 self._regather()
         else:
             self._drop(rank, f"{self._name(rank)} ended")
+
+    def _on_RankNote(self, event: ev.RankNote) -> None:  # noqa: N802
+        if event.start in self.roster.ranks:
+            self._record(event.about, self.roster.ranks[event.start], event.detail)
 
     # -- beats -------------------------------------------------------------------------------
 

@@ -31,6 +31,11 @@ class Slot:
     name: str
     host: str
 
+    @property
+    def lasting(self) -> str:
+        """What stays when the worker's process is restarted: its name on its host."""
+        return f"{self.host}/{self.name}"
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -55,7 +60,8 @@ class Limits:
     reset_limit : int or None
         Most changes of membership.
     cooldown : tuple of (float, float) or None
-        Shortest and longest exclusion of a worker that failed; None excludes its process for good.
+        Shortest and longest exclusion of a worker that failed; None excludes its process for
+        good. Hosts are never left out for good: without a range, for 10 to 600 s.
     slots_per_host : int or None
         Most ranks on one host.
     """

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 from .cooldown import Cooldown
 from .model import FRESH, Limits, Outcome, Plan, Slot
+from .repeats import Repeats
 
 __all__ = [
-    "HOST_STRIKES",
     "JOIN_WINDOW",
     "QUIET",
+    "REST",
+    "STRIKES",
     "STRIKE_WINDOW",
     "Phase",
     "Rank",
@@ -22,8 +24,15 @@ __all__ = [
 JOIN_WINDOW = 1.0
 """Seconds that a newcomer waits for others that are starting, so that they join in one reset."""
 
-HOST_STRIKES = 3
-"""Failures on a host, with no commit by a rank of it in between, after which it is left out."""
+STRIKES = 3
+"""Failures in a row after which a host, or a worker that is restarted each time, has to rest.
+
+In a row: without a commit of a rank of it in between. For a host, so many of its workers.
+"""
+
+
+REST = (10.0, 600.0)
+"""Shortest and longest rest, in seconds, where the job's owner has given no range."""
 
 
 QUIET = 5.0
@@ -77,6 +86,7 @@ class Rank:
     version: int = FRESH
     loop: int = 0
     store: tuple[str, int] = ("", 0)
+    unreached: tuple[int, ...] = ()
     planned: int = 0
     formed: bool = False
     leaving: bool = False
@@ -124,6 +134,20 @@ class Roster:
         Since when there has been no training because too few slots were there.
     departing : list of str
         Slots that are leaving or gone: nothing is ever started on them again.
+    broken_by_user : dict of int to str
+        What user code raised since the newest plan, by start.
+    workers_out : Cooldown
+        Workers that failed, and live.
+    resting : Cooldown
+        Hosts, and workers by name, that failed again and again.
+    strikes : dict of str to int
+        Failures in a row of each worker, by name.
+    host_strikes : dict of str to list of str
+        Workers of each host that failed, with no commit by a rank of it since.
+    struck_at : dict of str to float
+        When the newest of them failed.
+    repeats : Repeats
+        Errors that members raised lately.
     now : float
         Time of the newest event.
     """
@@ -155,8 +179,11 @@ class Roster:
     departing: list[str] = field(default_factory=list)
     broken_by_user: dict[int, str] = field(default_factory=dict)
     workers_out: Cooldown = field(default_factory=Cooldown)
-    hosts_out: Cooldown = field(default_factory=Cooldown)
-    host_strikes: dict[str, tuple[int, float]] = field(default_factory=dict)
+    resting: Cooldown = field(default_factory=Cooldown)
+    strikes: dict[str, int] = field(default_factory=dict)
+    host_strikes: dict[str, list[str]] = field(default_factory=dict)
+    struck_at: dict[str, float] = field(default_factory=dict)
+    repeats: Repeats = field(default_factory=Repeats)
     outcome: Outcome | None = None
 
     @property
@@ -185,13 +212,20 @@ class Roster:
 
     def worker_key(self, slot: Slot) -> str:
         """Return under which key a worker cools down: with a range, its name on its host."""
-        return slot.id if self.workers_out.bounds is None else f"{slot.host}/{slot.name}"
+        return slot.id if self.workers_out.bounds is None else slot.lasting
 
     def excluded(self, slot: Slot, now: float) -> bool:
         """Return whether a slot's worker or host is cooling down."""
-        return self.workers_out.excludes(self.worker_key(slot), now) or self.hosts_out.excludes(
-            slot.host, now
+        return (
+            self.workers_out.excludes(self.worker_key(slot), now)
+            or self.resting.excludes(slot.lasting, now)
+            or self.resting.excludes(slot.host, now)
         )
+
+    def hosts(self) -> set[str]:
+        """Return the hosts on which the job has ranks, or could have them."""
+        ranks = [rank.slot for rank in self.ranks.values()]
+        return {slot.host for slot in [*self.slots.values(), *ranks]}
 
     def presence(self, now: float) -> str:
         """Return in words how many workers there are of those needed."""
@@ -292,7 +326,7 @@ class Roster:
             times += [r.since + JOIN_WINDOW for r in self.in_stage(Stage.READY)]
         if self.short_since is not None:
             times.append(self.short_since + self.limits.elastic_timeout)
-        for out in (self.workers_out, self.hosts_out):
+        for out in (self.workers_out, self.resting):
             end = out.next_end(now)
             if end is not None:
                 times.append(end)

@@ -6,6 +6,7 @@ from .effects import Notify, Release
 from .model import FRESH
 from .placement import arrange, choose
 from .roster import JOIN_WINDOW, Phase, Rank, Stage
+from .separation import broken_pairs, outsiders
 from .watch import Watch
 
 __all__ = ["Rules"]
@@ -141,8 +142,20 @@ class Rules(Watch):
         return arrange(survivors, newcomers)
 
     def _leave_out(self, ready: list[Rank]) -> list[Rank]:
-        """Part with newcomers whose plans do not form, if there are enough others."""
-        others = [rank for rank in ready if rank.version != FRESH or not rank.planned]
+        """Part with those without whom plans may form, if there are enough others.
+
+        Those are, where ranks say whom they cannot reach, as few as it takes that the others
+        reach each other; where nobody does, the newcomers.
+        """
+        order = [rank.start for rank in self._order(ready)]
+        pairs = broken_pairs(order, {rank.start: rank.unreached for rank in ready})
+        for one, other in pairs:
+            names = self._name(self.roster.ranks[one]), self._name(self.roster.ranks[other])
+            self.roster.reset_causes.append(f"{names[0]} cannot reach {names[1]}")
+        out = outsiders(order, pairs)
+        others = [rank for rank in ready if rank.start not in out]
+        if not out:
+            others = [rank for rank in ready if rank.version != FRESH or not rank.planned]
         if len(self._order(others)) < self.roster.limits.min_np:
             return ready
         for rank in ready:

@@ -17,7 +17,8 @@ from .effects import (
 )
 from .model import FRESH, Limits, Member, Outcome, Plan, Slot
 from .placement import arrange, place_of
-from .roster import HOST_STRIKES, STRIKE_WINDOW, Phase, Rank, Roster, Stage
+from .repeats import BLOWS, Blow, count
+from .roster import REST, STRIKE_WINDOW, STRIKES, Phase, Rank, Roster, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +32,7 @@ class Transitions:
     def __init__(self, limits: Limits) -> None:
         self.roster = Roster(limits=limits)
         self.roster.workers_out.bounds = limits.cooldown
-        self.roster.hosts_out.bounds = limits.cooldown
+        self.roster.resting.bounds = limits.cooldown or REST
         self._chance = 0.0
         self._effects: list[Effect] = []
 
@@ -141,24 +142,73 @@ class Transitions:
         self._strike(rank)
 
     def _strike(self, rank: Rank) -> None:
-        """Count a failure against its host; those within a moment of each other are one."""
-        roster, host = self.roster, rank.slot.host
+        """Count a failure against its worker and its host, and let either rest after several.
+
+        A worker that is restarted and fails, again and again, is one of its host's many: it
+        rests alone. Failures on a host within a moment of each other are one.
+        """
+        roster, host, name = self.roster, rank.slot.host, rank.slot.lasting
         if rank.version > rank.version_at_join:
-            roster.host_strikes.pop(host, None)
-        strikes, since = roster.host_strikes.get(host, (0, -STRIKE_WINDOW))
-        if self._now - since < STRIKE_WINDOW:
+            self._pardon(rank)
+        roster.strikes[name] = roster.strikes.get(name, 0) + 1
+        if roster.strikes[name] >= STRIKES and roster.workers_out.bounds is None:
+            self._rest("worker", name, rank)
+        names = roster.host_strikes.setdefault(host, [])
+        if name in names or self._now - roster.struck_at.get(host, -STRIKE_WINDOW) < STRIKE_WINDOW:
             return
-        roster.host_strikes[host] = (strikes + 1, self._now)
-        if strikes + 1 >= HOST_STRIKES:
+        names.append(name)
+        roster.struck_at[host] = self._now
+        if len(names) >= STRIKES:
             roster.host_strikes.pop(host)
-            seconds = roster.hosts_out.fail(host, self._now, self._chance)
-            self._record("cooldown", rank, _for_how_long("host", host, seconds))
+            self._rest("host", host, rank)
+
+    def _rest(self, kind: str, key: str, rank: Rank) -> None:
+        seconds = self.roster.resting.fail(key, self._now, self._chance)
+        self._record("cooldown", rank, _for_how_long(kind, key, seconds))
+
+    def _pardon(self, rank: Rank) -> None:
+        """Forget what a rank's worker and host have failed: it has made progress."""
+        roster = self.roster
+        roster.host_strikes.pop(rank.slot.host, None)
+        roster.strikes.pop(rank.slot.lasting, None)
+        for key in (rank.slot.host, rank.slot.lasting):
+            roster.resting.failures.pop(key, None)
 
     def _note_version(self, rank: Rank, version: int) -> None:
         """Note a rank's last commit, which never goes back."""
         if version > max(rank.version, rank.version_at_join):
-            self.roster.host_strikes.pop(rank.slot.host, None)
+            self._pardon(rank)
         rank.version = max(rank.version, version)
+
+    def _blame_function(self, rank: Rank, error: str) -> None:
+        """End the job if the same error came from one worker after another (:mod:`.repeats`).
+
+        Where there are several hosts, workers of one are not enough: it may be the host's fault.
+        Where too few workers are left to go on, two are.
+        """
+        roster, slot = self.roster, rank.slot
+        if roster.ended:
+            return
+        blow = Blow(
+            start=rank.start,
+            worker=slot.lasting,
+            host=slot.host,
+            generation=rank.planned,
+            version=roster.version,
+            time=self._now,
+            error=error,
+        )
+        chain = roster.repeats.note(blow)
+        hosts = {each.host for each in chain}
+        for_good = roster.workers_out.bounds is None
+        short = for_good and roster.within_reach(self._now) < roster.limits.min_np
+        one_host = len(hosts) == 1 and bool(roster.hosts() - hosts)
+        if count(chain) < (BLOWS - 1 if short else BLOWS) or (one_host and not short):
+            return
+        roster.broken_by_user.update({each.start: each.error for each in chain})
+        workers = len({each.worker for each in chain})
+        reason = f"{error} (raised on {workers} workers, one after another)"
+        self._end("failed", "rank_failed", reason)
 
     def _name(self, rank: Rank) -> str:
         plan = self.roster.plan

@@ -112,4 +112,7 @@ class Watch(Transitions):
             f"after waiting {waited:.1f} s (elastic_timeout={limits.elastic_timeout:g})"
         )
         out = [s.worker for s in roster.slots.values() if roster.excluded(s, self._now)]
-        return f"{reason}; left out after failures: {', '.join(out)}" if out else reason
+        if out:
+            reason = f"{reason}; left out after failures: {', '.join(out)}"
+        last = roster.repeats.last
+        return f"{reason}; last error: {last}" if last else reason

@@ -113,6 +113,8 @@ class ElasticMagics(Magics):
                                       %%elastic_train --stall-timeout 120
           --heartbeat-timeout S   seconds of silence after which a worker counts as frozen (10)
                                       %%elastic_train --heartbeat-timeout 30
+          --lease S               seconds for which the job goes on without its kernel (3600)
+                                      %%elastic_train --lease 86400
           --blacklist-cooldown LO HI
                                   a worker that failed rests LO seconds, then twice that, up to HI
                                       %%elastic_train --blacklist-cooldown 10 100

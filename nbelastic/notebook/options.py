@@ -189,6 +189,10 @@ FIT_OPTIONS: dict[str, dict[str, Any]] = {
     "stall_timeout": {"type": _seconds},
     "heartbeat_timeout": {"type": _seconds},
     "blacklist_cooldown": {"nargs": 2, "type": _seconds},
+    "lease": {"type": _seconds},
+    "checkpoint": {"metavar": "PLACE"},
+    "checkpoint_every": {"type": count(1)},
+    "resume": {"action": "store_true"},
     "name": {},
 }
 """The options of :func:`nbelastic.fit` that can stand on a line, and how each is read."""
@@ -260,7 +264,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         parser.error(f"{text!r} must be OPTION=VALUE, as in max-np=8")
     if not value:
         return name, None
-    if name in ("block", "quiet"):
+    if name in ("block", "quiet", "resume"):
         if value.lower() not in ("true", "false"):
             parser.error(f"{option}={value} must be true or false")
         return name, value.lower() == "true"

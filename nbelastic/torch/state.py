@@ -137,6 +137,15 @@ class TorchState(ObjectState):
         nodes = {name: recorder.record(value) for name, value in values.items()}
         return Parcel(_dump((_kinds(things), recorder.noted, nodes), things), recorder.tensors)
 
+    def _pack_commit(self) -> Parcel:
+        commit = self._commit
+        head = _dump((_kinds(commit.things), commit.noted, commit.nodes), commit.things)
+        devices = [owner.device.type for owner in commit.owners]
+        return Parcel(head, self._copies.values, devices)
+
+    def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
+        return self._commit.samplers
+
     def _unpack(self, parcel: Parcel) -> None:
         things = things_in(self._values().values())
         kinds, noted, nodes = _load(parcel.head, things)

@@ -138,15 +138,17 @@ def test_all_ranks_killed_at_once_fail_where_the_reset_limit_says_so(crew, tmp_p
         crew.fit(work, np=4, min_np=2, reset_limit=0, elastic_timeout=60)
 
 
-def test_N2_a_stopped_process_is_evicted_after_stall_timeout(crew, tmp_path):
-    work = Workload(tmp_path, epochs=4, faults=(Fault(rank=1, epoch=1, batch=1, kind="stop"),))
+def test_N2_a_silent_process_is_evicted_after_stall_timeout(crew, tmp_path):
+    fault = Fault(rank=1, epoch=1, batch=1, kind="doze", seconds=60)
+    work = Workload(tmp_path, epochs=4, faults=(fault,))
     job = crew.fit(work, np=4, min_np=2, stall_timeout=2.0, heartbeat_timeout=30)
     check(job.results(), work)
     assert any("held up the others for 2 s" in event.detail for event in job.history)
 
 
 def test_a_silent_worker_is_evicted_after_heartbeat_timeout(crew, tmp_path):
-    work = Workload(tmp_path, epochs=4, faults=(Fault(rank=1, epoch=1, batch=1, kind="stop"),))
+    fault = Fault(rank=1, epoch=1, batch=1, kind="doze", seconds=60)
+    work = Workload(tmp_path, epochs=4, faults=(fault,))
     job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=2.0)
     check(job.results(), work)
     assert any("no heartbeat" in event.detail for event in job.history)

@@ -60,7 +60,7 @@ def scheduler_state(dask_scheduler):
     plugin = dask_scheduler.plugins["nbelastic"]
     return {
         "tasks": len(dask_scheduler.tasks),
-        "jobs": len(plugin._jobs),
+        "jobs": len(plugin.jobs),
         "taken": sum(1 for host in plugin._hosts.values() if host.holder),
         "handlers": len(dask_scheduler.stream_handlers) + len(dask_scheduler.handlers),
     }
@@ -201,24 +201,3 @@ def test_N12_an_interrupt_stops_the_job_frees_the_workers_and_it_runs_again(tmp_
         "handler kept: True",
         "again: [2, 2]",
     ], done.stderr
-
-
-def test_a_kernel_that_dies_frees_the_workers(tmp_path):
-    from tests.support.clusters import a_crew
-
-    with a_crew(n_workers=2) as crew:
-        code = (
-            "import sys; from pathlib import Path; from distributed import Client; "
-            "import nbelastic; from tests.support.training import Workload; "
-            "client = Client(sys.argv[1]); "
-            "nbelastic.fit(Workload(Path(sys.argv[2]), epochs=10**6), cluster=client, np=2)"
-        )
-        kernel = subprocess.Popen(
-            [sys.executable, "-c", code, crew.cluster.scheduler_address, tmp_path],
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )
-        until((tmp_path / "training").exists, "it trains", 90)
-        kernel.send_signal(signal.SIGKILL)
-        kernel.wait()
-        crew.wait_until_whole(2)
-        assert crew.fit(lambda: 1, np=2).results() == [1, 1]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nbelastic.membership import FRESH, Limits, RankFailed, StartRank
 
+from .crew import World
 from .ranks import Script
 from .stories import batches, job, starts, times, trained, when, workers
 
@@ -64,6 +67,109 @@ def test_N10_one_process_dies_on_a_single_host() -> None:
     assert world.outcome.kind == "finished"
     assert world.sizes() == [4, 3]
     assert workers(world.plans[-1]) == ["A0", "A1", "A3"]
+
+
+POISON = "ValueError: sample 17 cannot be read"
+
+
+def poisoned(world: World, *names: str, apart: float = 2.0, error: str = POISON) -> World:
+    """Have workers raise the same error, each some time after the one before."""
+    for name in names:
+        world.run_for(apart)
+        if world.outcome is None and world.worker(name).holder is not None:
+            world.rank_on(name).raise_error(error)
+            world.run_for(0.1)
+    return world
+
+
+def test_N14_the_same_error_on_one_worker_after_another_fails_fast_with_the_cause() -> None:
+    world = trained(job("A0", "A1", "A2", "A3", "A4", "A5", np=6, min_np=1, script=LONG), 20)
+    poisoned(world, "A1", "A4", "A0", "A2").run(seconds=10.0)
+    assert world.outcome.error == "rank_failed"
+    assert world.outcome.reason == f"{POISON} (raised on 3 workers, one after another)"
+    assert sorted(world.outcome.starts) == [0, 1, 4], "their tracebacks are what the user is shown"
+    assert len(world.records("lost")) == 3
+
+
+def test_N14_addresses_in_the_message_do_not_hide_it() -> None:
+    world = trained(job("A0", "A1", "A2", "A3", np=4, min_np=1, script=LONG), 20)
+    for number, name in enumerate(("A1", "A2", "A3")):
+        poisoned(world, name, error=f"TypeError: <Image object at 0x7f{number}c> is empty")
+    assert world.machine.roster.outcome.error == "rank_failed"
+
+
+def test_N14_two_are_enough_where_too_few_are_left() -> None:
+    world = trained(job("A0", "A1", "A2", np=3, min_np=2, script=LONG), 20)
+    poisoned(world, "A1", "A2").run(seconds=10.0)
+    assert world.outcome.error == "rank_failed"
+    assert sorted(world.outcome.starts) == [1, 2]
+
+
+def test_N14_a_job_of_two_that_may_shrink_fails_with_the_second() -> None:
+    world = trained(job("A0", "A1", np=2, min_np=1, script=LONG), 20)
+    poisoned(world, "A1", "A0").run(seconds=10.0)
+    assert world.outcome.error == "rank_failed"
+    assert POISON in world.outcome.reason
+
+
+def test_N14_where_nobody_else_can_try_the_end_names_the_error() -> None:
+    world = trained(job("A0", "A1", np=2, min_np=2, elastic_timeout=20.0, script=LONG), 20)
+    poisoned(world, "A1").run()
+    assert world.outcome.error == "not_enough_workers"
+    assert world.outcome.reason.endswith(f"left out after failures: tcp://A1; last error: {POISON}")
+
+
+def test_N14_a_few_commits_in_between_do_not_hide_it_and_none_are_needed() -> None:
+    rarely = Script(batches=100_000, step=1.0, commit_every=10_000)
+    for apart, script in ((8.0, Script(batches=2000)), (1000.0, rarely)):
+        world = trained(job("A0", "A1", "A2", "A3", np=4, min_np=1, script=script))
+        world.ranks[0].version = 1  # there is something to go back to
+        poisoned(world, "A1", "A2", "A3", apart=apart)
+        assert world.machine.roster.outcome.error == "rank_failed"
+
+
+def test_N14_the_same_error_of_machines_hours_apart_ends_nothing() -> None:
+    script = Script(batches=10_000_000, step=100.0)
+    names = [f"A{number}" for number in range(8)]
+    world = trained(job(*names, np=8, min_np=1, script=script))
+    poisoned(world, *names[1:], apart=3600.0, error="RuntimeError: CUDA error: ECC error")
+    assert world.machine.roster.outcome is None
+    assert workers(world.plans[-1]) == ["A0"]
+
+
+def test_N14_different_errors_and_errors_of_one_moment_are_no_chain() -> None:
+    names = [f"A{number}" for number in range(10)]
+    world = trained(job(*names, np=10, min_np=1, script=LONG), 20)
+    for name in names[1:4]:
+        world.rank_on(name).raise_error(POISON)  # all in one generation
+    for number, name in enumerate(names[5:8]):
+        poisoned(world, name, error=f"KeyError: {number}")
+    assert world.machine.roster.outcome is None
+    assert workers(world.plans[-1]) == ["A0", "A4", "A8", "A9"]
+
+
+def test_N14_one_bad_host_of_several_is_left_out_instead() -> None:
+    world = trained(job("A0", "B0", "B1", "B2", np=4, min_np=1, script=LONG), 20)
+    poisoned(world, "B0", "B1", "B2", error="OSError: [Errno 28] No space left on device")
+    assert world.machine.roster.outcome is None
+    assert workers(world.plans[-1]) == ["A0"]
+
+
+def test_N14_newcomers_that_raise_in_their_set_up_end_nothing() -> None:
+    world = trained(job("A0", np=1, max_np=2, script=replace(LONG, setup=1.0)), 20)
+    for name in ("A1", "A2", "A3", "A4"):
+        world.add(name)
+        poisoned(world, name, apart=0.2, error="ImportError: torchvision")
+    assert world.machine.roster.outcome is None
+    assert len(world.plans) == 1
+    assert not world.machine.roster.repeats.last, "it does not explain anything later either"
+
+
+def test_N14_a_worker_that_repeats_itself_is_one_worker() -> None:
+    world = trained(job("A0", "A1", "A2", np=3, min_np=1, cooldown=(1.0, 1.0), script=LONG), 20)
+    poisoned(world, "A1", "A1", "A1", "A1")
+    assert len(world.records("lost")) == 4
+    assert world.machine.roster.outcome is None
 
 
 def test_N15_all_workers_of_the_first_generation_are_gone() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.membership import Limits, StartRank
+from nbelastic.membership import Limits, Machine, Slot, StartRank
 from nbelastic.membership.cooldown import JITTER, Cooldown
+from nbelastic.membership.roster import Rank
 
 from .crew import World
 from .ranks import Script
@@ -119,11 +122,70 @@ def test_a_host_is_left_out_after_three_failures_without_a_commit() -> None:
         if name != "B2":
             world.add("B1" if name == "B0" else "B2")
             world.run_for(2.0)
-    assert world.records("cooldown")[-1].detail == "host B is left out for good"
+    assert world.records("cooldown")[-1].detail.startswith("host B is left out for 10")
     world.add("B3", "C0")
     world.run_for(2.0)
     assert not starts_on(world, "B3")
     assert starts_on(world, "C0")
+    world.run_for(10.0)
+    assert starts_on(world, "B3"), "a host is never left out for good"
+
+
+def test_a_single_host_that_has_to_rest_does_not_end_the_job() -> None:
+    script = Script(batches=100, setup=5.0)
+    world = World(Limits(np=3, min_np=3), script)
+    world.add("A0", "A1", "A2", nanny=True)
+    for name in ("A0", "A1", "A2"):
+        world.run_for(2.2)  # before anything is trained: nobody makes good what is lost
+        world.kill(name)
+    world.run()
+    assert [r.detail[:24] for r in world.records("cooldown")] == ["host A is left out for 1"]
+    assert world.outcome.kind == "finished"
+
+
+def test_a_host_rests_longer_each_time_until_it_makes_progress() -> None:
+    machine = Machine(Limits())
+    rank = Rank(0, Slot("B0#1", "tcp://B0", "B0", "B"), since=0.0)
+    rests = []
+    for failure in range(27):
+        slot = replace(rank.slot, name=f"B{failure}")
+        machine.roster.now += 5.0
+        machine._strike(replace(rank, slot=slot))
+        if failure % 3 == 2:
+            rests.append(machine.roster.resting.until["B"] - machine.roster.now)
+    assert rests == pytest.approx([10, 20, 40, 80, 160, 320, 600, 600, 600])
+    machine._note_version(rank, 1)
+    for failure in range(3):
+        machine.roster.now += 5.0
+        machine._strike(replace(rank, slot=replace(rank.slot, name=f"C{failure}"), version=0))
+    assert machine.roster.resting.until["B"] - machine.roster.now == pytest.approx(10)
+
+
+@pytest.mark.parametrize("neighbour", ["A1", "B1"])
+def test_a_worker_that_fails_at_once_again_and_again_cannot_starve_the_job(neighbour: str) -> None:
+    world = trained(
+        job("A0", "B0", np=2, min_np=1, script=replace(LONG, batches=100_000, setup=4.0))
+    )
+    world.add("B9", nanny=True)
+
+    def die_in_set_up() -> None:
+        if world.worker("B9").holder is not None:
+            world.kill("B9")
+        world.later(2.5, die_in_set_up)
+
+    world.later(2.5, die_in_set_up)
+    world.kill("B0")  # nobody on its host makes good what it costs
+    world.run(until=lambda: bool(world.records("cooldown")))
+    assert world.records("cooldown")[0].detail.startswith("worker B/B9 is left out for 10")
+    assert len(world.plans) == 2, "those who train are not disturbed"
+    asked = world.now
+    world.add(neighbour)
+    world.run_for(6.0)
+    assert starts_on(world, neighbour)[0] == asked, "its host has no part in it"
+    assert workers(world.plans[-1]) == ["A0", neighbour]
+    world.run_for(600.0)
+    assert 6 <= len(starts_on(world, "B9")) <= 9, "it is tried at longer and longer intervals"
+    assert len(world.plans) == 3
 
 
 def test_commits_in_between_keep_a_host_in() -> None:

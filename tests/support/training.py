@@ -22,13 +22,18 @@ class Fault:
         Who does it, and when (after the optimizer's step, before the commit).
     kind : str
         ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for
-        ever in Python code).
+        ever in Python code); for some seconds: ``pause`` (SIGSTOP, then SIGCONT), ``hold``
+        (computes and keeps the GIL), ``doze`` (sleeps and keeps the GIL), ``import`` (a module
+        that takes that long).
+    seconds : float
+        How long.
     """
 
     rank: int
     epoch: int
     batch: int
     kind: str = "kill"
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,16 @@ class Workload:
     until_newcomers : int
         If not 0: train until that many of the ranks were not there in the first generation, and
         end with that epoch, so that no test depends on how fast a newcomer starts.
+    until_told : bool
+        Train until there is a file ``enough`` among the marks, and end with that epoch.
     replace_all : bool
         Whether ranks of the first generation are killed one by one, each when there are four.
     loader_workers : int
         Processes of each rank's data loader.
+    seed : int
+        If not 0: what the weights of all ranks start from, so that two jobs can be compared.
+    poison : int or None
+        A sample that cannot be read, from the second epoch on.
     """
 
     marks: Path
@@ -67,8 +78,11 @@ class Workload:
     slow_start: float = 0.0
     optimizer: str = "sgd"
     until_newcomers: int = 0
+    until_told: bool = False
     replace_all: bool = False
     loader_workers: int = 0
+    seed: int = 0
+    poison: int | None = None
     faults: tuple[Fault, ...] = field(default=())
 
     def __call__(self) -> dict[str, Any]:
@@ -101,7 +115,9 @@ def _train(work: Workload) -> dict[str, Any]:
     inputs = torch.randn(work.samples, 8)
     targets = inputs.sum(1, keepdim=True)
     data = TensorDataset(torch.arange(work.samples), inputs, targets)
-    torch.manual_seed(os.getpid())  # ranks start from different weights: the first sync matters
+    torch.manual_seed(
+        work.seed or os.getpid()
+    )  # ranks start from different weights: the first sync matters
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     inner = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -131,6 +147,8 @@ def _train(work: Workload) -> dict[str, Any]:
         for state.epoch in range(state.epoch, work.epochs):
             for index, (ids, x, y) in enumerate(loader):
                 began = time.monotonic()
+                if state.epoch and (ids == (-1 if work.poison is None else work.poison)).any():
+                    raise ValueError(f"sample {work.poison} cannot be read")
                 optimizer.zero_grad()
                 loss = torch.nn.functional.mse_loss(model(x), y)
                 loss.backward()
@@ -152,7 +170,9 @@ def _train(work: Workload) -> dict[str, Any]:
                 time.sleep(max(0.0, work.seconds - (time.monotonic() - began)))
             state.sampler.set_epoch(state.epoch + 1)
             newcomers = int(hvd.allreduce(torch.tensor(int(newcomer)), op=hvd.Sum))
-            if 0 < work.until_newcomers <= newcomers:
+            told = work.until_told and (work.marks / "enough").exists()
+            told = bool(hvd.allreduce(torch.tensor(int(told)), op=hvd.Sum))
+            if told or 0 < work.until_newcomers <= newcomers:
                 state.counts[state.epoch + 1 :] = 1
                 break
 
@@ -207,6 +227,36 @@ def _do_harm(work: Workload, state: Any, rank: int) -> None:
         elif fault.kind == "hang":
             while True:
                 time.sleep(0.1)
+        else:
+            _keep_busy(fault, work.marks)
+
+
+def _keep_busy(fault: Fault, marks: Path) -> None:
+    import ctypes
+    import importlib.util
+    import subprocess
+    import sys
+    import time
+
+    if fault.kind == "pause":
+        resume = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
+        with subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; {resume}"]):
+            pass
+    elif fault.kind == "hold":
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e6)  # nobody asks for the GIL before that
+        end = time.monotonic() + fault.seconds
+        while time.monotonic() < end:
+            pass
+        sys.setswitchinterval(interval)
+    elif fault.kind == "doze":
+        ctypes.PyDLL(None).usleep(int(fault.seconds * 1e6))
+    elif fault.kind == "import":
+        path = marks / "takes_long.py"
+        lines = f"end = time.monotonic() + {fault.seconds}\nwhile time.monotonic() < end:\n"
+        path.write_text(f"import time\n{lines}    sum(range(100_000))\n")
+        spec = importlib.util.spec_from_file_location("takes_long", path)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def check(results: list[dict[str, Any]], work: Workload) -> None:

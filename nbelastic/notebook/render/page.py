@@ -25,13 +25,15 @@ MOST_RESETS = 5
 ERROR_LINES = 12
 _COLUMNS = ("Rank", "Worker", "State", "Step", "Commits", "Samples/s", "Device")
 _NUMBERS = frozenset({"Step", "Commits", "Samples/s"})
-_TOLD = frozenset({"joined", "lost", "left", "reset", "refused", "restarted", "cooldown"}) | ENDED
 _HAPPENED = {
     "reset": "Reset",
     "refused": "A worker is not used",
     "restarted": "The job starts over",
     "cooldown": "Cooldown",
+    "abandoned": "Without a kernel",
+    "attached": "Taken over",
 }
+_TOLD = frozenset({"joined", "lost", "left", *_HAPPENED}) | ENDED
 
 
 def page(picture: Picture, note: str = "") -> str:

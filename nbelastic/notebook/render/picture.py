@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENDED", "Picture"]
 
-ENDED = frozenset({"finished", "failed", "stopped"})
+ENDED = frozenset({"finished", "failed", "stopped", "detached"})
 """The states that a job does not leave, and the kinds of event that say so."""
 
 

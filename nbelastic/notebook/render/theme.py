@@ -11,6 +11,7 @@ SYMBOLS = {
     "finished": "✓",
     "failed": "✕",
     "stopped": "■",
+    "detached": "⇥",
 }
 """A state's symbol. It stands beside the word, never for it."""
 
@@ -45,7 +46,7 @@ max-width:920px;box-sizing:border-box;overflow:hidden}
 .nbe-badge{display:inline-flex;align-items:center;gap:6px;padding:1px 10px 1px 8px;
 border:1px solid var(--nbe-state);border-radius:99px;font-weight:600}
 .nbe-badge i{color:var(--nbe-state);font-style:normal}
-.nbe-waiting,.nbe-stopped{--nbe-state:var(--nbe-warn)}
+.nbe-waiting,.nbe-stopped,.nbe-detached{--nbe-state:var(--nbe-warn)}
 .nbe-forming,.nbe-running{--nbe-state:var(--nbe-accent)}
 .nbe-finished{--nbe-state:var(--nbe-good)}
 .nbe-failed{--nbe-state:var(--nbe-bad)}

@@ -1,0 +1,178 @@
+"""The faults that can be injected: what, to whom, when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from nbelastic.errors import OptionError
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+__all__ = [
+    "Fault",
+    "close",
+    "disk",
+    "fail",
+    "hang",
+    "kill",
+    "leave",
+    "memory",
+    "partition",
+    "pause",
+    "restart",
+    "slow",
+    "stop",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault; made by :func:`kill` and the others.
+
+    Attributes
+    ----------
+    kind : str
+        The name of the function that makes it.
+    rank : int or None
+        Who is hit; None for ``pause``, which hits the kernel.
+    step : int or None
+        When that rank has processed as many batches since its start (as ``job.status`` shows):
+        exactly then, before its next one.
+    generation : int or None
+        When the first batch of this generation, or of a later one, has been processed.
+    forming : bool
+        In the middle of forming: when the next plan has reached the rank, which it is before that.
+    after : float or None
+        So many seconds after the storm has begun.
+    seconds : float
+        How long it lasts, or how much longer a step takes.
+    steps : int
+        How many steps it lasts.
+    """
+
+    kind: str
+    rank: int | None = None
+    step: int | None = None
+    generation: int | None = None
+    forming: bool = False
+    after: float | None = None
+    seconds: float = 0.0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "step", "generation", "steps"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise OptionError(f"{name}={value!r}: must be a whole number")
+        for name in ("rank", "step", "generation", "after", "seconds", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise OptionError(f"{name}={value!r}: must not be negative")
+        triggers = [self.step is not None or self.generation is not None, self.forming]
+        if sum((*triggers, self.after is not None)) > 1:
+            raise OptionError("step= (with generation=), forming= and after= exclude each other")
+        if self.forming and self.kind in ("fail", "hang", "slow", "memory"):
+            raise OptionError(f"forming=True: {self.kind} happens in the training function")
+
+    @property
+    def by_the_rank(self) -> bool:
+        """Whether the rank itself knows when it is time."""
+        return self.forming or self.step is not None or self.generation is not None
+
+    def when(self) -> dict[str, Any]:
+        """Return what a rank has to look out for; empty if nothing."""
+        if not self.by_the_rank:
+            return {}
+        wanted = {"rank": self.rank, "step": self.step, "generation": self.generation}
+        when = {name: value for name, value in wanted.items() if value is not None}
+        return {**when, "forming": True} if self.forming else when
+
+    def __str__(self) -> str:
+        whom = "" if self.rank is None else f" of rank {self.rank}"
+        parts = [f"{name}={v}" for name, v in self.when().items() if name != "rank"]
+        return " ".join([f"{self.kind}{whom}", *parts])
+
+
+class When(TypedDict, total=False):
+    """When a fault happens; see :class:`Fault`. Nothing of it: at once."""
+
+    step: int
+    generation: int
+    forming: bool
+    after: float
+
+
+def kill(rank: int, **when: Unpack[When]) -> Fault:
+    """Kill the process of a rank's worker (SIGKILL). A nanny starts a new one."""
+    return Fault(kind="kill", rank=rank, **when)
+
+
+def stop(rank: int, seconds: float = 0.0, **when: Unpack[When]) -> Fault:
+    """Stop the process of a rank's worker (SIGSTOP).
+
+    Parameters
+    ----------
+    rank : int
+        Who is hit.
+    seconds : float, default 0
+        After which it is continued (SIGCONT); 0 for never.
+    **when
+        ``step``, ``generation``, ``forming`` or ``after``; see :class:`Fault`.
+    """
+    return Fault(kind="stop", rank=rank, seconds=seconds, **when)
+
+
+def close(rank: int, **when: Unpack[When]) -> Fault:
+    """Close a rank's worker as Dask does, without telling anybody before; a nanny restarts it."""
+    return Fault(kind="close", rank=rank, **when)
+
+
+def leave(rank: int, **when: Unpack[When]) -> Fault:
+    """Retire a rank's worker: the cluster is smaller by one from then on."""
+    return Fault(kind="leave", rank=rank, **when)
+
+
+def restart(rank: int, **when: Unpack[When]) -> Fault:
+    """Have a rank's worker restarted by its nanny."""
+    return Fault(kind="restart", rank=rank, **when)
+
+
+def fail(rank: int, **when: Unpack[When]) -> Fault:
+    """Raise :class:`InjectedFault` in the training function of a rank."""
+    return Fault(kind="fail", rank=rank, **when)
+
+
+def memory(rank: int, **when: Unpack[When]) -> Fault:
+    """Let a rank run out of memory: an allocation in its training function fails."""
+    return Fault(kind="memory", rank=rank, **when)
+
+
+def hang(rank: int, **when: Unpack[When]) -> Fault:
+    """Let a rank hang in its training function, for ever, outside any collective."""
+    return Fault(kind="hang", rank=rank, **when)
+
+
+def slow(rank: int, seconds: float = 0.5, steps: int = 10, **when: Unpack[When]) -> Fault:
+    """Let each of a rank's next `steps` batches take `seconds` longer."""
+    return Fault(kind="slow", rank=rank, seconds=seconds, steps=steps, **when)
+
+
+def disk(rank: int, seconds: float = 5.0, **when: Unpack[When]) -> Fault:
+    """Let the disk be full for a rank's process: for `seconds`, no file that it writes can grow."""
+    return Fault(kind="disk", rank=rank, seconds=seconds, **when)
+
+
+def partition(rank: int, **when: Unpack[When]) -> Fault:
+    """Cut a rank's connections to the other ranks; its worker's to the scheduler stay.
+
+    New connections can be made at once. A network that stays cut needs privileges that a worker
+    does not have.
+    """
+    return Fault(kind="partition", rank=rank, **when)
+
+
+def pause(seconds: float = 5.0, *, after: float | None = None) -> Fault:
+    """Let the driver's thread, here in the kernel, stand still."""
+    return Fault(kind="pause", seconds=seconds, after=after)

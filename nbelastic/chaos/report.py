@@ -1,0 +1,194 @@
+"""What a storm has cost: a pure function of what was injected and of the job's history."""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.driver import HistoryEvent
+
+__all__ = ["Injection", "Report", "Row", "with_recovery"]
+
+HARMLESS = frozenset({"slow", "disk", "pause"})
+"""Kinds that nobody has to recover from."""
+
+SLACK = 0.05
+"""Seconds by which the loss of a rank may be known before the word that it was hit."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A fault that was injected, or could not be.
+
+    Attributes
+    ----------
+    kind : str
+        What was done.
+    rank : int or None
+        To whom.
+    worker : str
+        On which worker; empty for the kernel.
+    time : float
+        When, in seconds since the epoch.
+    problem : str
+        Why it could not be done; empty if it was.
+    recovery : float or None
+        Seconds until the next generation had formed without the one hit (after ``partition``:
+        anew); None if there was no need: it went on as if nothing had happened.
+    """
+
+    kind: str
+    rank: int | None
+    worker: str
+    time: float
+    problem: str = ""
+    recovery: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """All faults of a kind: how many, after how many there was a reset, and how long that took."""
+
+    kind: str
+    injected: int
+    resets: int
+    p50: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a storm has cost a job.
+
+    Attributes
+    ----------
+    injections : tuple of Injection
+        One for each fault.
+    seconds : float
+        How long it has been, from the first fault on.
+    steps_redone : int
+        Batches of the job that were processed and then rolled back.
+    samples_redone : int
+        The samples in them, as far as the ranks that processed them are still there.
+    restarts : int
+        How often the job had to start over, because no rank was left that held its state.
+    pace, undisturbed : float or None
+        Commits per second since the first fault; and before it, or as ``inject`` was told.
+    """
+
+    injections: tuple[Injection, ...]
+    seconds: float
+    steps_redone: int
+    samples_redone: int
+    restarts: int
+    pace: float | None
+    undisturbed: float | None
+
+    @property
+    def goodput(self) -> float | None:
+        """The pace as a share of the undisturbed one; None if either is not known."""
+        if self.pace is None or not self.undisturbed:
+            return None
+        return self.pace / self.undisturbed
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One row for each kind, then one for all."""
+        done = [injection for injection in self.injections if not injection.problem]
+        kinds = sorted({injection.kind for injection in done})
+        rows = [_row(kind, [i for i in done if i.kind == kind]) for kind in kinds]
+        return (*rows, _row("all", done))
+
+    @property
+    def skipped(self) -> tuple[Injection, ...]:
+        """Faults that could not be injected."""
+        return tuple(injection for injection in self.injections if injection.problem)
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        head = ("fault", "injected", "resets", "p50", "p99")
+        return [
+            head,
+            *(
+                (row.kind, str(row.injected), str(row.resets), _span(row.p50), _span(row.p99))
+                for row in self.rows
+            ),
+        ]
+
+    def _notes(self) -> list[str]:
+        notes = [
+            f"redone: {self.steps_redone} steps, {self.samples_redone} samples",
+            f"started over: {self.restarts} times",
+        ]
+        if self.goodput is not None:
+            notes.append(
+                f"goodput: {self.goodput:.0%} ({self.pace:.2f} commits/s; "
+                f"undisturbed {self.undisturbed:.2f})"
+            )
+        notes += [f"not done: {i.kind} of rank {i.rank}: {i.problem}" for i in self.skipped]
+        return notes
+
+    def __str__(self) -> str:
+        lines = [f"{c[0]:<10}" + "".join(f"{cell:>10}" for cell in c[1:]) for c in self._cells()]
+        return "\n".join([*lines, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        head, *body = self._cells()
+        rows = [_html_row("th", head), *(_html_row("td", cells) for cells in body)]
+        notes = "<br>".join(html.escape(note) for note in self._notes())
+        return f"<table>{''.join(rows)}</table><p>{notes}</p>"
+
+
+def _html_row(tag: str, cells: tuple[str, ...]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _row(kind: str, injections: list[Injection]) -> Row:
+    spans = sorted(i.recovery for i in injections if i.recovery is not None)
+    return Row(kind, len(injections), len(spans), _share(spans, 0.5), _share(spans, 0.99))
+
+
+def _share(ordered: list[float], share: float) -> float | None:
+    """Return the smallest value that is not below `share` of all."""
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
+
+
+def _span(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def with_recovery(
+    injections: Sequence[Injection], history: Sequence[HistoryEvent]
+) -> tuple[Injection, ...]:
+    """Return injections with the time that the job took to recover from each."""
+    result = []
+    for injection in injections:
+        later = [i.time for i in injections if i.worker == injection.worker]
+        before = min((time for time in later if time > injection.time), default=math.inf)
+        result.append(replace(injection, recovery=_recovery(injection, history, before)))
+    return tuple(result)
+
+
+def _recovery(injection: Injection, history: Sequence[HistoryEvent], before: float) -> float | None:
+    if injection.problem or injection.kind in HARMLESS:
+        return None
+    since = injection.time - SLACK
+    if injection.kind != "partition":
+        lost = [
+            event.time
+            for event in history
+            if event.kind in ("lost", "left")
+            and event.worker == injection.worker
+            and since <= event.time < before
+        ]
+        if not lost:
+            return None
+        since = lost[0]
+    formed = [event.time for event in history if event.kind == "formed" and event.time >= since]
+    return max(formed[0] - injection.time, 0.0) if formed else None

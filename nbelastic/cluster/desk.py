@@ -1,0 +1,211 @@
+"""The desk at which jobs are opened, driven, taken over and closed, in the scheduler's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.membership import from_dict, view
+
+from .conductor import Conductor
+from .records import RANK_KEY, JobRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed import Scheduler
+
+    from .plugin import ElasticPlugin
+    from .protocol import Message
+
+__all__ = ["Desk"]
+
+CLOSE_GRACE = 5.0
+"""Seconds that ranks have to end when their job is closed, and that Dask has to see it."""
+
+POLL = 0.005
+
+KEEPER = "fire-and-forget"
+"""Dask's own client for tasks that nobody waits for: it lets go of a task when it is done."""
+
+
+class Desk:
+    """Opens, hands over and closes jobs.
+
+    Parameters
+    ----------
+    plugin : ElasticPlugin
+        Whose jobs.
+    scheduler : distributed.Scheduler
+        Where.
+    """
+
+    def __init__(self, plugin: ElasticPlugin, scheduler: Scheduler) -> None:
+        self._plugin = plugin
+        self._scheduler = scheduler
+        self._jobs = plugin.jobs
+        scheduler.handlers["nbelastic_open"] = self.open
+        scheduler.handlers["nbelastic_attach"] = self.attach
+        scheduler.handlers["nbelastic_close"] = self.close
+        scheduler.handlers["nbelastic_payload"] = self.payload
+        scheduler.handlers["nbelastic_jobs"] = self.tell_jobs
+        scheduler.stream_handlers["nbelastic-step"] = self.step
+        scheduler.stream_handlers["nbelastic-order"] = self.order
+
+    # -- opening and closing ---------------------------------------------------------------------
+
+    async def open(
+        self, job: str, client: str, topic: str, payload: bytes, spec: dict[str, Any]
+    ) -> str:
+        """Publish a job; return an empty string, or why that cannot be."""
+        if job in self._jobs:
+            return f"a job named {job!r} is on this cluster already"
+        workers = spec["workers"]
+        record = self._jobs[job] = JobRecord(
+            client=client,
+            topic=topic,
+            payload=payload,
+            workers=None if workers is None else set(workers),
+            resources=spec["resources"],
+            versions=spec["versions"],
+            heartbeat_timeout=spec["heartbeat_timeout"],
+            lease=spec["lease"],
+            options=spec["options"],
+            machine=from_dict(spec["machine"]),
+            uid=spec["uid"],
+            started=time.time(),
+        )
+        record.conductor = Conductor(job, record, self._plugin, self._plugin.chance)
+        await self._plugin.prepare(job)
+        return ""
+
+    async def payload(self, job: str) -> bytes:
+        """Return the pickled function of a job."""
+        return self._jobs[job].payload
+
+    async def close(self, job: str, uid: str, epoch: int, steps: int) -> None:
+        """Forget a job, once what still runs of it has ended and Dask has seen that.
+
+        The last of the driver's steps may come later than this: they take another way.
+        """
+        record = self._jobs.get(job)
+        if record is None or (record.uid, record.epoch) != (uid, epoch):
+            return
+        await _until(lambda: record.steps >= steps)
+        for start, slot in list(record.ranks.items()):
+            reason = "the job has ended"
+            self._plugin.to_agent(slot, job, "end", start=start, how="evict", reason=reason)
+        await _until(lambda: not record.ranks and not self._busy(record))
+        self._plugin.send(record, "closed")
+        self._plugin.drop(job)
+
+    def _busy(self, record: JobRecord) -> bool:
+        keys = [record.key(start) for start in range(record.machine.roster.starts)]
+        tasks = [self._scheduler.tasks[key] for key in keys if key in self._scheduler.tasks]
+        return any(task.state == "processing" for task in tasks)
+
+    async def tell_jobs(self) -> list[dict[str, Any]]:
+        """Return what there is to know of each job."""
+        found = []
+        for name, record in self._jobs.items():
+            seen = view(record.machine, record.machine.roster.now)
+            found.append(
+                {
+                    "name": name,
+                    "state": seen.state,
+                    "size": seen.size,
+                    "commits": seen.commits,
+                    "started": record.started,
+                    "attached": record.client is not None,
+                }
+            )
+        return found
+
+    # -- driving ---------------------------------------------------------------------------------
+
+    def step(
+        self,
+        client: str,
+        job: str,
+        topic: str,
+        epoch: int,
+        number: int,
+        now: float,
+        chance: float,
+        seq: int = 0,
+        event: Message | None = None,
+    ) -> None:
+        """Take one step of a driver's journal; tell it if the job is not its own any more."""
+        record = self._jobs.get(job)
+        mine = record is not None and (record.client, record.epoch) == (client, epoch)
+        if record is None or not mine or not record.conduct.step(number, now, chance, seq, event):
+            self._plugin.say(client, topic, {"do": "stale", "epoch": epoch})
+
+    def order(self, client: str, job: str, epoch: int, do: str, **fields: Any) -> None:
+        """Pass something on to ranks that has nothing to do with membership."""
+        record = self._jobs.get(job)
+        if record is None or (record.client, record.epoch) != (client, epoch):
+            return
+        for start in fields.pop("starts"):
+            slot = record.ranks.get(start)
+            if slot is not None:
+                self._plugin.to_agent(slot, job, do, start=start, **fields)
+
+    # -- kernels that go and come ----------------------------------------------------------------
+
+    async def attach(
+        self, job: str, client: str, topic: str, epoch: int | None = None
+    ) -> dict[str, Any]:
+        """Hand a job over to a driver: a new one, or (with its epoch) the one that had it last."""
+        record = self._jobs.get(job)
+        if record is None:
+            return {"problem": "unknown", "jobs": sorted(self._jobs)}
+        if epoch is not None and record.epoch != epoch:
+            return {"problem": "taken"}
+        if record.client is not None:
+            self._plugin.say(record.client, record.topic, {"do": "stale", "epoch": record.epoch})
+        packed = record.conduct.take_over(client, topic)
+        asyncio.get_running_loop().call_soon(self._resume, job, record.epoch)
+        return packed
+
+    def _resume(self, job: str, epoch: int) -> None:
+        """Tell a new driver all that it has to act on."""
+        record = self._jobs.get(job)
+        if record is None or record.epoch != epoch:
+            return
+        record.conduct.catch_up()
+        for start, slot in record.ranks.items():
+            if record.key(start) not in self._scheduler.tasks:
+                self._plugin.grant(record, start, slot)
+        self._plugin.announce_all(job)
+
+    def leave(self, client: str) -> None:
+        """Take note that a kernel is gone."""
+        for job, record in list(self._jobs.items()):
+            if record.client == client:
+                if record.machine.roster.starts == 0:
+                    self._plugin.drop(job)
+                else:
+                    record.conduct.abandon()
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def keep_tasks(self, keys: Any) -> None:
+        """Have Dask keep ranks' tasks when the kernel that has submitted them is gone."""
+        ours = [key for key in keys if isinstance(key, str) and key.startswith(RANK_KEY)]
+        if ours:
+            self._scheduler.client_desires_keys(keys=ours, client=KEEPER)
+
+    def forget_tasks(self, keys: list[str]) -> None:
+        """Let go of tasks that will never run to an end: Dask would keep them for ever."""
+        known = [key for key in keys if key in self._scheduler.tasks]
+        if known:
+            self._scheduler.client_releases_keys(keys=known, client=KEEPER)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, at most CLOSE_GRACE seconds."""
+    deadline = asyncio.get_running_loop().time() + CLOSE_GRACE
+    while not condition() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(POLL)

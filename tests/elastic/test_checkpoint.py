@@ -1,0 +1,354 @@
+"""Commits on disk: what is in them, when they are written, and what goes on from them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import nbelastic.torch as hvd
+from nbelastic.elastic import ObjectState
+from nbelastic.elastic.checkpoint import CheckpointSpec, keeping
+from nbelastic.elastic.checkpoint_files import CheckpointFiles
+from nbelastic.elastic.port import RankSpec
+from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.elastic.state import State
+from nbelastic.errors import Evicted, NbelasticError, OptionError, Stopped
+from nbelastic.membership import FRESH, Member, Place, Plan, Slot
+from tests.support.world import run_ranks
+
+
+class Notes(list):
+    """What ranks have told their job."""
+
+    def report(self, event):
+        self.append(event.detail)
+
+
+def make_member(context, url, *, run="a", every=1, resume=False, version=FRESH, notes=None):
+    """Make a member of a static world look like a session, and return the plan of that world."""
+    context.spec = RankSpec(
+        job="job",
+        start=context.rank,
+        place=Place(context.rank, context.size, 0, 1, 0, 1),
+        bind="127.0.0.1",
+        checkpoint=CheckpointSpec(url=str(url), run=run, every=every, resume=resume),
+    )
+    context.port = Notes() if notes is None else notes
+    slots = [Slot(f"S{rank}", f"tcp://{rank}", str(rank), "host") for rank in range(context.size)]
+    members = tuple(Member(rank, slot, ("", 0), version) for rank, slot in enumerate(slots))
+    return Plan(context.generation, members, loop=1)
+
+
+def begin(context, state, checkpoints, plan):
+    """Do what the elastic loop does once a generation has formed."""
+    resized = checkpoints.load(plan)
+    state.align(checkpoints.behind(plan))
+    state.save()
+    context.version = max(plan.version, 0)
+    checkpoints.begun()
+    return resized
+
+
+def written(checkpoints):
+    """Wait until nothing is under way."""
+    checkpoints._writer.wait(float("inf"))
+
+
+def files_in(directory):
+    return sorted(path.name for path in Path(directory).rglob("*") if path.is_file())
+
+
+def training(seed, samples=48):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sampler = hvd.elastic.ElasticSampler(range(samples))
+    return hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0, seen=[])
+
+
+def step(state):
+    """Train on a batch of two; ranks see different samples and have equal models."""
+    taken = state.sampler.get_indices(state.batch, 2)
+    state.optimizer.zero_grad()
+    state.model(torch.full((1, 3), float(state.batch))).sum().backward()
+    state.optimizer.step()
+    state.sampler.record_batch(state.batch, 2)
+    state.batch += 1
+    return taken
+
+
+def tensors_of(state):
+    momenta = [each["momentum_buffer"] for each in state.optimizer.state.values()]
+    return [*state.model.parameters(), *momenta]
+
+
+def train_a_while(context, url, steps):
+    """Train with a checkpoint every other step; return what has been seen, and the tensors."""
+    plan = make_member(context, url, every=2)
+    state = training(seed=context.rank)
+    seen = []
+    with keeping(context, state, 1) as checkpoints:
+        begin(context, state, checkpoints, plan)
+        for number in range(1, steps + 1):
+            seen.append(step(state))
+            state.commit()
+            written(checkpoints)
+            if number == 4:
+                tensors = [tensor.detach().clone() for tensor in tensors_of(state)]
+    return seen, tensors
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_job_goes_on_from_a_checkpoint_with_exactly_what_nobody_had_done(tmp_path, size):
+    before = run_ranks(2, lambda context: train_a_while(context, tmp_path, 5))
+    done = {index for seen, _ in before for batch in seen[:4] for index in batch}
+    assert len(done) == 16
+
+    def go_on(context):
+        plan = make_member(context, tmp_path, run="b", resume=True)
+        state = training(seed=100 + context.rank)
+        with keeping(context, state, 1) as checkpoints:
+            resized = begin(context, state, checkpoints, plan)
+        assert resized == (size != 2 and context.rank == 0)
+        left = [state.sampler.get_indices(0, 100)]
+        return state.batch, [t.detach().clone() for t in tensors_of(state)], left
+
+    after = run_ranks(size, go_on)
+    for batch, tensors, _ in after:
+        assert batch == 4
+        assert all(map(torch.equal, tensors, before[0][1]))
+    dealt = [index for _, _, (left,) in after for index in left]
+    assert set(dealt) == set(range(48)) - done
+    assert len(dealt) - len(set(dealt)) < size, "dealt twice"
+
+
+def test_every_nth_commit_is_written_and_so_is_the_last_as_it_was_committed(tmp_path):
+    def rank(context):
+        plan = make_member(context, tmp_path, every=3)
+        state = ObjectState(count=0, sampler=ShardSampler(range(40), shuffle=False))
+        listing = []
+        with keeping(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            for number in range(8):
+                state.count += 1
+                state.sampler.record_batch(number, 2)
+                state.commit()
+                written(checkpoints)
+                listing.append(files_in(tmp_path))
+            state.count = -1  # not committed: not what a job should go on from
+            state.sampler.set_epoch(1)
+            checkpoints.finish()
+        return listing, context.port
+
+    (listing, notes), (_, nothing) = run_ranks(2, rank)
+    generation = listing[2][0][3:9]
+    name = f"01-{generation}-{{:010d}}.nbe".format
+    assert [len(each) for each in listing] == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert files_in(tmp_path) == [name(6), name(8)]
+    assert notes == [f"commit 3 is in {tmp_path}/run-0001-a/{name(3)}"]
+    assert nothing == []
+
+    def go_on(context):
+        plan = make_member(context, tmp_path, run="b", resume=True)
+        state = ObjectState(count=0, sampler=ShardSampler(range(40), shuffle=False))
+        with keeping(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+        return state.count, state.sampler.epoch, state.sampler.remaining_indices
+
+    assert run_ranks(2, go_on) == [(8, 0, list(range(32, 40)))] * 2
+
+
+class Gate:
+    """Holds the writing of a file."""
+
+    def __init__(self, monkeypatch):
+        self.entered, self.open = threading.Event(), threading.Event()
+        self.versions = []
+        inner = CheckpointFiles.write
+
+        def write(files, header, payload, cancelled):
+            self.versions.append(header.version)
+            self.entered.set()
+            while not (self.open.wait(0.01) or cancelled.is_set()):
+                pass
+            return inner(files, header, payload, cancelled)
+
+        monkeypatch.setattr(CheckpointFiles, "write", write)
+
+
+def test_what_is_under_way_is_not_disturbed_and_further_ones_are_left_out(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+
+    def rank(context):
+        plan = make_member(context, tmp_path)
+        state = ObjectState(count=torch.zeros(3))
+        with keeping(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            for _ in range(5):
+                state.count += 1
+                state.commit()
+            gate.open.set()
+            written(checkpoints)
+            assert gate.versions == [1]
+            ((_, _, _, _, path),) = CheckpointFiles(str(tmp_path), "a").candidates(1, others=False)
+            checkpoints.finish()
+            assert gate.versions == [1, 5]
+        return path
+
+    (path,) = run_ranks(1, rank)
+
+    def go_on(context):
+        plan = make_member(context, tmp_path, run="b", resume=True)
+        Path(path).with_name("01-999999-0000000001.nbe").write_bytes(Path(path).read_bytes())
+        state = ObjectState(count=None)
+        with keeping(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+        return state.count
+
+    assert torch.equal(run_ranks(1, go_on)[0], torch.ones(3)), "later steps got into an earlier one"
+
+
+@pytest.mark.parametrize("order", [Evicted, Stopped])
+def test_an_order_to_end_leaves_neither_a_thread_nor_a_torn_file(tmp_path, monkeypatch, order):
+    gate = Gate(monkeypatch)
+
+    def rank(context):
+        plan = make_member(context, tmp_path)
+        state = ObjectState(count=0)
+        with keeping(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            state.commit()
+            gate.entered.wait()
+            raise order("by the test")
+
+    with pytest.raises(order):
+        run_ranks(1, rank)
+    assert files_in(tmp_path) == []
+    assert not [t for t in threading.enumerate() if t.name == "nbelastic-checkpoint"]
+
+
+def test_a_job_that_stops_at_a_commit_leaves_that_commit_on_disk(tmp_path):
+    def rank(context):
+        plan = make_member(context, tmp_path, every=1000)
+        state = ObjectState(count=0)
+        with keeping(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            state.count = 5
+            state.save()
+            context.committed()
+            checkpoints.left()
+            raise Stopped("at a commit")
+
+    with pytest.raises(Stopped):
+        run_ranks(1, rank)
+    assert [name[-14:] for name in files_in(tmp_path)] == ["0000000001.nbe"]
+
+
+def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):
+    place = tmp_path / "place"
+    place.touch()  # a file where a directory should be
+
+    def rank(context):
+        plan = make_member(context, place)
+        state = ObjectState(count=0)
+        with keeping(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            for number in range(6):
+                if number == 3:
+                    place.unlink()
+                state.commit()
+                written(checkpoints)
+        return context.port
+
+    (notes,) = run_ranks(1, rank)
+    assert len([note for note in notes if "cannot be written" in note]) == 1
+    assert notes[-1].startswith(f"commit 4 is in {place}")
+
+
+def resumed(url, state_of, *, resume=True):
+    """Begin a job of one rank that is to go on from `url`; return its notes."""
+
+    def rank(context):
+        plan = make_member(context, url, run="z", resume=resume)
+        state = state_of()
+        with keeping(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+        return context.port, state
+
+    return run_ranks(1, rank)[0]
+
+
+def test_with_nothing_to_resume_from_a_job_starts_from_the_beginning_and_says_so(tmp_path):
+    notes, state = resumed(tmp_path, lambda: ObjectState(count=7))
+    assert state.count == 7
+    assert notes == [f"nothing to resume from in {tmp_path}: it starts from the beginning"]
+
+
+def test_a_place_that_cannot_be_read_fails_a_job_that_is_to_resume_and_no_other(tmp_path):
+    place = tmp_path / "file"
+    place.touch()
+    nowhere = f"{place}/within"
+    with pytest.raises(NbelasticError, match="cannot be read"):
+        resumed(nowhere, lambda: ObjectState(count=7))
+    notes, state = resumed(nowhere, lambda: ObjectState(count=7), resume=False)
+    assert state.count == 7
+    assert "cannot be read" in notes[0]
+
+
+def test_a_checkpoint_of_something_else_is_an_error_that_names_the_file(tmp_path):
+    run_ranks(2, lambda context: train_a_while(context, tmp_path, 4))
+    with pytest.raises(NbelasticError, match=r"\.nbe does not fit the state"):
+        resumed(tmp_path, lambda: _other(torch.nn.Sequential(torch.nn.Linear(3, 1))))
+    with pytest.raises(NbelasticError, match=r"samplers of \[48\] samples; now they have \[50\]"):
+        resumed(tmp_path, lambda: training(0, samples=50))
+
+
+def _other(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sampler = hvd.elastic.ElasticSampler(range(48))
+    return hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0, seen=[])
+
+
+def test_in_a_later_loop_all_ranks_receive_what_the_source_has_loaded(tmp_path):
+    def first(context):
+        plan = make_member(context, tmp_path)
+        for loop in (1, 2):
+            state = ObjectState(loop=loop, count=0)
+            with keeping(context, state, loop) as checkpoints:
+                begin(context, state, checkpoints, plan)
+                state.count = 10 * loop
+                state.commit()
+                checkpoints.finish()
+        return True
+
+    def again(context):
+        counts = []
+        for loop in (1, 2):
+            version = FRESH if loop == 1 else 3  # all have the same commit after the first loop
+            plan = make_member(context, tmp_path, run="b", resume=True, version=version)
+            state = ObjectState(loop=0, count=0)
+            with keeping(context, state, loop) as checkpoints:
+                begin(context, state, checkpoints, plan)
+                counts.append((state.loop, state.count))
+                state.commit()
+                checkpoints.finish()
+        return counts
+
+    assert all(run_ranks(2, first))
+    assert run_ranks(2, again) == [[(1, 10), (2, 20)]] * 2
+
+
+def test_a_state_that_cannot_be_written_is_refused(tmp_path):
+    class OfTheirOwn(State):
+        pass
+
+    def rank(context):
+        make_member(context, tmp_path)
+        with keeping(context, OfTheirOwn(), 1):
+            pass
+
+    with pytest.raises(OptionError, match="OfTheirOwn cannot be written to disk"):
+        run_ranks(1, rank)

@@ -1,0 +1,260 @@
+"""Checkpoints as files: complete or passed over, whatever happens while one is written."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from nbelastic.elastic.checkpoint_files import Abandoned, CheckpointFiles
+from nbelastic.elastic.checkpoint_format import Header
+from nbelastic.errors import NbelasticError
+
+
+def put(files, version, *, loop=1, generation=1, payload=b"", cancelled=None):
+    payload = payload or str(version).encode() * 50
+    header = Header(
+        job="job",
+        loop=loop,
+        generation=generation,
+        version=version,
+        size=2,
+        index=4,
+        payload=len(payload),
+    )
+    return files.write(header, [memoryview(payload)], cancelled or threading.Event())
+
+
+def newest(files, loop=1, *, others=True):
+    """Return generation and version of what would be loaded."""
+    for entry in files.candidates(loop, others=others):
+        found = files.read(entry.path)
+        if found is not None:
+            return found[0].generation, found[0].version
+    return None
+
+
+def names(directory):
+    return sorted(path.name for path in Path(directory).rglob("*") if path.is_file())
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    files = CheckpointFiles(str(tmp_path), "a")
+    path = put(files, 7, payload=bytes(range(256)) * 40)
+    header, payload = files.read(path)
+    assert (header.job, header.loop, header.generation, header.version) == ("job", 1, 1, 7)
+    assert (header.size, header.index, header.payload) == (2, 4, 256 * 40)
+    assert payload == bytes(range(256)) * 40
+
+
+def test_other_file_systems_do_as_well():
+    for run in ("a", "b"):
+        files = CheckpointFiles("memory://test-checkpoints/here", run)
+        for version in (1, 2, 3):
+            put(files, version)
+        assert newest(files) == (1, 3)
+        assert [entry.version for entry in files.candidates(1, others=False)] == [3, 2]
+
+
+def test_a_file_cut_at_any_byte_is_passed_over_for_the_one_before(tmp_path):
+    files = CheckpointFiles(str(tmp_path), "a")
+    put(files, 1)
+    path = Path(put(files, 2))
+    whole = path.read_bytes()
+    assert newest(files) == (1, 2)
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert files.read(str(path)) is None, f"cut after {length} of {len(whole)} bytes"
+    path.write_bytes(whole + b"\0")
+    assert files.read(str(path)) is None
+    assert newest(files) == (1, 1)
+
+
+def test_a_file_with_any_byte_wrong_is_passed_over_for_the_one_before(tmp_path):
+    files = CheckpointFiles(str(tmp_path), "a")
+    put(files, 1)
+    path = Path(put(files, 2))
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        for wrong in (whole[position] ^ 1, whole[position] ^ 0x80):
+            path.write_bytes(whole[:position] + bytes([wrong]) + whole[position + 1 :])
+            assert files.read(str(path)) is None, f"byte {position} of {len(whole)}"
+    assert newest(files) == (1, 1)
+
+
+def test_a_file_of_a_later_format_is_an_error_not_a_torn_one(tmp_path, monkeypatch):
+    files = CheckpointFiles(str(tmp_path), "a")
+    path = put(files, 1)
+    monkeypatch.setattr("nbelastic.elastic.checkpoint_format.FORMAT", 0)
+    with pytest.raises(NbelasticError, match=r"\.nbe: it has format 1"):
+        files.read(path)
+
+
+def test_the_two_newest_of_each_loop_are_kept(tmp_path):
+    files = CheckpointFiles(str(tmp_path), "a")
+    for loop in (1, 2):
+        for version in (10, 20, 30, 40):
+            put(files, version, loop=loop)
+    assert [name[:2] + name[-8:-4] for name in names(tmp_path)] == [
+        "010030",
+        "010040",
+        "020030",
+        "020040",
+    ]
+    assert newest(files, 1) == newest(files, 2) == (1, 40)
+
+
+def test_one_that_is_given_up_leaves_nothing_and_the_one_before_intact(tmp_path):
+    files = CheckpointFiles(str(tmp_path), "a")
+    put(files, 1)
+    cancelled = threading.Event()
+
+    def payload():
+        yield memoryview(b"first")
+        cancelled.set()
+        yield memoryview(b"second")
+
+    header = Header(job="job", loop=1, generation=1, version=2, size=1, index=0, payload=11)
+    with pytest.raises(Abandoned):
+        files.write(header, payload(), cancelled)
+    assert names(tmp_path) == ["01-000001-0000000001.nbe"]
+    assert newest(files) == (1, 1)
+
+
+def test_a_disk_that_is_full_leaves_the_one_before_intact(tmp_path):
+    files = CheckpointFiles(str(tmp_path), "a")
+    put(files, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            put(files, 2, payload=bytes(10 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["01-000001-0000000001.nbe"]
+    put(files, 3)
+    assert newest(files) == (1, 3)
+
+
+def test_a_rank_that_was_parted_with_never_makes_its_own_look_newest(tmp_path):
+    former, present = (CheckpointFiles(str(tmp_path), "a") for _ in range(2))
+    put(former, 100, generation=1)
+    put(present, 90, generation=2)
+    put(present, 95, generation=2)
+    put(former, 120, generation=1)
+    assert newest(present) == (2, 95)
+    put(former, 140, generation=1)
+    assert newest(present) == (2, 95)
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_later_writer_sweeps_up_what_a_killed_one_has_left_but_no_earlier_one_does(tmp_path):
+    files = CheckpointFiles(str(tmp_path), "a")
+    run = Path(put(files, 10, generation=2)).parent
+    (run / "01-000002-0000000020.nbe.tmp").touch()
+    put(files, 15, generation=1)
+    assert "01-000002-0000000020.nbe.tmp" in names(tmp_path)
+    put(files, 30, generation=2)
+    assert "01-000002-0000000020.nbe.tmp" not in names(tmp_path)
+
+
+def test_a_job_prefers_its_own_then_those_it_descends_from_then_the_newest(tmp_path):
+    first, second, third, fourth = (CheckpointFiles(str(tmp_path), run) for run in "dcba")
+    path = put(first, 1)
+    put(second, 2)
+    assert newest(third, others=False) is None
+    assert newest(third, others=True) == (1, 2)
+    third.descend(path)
+    assert newest(third, others=False) == (1, 1)
+    assert newest(fourth, others=True) == (1, 2)
+    put(third, 3)
+    assert newest(third, others=False) == (1, 3)
+    assert newest(second, others=False) == (1, 2)
+    assert newest(fourth, others=True) == (1, 3)
+    runs = sorted(path.name for path in tmp_path.iterdir())
+    assert runs == ["run-0001-d", "run-0002-c", "run-0003-b"]
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path):
+    assert newest(CheckpointFiles(str(tmp_path / "not" / "there"), "a")) is None
+
+
+KILLED = """
+import os, random, signal, sys, threading, time
+from nbelastic.elastic.checkpoint_files import CheckpointFiles
+from nbelastic.elastic.checkpoint_format import Header
+
+url = sys.argv[1]
+chance = random.Random(3)
+PIECES, LENGTH = 12, 100_000
+
+def content(version):
+    return random.Random(version).randbytes(PIECES * LENGTH)
+
+def pieces(payload, fuse):
+    for at in range(0, len(payload), LENGTH):
+        if fuse[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fuse[0] -= 1
+        yield memoryview(payload)[at : at + LENGTH]
+
+def write_on(version, acknowledge, fuse):
+    files = CheckpointFiles(url, "a")
+    while True:
+        version += 1
+        payload = content(version)
+        header = Header(job="job", loop=1, generation=1, version=version, size=1,
+                        index=0, payload=len(payload))
+        files.write(header, pieces(payload, fuse), threading.Event())
+        os.write(acknowledge, version.to_bytes(8, "little"))
+
+def killed(version, by_itself):
+    told, acknowledge = os.pipe()
+    fuse = chance.randrange(3 * PIECES) if by_itself else -1
+    writer = os.fork()
+    if not writer:
+        os.close(told)
+        write_on(version, acknowledge, [fuse])
+    os.close(acknowledge)
+    if not by_itself:
+        time.sleep(chance.uniform(0, 0.1))
+        os.kill(writer, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(writer, 0)[1]) == signal.SIGKILL
+    last = os.read(told, 1 << 16)[-8:]
+    os.close(told)
+    return max(version, int.from_bytes(last, "little"))
+
+version = torn = 0
+for number in range(30):
+    acknowledged = killed(version, by_itself=number % 2 == 0)
+    files = CheckpointFiles(url, "a")
+    found = [files.read(entry.path) for entry in files.candidates(1, others=False)]
+    torn += any(name.endswith(".tmp") for _, _, names in os.walk(url) for name in names)
+    if not acknowledged and not found:
+        continue
+    header, payload = next(each for each in found if each is not None)
+    assert header.version in (acknowledged, acknowledged + 1), (header, acknowledged)
+    assert payload == content(header.version)
+    version = header.version
+print(version, torn)
+"""
+
+
+def test_killed_at_any_moment_the_newest_complete_one_is_intact(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert result.returncode == 0, result.stderr
+    written, torn = map(int, result.stdout.split())
+    assert written >= 5, "hardly anything was written"
+    assert torn >= 15, "hardly any kill came in the middle of a file"

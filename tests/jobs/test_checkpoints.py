@@ -1,0 +1,149 @@
+"""Checkpoints of real jobs: what a job that goes on from one comes to, to the last bit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import nbelastic
+from nbelastic.errors import JobStopped, OptionError, RankFailed
+from tests.support.clusters import kinds, until
+from tests.support.training import Fault, Workload, check
+
+SAME = ("weights", "moments", "losses", "steps")
+
+
+def a_workload(directory, **changes):
+    directory.mkdir()
+    return Workload(directory, epochs=8, seconds=0.03, seed=11, **changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(_four_workers, tmp_path_factory):
+    """What two ranks come to that nobody disturbs."""
+    work = a_workload(tmp_path_factory.mktemp("undisturbed") / "marks")
+    return _four_workers.fit(replace(work, seconds=0.0), np=2).results()[0]
+
+
+def notes(job):
+    return [event.detail for event in job.history if event.kind == "checkpoint"]
+
+
+def files(directory):
+    return sorted(path.name for path in Path(directory).rglob("*") if path.is_file())
+
+
+def went_on_from(job):
+    """Return the commit that a job went on from."""
+    (found,) = [re.search(r"goes on from .*\(commit (\d+) of job", note) for note in notes(job)[:1]]
+    assert found, notes(job)
+    return int(found[1])
+
+
+def interrupted(crew, work, place, *, end, **options):
+    """Run a job up to some time after its 13th commit; return it."""
+    job = crew.fit(work, np=2, checkpoint=place, checkpoint_every=4, block=False, **options)
+    until(lambda: job.status.commits >= 13 or job.done(), "commits")
+    end(job)
+    with pytest.raises(JobStopped):
+        job.results()
+    return job
+
+
+def test_a_job_that_was_cancelled_resumes_and_comes_to_the_same(crew, tmp_path, undisturbed):
+    place = tmp_path / "checkpoints"
+    first = a_workload(tmp_path / "first")
+    interrupted(crew, first, place, end=lambda job: job.cancel())
+    assert not [name for name in files(place) if name.endswith(".tmp")]
+    second = a_workload(tmp_path / "second")
+    job = crew.fit(second, np=2, checkpoint=place, checkpoint_every=4, resume=True)
+    results = job.results()
+    check(results, second)
+    assert {key: results[0][key] for key in SAME} == {key: undisturbed[key] for key in SAME}
+    assert went_on_from(job) >= 8
+    assert went_on_from(job) % 4 == 0
+    assert len({path.name for path in place.iterdir()}) == 2
+
+
+def test_a_job_that_was_stopped_resumes_at_the_commit_it_stopped_at(crew, tmp_path, undisturbed):
+    place = tmp_path / "checkpoints"
+    first = a_workload(tmp_path / "first")
+    before = interrupted(crew, first, place, end=lambda job: job.stop())
+    second = a_workload(tmp_path / "second")
+    job = crew.fit(second, np=2, checkpoint=place, resume=True)
+    results = job.results()
+    check(results, second)
+    assert {key: results[0][key] for key in SAME} == {key: undisturbed[key] for key in SAME}
+    assert went_on_from(job) >= before.status.commits
+
+
+def test_all_ranks_killed_at_once_go_on_from_their_own_checkpoint(crew, tmp_path, undisturbed):
+    faults = tuple(Fault(rank=rank, epoch=3, batch=1) for rank in range(2))
+    work = a_workload(tmp_path / "marks", faults=faults)
+    job = crew.fit(work, np=2, checkpoint=tmp_path / "here", checkpoint_every=4)
+    results = job.results()
+    check(results, work)
+    assert "restarted" in kinds(job)
+    assert any("goes on from" in note for note in notes(job)), notes(job)
+    assert {key: results[0][key] for key in SAME} == {key: undisturbed[key] for key in SAME}
+
+
+def test_a_job_resumes_with_another_number_of_ranks(crew, tmp_path):
+    place = tmp_path / "checkpoints"
+    first = a_workload(tmp_path / "first")
+    interrupted(crew, first, place, end=lambda job: job.cancel())
+    second = a_workload(tmp_path / "second")
+    job = crew.fit(second, np=4, checkpoint=place, resume=True)
+    results = job.results()
+    check(results, second)
+    assert len(results) == 4
+    assert results[0]["steps"] < 80
+
+
+def test_a_job_that_has_finished_has_nothing_left_to_do_when_resumed(crew, tmp_path):
+    place = tmp_path / "checkpoints"
+    first = a_workload(tmp_path / "first")
+    before = crew.fit(replace(first, seconds=0.0), np=2, checkpoint=place).results()[0]
+    second = a_workload(tmp_path / "second")
+    job = crew.fit(second, np=2, checkpoint=place, resume=True)
+    check(job.results(), second)
+    assert {key: job.result()[key] for key in SAME} == {key: before[key] for key in SAME}
+    assert went_on_from(job) == before["steps"]
+    assert job.result()["times"] == []
+
+
+def test_a_place_that_cannot_be_written_is_told_and_training_goes_on(crew, tmp_path):
+    (tmp_path / "file").touch()
+    work = a_workload(tmp_path / "marks")
+    job = crew.fit(
+        replace(work, epochs=1), np=2, checkpoint=tmp_path / "file" / "in", checkpoint_every=2
+    )
+    check(job.results(), replace(work, epochs=1))
+    assert len([note for note in notes(job) if "cannot be written" in note]) == 1
+
+
+def test_resuming_from_a_place_that_cannot_be_read_fails_and_says_why(crew, tmp_path):
+    (tmp_path / "file").touch()
+    work = a_workload(tmp_path / "marks")
+    with pytest.raises(RankFailed, match="cannot be read"):
+        crew.fit(work, np=2, checkpoint=tmp_path / "file" / "in", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"resume": True}, "needs checkpoint="),
+        ({"checkpoint": "ftpx://host/place"}, "no protocol 'ftpx'"),
+        ({"checkpoint": 7}, "must be a path or a URL"),
+        ({"checkpoint": ""}, "must be a path or a URL"),
+        ({"checkpoint": "here", "checkpoint_every": 0}, "checkpoint_every=0"),
+        ({"checkpoint": "here", "checkpoint_every": 2.5}, "checkpoint_every=2.5"),
+        ({"checkpoint": "here", "resume": "yes"}, "resume='yes'"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_sent(options, says):
+    with pytest.raises(OptionError, match=says):
+        nbelastic.fit(print, cluster="tcp://127.0.0.1:1", **options)

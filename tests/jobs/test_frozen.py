@@ -1,0 +1,114 @@
+"""Real processes that freeze, and others that only look as if they had."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.clusters import a_crew, kinds, sizes, until
+from tests.support.training import Fault, Workload, check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbelastic import Job
+
+STOPPED = "its process is stopped"
+ROOT = Path(__file__).parents[2]
+
+
+def losses(job: Job) -> list[str]:
+    return [event.detail for event in job.history if event.kind == "lost"]
+
+
+def seconds_until_lost(job: Job, work: Workload) -> float:
+    """Return how long after a process has stopped itself its rank was lost."""
+    (lost,) = (event.time for event in job.history if event.kind == "lost")
+    return lost - (work.marks / "stopped").stat().st_mtime
+
+
+def test_a_stopped_process_is_seen_by_its_nanny_long_before_heartbeat_timeout(crew, tmp_path):
+    fault = Fault(rank=1, epoch=1, batch=1, kind="stop")
+    work = Workload(tmp_path, epochs=4, faults=(fault,))
+    job = crew.fit(work, np=4, min_np=2)
+    check(job.results(), work)
+    assert losses(job) == [STOPPED]
+    assert sizes(job)[:2] == [4, 3]
+    assert seconds_until_lost(job, work) < 8, "bounded by heartbeat_timeout only"
+
+
+def test_a_worker_stopped_while_idle_is_seen_when_a_rank_is_to_start_there(crew, tmp_path):
+    work = Workload(tmp_path, epochs=1000, until_newcomers=2)
+    job = crew.fit(work, np=2, min_np=1, max_np=2, block=False)
+    until(lambda: job.status.state == "running", "training")
+    members = {rank.worker for rank in job.status.ranks}
+    idle = {worker: pid for worker, pid in crew.workers().items() if worker not in members}
+    victim = min(idle)
+    os.kill(idle[victim], signal.SIGSTOP)
+    job.scale(max_np=4)
+    check(job.results(), work)
+    assert [e.detail for e in job.history if e.worker == victim and e.kind == "lost"] == [STOPPED]
+    assert max(sizes(job)) == 4
+
+
+@contextlib.contextmanager
+def workers_without_nannies(address: str, count: int) -> Iterator[None]:
+    """Run workers that nobody restarts."""
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-nanny"]
+    options = ["--nthreads", "1", "--no-dashboard"]
+    with contextlib.ExitStack() as stack:
+        for number in range(count):
+            worker = stack.enter_context(
+                subprocess.Popen([*command, *options, "--name", str(number)], cwd=ROOT)
+            )
+            stack.callback(worker.kill)
+        yield
+
+
+def test_without_nannies_a_stopped_process_is_seen_by_its_neighbours(tmp_path):
+    work = Workload(tmp_path, faults=(Fault(rank=1, epoch=1, batch=1, kind="stop"),))
+    with a_crew(n_workers=0) as crew:
+        address = crew.cluster.scheduler_address
+        with workers_without_nannies(address, 3):
+            crew.client.wait_for_workers(3)
+            job = crew.fit(work, np=3, min_np=2)
+            check(job.results(), work)
+    assert losses(job) == [STOPPED]
+    assert sizes(job) == [3, 2]
+    assert seconds_until_lost(job, work) < 8, "bounded by heartbeat_timeout only"
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "heartbeat_timeout"),
+    [
+        ("pause", 0.4, 10),
+        ("doze", 8.0, 10),
+        ("hold", 6.0, 2),
+        ("import", 4.0, 2),
+    ],
+)
+def test_one_that_comes_back_is_left_in_peace(crew, tmp_path, kind, seconds, heartbeat_timeout):
+    fault = Fault(rank=1, epoch=1, batch=1, kind=kind, seconds=seconds)
+    work = Workload(tmp_path, faults=(fault,))
+    job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=heartbeat_timeout)
+    check(job.results(), work)
+    assert sizes(job) == [4]
+    assert not {"lost", "left", "reset"} & set(kinds(job))
+    stamps = [stamp for stamp, _ in job.results()[1]["times"]]
+    assert max(after - before for before, after in itertools.pairwise(stamps)) >= seconds
+
+
+def test_one_that_keeps_the_gil_busy_is_evicted_after_stall_timeout(crew, tmp_path):
+    work = Workload(tmp_path, faults=(Fault(rank=1, epoch=1, batch=1, kind="hold", seconds=60.0),))
+    job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=2, stall_timeout=5)
+    check(job.results(), work)
+    (detail,) = losses(job)
+    assert "held up the others for 5 s" in detail

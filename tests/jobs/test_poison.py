@@ -1,0 +1,28 @@
+"""A sample that cannot be read: whoever gets it raises, and then somebody else gets it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from nbelastic.errors import RankFailed
+from tests.support.clusters import kinds, sizes
+from tests.support.training import Workload
+
+
+@pytest.mark.parametrize("sample", [3, 200])
+def test_N14_a_sample_that_no_rank_can_read_fails_the_job_with_its_error(crew, tmp_path, sample):
+    work = Workload(tmp_path, poison=sample)
+    began = time.monotonic()
+    job = crew.fit(work, np=4, min_np=1, block=False)
+    error = job.exception(60)
+    assert time.monotonic() - began < 30, "bounded: it does not wait for workers that never come"
+    assert isinstance(error, ValueError)
+    assert isinstance(error, RankFailed)
+    assert f"sample {sample} cannot be read" in str(error)
+    assert "training.py" in str(error), "the line of the user's code"
+    assert job.status.reason.endswith("(raised on 3 workers, one after another)")
+    assert kinds(job).count("lost") == 3
+    assert sizes(job) == [4, 3, 2]
+    assert len(crew.workers()) == 4, "the workers themselves are as they were"

@@ -1,0 +1,67 @@
+"""What a job's processes listen on, and whom they answer."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from tests.support.clusters import a_crew
+
+
+def listen_and_be_asked():
+    """Form a group, then say where this process listens, and what a stranger is told there."""
+    import os
+    import socket
+    import stat
+
+    import torch
+
+    import nbelastic.torch as hvd
+    from nbelastic.collectives.store import GREETING, request
+    from nbelastic.elastic.context import current
+
+    def listeners():
+        inodes = set()
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                status = os.stat(f"/proc/self/fd/{number}")
+            except OSError:
+                continue  # the listing's own, closed since
+            if stat.S_ISSOCK(status.st_mode):
+                inodes.add(str(status.st_ino))
+        found = set()
+        for family in ("tcp", "tcp6"):
+            with open(f"/proc/self/net/{family}") as table:
+                rows = [line.split() for line in list(table)[1:]]
+            found |= {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
+        return found
+
+    hvd.init()
+    before = listeners()
+    hvd.allreduce(torch.ones(1))
+    ours = [address.split(":")[0] for address in listeners() - before]
+    session = current()
+    with socket.create_connection(session._store.address, 10) as connection:
+        _, challenge = GREETING.unpack(connection.recv(GREETING.size, socket.MSG_WAITALL))
+        room = f"{session.spec.job}/{session.generation + 1}"
+        asked = {"room": room, "rank": 0, "size": 1, "value": b""}
+        connection.sendall(request(b"", challenge, bytes(16), **asked))
+        answer = connection.recv(1)
+    return ours, answer, session.secret
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's table of sockets")
+def test_a_job_listens_where_dask_does_and_answers_no_stranger():
+    with a_crew(host="127.0.0.2") as crew:
+        first = crew.fit(listen_and_be_asked, np=2).results()
+        second = crew.fit(listen_and_be_asked, np=2).results()
+    dasks = socket.inet_aton("127.0.0.2")[::-1].hex().upper()  # in the table's byte order
+    for ours, answer, secret in first + second:
+        assert len(ours) >= 2, "the store and Gloo"
+        assert set(ours) == {dasks}
+        assert answer == b"", "without the job's secret there is no answer"
+        assert len(secret) == 32
+    assert first[0][2] == first[1][2], "all ranks of a job know its secret"
+    assert first[0][2] != second[0][2], "each job has its own"

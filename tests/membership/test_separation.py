@@ -1,0 +1,122 @@
+"""Ranks that cannot reach each other, while the scheduler reaches all of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from nbelastic.membership import EndRank, Machine, RankReady
+from nbelastic.membership.separation import broken_pairs, outsiders
+
+from .crew import World
+from .ranks import FakeRank, Script
+from .stories import job, trained, workers
+
+LONG = Script(batches=400)
+
+
+# -- whom to leave out ---------------------------------------------------------------------------
+
+
+def test_a_pair_is_broken_if_either_says_so_and_counts_once() -> None:
+    assert broken_pairs([3, 1, 2], {1: [3], 3: [1, 9], 2: [2]}) == [(3, 1)]
+
+
+def test_nobody_is_left_out_where_all_reach_each_other() -> None:
+    assert outsiders([0, 1, 2], []) == []
+
+
+def test_of_two_the_later_one_goes() -> None:
+    assert outsiders([0, 1, 2, 3], [(1, 2)]) == [2]
+
+
+def test_one_that_nobody_reaches_goes_alone() -> None:
+    assert outsiders([0, 1, 2, 3], [(0, 1), (0, 2), (0, 3)]) == [0]
+
+
+def test_where_hosts_are_separated_one_of_them_goes_and_the_smaller_one() -> None:
+    two_and_two = list(itertools.product((0, 1), (2, 3)))
+    assert outsiders([0, 1, 2, 3], two_and_two) == [3, 2]
+    one_and_three = list(itertools.product((0,), (1, 2, 3)))
+    assert outsiders([0, 1, 2, 3], one_and_three) == [0]
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_those_who_go_on_reach_each_other_whatever_is_broken(size: int) -> None:
+    all_pairs = list(itertools.combinations(range(size), 2))
+    for number in range(2 ** len(all_pairs)):
+        broken = [pair for bit, pair in enumerate(all_pairs) if number >> bit & 1]
+        gone = outsiders(range(size), broken)
+        assert len(set(gone)) == len(gone) < size
+        assert not [pair for pair in broken if not set(pair) & set(gone)]
+
+
+# -- what becomes of the job ---------------------------------------------------------------------
+
+
+def separate(world: World, *names: str) -> None:
+    """Have two workers be unable to reach each other; plans with both do not form."""
+    starts = [world.rank_on(name).start for name in names]
+    for name, other in zip(names, reversed(starts), strict=True):
+        rank = world.rank_on(name)
+        rank.on_plan = _deaf_to_plans_with(rank, other)
+    tell = world.tell
+
+    def with_doubts(event: object) -> None:
+        failures = world.machine.roster.forming_failures
+        if isinstance(event, RankReady) and event.start in starts and failures >= 2:
+            other = starts[1 - starts.index(event.start)]
+            event = RankReady(**{**vars(event), "unreached": (other,)})
+        tell(event)  # type: ignore[arg-type]
+
+    world.tell = with_doubts  # type: ignore[method-assign]
+
+
+def _deaf_to_plans_with(rank: FakeRank, other: int):  # type: ignore[no-untyped-def]
+    listen = rank.on_plan
+
+    def on_plan(plan) -> None:  # type: ignore[no-untyped-def]
+        if plan.rank_of(other) is None:
+            listen(plan)
+        else:
+            rank.heard = max(rank.heard, plan.generation)
+
+    return on_plan
+
+
+def test_a_job_goes_on_with_those_who_reach_each_other() -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=LONG)
+    trained(world, 20)
+    separate(world, "B0", "C0")
+    world.rank_on("A0").collective_failed()
+    world.run()
+    assert world.outcome.kind == "finished"
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+    assert len(world.plans) == 4
+    ended = [effect for effect in world.of(EndRank) if effect.how == "evict"]
+    assert [effect.slot.worker for effect in ended] == ["tcp://C0"]
+    assert "rank 1 on tcp://B0 cannot reach rank 2 on tcp://C0" in world.records("reset")[-1].detail
+
+
+def test_a_job_that_needs_both_fails_and_names_them() -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=3, forming_timeout=4.0, script=LONG)
+    trained(world, 20)
+    separate(world, "B0", "C0")
+    world.rank_on("A0").collective_failed()
+    world.run()
+    assert world.outcome.error == "no_progress"
+    assert "rank 1 on tcp://B0 cannot reach rank 2 on tcp://C0" in world.outcome.reason
+
+
+def test_whom_a_rank_could_not_reach_is_asked_anew_each_time() -> None:
+    world = trained(job("A0", "B0", np=2, script=LONG), 5)
+    machine: Machine = world.machine
+    rank = machine.roster.ranks[0]
+    world.tell(RankReady(0, left=1, version=5, loop=1, store=("", 0), failed=True, unreached=(1,)))
+    assert rank.unreached == (1,)
+    world.run(until=lambda: len(world.plans) == 2)
+    world.run_for(1.0)
+    world.rank_on("A0").collective_failed()
+    world.run(until=lambda: len(world.plans) == 3)
+    assert rank.unreached == ()
