@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test demo lint clean
+.PHONY: test demo lint chaos clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,12 @@ lint: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
+
+# Faults of all kinds on real workers, at random: make chaos MINUTES=20 SEED=1
+MINUTES ?= 1
+SEED ?= 1
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -24,6 +24,7 @@ from .environment import host_identity, versions
 from .harm import Harm
 from .look import own_process
 from .protocol import BEAT_INTERVAL, PLUGIN, Message
+from .tether import Tether
 from .timer import Every
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["Agent"]
 
 Key = tuple[str, int]
+
+CUT_OFF = "its worker is cut off from the scheduler"
+"""Why a rank leaves its generation by itself: the others may have gone on without it.
+
+It goes back to its last commit and waits for what the scheduler says, when that is back, or for
+the end of the worker, which Dask gives up after ``distributed.comm.timeouts.tcp``.
+"""
 
 LEAVE_GRACE = 5.0
 """Seconds that a closing worker gives its ranks to reach their next commit."""
@@ -55,6 +63,7 @@ class Agent(WorkerPlugin):
         self._ended_early: set[Key] = set()
         self._payloads: dict[str, bytes] = {}
         self._output: dict[Key, list[str]] = {}
+        self._tether = Tether()
         self._beats = Every(BEAT_INTERVAL, self._send_beats)
         worker.stream_handlers[PLUGIN] = self._handle
         slot = {
@@ -147,8 +156,11 @@ class Agent(WorkerPlugin):
             pass  # the scheduler is gone; the worker is about to close for that reason
 
     def _send_beats(self) -> None:
+        cut_off = self._tether.lost(getattr(self._worker.batched_stream, "comm", None))
         for session in self._sessions.values():
             session.nudge()
+            if cut_off and session.plan is not None and session.plan.loop:
+                session.on_abort(session.generation, CUT_OFF)
         beats = [[job, pack_event_beat(s)] for (job, _), s in self._sessions.items()]
         self._send("nbelastic-beats", beats=beats)
         for key in self._sessions:

@@ -49,8 +49,9 @@ class Installer:
         here = self._under_way[address] = asyncio.Event()
         try:
             message = {"op": "plugin-add", "plugin": pickle.dumps(Agent()), "name": PLUGIN}
-            answers = await self._scheduler.broadcast(
-                msg=message, workers=[address], on_error="return"
+            answers = await asyncio.wait_for(
+                self._scheduler.broadcast(msg=message, workers=[address], on_error="return"),
+                HELLO_TIMEOUT,
             )
             answer = answers.get(address)
             if not isinstance(answer, dict) or answer.get("status") != "OK":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import pickle
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -18,12 +20,17 @@ if TYPE_CHECKING:
 
     from distributed import Client
 
-__all__ = ["LARGE", "check_versions", "pack_function"]
+__all__ = ["LARGE", "check_versions", "pack_function", "unpack_function"]
 
 logger = logging.getLogger(__name__)
 
 LARGE = 64 * 2**20
 """Size of a captured variable, in bytes, from which on a warning names it."""
+
+SECRET_BYTES = 32
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds that a worker has to tell what it runs."""
 
 MUST_MATCH = ("python", "nbelastic", "torch")
 
@@ -39,7 +46,8 @@ def check_versions(client: Client) -> None:
     here = versions()
     probe = _make_probe()
     scheduler = {"the scheduler": client.run_on_scheduler(probe)}
-    workers = client.run(probe, on_error="return")
+    addresses = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.workers))
+    workers = client.sync(_ask_workers, client, probe, addresses)
     problems = list(_differences(here, scheduler, ("python", "nbelastic")))
     problems += _differences(here, workers, MUST_MATCH)
     if problems:
@@ -50,6 +58,28 @@ def check_versions(client: Client) -> None:
             + ", ".join(f"{name} {here[name]}" for name in MUST_MATCH)
             + ")"
         )
+
+
+async def _ask_workers(
+    client: Client, probe: Callable[[], dict[str, str]], addresses: list[str]
+) -> dict[str, Any]:
+    """Run `probe` on all workers; one that does not answer is not waited for for long.
+
+    It is not used until it has told its versions, and refused if they differ.
+    """
+    asked = [_ask(client, probe, address) for address in addresses]
+    answers = await asyncio.gather(*asked)
+    return {address: answer for answer in answers for address, answer in answer.items()}
+
+
+async def _ask(client: Client, probe: Callable[[], dict[str, str]], address: str) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = await asyncio.wait_for(
+            client._run(probe, workers=[address], on_error="return"), ANSWER_TIMEOUT
+        )
+    except asyncio.TimeoutError:
+        return {}
+    return answer
 
 
 def _differences(
@@ -85,7 +115,7 @@ def _make_probe() -> Callable[[], dict[str, str]]:
 def pack_function(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bytes:
-    """Pickle a function with its arguments.
+    """Pickle a function with its arguments, behind a secret made for the job.
 
     Raises
     ------
@@ -108,7 +138,15 @@ def pack_function(
             len(payload) / 2**20,
             largest,
         )
-    return payload
+    return secrets.token_bytes(SECRET_BYTES) + payload
+
+
+def unpack_function(
+    payload: bytes,
+) -> tuple[bytes, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return the job's secret, the function, and its arguments."""
+    function, args, kwargs = cloudpickle.loads(memoryview(payload)[SECRET_BYTES:])
+    return payload[:SECRET_BYTES], function, args, kwargs
 
 
 def _parts(

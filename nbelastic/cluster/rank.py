@@ -17,6 +17,7 @@ from nbelastic.membership import RankFailed, RankLeft, RankReturned, unpack_plac
 
 from .capture import captured
 from .environment import prepared
+from .preflight import unpack_function
 from .protocol import PLUGIN
 from .remote import pack_error
 
@@ -103,7 +104,7 @@ class _Rank:
         start = self._spec.start
         try:
             with session.user_code():
-                result = self._function()
+                result = self._function(session)
         except RankExit:
             self.report(RankLeft(start))
         except BaseException as error:  # the user's, whatever it is: it goes to the kernel
@@ -111,9 +112,10 @@ class _Rank:
         else:
             self.report(RankReturned(start), result)
 
-    def _function(self) -> bytes:
+    def _function(self, session: Session) -> bytes:
         """Unpickle and call the user's function; return its pickled result."""
-        function, args, kwargs = cloudpickle.loads(self._agent.payload(self._spec.job))
+        payload = self._agent.payload(self._spec.job)
+        session.secret, function, args, kwargs = unpack_function(payload)
         value = function(*args, **kwargs)
         try:
             result: bytes = cloudpickle.dumps(value)

@@ -157,8 +157,8 @@ class HistoryEvent:
         Seconds since the epoch.
     kind : str
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``cooldown``, ``restarted``,
-        ``refused``, ``waiting``, ``abandoned``, ``attached``, ``finished``, ``failed`` or
-        ``stopped``.
+        ``checkpoint``, ``refused``, ``waiting``, ``abandoned``, ``attached``, ``finished``,
+        ``failed`` or ``stopped``.
     worker : str or None
         Address of the worker that it happened to.
     rank : int or None

@@ -26,7 +26,7 @@ from nbelastic.elastic.checkpoint_format import Header
 from nbelastic.elastic.checkpoint_writer import Writer
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.transfer import Parcel, allgather_object, flatten, unflatten
-from nbelastic.errors import Evicted, NbelasticError, OptionError
+from nbelastic.errors import NbelasticError, OptionError, Stopped
 from nbelastic.membership import FRESH, RankNote
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ LAST_WAIT = 600.0
 """Most seconds that the end of a loop waits for its last checkpoint."""
 
 STOP_WAIT = 5.0
-"""Most seconds that a rank which is to end at a commit waits for a checkpoint under way."""
+"""Most seconds that a rank which is stopped at a commit takes to write it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,11 @@ def keeping(session: Session, state: State, loop: int) -> Iterator[Checkpoints]:
         state._checkpoints = checkpoints
     try:
         yield checkpoints
-    except BaseException as error:
-        stopped_at_commit = checkpoints.has_left and not isinstance(error, Evicted)
-        checkpoints.give_up(STOP_WAIT if stopped_at_commit else 0.0)
+    except Stopped:
+        checkpoints.stop()
+        raise
+    except BaseException:
+        checkpoints.abandon()
         raise
     finally:
         state._checkpoints = None
@@ -96,11 +98,6 @@ class Checkpoints:
         What the loop trains.
     loop : int
         Which loop of the function, from 1.
-
-    Attributes
-    ----------
-    has_left : bool
-        Whether this rank has left its generation as planned, and is in no other yet.
     """
 
     def __init__(self, session: Session, state: State, loop: int) -> None:
@@ -110,7 +107,7 @@ class Checkpoints:
         self._begun = False
         self._found: Header | None = None
         self._looked = False
-        self.has_left = False
+        self._has_left = False
         spec = session.spec.checkpoint
         self._active = spec is not None
         if spec is None:
@@ -135,7 +132,7 @@ class Checkpoints:
         bool
             Whether it was made by another number of ranks.
         """
-        self.has_left = False
+        self._has_left = False
         is_source = self._session.rank == plan.source
         if not (self._active and is_source and self._beginning(plan)):
             return False
@@ -178,7 +175,7 @@ class Checkpoints:
     def _load_first(self) -> Header | None:
         spec = self._spec
         for entry in self._files.candidates(self._loop, others=spec.resume and self._loop == 1):
-            loaded = self._files.read(entry.path)
+            loaded = self._files.read(entry.path, self._moved)
             if loaded is not None:
                 header, payload = loaded
                 self._take_over(entry.path, header, payload)
@@ -231,29 +228,34 @@ class Checkpoints:
                 self._begin(deals)
 
     def left(self) -> None:
-        """Write the commit with which a generation was left, unless there is one under way."""
-        self.has_left = True
-        if self._active and self._session.rank == 0 and not self._writer.busy:
-            self._begin(self._settle_alone())
+        """Note that the generation was left as planned, at the last commit."""
+        self._has_left = True
 
     def finish(self) -> None:
         """Write the last commit of the loop, and wait until it is written."""
-        if not self._active or self._session.rank != 0:
-            return
-        deadline = time.monotonic() + LAST_WAIT
-        self._writer.wait(deadline)
+        if self._active and self._session.rank == 0:
+            self._write_last(LAST_WAIT)
+
+    def stop(self) -> None:
+        """End here; if that is at a commit, the job may want to go on from it."""
+        if self._active and self._session.rank == 0 and self._has_left:
+            self._write_last(STOP_WAIT)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give up what is under way: nothing of it is left."""
+        if self._active:
+            self._writer.abandon()
+
+    def _write_last(self, longest: float) -> None:
+        deadline = time.monotonic() + longest
+        self._writer.wait(deadline, self._moved)
         present = (self._session.generation, self._session.version)
         if self._writer.written != present and not self._writer.busy:
             self._begin(self._settle_alone())
-            self._writer.wait(deadline)
+            self._writer.wait(deadline, self._moved)
         if self._writer.busy:
-            self._tell(f"the last one was given up after {LAST_WAIT:g} s")
-            self._writer.abandon()
-
-    def give_up(self, wait: float) -> None:
-        """Wait a moment for what is under way, then abandon it."""
-        if self._active:
-            self._writer.wait(time.monotonic() + wait)
+            self._tell(f"the last one was given up after {longest:g} s")
             self._writer.abandon()
 
     def _samplers_at_commit(self) -> list[ShardSampler]:
@@ -299,6 +301,10 @@ class Checkpoints:
             payload=length,
         )
         return header, (piece.numpy().data for piece in pieces)
+
+    def _moved(self) -> None:
+        """Count as getting on: something takes long here, but it moves."""
+        self._session.moves += 1
 
     def _tell(self, detail: str) -> None:
         """Put something into the job's history, once."""

@@ -25,12 +25,11 @@ from nbelastic.elastic.checkpoint_format import decode, encode
 from nbelastic.errors import NbelasticError
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from nbelastic.elastic.checkpoint_format import Header
 
-__all__ = ["KEPT", "Abandoned", "CheckpointFiles", "Entry"]
+__all__ = ["KEPT", "CheckpointFiles", "Entry"]
 
 KEPT = 2
 """Checkpoints of a loop that are kept: the newest, and the one before."""
@@ -38,10 +37,6 @@ KEPT = 2
 _RUN = re.compile(r"run-(\d{4,})-([0-9a-z]+)")
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.nbe(\.tmp)?")
 _PARENT = "resumed-from-"
-
-
-class Abandoned(Exception):
-    """A checkpoint was given up while it was written."""
 
 
 class Entry(NamedTuple):
@@ -84,7 +79,9 @@ class CheckpointFiles:
         system = self._storage[0]
         system.invalidate_cache()
         try:
-            return [posixpath.basename(path.rstrip("/")) for path in system.ls(directory, False)]
+            return [
+                posixpath.basename(path.rstrip("/")) for path in system.ls(directory, detail=False)
+            ]
         except FileNotFoundError:
             return []
 
@@ -131,12 +128,17 @@ class CheckpointFiles:
                 if entry.loop == loop and not entry.temporary:
                     yield entry
 
-    def read(self, path: str) -> tuple[Header, bytearray] | None:
-        """Return header and payload of a file; None if it is not a complete checkpoint."""
+    def read(
+        self, path: str, moving: Callable[[], None] = lambda: None
+    ) -> tuple[Header, bytearray] | None:
+        """Return header and payload of a file; None if it is not a complete checkpoint.
+
+        `moving` is called every few megabytes.
+        """
         system = self._storage[0]
         try:
             with system.open(path, "rb") as file:
-                return decode(file, system.size(path))
+                return decode(file, system.size(path), moving)
         except FileNotFoundError:
             return None
         except NbelasticError as error:
@@ -145,7 +147,7 @@ class CheckpointFiles:
     # -- writing ---------------------------------------------------------------------------------
 
     def write(
-        self, header: Header, payload: Iterable[memoryview], cancelled: threading.Event
+        self, header: Header, payload: Iterable[memoryview], moving: Callable[[], None]
     ) -> str:
         """Write a checkpoint, then delete older ones.
 
@@ -153,8 +155,8 @@ class CheckpointFiles:
         ----------
         header, payload
             What to write.
-        cancelled : threading.Event
-            Set when nobody wants it any more.
+        moving : callable
+            Called every few megabytes; what it raises ends this, and nothing is left of it.
 
         Returns
         -------
@@ -163,8 +165,6 @@ class CheckpointFiles:
 
         Raises
         ------
-        Abandoned
-            `cancelled` was set.
         OSError
             It cannot be written. What was there before is still there.
         """
@@ -175,8 +175,7 @@ class CheckpointFiles:
         try:
             with open(temporary, "wb") if local else system.open(temporary, "wb") as file:
                 for chunk in encode(header, payload):
-                    if cancelled.is_set():
-                        raise Abandoned
+                    moving()
                     file.write(chunk)
                 if local:
                     file.flush()

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from nbelastic.errors import NbelasticError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["Header", "decode", "encode"]
 
@@ -79,8 +79,12 @@ def encode(header: Header, payload: Iterable[memoryview]) -> Iterator[memoryview
     yield memoryview(digest.digest())
 
 
-def decode(file: IO[bytes], size: int) -> tuple[Header, bytearray] | None:
+def decode(
+    file: IO[bytes], size: int, moving: Callable[[], None]
+) -> tuple[Header, bytearray] | None:
     """Read header and payload of a file of `size` bytes; None if it is not complete.
+
+    `moving` is called every few megabytes.
 
     Raises
     ------
@@ -95,7 +99,7 @@ def decode(file: IO[bytes], size: int) -> tuple[Header, bytearray] | None:
         if not start.startswith(_MAGIC) or length > left:
             return None
         text = _take(file, length, digest)
-        payload = _take(file, left - length, digest)
+        payload = _take(file, left - length, digest, moving)
     except EOFError:
         return None
     if file.read(_DIGEST_BYTES + 1) != digest.digest():
@@ -108,7 +112,9 @@ def decode(file: IO[bytes], size: int) -> tuple[Header, bytearray] | None:
     return Header(**fields), payload
 
 
-def _take(file: IO[bytes], length: int, digest: Any) -> bytearray:
+def _take(
+    file: IO[bytes], length: int, digest: Any, moving: Callable[[], None] = lambda: None
+) -> bytearray:
     """Read exactly `length` bytes."""
     if length < 0:
         raise EOFError
@@ -120,6 +126,7 @@ def _take(file: IO[bytes], length: int, digest: Any) -> bytearray:
         if not chunk:
             raise EOFError
         view[filled : filled + len(chunk)] = chunk
+        digest.update(chunk)
         filled += len(chunk)
-    digest.update(view)
+        moving()
     return data

@@ -6,18 +6,20 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from nbelastic.elastic.checkpoint_files import Abandoned
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbelastic.elastic.checkpoint_files import CheckpointFiles
     from nbelastic.elastic.checkpoint_format import Header
 
-__all__ = ["Writer"]
+__all__ = ["Abandoned", "Writer"]
 
 ABANDON_WAIT = 2.0
 """Most seconds to wait for a thread that was told to give up: a file system may never return."""
+
+
+class Abandoned(Exception):
+    """Nobody wants what is being written any more."""
 
 
 class Writer:
@@ -41,6 +43,7 @@ class Writer:
         self._files = files
         self._tell = tell
         self._well = False
+        self._chunks = 0
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
         self._cancelled = threading.Event()
@@ -58,9 +61,21 @@ class Writer:
         )
         self._thread.start()
 
-    def wait(self, deadline: float) -> None:
-        """Wait for what is under way; an order to end this rank is obeyed between two looks."""
+    def wait(self, deadline: float, moved: Callable[[], None] = lambda: None) -> None:
+        """Wait for what is under way; an order to end this rank is obeyed between two looks.
+
+        Parameters
+        ----------
+        deadline : float
+            How long, by the monotonic clock.
+        moved : callable, optional
+            Called whenever more has been written.
+        """
+        seen = self._chunks
         while self.busy and time.monotonic() < deadline:
+            if self._chunks != seen:
+                seen = self._chunks
+                moved()
             if self._done.wait(0.1) and self._thread is not None:
                 self._thread.join(0.1)
 
@@ -69,9 +84,14 @@ class Writer:
         self._cancelled.set()
         self.wait(time.monotonic() + ABANDON_WAIT)
 
+    def _moving(self) -> None:
+        self._chunks += 1
+        if self._cancelled.is_set():
+            raise Abandoned
+
     def _write(self, header: Header, payload: Iterator[memoryview]) -> None:
         try:
-            path = self._files.write(header, payload, self._cancelled)
+            path = self._files.write(header, payload, self._moving)
         except Abandoned:
             pass
         except Exception as error:  # file systems raise what they like; training goes on regardless

@@ -33,7 +33,7 @@ class Means:
     connect : callable
         Makes a communicator from a :class:`~nbelastic.collectives.Rendezvous`.
     open_store : callable
-        Opens a store that listens on an address.
+        Opens a store that listens on an address, for those who know a secret.
     condition : callable
         Makes what :class:`threading.Condition` is.
     interrupt : callable
@@ -44,7 +44,7 @@ class Means:
     """
 
     connect: Callable[[Rendezvous], Communicator] = connect
-    open_store: Callable[[str], Store] = open_store
+    open_store: Callable[[str, bytes], Store] = open_store
     condition: Callable[[], Any] = threading.Condition
     interrupt: Callable[[], Any] = Interrupt
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []

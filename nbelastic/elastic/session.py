@@ -70,22 +70,21 @@ class Session(Context):
         self.spec = spec
         self.port = port
         self._means = means
+        self.secret = b""  # the job's: it comes with the function, before any of it runs
         self.vitals = Vitals()
         self._interrupt = means.interrupt()
         self._changed = means.condition()
         self._store: Store | None = None
         self._communicator: Communicator | None = None
-        self._heard = 0
-        self._aborted = 0
+        self._heard = self._aborted = 0
         self._next_plan: Plan | None = None
         self._released = 0
         self._noticed = 0
         self._end: tuple[str, str] | None = None
-        self._member = False
-        self._parked = False
+        self._member = self._parked = False
         self._carried: bool | None = None
         self._doubts = Doubts(means.probe)
-        self._loops = self._steps = 0
+        self._loops = self.moves = 0
         self.plan: Plan | None = None
         self.version = FRESH
         self.generation = self.source = 0
@@ -146,7 +145,7 @@ class Session(Context):
         communicator = self._communicator
         done = 0 if communicator is None else communicator.completed
         waits = self._parked or (communicator is not None and communicator.waiting)
-        progress = (self._steps << 32) + (self.generation << 20) + done
+        progress = (self.moves << 32) + (self.generation << 20) + done
         return Beat(self.spec.start, progress & (2**62 - 1), waits, self.version)
 
     # -- orders to end ---------------------------------------------------------------------------
@@ -193,7 +192,7 @@ class Session(Context):
         """
         self._drop_communicator()
         if self._store is None:
-            self._store = self._means.open_store(self.spec.bind)
+            self._store = self._means.open_store(self.spec.bind, self.secret)
         while True:
             plan = self._await_plan(loop, failed, detail)
             try:
@@ -245,6 +244,7 @@ class Session(Context):
                 store=plan.members[0].store,
                 bind=self.spec.bind,
                 timeout_s=self.spec.operation_timeout_s,
+                secret=self.secret,
             )
         )
         with self._changed:
@@ -257,7 +257,7 @@ class Session(Context):
         communicator.connect()
         self._carried = None
         self._take_place(place_of([member.slot for member in plan.members], rank))
-        self._steps += 1
+        self.moves += 1
         self.port.report(RankFormed(self.spec.start, plan.generation))
 
     def _drop_communicator(self) -> None:
@@ -273,7 +273,7 @@ class Session(Context):
     def synchronized(self, plan: Plan) -> None:
         """Note that this rank has the state of the generation."""
         self.version = max(plan.version, 0)
-        self._steps += 1
+        self.moves += 1
 
     def finish_loop(self) -> None:
         """Wait until all members have left their elastic loop.

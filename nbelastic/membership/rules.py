@@ -147,7 +147,8 @@ class Rules(Watch):
         Those are, where ranks say whom they cannot reach, as few as it takes that the others
         reach each other; where nobody does, the newcomers.
         """
-        order = [rank.start for rank in self._order(ready)]
+        in_order = sorted(self._order(ready), key=lambda rank: rank.version == FRESH)
+        order = [rank.start for rank in in_order]
         pairs = broken_pairs(order, {rank.start: rank.unreached for rank in ready})
         for one, other in pairs:
             names = self._name(self.roster.ranks[one]), self._name(self.roster.ranks[other])
@@ -162,7 +163,10 @@ class Rules(Watch):
             if rank not in others:
                 self._record("lost", rank, "the others cannot connect to it")
                 self._end_rank(rank, "evict", "the others cannot connect to this rank")
-                self._cool_down(rank, process_gone=False)
+                if out:  # its worker does nothing wrong, and networks heal
+                    self._rest("worker", rank.slot.lasting, rank)
+                else:
+                    self._cool_down(rank, process_gone=False)
         return others
 
     def _count_reset(self, order: list[Rank]) -> bool:

@@ -297,4 +297,3 @@ def test_a_pause_of_the_scheduler_is_nobody_elses_silence(stage: Stage) -> None:
 
     play(stage, story)
     assert stage.blamed() == []
-    assert stage.asked == []

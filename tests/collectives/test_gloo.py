@@ -12,8 +12,8 @@ import torch
 
 from nbelastic.collectives import Op, buffers, connect, keeper, sever
 from nbelastic.collectives.flights import first_sentence
-from nbelastic.collectives.store import request
 from nbelastic.errors import CollectiveError
+from tests.collectives.guests import visit
 from tests.collectives.test_abort import OPERATIONS
 from tests.collectives.worlds import BIND, PATIENCE_S, World, eventually
 
@@ -52,9 +52,8 @@ def test_abort_frees_who_connects_to_a_peer_that_does_not_answer(monkeypatch):
     with World(connect, 2, connected=False) as world:
         connecting = world.start(0, lambda c: c.connect())
         # Of two ranks the one with the higher address calls the other; this one never does.
-        with socket.create_connection(world._store.address) as peer:
-            room = f"test/{world.generation}"
-            peer.sendall(request(room, 1, 2, gloo_address("127.0.0.9", 12345)))
+        address = gloo_address("127.0.0.9", 12345)
+        with visit(world._store, f"test/{world.generation}", 1, 2, address, secret=b"") as peer:
             assert peer.recv(1)  # rank 0 has been told too
         eventually(lambda: world[0]._keeper._meeting.addresses, "the meeting")
         world.abort("enough")

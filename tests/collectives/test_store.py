@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -11,112 +10,70 @@ import threading
 import pytest
 
 from nbelastic.collectives import open_store
-from nbelastic.collectives.store import ERROR, LENGTH, VALUES, request
+from tests.collectives.guests import (
+    NONCE,
+    SECRET,
+    approach,
+    hung_up,
+    refusal,
+    request,
+    values,
+    visit,
+)
 from tests.collectives.worlds import BIND, PATIENCE_S, eventually
 
 
 @pytest.fixture
 def store():
-    store = open_store(BIND)
+    store = open_store(BIND, SECRET)
     yield store
     store.close()
 
 
-def visit(store, *message):
-    connection = socket.create_connection(store.address, PATIENCE_S)
-    for piece in message:
-        connection.sendall(piece)
-    return connection
-
-
-def read(connection, length):
-    data = b""
-    while len(data) < length:
-        piece = connection.recv(length - len(data))
-        assert piece, "hung up"
-        data += piece
-    return data
-
-
-def field(connection):
-    return read(connection, LENGTH.unpack(read(connection, LENGTH.size))[0])
-
-
-def values(connection, size):
-    with connection:
-        assert read(connection, 1) == VALUES
-        return [field(connection) for _ in range(size)]
-
-
-def refusal(connection):
-    with connection:
-        assert read(connection, 1) == ERROR
-        return field(connection).decode()
-
-
-def hung_up(connection):
-    with connection:
-        try:
-            while connection.recv(1000):
-                pass
-        except ConnectionResetError:
-            pass
-        return True
-
-
 def test_all_get_what_each_brings(store):
-    guests = [visit(store, request("a/1", rank, 3, b"v%d" % rank * 1000)) for rank in (2, 0, 1)]
+    guests = [visit(store, "a/1", rank, 3, b"v%d" % rank * 1000) for rank in (2, 0, 1)]
     for guest in guests:
         assert values(guest, 3) == [b"v%d" % rank * 1000 for rank in range(3)]
 
 
 def test_a_request_may_arrive_in_pieces(store):
-    message = request("a/1", 0, 1, b"value")
-    connection = visit(store, *(message[i : i + 1] for i in range(len(message))))
+    connection, challenge = approach(store.address)
+    message = request(SECRET, challenge, NONCE, room="a/1", rank=0, size=1, value=b"value")
+    for piece in message:
+        connection.sendall(bytes([piece]))
     assert values(connection, 1) == [b"value"]
 
 
 def test_rooms_are_apart(store):
-    first = visit(store, request("a/1", 0, 2, b"old"))
-    second = visit(store, request("a/2", 0, 2, b"new"))
-    assert values(visit(store, request("a/2", 1, 2, b"too")), 2) == [b"new", b"too"]
+    first = visit(store, "a/1", 0, 2, b"old")
+    second = visit(store, "a/2", 0, 2, b"new")
+    assert values(visit(store, "a/2", 1, 2, b"too"), 2) == [b"new", b"too"]
     assert values(second, 2) == [b"new", b"too"]
-    assert values(visit(store, request("a/1", 1, 2, b"two")), 2) == [b"old", b"two"]
+    assert values(visit(store, "a/1", 1, 2, b"two"), 2) == [b"old", b"two"]
     assert values(first, 2) == [b"old", b"two"]
 
 
 def test_the_others_are_told_when_one_leaves(store):
-    staying, leaving = (visit(store, request("a/1", rank, 3, b"")) for rank in range(2))
+    staying, leaving = (visit(store, "a/1", rank, 3, b"") for rank in range(2))
     leaving.close()
     assert "rank 1 left" in refusal(staying)
-    assert "rank 1 left" in refusal(visit(store, request("a/1", 2, 3, b"")))
+    assert "rank 1 left" in refusal(visit(store, "a/1", 2, 3, b""))
 
 
 def test_nobody_comes_twice_and_all_agree_on_the_size(store):
-    first = visit(store, request("a/1", 0, 2, b"first"))
-    assert "come before" in refusal(visit(store, request("a/1", 0, 2, b"again")))
-    assert "generation of 2" in refusal(visit(store, request("a/1", 1, 3, b"")))
-    assert "generation of 2" in refusal(visit(store, request("a/1", 2, 2, b"")))
-    assert values(visit(store, request("a/1", 1, 2, b"second")), 2) == [b"first", b"second"]
+    first = visit(store, "a/1", 0, 2, b"first")
+    assert "come before" in refusal(visit(store, "a/1", 0, 2, b"again"))
+    assert "generation of 2" in refusal(visit(store, "a/1", 1, 3, b""))
+    assert "generation of 2" in refusal(visit(store, "a/1", 2, 2, b""))
+    assert values(visit(store, "a/1", 1, 2, b"second"), 2) == [b"first", b"second"]
     assert values(first, 2) == [b"first", b"second"]
-    assert "come before" in refusal(visit(store, request("a/1", 1, 2, b"late")))
-
-
-def test_strangers_do_no_harm(store):
-    first = visit(store, request("a/1", 0, 2, b"first"))
-    visit(store).close()
-    visit(store, b"nb").close()
-    assert hung_up(visit(store, b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n"))
-    assert hung_up(visit(store, struct.pack("!4sHIII", b"nbe1", 3, 0, 1, 1 << 31)))
-    assert hung_up(visit(store, struct.pack("!4sHIII", b"nbe1", 60000, 0, 1, 1)))
-    assert values(visit(store, request("a/1", 1, 2, b"second")), 2) == [b"first", b"second"]
-    assert values(first, 2) == [b"first", b"second"]
+    assert "come before" in refusal(visit(store, "a/1", 1, 2, b"late"))
 
 
 def test_closing_frees_who_waits_and_the_port():
-    store = open_store(BIND)
-    waiting = visit(store, request("a/1", 0, 2, b""))
-    half = visit(store, b"nbe1")
+    store = open_store(BIND, SECRET)
+    waiting = visit(store, "a/1", 0, 2, b"")
+    half, _ = approach(store.address)
     store.close()
     store.close()
     assert "closed" in refusal(waiting)

@@ -10,55 +10,14 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic import ObjectState
-from nbelastic.elastic.checkpoint import CheckpointSpec, keeping
+from nbelastic.elastic.checkpoint import keeping
 from nbelastic.elastic.checkpoint_files import CheckpointFiles
-from nbelastic.elastic.port import RankSpec
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import State
 from nbelastic.errors import Evicted, NbelasticError, OptionError, Stopped
-from nbelastic.membership import FRESH, Member, Place, Plan, Slot
+from nbelastic.membership import FRESH
+from tests.elastic.members import begin, files_in, make_member, written
 from tests.support.world import run_ranks
-
-
-class Notes(list):
-    """What ranks have told their job."""
-
-    def report(self, event):
-        self.append(event.detail)
-
-
-def make_member(context, url, *, run="a", every=1, resume=False, version=FRESH, notes=None):
-    """Make a member of a static world look like a session, and return the plan of that world."""
-    context.spec = RankSpec(
-        job="job",
-        start=context.rank,
-        place=Place(context.rank, context.size, 0, 1, 0, 1),
-        bind="127.0.0.1",
-        checkpoint=CheckpointSpec(url=str(url), run=run, every=every, resume=resume),
-    )
-    context.port = Notes() if notes is None else notes
-    slots = [Slot(f"S{rank}", f"tcp://{rank}", str(rank), "host") for rank in range(context.size)]
-    members = tuple(Member(rank, slot, ("", 0), version) for rank, slot in enumerate(slots))
-    return Plan(context.generation, members, loop=1)
-
-
-def begin(context, state, checkpoints, plan):
-    """Do what the elastic loop does once a generation has formed."""
-    resized = checkpoints.load(plan)
-    state.align(checkpoints.behind(plan))
-    state.save()
-    context.version = max(plan.version, 0)
-    checkpoints.begun()
-    return resized
-
-
-def written(checkpoints):
-    """Wait until nothing is under way."""
-    checkpoints._writer.wait(float("inf"))
-
-
-def files_in(directory):
-    return sorted(path.name for path in Path(directory).rglob("*") if path.is_file())
 
 
 def training(seed, samples=48):
@@ -113,6 +72,7 @@ def test_a_job_goes_on_from_a_checkpoint_with_exactly_what_nobody_had_done(tmp_p
         with keeping(context, state, 1) as checkpoints:
             resized = begin(context, state, checkpoints, plan)
         assert resized == (size != 2 and context.rank == 0)
+        assert (context.moves > 0) == (context.rank == 0), "long reading must not look like a stall"
         left = [state.sampler.get_indices(0, 100)]
         return state.batch, [t.detach().clone() for t in tensors_of(state)], left
 
@@ -169,12 +129,12 @@ class Gate:
         self.versions = []
         inner = CheckpointFiles.write
 
-        def write(files, header, payload, cancelled):
+        def write(files, header, payload, moving):
             self.versions.append(header.version)
             self.entered.set()
-            while not (self.open.wait(0.01) or cancelled.is_set()):
-                pass
-            return inner(files, header, payload, cancelled)
+            while not self.open.wait(0.01):
+                moving()
+            return inner(files, header, payload, moving)
 
         monkeypatch.setattr(CheckpointFiles, "write", write)
 
@@ -184,7 +144,7 @@ def test_what_is_under_way_is_not_disturbed_and_further_ones_are_left_out(tmp_pa
 
     def rank(context):
         plan = make_member(context, tmp_path)
-        state = ObjectState(count=torch.zeros(3))
+        state = hvd.elastic.TorchState(count=torch.zeros(3))
         with keeping(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for _ in range(5):
@@ -203,7 +163,7 @@ def test_what_is_under_way_is_not_disturbed_and_further_ones_are_left_out(tmp_pa
     def go_on(context):
         plan = make_member(context, tmp_path, run="b", resume=True)
         Path(path).with_name("01-999999-0000000001.nbe").write_bytes(Path(path).read_bytes())
-        state = ObjectState(count=None)
+        state = hvd.elastic.TorchState(count=None)
         with keeping(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
         return state.count
@@ -240,6 +200,7 @@ def test_a_job_that_stops_at_a_commit_leaves_that_commit_on_disk(tmp_path):
             state.save()
             context.committed()
             checkpoints.left()
+            state.count = 6  # not committed
             raise Stopped("at a commit")
 
     with pytest.raises(Stopped):
@@ -266,6 +227,28 @@ def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):
     (notes,) = run_ranks(1, rank)
     assert len([note for note in notes if "cannot be written" in note]) == 1
     assert notes[-1].startswith(f"commit 4 is in {place}")
+
+
+def test_a_state_that_cannot_be_copied_is_told_and_training_goes_on(tmp_path):
+    class Lock:
+        def __deepcopy__(self, memo):
+            return self
+
+        def __reduce__(self):
+            raise TypeError("a lock cannot be pickled")
+
+    def rank(context):
+        plan = make_member(context, tmp_path)
+        state = ObjectState(lock=Lock())
+        with keeping(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            for _ in range(3):
+                state.commit()
+            checkpoints.finish()
+        return context.port
+
+    (notes,) = run_ranks(1, rank)
+    assert notes == ["the state cannot be copied: TypeError('a lock cannot be pickled')"]
 
 
 def resumed(url, state_of, *, resume=True):

@@ -6,17 +6,20 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from nbelastic.elastic.checkpoint_files import Abandoned, CheckpointFiles
+from nbelastic.elastic.checkpoint_files import CheckpointFiles
 from nbelastic.elastic.checkpoint_format import Header
 from nbelastic.errors import NbelasticError
 
 
-def put(files, version, *, loop=1, generation=1, payload=b"", cancelled=None):
+def nothing():
+    pass
+
+
+def put(files, version, *, loop=1, generation=1, payload=b"", moving=nothing):
     payload = payload or str(version).encode() * 50
     header = Header(
         job="job",
@@ -27,7 +30,7 @@ def put(files, version, *, loop=1, generation=1, payload=b"", cancelled=None):
         index=4,
         payload=len(payload),
     )
-    return files.write(header, [memoryview(payload)], cancelled or threading.Event())
+    return files.write(header, [memoryview(payload)], moving)
 
 
 def newest(files, loop=1, *, others=True):
@@ -112,16 +115,16 @@ def test_the_two_newest_of_each_loop_are_kept(tmp_path):
 def test_one_that_is_given_up_leaves_nothing_and_the_one_before_intact(tmp_path):
     files = CheckpointFiles(str(tmp_path), "a")
     put(files, 1)
-    cancelled = threading.Event()
+    calls = []
 
-    def payload():
-        yield memoryview(b"first")
-        cancelled.set()
-        yield memoryview(b"second")
+    def moving():
+        calls.append(names(tmp_path))
+        if len(calls) == 3:
+            raise InterruptedError
 
-    header = Header(job="job", loop=1, generation=1, version=2, size=1, index=0, payload=11)
-    with pytest.raises(Abandoned):
-        files.write(header, payload(), cancelled)
+    with pytest.raises(InterruptedError):
+        put(files, 2, payload=bytes(10 << 20), moving=moving)
+    assert "01-000001-0000000002.nbe.tmp" in calls[-1]
     assert names(tmp_path) == ["01-000001-0000000001.nbe"]
     assert newest(files) == (1, 1)
 
@@ -185,7 +188,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path):
 
 
 KILLED = """
-import os, random, signal, sys, threading, time
+import os, random, signal, sys, time
 from nbelastic.elastic.checkpoint_files import CheckpointFiles
 from nbelastic.elastic.checkpoint_format import Header
 
@@ -210,7 +213,7 @@ def write_on(version, acknowledge, fuse):
         payload = content(version)
         header = Header(job="job", loop=1, generation=1, version=version, size=1,
                         index=0, payload=len(payload))
-        files.write(header, pieces(payload, fuse), threading.Event())
+        files.write(header, pieces(payload, fuse), lambda: None)
         os.write(acknowledge, version.to_bytes(8, "little"))
 
 def killed(version, by_itself):

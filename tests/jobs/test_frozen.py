@@ -112,3 +112,13 @@ def test_one_that_keeps_the_gil_busy_is_evicted_after_stall_timeout(crew, tmp_pa
     check(job.results(), work)
     (detail,) = losses(job)
     assert "held up the others for 5 s" in detail
+
+
+def test_a_worker_that_is_stopped_already_keeps_no_job_from_starting(tmp_path):
+    with a_crew(n_workers=3) as crew:
+        stopped = next(iter(crew.workers().values()))
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            check(crew.fit(Workload(tmp_path), np=2, max_np=2).results(), Workload(tmp_path))
+        finally:
+            os.kill(stopped, signal.SIGCONT)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from nbelastic.errors import RankFailed
@@ -14,10 +12,8 @@ from tests.support.training import Workload
 @pytest.mark.parametrize("sample", [3, 200])
 def test_N14_a_sample_that_no_rank_can_read_fails_the_job_with_its_error(crew, tmp_path, sample):
     work = Workload(tmp_path, poison=sample)
-    began = time.monotonic()
     job = crew.fit(work, np=4, min_np=1, block=False)
-    error = job.exception(60)
-    assert time.monotonic() - began < 30, "bounded: it does not wait for workers that never come"
+    error = job.exception(100)  # bounded: elastic_timeout, which is not waited for, is 600 s
     assert isinstance(error, ValueError)
     assert isinstance(error, RankFailed)
     assert f"sample {sample} cannot be read" in str(error)

@@ -20,8 +20,10 @@ from nbelastic.membership import (
     RankFailed,
     RankFormed,
     RankLeft,
+    RankNote,
     RankReady,
     RankReturned,
+    Record,
     Release,
     RestartWorker,
     Slot,
@@ -271,6 +273,16 @@ def test_ranks_that_wait_at_different_places_of_the_function() -> None:
     world.run()
     assert world.outcome.error == "no_progress"
     assert "different places" in world.outcome.reason
+
+
+def test_a_note_of_a_rank_goes_into_the_history_and_decides_nothing() -> None:
+    world, machine = running()
+    before = to_dict(machine.machine)
+    (record,) = machine.handle(RankNote(1, "checkpoint", "commit 3 is in a file"), world.now, 0.0)
+    assert isinstance(record, Record)
+    assert (record.kind, record.start, record.detail) == ("checkpoint", 1, "commit 3 is in a file")
+    assert machine.handle(RankNote(7, "checkpoint", "of nobody"), world.now, 0.0) == []
+    assert {**to_dict(machine.machine), "now": 0} == {**before, "now": 0}
 
 
 # -- after the end -------------------------------------------------------------------------------

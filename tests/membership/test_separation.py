@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from nbelastic.membership import EndRank, Machine, RankReady
+from nbelastic.membership.roster import REST
 from nbelastic.membership.separation import broken_pairs, outsiders
 
 from .crew import World
@@ -90,13 +91,35 @@ def test_a_job_goes_on_with_those_who_reach_each_other() -> None:
     trained(world, 20)
     separate(world, "B0", "C0")
     world.rank_on("A0").collective_failed()
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert workers(world.plans[-1]) == ["A0", "B0"]
-    assert len(world.plans) == 4
+    world.run(until=lambda: len(world.plans) == 4)
+    assert workers(world.plans[3]) == ["A0", "B0"]
     ended = [effect for effect in world.of(EndRank) if effect.how == "evict"]
     assert [effect.slot.worker for effect in ended] == ["tcp://C0"]
     assert "rank 1 on tcp://B0 cannot reach rank 2 on tcp://C0" in world.records("reset")[-1].detail
+
+
+def test_whoever_was_left_out_is_tried_again_after_a_rest() -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=Script(batches=4000))
+    trained(world, 20)
+    separate(world, "B0", "C0")
+    world.rank_on("A0").collective_failed()
+    world.run(until=lambda: len(world.plans) == 4)
+    assert workers(world.plans[3]) == ["A0", "B0"]
+    rested = world.now
+    world.run(until=lambda: len(world.plans) == 5)
+    assert world.now - rested > REST[0]
+    assert workers(world.plans[4]) == ["A0", "B0", "C0"]
+
+
+def test_of_two_a_newcomer_is_left_out_and_not_one_with_a_commit() -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=LONG)
+    trained(world, 20)
+    world.add("A1")  # its rank comes before those of B0 and C0
+    world.run_for(0.1)
+    separate(world, "A1", "C0")
+    world.run(until=lambda: len(world.plans) == 4)
+    assert [workers(plan) for plan in world.plans[1:3]] == [["A0", "A1", "B0", "C0"]] * 2
+    assert workers(world.plans[3]) == ["A0", "B0", "C0"]
 
 
 def test_a_job_that_needs_both_fails_and_names_them() -> None:

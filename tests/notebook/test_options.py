@@ -30,7 +30,8 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
     line = (
         "--cluster client --np 3 --min-np 2 --max-np 4 --workers alice bob --resources GPU=1 "
         "MEM=2.5 --slots-per-host 2 --reset-limit 0 --elastic-timeout 60 --stall-timeout 0.5 "
-        "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --name resnet"
+        "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --lease 600 "
+        "--checkpoint runs/resnet --checkpoint-every 50 --resume --name resnet"
     )
     found = parse(line)
     assert found == {
@@ -46,6 +47,10 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "stall_timeout": 0.5,
         "heartbeat_timeout": 5.0,
         "blacklist_cooldown": (10.0, 100.0),
+        "lease": 600.0,
+        "checkpoint": "runs/resnet",
+        "checkpoint_every": 50,
+        "resume": True,
         "name": "resnet",
     }
     assert set(found) == set(FIT_OPTIONS)
@@ -122,6 +127,7 @@ def test_an_open_quote_is_an_error():
         ("stream=all", ("stream", "all")),
         ("block=false", ("block", False)),
         ("quiet=true", ("quiet", True)),
+        ("resume=true", ("resume", True)),
     ],
 )
 def test_a_default_is_read_as_the_option_is(text, found):

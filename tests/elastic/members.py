@@ -1,0 +1,51 @@
+"""Members of a world that never changes, who keep checkpoints as those of a job do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nbelastic.elastic.checkpoint import CheckpointSpec
+from nbelastic.elastic.port import RankSpec
+from nbelastic.membership import FRESH, Member, Place, Plan, Slot
+
+
+class Notes(list):
+    """What ranks have told their job."""
+
+    def report(self, event):
+        self.append(event.detail)
+
+
+def make_member(context, url, *, run="a", every=1, resume=False, version=FRESH, notes=None):
+    """Make a member of a static world look like a session, and return the plan of that world."""
+    context.spec = RankSpec(
+        job="job",
+        start=context.rank,
+        place=Place(context.rank, context.size, 0, 1, 0, 1),
+        bind="127.0.0.1",
+        checkpoint=CheckpointSpec(url=str(url), run=run, every=every, resume=resume),
+    )
+    context.moves = 0
+    context.port = Notes() if notes is None else notes
+    slots = [Slot(f"S{rank}", f"tcp://{rank}", str(rank), "host") for rank in range(context.size)]
+    members = tuple(Member(rank, slot, ("", 0), version) for rank, slot in enumerate(slots))
+    return Plan(context.generation, members, loop=1)
+
+
+def begin(context, state, checkpoints, plan):
+    """Do what the elastic loop does once a generation has formed."""
+    resized = checkpoints.load(plan)
+    state.align(checkpoints.behind(plan))
+    state.save()
+    context.version = max(plan.version, 0)
+    checkpoints.begun()
+    return resized
+
+
+def written(checkpoints):
+    """Wait until nothing is under way."""
+    checkpoints._writer.wait(float("inf"))
+
+
+def files_in(directory):
+    return sorted(path.name for path in Path(directory).rglob("*") if path.is_file())
