@@ -182,12 +182,9 @@ class Desk:
 
     def leave(self, client: str) -> None:
         """Take note that a kernel is gone."""
-        for job, record in list(self._jobs.items()):
+        for record in list(self._jobs.values()):
             if record.client == client:
-                if record.machine.roster.starts == 0:
-                    self._plugin.drop(job)
-                else:
-                    record.conduct.abandon()
+                record.conduct.abandon()
 
     # -- tasks -----------------------------------------------------------------------------------
 

@@ -135,11 +135,18 @@ class Harm:
     # -- by the rank's thread ----------------------------------------------------------------------
 
     def _in_step(self, fault: Message) -> None:
-        kind = fault["kind"]
-        if kind == "fail":
-            raise InjectedFault(f"rank {self._session.rank} was told to fail")
+        kind, number = fault["kind"], fault["number"]
+        if (
+            kind == "fail"
+        ):  # by number, so that no two are the same error on one worker after another
+            raise InjectedFault(f"rank {self._session.rank} was told to fail (fault {number})")
         if kind == "memory":
-            _run_out_of_memory()
+            try:
+                _run_out_of_memory()
+            except MemoryError:
+                raise MemoryError(
+                    f"rank {self._session.rank} has none left (fault {number})"
+                ) from None
         if kind == "slow":
             self._slow = (fault["steps"], fault["seconds"])
         while kind == "hang":

@@ -162,7 +162,7 @@ def test_a_connection_that_breaks_and_comes_back_costs_nothing(crew, tmp_path):
         until(lambda: job.status.state == "running" or job.done(), "it runs")
         for _ in range(3):
             attached = kinds(job).count("attached")
-            client.loop.add_callback(lambda: client.scheduler_comm.comm.abort())
+            client.loop.add_callback(client.scheduler_comm.comm.abort)
             until(lambda n=attached: kinds(job).count("attached") > n or job.done(), "it is back")
         assert job.status.state == "running"
         before = job.status.commits
@@ -187,10 +187,9 @@ def test_a_killed_scheduler_fails_the_job_and_its_ranks_end(tmp_path):
     where = tmp_path / "scheduler.json"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    listening = ["--port", "0", "--no-dashboard", "--scheduler-file", where]
     scheduler = subprocess.Popen(
-        [sys.executable, "-m", "distributed.cli.dask_scheduler", "--port", "0"]
-        + ["--no-dashboard", "--scheduler-file", where],
-        **quiet,
+        [sys.executable, "-m", "distributed.cli.dask_scheduler", *listening], **quiet
     )
     until(where.exists, "a scheduler", 60)
     dask = [sys.executable, "-m", "distributed.cli.dask_worker", "--no-dashboard"]

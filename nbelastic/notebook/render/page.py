@@ -30,6 +30,7 @@ _HAPPENED = {
     "refused": "A worker is not used",
     "restarted": "The job starts over",
     "cooldown": "Cooldown",
+    "checkpoint": "Checkpoint",
     "abandoned": "Without a kernel",
     "attached": "Taken over",
 }
