@@ -61,7 +61,7 @@ class Row:
     p99: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a storm has cost a job.
 
@@ -135,6 +135,8 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{c[0]:<10}" + "".join(f"{cell:>10}" for cell in c[1:]) for c in self._cells()]
         return "\n".join([*lines, *self._notes()])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         head, *body = self._cells()

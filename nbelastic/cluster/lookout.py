@@ -48,6 +48,13 @@ class Lookout:
         self._found = found
         self._questions: set[asyncio.Task[None]] = set()
 
+    def acquaint(self, slot: str) -> None:
+        """Have a worker's nanny look once in good time: the first look takes it some imports."""
+        host = self._hosts[slot]
+        state = self._scheduler.workers.get(host.slot["worker"])
+        if state is not None and state.nanny:
+            self._send(host, Suspicion(), (host.slot["worker"], True))
+
     def look_at(self, slot: str) -> None:
         """Have somebody look at a worker's process, soon."""
         host = self._hosts[slot]
@@ -56,10 +63,13 @@ class Lookout:
         free = (who for who in self._watchers(host) if who not in host.asked)
         watcher = next(free, None)
         if watcher is not None:
-            host.asked.add(watcher)
-            task = asyncio.ensure_future(self._ask(host, host.suspicion, *watcher))
-            self._questions.add(task)
-            task.add_done_callback(self._questions.discard)
+            self._send(host, host.suspicion, watcher)
+
+    def _send(self, host: Host, suspicion: Suspicion, watcher: tuple[str, bool]) -> None:
+        host.asked.add(watcher)
+        task = asyncio.ensure_future(self._ask(host, suspicion, *watcher))
+        self._questions.add(task)
+        task.add_done_callback(self._questions.discard)
 
     def stop(self) -> None:
         """Wait for no more answers."""

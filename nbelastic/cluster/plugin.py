@@ -132,6 +132,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._hosts[slot["id"]] = Host(slot=slot, versions=versions, process=process)
         self._addresses[worker] = slot["id"]
         self._installer.arrived(worker)
+        self._pulse.acquaint(slot["id"])
         for name in self.jobs:
             self._announce(name, [slot["id"]])
 

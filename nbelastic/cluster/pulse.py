@@ -75,6 +75,10 @@ class Pulse:
         self._relay.stop()
         self._lookout.stop()
 
+    def acquaint(self, slot: str) -> None:
+        """Prepare those who will look at a worker's process if it falls silent."""
+        self._lookout.acquaint(slot)
+
     def take(self, slot: str | None, beats: list[tuple[str, list[Any]]]) -> None:
         """Take in what an agent has sent."""
         if slot is not None:

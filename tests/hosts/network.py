@@ -1,0 +1,270 @@
+"""Several hosts on this machine, and the cables between them, which can be cut.
+
+A host is a set of namespaces: a network with one card, processes of its own (killing the first one
+kills all), and mounts. The network needs no bridge, no veth and no name: each card is a TUN device,
+and one thread of the test carries the packets from card to card. So every packet passes through a
+few lines of Python, which can lose it or keep it for a while, in one direction or in both, between
+any two hosts, on any kernel. When the test's process ends, however it does, everything is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import heapq
+import itertools
+import os
+import random
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+MTU = 9000
+NETWORK = "10.77.0"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What happens to packets from one host to another."""
+
+    up: bool = True
+    delay: float = 0.0
+    loss: float = 0.0
+
+
+_GOOD = Link()
+
+
+class Host:
+    """A machine with a name, an address and a card in it."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        self.alive = True
+        self._line, inside = socket.socketpair()
+        self._processes: list[subprocess.Popen[Any]] = []
+        with inside:
+            self._holder = subprocess.Popen(
+                [
+                    *("unshare", "--net", "--pid", "--mount", "--fork", "--kill-child=SIGKILL"),
+                    *(sys.executable, str(ROOT / "tests" / "hosts" / "inside.py")),
+                    *(str(inside.fileno()), address, str(MTU)),
+                ],
+                pass_fds=[inside.fileno()],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        message, cards, _, _ = socket.recv_fds(self._line, 1024, 1)
+        if not cards:
+            self._line.close()
+            _, said = self._holder.communicate()
+            raise OSError(message[1:].decode() or said.strip() or "the host did not come up")
+        self.card = cards[0]
+        self._first = int(message)
+
+    def popen(self, command: Iterable[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a command on the host, in the root of this repository."""
+        enter = ["nsenter", f"--target={self._first}", "--net", "--pid", "--mount", f"--wd={ROOT}"]
+        process = subprocess.Popen([*enter, *command], **options)
+        self._processes.append(process)
+        return process
+
+    def kill(self) -> None:
+        """Send SIGKILL to every process on the host, and wait until they are gone."""
+        if not self.alive:
+            return
+        self.alive = False
+        os.kill(self._first, signal.SIGKILL)
+        for process in [*self._processes, self._holder]:
+            process.wait(timeout=20)
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        self._line.close()
+
+
+class Network:
+    """Hosts by name, and what is between them; made by :func:`a_network`."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.hosts: dict[str, Host] = {}
+        self._links: dict[tuple[bytes, bytes], Link] = {}
+        self.lost = 0
+        self._thread: threading.Thread | None = None
+        try:
+            for number, name in enumerate(names, start=1):
+                self.hosts[name] = Host(name, f"{NETWORK}.{number}")
+        except BaseException:
+            self.close()
+            raise
+        self._plug_in()
+
+    def _plug_in(self) -> None:
+        """Start to carry packets between the cards that are there now."""
+        self._plug, socket_in_wall = socket.socketpair()
+        self._thread = threading.Thread(
+            target=self._carry, args=(socket_in_wall,), name="cables", daemon=True
+        )
+        self._thread.start()
+
+    def _unplug(self) -> None:
+        if self._thread is not None:
+            self._plug.close()
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Take everything down. Nothing is left."""
+        for host in self.hosts.values():
+            host.kill()
+        self._unplug()
+        for host in self.hosts.values():
+            os.close(host.card)
+
+    def replace(self, name: str) -> None:
+        """Put a new host where a killed one was: it has its name and address, and nothing else."""
+        old = self.hosts[name]
+        assert not old.alive
+        self._unplug()
+        os.close(old.card)
+        self.hosts[name] = Host(name, old.address)
+        self._plug_in()
+
+    # -- what can be done to it ------------------------------------------------------------------
+
+    def set(self, source: str, target: str, link: Link | None = None) -> None:
+        """Say what happens to packets from one host to another; without a link, nothing bad."""
+        key = self._key(source), self._key(target)
+        if link is None:
+            self._links.pop(key, None)
+        else:
+            self._links[key] = link
+
+    def _key(self, name: str) -> bytes:
+        return socket.inet_aton(self.hosts[name].address)
+
+    def set_both(self, one: str, other: str, link: Link | None = None) -> None:
+        """Do :meth:`set` in both directions."""
+        self.set(one, other, link)
+        self.set(other, one, link)
+
+    def cut(self, name: str) -> None:
+        """Cut a host off from all others: packets vanish, and nobody is told."""
+        self.set_host(name, Link(up=False))
+
+    def cut_between(self, one: str, other: str) -> None:
+        """Cut the connection between two hosts; others reach both."""
+        self.set_both(one, other, Link(up=False))
+
+    def cut_from(self, name: str) -> None:
+        """Lose what a host sends; it hears the others."""
+        for other in self._others(name):
+            self.set(name, other, Link(up=False))
+
+    def cut_to(self, name: str) -> None:
+        """Lose what is sent to a host; the others hear it."""
+        for other in self._others(name):
+            self.set(other, name, Link(up=False))
+
+    def set_host(self, name: str, link: Link) -> None:
+        """Say what happens to all packets from and to a host."""
+        for other in self._others(name):
+            self.set_both(name, other, link)
+
+    def _others(self, name: str) -> list[str]:
+        return [other for other in self.hosts if other != name]
+
+    def heal(self) -> None:
+        """Make all connections whole and fast again."""
+        self._links.clear()
+
+    # -- the thread that carries packets ---------------------------------------------------------
+
+    def _carry(self, unplugged: socket.socket) -> None:
+        cards = {self._key(name): host.card for name, host in self.hosts.items()}
+        waiting: list[tuple[float, int, int, bytes]] = []
+        numbers, chance = itertools.count(), random.Random(0)
+        with unplugged, selectors.DefaultSelector() as selector:
+            selector.register(unplugged, selectors.EVENT_READ)
+            for card in cards.values():
+                selector.register(card, selectors.EVENT_READ, card)
+            while True:
+                timeout = max(waiting[0][0] - time.monotonic(), 0.0) if waiting else None
+                for key, _ in selector.select(timeout):
+                    if key.data is None:
+                        return
+                    for packet in _packets(key.data):
+                        link = self._links.get((packet[12:16], packet[16:20]), _GOOD)
+                        card = cards.get(packet[16:20])
+                        if card is None or not link.up or chance.random() < link.loss:
+                            self.lost += 1
+                            continue
+                        due = time.monotonic() + link.delay
+                        heapq.heappush(waiting, (due, next(numbers), card, packet))
+                while waiting and waiting[0][0] <= time.monotonic():
+                    _, _, card, packet = heapq.heappop(waiting)
+                    with contextlib.suppress(OSError):  # a card that is full or dead loses packets
+                        os.write(card, packet)
+
+
+def _packets(card: int) -> Iterator[bytes]:
+    """Yield what a host has sent; anything but IPv4 is noise."""
+    for _ in range(64):
+        try:
+            packet = os.read(card, 1 << 16)
+        except OSError:
+            return
+        if packet[0] >> 4 == 4:
+            yield packet
+
+
+@contextlib.contextmanager
+def a_network(*names: str) -> Iterator[Network]:
+    """Make hosts, and remove them with all that runs on them."""
+    network = Network(names)
+    try:
+        yield network
+    finally:
+        network.close()
+
+
+@functools.cache
+def why_not() -> str:
+    """Return why hosts cannot be made on this machine; empty if they can."""
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "mount") if shutil.which(tool) is None]
+    if missing:
+        return f"there is no {', '.join(missing)}"
+    try:
+        with a_network("a", "b") as network:
+            target = network.hosts["b"].address
+            ping = network.hosts["a"].popen([sys.executable, "-c", _REACH, target])
+            return "" if ping.wait(timeout=20) == 0 else "packets between namespaces get lost"
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+
+
+_REACH = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 1), timeout=5)
+except ConnectionRefusedError:  # the other host has answered
+    sys.exit(0)
+sys.exit(1)
+"""
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for processes on hosts."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **extra}
