@@ -30,5 +30,10 @@ SEED ?= 1
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
+# Schedules of the whole control plane over a simulated network: make simulate N=200000
+N ?= 10000
+simulate: $(STAMP)
+	$(BIN)/python -m tests.simulation $(N)
+
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

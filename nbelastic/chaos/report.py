@@ -180,14 +180,14 @@ def with_recovery(
 def _recovery(injection: Injection, history: Sequence[HistoryEvent], before: float) -> float | None:
     if injection.problem or injection.kind in HARMLESS:
         return None
-    since = injection.time - SLACK
+    since = injection.time
     if injection.kind != "partition":
         lost = [
             event.time
             for event in history
             if event.kind in ("lost", "left")
             and event.worker == injection.worker
-            and since <= event.time < before
+            and since - SLACK <= event.time < before
         ]
         if not lost:
             return None

@@ -92,6 +92,7 @@ class ElasticPlugin(SchedulerPlugin):
         if record is None:
             return
         record.conduct.stop()
+        self._desk.forget_tasks([record.key(s) for s in range(record.machine.roster.starts)])
         for host in self._hosts.values():
             self.to_agent(host.slot["id"], job, "forget")
         self._settle()

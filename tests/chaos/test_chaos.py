@@ -1,0 +1,131 @@
+"""Faults on order, on real workers: each does what it says, and the job gets through."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic import chaos
+from nbelastic.errors import OptionError
+from tests.chaos.storms import WORKERS, weather
+from tests.support.clusters import a_crew, kinds, sizes, until
+from tests.support.training import Workload, check
+
+PATIENT = {"np": 4, "min_np": 1, "stall_timeout": 3, "heartbeat_timeout": 5, "block": False}
+
+
+def under(crew, work, *faults, **options):
+    """Run a job with faults to its end; return it and the report."""
+    job = crew.fit(work, **{**PATIENT, **options})
+    until(lambda: job.status.state == "running" or job.done(), "it runs")
+    storm = chaos.inject(job, *faults)
+    check(job.results(120), work)
+    assert storm.wait(10)
+    return job, storm.report()
+
+
+def test_a_kill_happens_at_exactly_the_step_that_it_was_ordered_for(crew, tmp_path):
+    work = Workload(tmp_path, epochs=12, seconds=0.05)
+    job, report = under(crew, work, chaos.kill(rank=2, step=23))
+    times = next(result["times"] for result in job.results() if not result["newcomer"])
+    steps_with_four = [size for _, size in times].index(3)
+    assert steps_with_four == 22
+    (injection,) = report.injections
+    assert (injection.kind, injection.rank, injection.problem) == ("kill", 2, "")
+    assert injection.recovery is not None and injection.recovery > 0
+    assert report.steps_redone == 1
+    assert report.samples_redone == 3 * work.batch_size
+
+
+def test_what_has_to_be_redone_is_what_was_not_committed(crew, tmp_path):
+    work = Workload(tmp_path, epochs=12, seconds=0.05, commit_every=10)
+    _, report = under(crew, work, chaos.fail(rank=1, step=27))
+    assert report.steps_redone == 7
+    assert report.samples_redone == 3 * 7 * work.batch_size
+
+
+def test_a_fault_waits_for_its_generation(crew, tmp_path):
+    work = Workload(tmp_path, epochs=16, seconds=0.05)
+    faults = (chaos.fail(rank=3, after=1.0), chaos.fail(rank=1, generation=2))
+    job, report = under(crew, work, *faults)
+    assert [injection.rank for injection in report.injections] == [3, 1]
+    assert sizes(job)[:3] == [4, 3, 2]
+
+
+def test_a_worker_closes_in_the_middle_of_forming(crew, tmp_path):
+    work = Workload(tmp_path, epochs=16, seconds=0.05)
+    faults = (chaos.close(rank=1, forming=True), chaos.kill(rank=3, after=1.0))
+    job, report = under(crew, work, *faults)
+    assert sorted(injection.kind for injection in report.injections) == ["close", "kill"]
+    assert not report.skipped
+    lost = [e.worker for e in job.history if e.kind in ("lost", "left")]
+    assert {injection.worker for injection in report.injections} <= set(lost)
+
+
+def test_what_harms_nobody_for_long_costs_no_reset(crew, tmp_path):
+    work = Workload(tmp_path, epochs=16, seconds=0.05)
+    faults = (
+        chaos.stop(rank=0, seconds=0.1, step=10),
+        chaos.slow(rank=1, seconds=0.1, steps=5, step=15),
+        chaos.disk(rank=2, seconds=0.5, after=0.5),
+        chaos.pause(seconds=1.0, after=1.0),
+    )
+    job, report = under(crew, work, *faults, heartbeat_timeout=20, stall_timeout=20)
+    assert not report.skipped
+    assert len(report.injections) == 4
+    assert sizes(job) == [4]
+    assert report.rows[-1].resets == 0
+
+
+def test_cut_connections_are_made_anew_among_the_same_ranks(crew, tmp_path):
+    work = Workload(tmp_path, epochs=12, seconds=0.05)
+    job, report = under(crew, work, chaos.partition(rank=2, step=20))
+    assert sizes(job) == [4, 4]
+    assert "lost" not in kinds(job)
+    assert report.rows[-1].resets == 1
+
+
+@pytest.mark.parametrize("kind", ["memory", "hang", "restart"])
+def test_a_rank_is_left_out_that(crew, tmp_path, kind):
+    work = Workload(tmp_path, epochs=20, seconds=0.05)
+    fault = chaos.Fault(kind=kind, rank=1, step=20)
+    job, report = under(crew, work, fault)
+    assert sizes(job)[:2] == [4, 3]
+    assert report.rows[-1].resets == 1
+
+
+def test_a_worker_that_leaves_costs_nothing(tmp_path):
+    work = Workload(tmp_path, epochs=16, seconds=0.05)
+    with a_crew(n_workers=2) as crew:
+        job, report = under(crew, work, chaos.leave(rank=1, step=20), np=2)
+        assert sizes(job) == [2, 1]
+        assert "left" in kinds(job) and "lost" not in kinds(job)
+        assert report.steps_redone == 0
+
+
+def test_what_cannot_be_done_is_told_in_the_report(crew, tmp_path):
+    work = Workload(tmp_path, epochs=4)
+    faults = (chaos.kill(rank=7), chaos.hang(rank=0, step=10**6))
+    job, report = under(crew, work, *faults)
+    assert sizes(job) == [4]
+    assert {i.problem for i in report.skipped} == {"there are 4 ranks", "its time has not come"}
+
+
+def test_a_storm_that_was_stopped_does_no_more_harm(crew, tmp_path):
+    work = Workload(tmp_path, epochs=30)
+    job = crew.fit(work, **PATIENT)
+    storm = chaos.inject(job, chaos.kill(rank=0, step=80), chaos.kill(rank=1, after=60))
+    until(lambda: job.status.commits > 5 or job.done(), "commits")
+    with pytest.raises(OptionError, match="has a storm already"):
+        chaos.inject(job)
+    storm.stop()
+    check(job.results(120), work)
+    assert sizes(job) == [4]
+    assert len(storm.report().skipped) == 2
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.timeout(400)
+def test_a_random_storm_changes_no_result_and_leaves_nothing_behind(tmp_path, seed):
+    with a_crew(n_workers=WORKERS) as crew:
+        run = weather(crew, tmp_path, seed, epochs=60, every=1.5)
+    assert not run.problem, f"seed {seed}: {run.problem}\n{run.report}\n{run.trace}"
