@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.membership import from_dict, view
+from nbelastic.membership import SlotBusy, from_dict, pack_event, view
 
 from .conductor import Conductor
 from .records import RANK_KEY, JobRecord
@@ -59,6 +59,8 @@ class Desk:
         self, job: str, client: str, topic: str, payload: bytes, spec: dict[str, Any]
     ) -> str:
         """Publish a job; return an empty string, or why that cannot be."""
+        if client not in self._scheduler.clients:
+            return "its kernel is gone"  # this came later, on a connection of its own
         if job in self._jobs:
             return f"a job named {job!r} is on this cluster already"
         workers = spec["workers"]
@@ -159,7 +161,7 @@ class Desk:
     ) -> dict[str, Any]:
         """Hand a job over to a driver: a new one, or (with its epoch) the one that had it last."""
         record = self._jobs.get(job)
-        if record is None:
+        if record is None or client not in self._scheduler.clients:
             return {"problem": "unknown", "jobs": sorted(self._jobs)}
         if epoch is not None and record.epoch != epoch:
             return {"problem": "taken"}
@@ -182,23 +184,39 @@ class Desk:
 
     def leave(self, client: str) -> None:
         """Take note that a kernel is gone."""
-        for record in list(self._jobs.values()):
+        for job, record in list(self._jobs.items()):
             if record.client == client:
+                self._take_back(job, record)
                 record.conduct.abandon()
+
+    def _take_back(self, job: str, record: JobRecord) -> None:
+        """Take back slots for which the kernel has not submitted a task: nobody will."""
+        for start, slot in list(record.ranks.items()):
+            if record.key(start) not in self._scheduler.tasks:
+                self._plugin.free(job, start, slot)
+                record.conduct.take_in(pack_event(SlotBusy(slot)))
 
     # -- tasks -----------------------------------------------------------------------------------
 
-    def keep_tasks(self, keys: Any) -> None:
-        """Have Dask keep ranks' tasks when the kernel that has submitted them is gone."""
-        ours = [key for key in keys if isinstance(key, str) and key.startswith(RANK_KEY)]
+    def keep_tasks(self, keys: Any, client: str) -> None:
+        """Have Dask keep ranks' tasks when the kernel that has submitted them is gone.
+
+        One that comes when its kernel or its worker is gone already is not wanted any more.
+        """
+        ours = {key for key in keys if isinstance(key, str) and key.startswith(RANK_KEY)}
         if ours:
-            self._scheduler.client_desires_keys(keys=ours, client=KEEPER)
+            wanted = {rec.key(start) for rec in self._jobs.values() for start in rec.ranks}
+            self._scheduler.client_desires_keys(keys=list(ours & wanted), client=KEEPER)
+            asyncio.get_running_loop().call_soon(self._forget, list(ours - wanted), client)
 
     def forget_tasks(self, keys: list[str]) -> None:
         """Let go of tasks that will never run to an end: Dask would keep them for ever."""
+        self._forget(keys, KEEPER)
+
+    def _forget(self, keys: list[str], client: str) -> None:
         known = [key for key in keys if key in self._scheduler.tasks]
-        if known:
-            self._scheduler.client_releases_keys(keys=known, client=KEEPER)
+        if known and client in self._scheduler.clients:
+            self._scheduler.client_releases_keys(keys=known, client=client)
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -101,9 +101,11 @@ class ElasticPlugin(SchedulerPlugin):
         """Carry on the jobs of a kernel that is gone, until another attaches to them."""
         self._desk.leave(client)
 
-    def update_graph(self, scheduler: Scheduler, *, keys: Any = (), **kwargs: Any) -> None:
+    def update_graph(
+        self, scheduler: Scheduler, *, client: str, keys: Any = (), **kwargs: Any
+    ) -> None:
         """Keep ranks' tasks when the kernel that has submitted them is gone."""
-        self._desk.keep_tasks(keys)
+        self._desk.keep_tasks(keys, client)
 
     def _settle(self) -> None:
         if not self.jobs:
@@ -224,6 +226,19 @@ class ElasticPlugin(SchedulerPlugin):
         self.grant(record, effect.start, slot)
         return None
 
+    def free(self, job: str, start: int, slot: str | None) -> None:
+        """Take a slot back from a rank, and offer it to all."""
+        record = self.jobs.get(job)
+        if record is not None:
+            record.ranks.pop(start, None)
+            record.beats.pop(start, None)
+            record.places.pop(start, None)
+        if slot is not None:
+            if self._hosts[slot].holder == (job, start):
+                self._hosts[slot].holder = None
+            for name in self.jobs:
+                self._announce(name, [slot])
+
     def grant(self, record: JobRecord, start: int, slot: str) -> None:
         """Have the driver start a rank on a slot that it was given."""
         place = record.places[start]
@@ -262,22 +277,17 @@ class ElasticPlugin(SchedulerPlugin):
         self.mark_leaving(worker)
 
     def _ended(self, worker: str, job: str, start: int) -> None:
-        record = self.jobs.get(job)
-        if record is not None:
-            record.ranks.pop(start, None)
-            record.beats.pop(start, None)
-            record.places.pop(start, None)
-        slot = self._addresses.get(worker)
-        if slot is None:
-            return
-        host = self._hosts[slot]
-        if host.holder == (job, start):
-            host.holder = None
-        for name in self.jobs:
-            self._announce(name, [slot])
+        self.free(job, start, self._addresses.get(worker))
 
     def _take_beats(self, worker: str, beats: list[tuple[str, list[Any]]]) -> None:
-        self._pulse.take(self._addresses.get(worker), beats)
+        slot = self._addresses.get(worker)
+        self._pulse.take(slot, beats)
+        for job, (start, *_) in beats:  # of ranks that nobody knows (any more)
+            if slot is not None and (
+                job not in self.jobs or self.jobs[job].ranks.get(start) != slot
+            ):
+                reason = "the job goes on without this rank"
+                self.to_agent(slot, job, "end", start=start, how="evict", reason=reason)
 
     # -- sending -----------------------------------------------------------------------------------
 

@@ -130,6 +130,8 @@ class Roster:
         those who were there when the first of them returned.
     fruitless : int
         Plans in a row with the members of the one before, which a fault had ended without a commit.
+    barren : int
+        The same, whoever the members.
     short_since : float or None
         Since when there has been no training because too few slots were there.
     departing : list of str
@@ -170,6 +172,7 @@ class Roster:
     starts: int = 0
     crew: list[int] = field(default_factory=list)
     fruitless: int = 0
+    barren: int = 0
     forming_failures: int = 0
     stalls: int = 0
     short_since: float | None = None

@@ -18,6 +18,10 @@ FRUITLESS = 10
 """Plans in a row of the same members, each ended by a fault without a commit; then it fails."""
 
 
+BARREN = 30
+"""Plans in a row, whoever their members, each after a fault and without a commit; then it fails."""
+
+
 class Rules(Watch):
     """The rules; :meth:`_advance` applies them all."""
 
@@ -60,7 +64,8 @@ class Rules(Watch):
         roster = self.roster
         common = min((rank.version for rank in roster.members()), default=FRESH)
         if common > roster.version:
-            roster.version, roster.stalls, roster.fruitless = common, 0, 0
+            roster.version = common
+            roster.stalls = roster.fruitless = roster.barren = 0
 
     def _finish(self) -> None:
         """End the job once every member that is left has returned."""
@@ -181,8 +186,10 @@ class Rules(Watch):
             self._end("failed", "reset_limit", reason)
             return False
         roster.fruitless = roster.fruitless + 1 if same and causes else 0
-        if roster.fruitless >= FRUITLESS:
-            self._give_up(f"the ranks failed {FRUITLESS} times in a row without a commit")
+        roster.barren += bool(causes)
+        if roster.fruitless >= FRUITLESS or roster.barren >= BARREN:
+            times = FRUITLESS if roster.fruitless >= FRUITLESS else BARREN
+            self._give_up(f"ranks failed {times} times in a row without a commit")
             return False
         roster.resets += 1
         roster.reset_causes.clear()

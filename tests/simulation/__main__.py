@@ -1,0 +1,78 @@
+"""Play many schedules: ``python -m tests.simulation 1000``."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import multiprocessing
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from .trace import story
+from .world import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BLOCK = 50
+
+
+def main() -> int:
+    """Play schedules over all cores; tell the failing ones at the end."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("number", type=int, help="how many schedules")
+    parser.add_argument("--seed", type=int, default=0, help="the first one's seed")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--trace", action="store_true", help="print what happens in each")
+    options = parser.parse_args()
+    seeds = range(options.seed, options.seed + options.number)
+    if options.trace:
+        for seed in seeds:
+            print(story(seed))
+        return 0
+    began = time.monotonic()
+    ends: collections.Counter[str] = collections.Counter()
+    failing: list[tuple[int, str]] = []
+    for part in _play_all(seeds, options.jobs):
+        for seed, end, problem in part:
+            ends[end] += 1
+            if problem:
+                failing.append((seed, problem))
+                print(f"\nseed {seed}: {problem}", flush=True)
+        seconds = time.monotonic() - began
+        print(f"\r{ends.total()} schedules in {seconds:.0f} s", end="", flush=True)
+    print("".join(f"\n{count:8} {end}" for end, count in ends.most_common()))
+    if failing:
+        print(f"{len(failing)} failing; the first, as it happened:\n")
+        print(story(failing[0][0]))
+    return 1 if failing else 0
+
+
+def _play_all(seeds: range, jobs: int) -> Iterator[list[tuple[int, str, str]]]:
+    blocks = [seeds[i : i + BLOCK] for i in range(0, len(seeds), BLOCK)]
+    if jobs == 1:
+        yield from map(play, blocks)
+        return
+    with multiprocessing.get_context("fork").Pool(jobs, initializer=gc.freeze) as pool:
+        yield from pool.imap_unordered(play, blocks)
+
+
+def play(seeds: range) -> list[tuple[int, str, str]]:
+    """Play some schedules; return how each ended, and what did not hold."""
+    ends = []
+    for seed in seeds:
+        try:
+            world = simulate(seed)
+        except Exception as error:  # whatever it is, it is found, and belongs to this seed
+            ends.append((seed, "BROKEN", f"{type(error).__name__}: {error}"))
+        else:
+            ends.append((seed, world.end, ""))
+    gc.collect()
+    return ends
+
+
+if __name__ == "__main__":
+    sys.exit(main())

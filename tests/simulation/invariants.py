@@ -1,0 +1,212 @@
+"""What must hold: after every event of the driver's machine, and at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.errors import JobError, JobStopped
+from nbelastic.membership import (
+    FRESH,
+    EndRank,
+    LoopDone,
+    Phase,
+    Publish,
+    RankReady,
+    Release,
+    RestartWorker,
+    Stage,
+)
+from tests.membership.invariants import Checked
+
+from .exchange import is_broken
+
+if TYPE_CHECKING:
+    from nbelastic.membership import Effect, Event, Machine
+
+    from .world import World
+
+__all__ = ["WatchedMachine", "check_outcome", "is_endless", "leftovers", "watch_hang"]
+
+THOROUGH = 16
+"""Every so many seeds the invariants that need a copy of the machine are checked, too."""
+
+KNOWN_ERRORS = (
+    "tests.simulation.user.Trouble",
+    "nbelastic.errors.CollectiveError",
+)
+"""What ranks of a simulated job may raise; anything else is a bug."""
+
+
+def watch_hang(world: World, start: int) -> None:
+    """A rank hangs: if others wait for it, they must not have to for long."""
+    limit = world.options.stall_timeout
+
+    def look() -> None:
+        actor = world.actors[start]
+        roster = world.machine.roster if world.machine is not None else None
+        if roster is None or world.troubled or world.slow or not actor.fiber.process.alive:
+            return
+        members = [rank.start for rank in roster.awaited()]
+        free = [s for s in members if not world.actors[s].hanging]
+        late = start in members and free and roster.phase == Phase.RUNNING
+        world.hub.require(not late, f"{free} wait for start {start}, which hangs")
+
+    world.later(2.5 * limit + 5.0, look)
+
+
+class WatchedMachine(Checked):
+    """The scheduler's copy of a job's machine, with its invariants checked after every event."""
+
+    def __init__(self, world: World, machine: Machine) -> None:
+        super().__init__(machine.roster.limits)
+        self.world, self.machine = world, machine
+        self.thorough = world.seed % THOROUGH == 0
+        self.done: set[tuple[int, int]] = set()
+        self.fenced: set[int] = set()
+        self.generation = self.trained = 0
+
+    def handle(self, event: Event, now: float, chance: float = 0.0) -> list[Effect]:
+        ending = [rank.start for rank in self.roster.in_stage(Stage.ENDING)]
+        self.generation = self.roster.generation
+        if self.roster.phase == Phase.RUNNING:
+            self.trained = self.generation
+        try:
+            effects = super().handle(event, now, chance)
+            self.check_fenced(ending, effects)
+            self.check_costs(event, effects)
+            self.check_release(event, effects)
+        except AssertionError as error:
+            self.world.hub.require(False, f"after {event}: {error!r}")
+            raise
+        if self.world.hub.trace is not None:
+            self._write(event, effects)
+        return effects
+
+    def check_fenced(self, ending: list[int], effects: list[Effect]) -> None:
+        """Who was told to end never takes part again, and nobody is left in an old generation."""
+        ranks = self.roster.ranks
+        back = [start for start in ending if start in ranks and ranks[start].stage != Stage.ENDING]
+        assert not back, f"{back} were told to end, and are back"
+        for effect in effects:
+            if isinstance(effect, EndRank):
+                self.fenced.add(effect.start)
+            elif isinstance(effect, Publish):
+                back = [m.start for m in effect.plan.members if m.start in self.fenced]
+                assert not back, f"{back} were told to end, and are planned"
+                self.check_let_go(effect.plan.generation)
+
+    def check_let_go(self, generation: int) -> None:
+        """Whoever counts has no connection of an older generation any more."""
+        world = self.world
+        for start in set(self.roster.ranks) - self.fenced:
+            actor = world.actors.get(start)
+            if actor is not None and actor.fiber.process.alive:
+                held = world.exchange.open.get(actor.fiber)
+                free = held is None or held.generation >= generation or is_broken(held)
+                assert free, f"start {start} is still in generation {held and held.generation}"
+
+    def check_release(self, event: Event, effects: list[Effect]) -> None:
+        """The elastic loop is over for all members at once, when all have come to its end."""
+        if isinstance(event, LoopDone):
+            self.done.add((event.start, event.generation))
+        for effect in effects:
+            if isinstance(effect, Release):
+                early = [s for s in effect.starts if (s, effect.generation) not in self.done]
+                assert not early, f"{early} are still in their loop"
+
+    def check_costs(self, event: Event, effects: list[Effect]) -> None:
+        """A fault on one worker costs no other its process; a planned change costs nothing."""
+        world = self.world
+        trained = self.trained and self.trained == self.generation
+        if world.only_planned and trained and isinstance(event, RankReady):
+            assert event.version == FRESH or not event.failed, (
+                "a planned change has rolled somebody back"
+            )
+        for effect in effects:
+            if isinstance(effect, RestartWorker) and world.script.harmless:
+                assert world.touched(effect.slot.id), f"{effect.slot.id} had no fault: {effect}"
+
+    def copy(self) -> Any:
+        return super().copy() if self.thorough else None
+
+    def check_1_old_messages(self, machine: Any, *args: Any) -> None:
+        if machine is not None:
+            super().check_1_old_messages(machine, *args)
+
+    def check_8_fault_isolated(self, event: Any, machine: Any, *args: Any) -> None:
+        if machine is not None:
+            super().check_8_fault_isolated(event, machine, *args)
+
+    def _write(self, event: Event, effects: list[Effect]) -> None:
+        kind = type(event).__name__
+        if effects or kind not in ("Tick", "Beats"):
+            self.world.hub.say("machine", f"{event}")
+        for effect in effects:
+            self.world.hub.say("machine", f"    -> {effect}  [{self.roster.phase.value}]")
+
+
+def is_endless(world: World) -> bool:
+    """Whether it is for the job's owner to end it: the function fails for ever, or nobody waits
+    for a rank that hangs."""
+    if any(mishap.times > 1 for mishap in world.script.mishaps):
+        return True
+    roster = world.machine.roster if world.machine is not None else None
+    members = roster.members() if roster is not None and roster.phase == Phase.RUNNING else []
+    return bool(members) and all(world.actors[rank.start].hanging for rank in members)
+
+
+def check_outcome(world: World) -> None:
+    """The outcome must be one that what happened explains."""
+    future, script = world.driver.future, world.script
+    for failure in world.driver.books.failures.values():
+        known = failure.summary.startswith(KNOWN_ERRORS)
+        assert known, f"a rank raised {failure.summary}\n{failure.where()}"
+    error = future.exception()
+    if error is None:
+        results = future.result()
+        assert len(set(results)) == 1, f"ranks returned different results: {results}"
+        expected = results[0] == "early" or results[0][0] == script.steps
+        assert expected, f"the result is {results[0]}, after {script.steps} steps"
+        check_version(world)
+        return
+    assert isinstance(error, JobError), f"not an outcome: {error!r}"
+    if isinstance(error, JobStopped):
+        assert world.stopped, "stopped by nobody"
+        return
+    calm = not world.faults and script.harmless and world.options.slots_per_host is None
+    assert not calm, f"nothing went wrong, but: {error!r}"
+
+
+def check_version(world: World) -> None:
+    """The committed version at the end is the highest that a surviving rank has told of."""
+    assert world.machine is not None
+    roster = world.machine.roster
+    told = [v for (start, _, v) in world.ledger if start in roster.outcome.starts]
+    if told and roster.plan.loop > 0:
+        assert roster.version == max(told), f"ends with {roster.version}, told of {max(told)}"
+
+
+def leftovers(world: World) -> list[str]:
+    """Return what is left of the job."""
+    found = []
+    plugin: Any = world.scheduler.plugins["nbelastic"]
+    found += [f"the job {name!r} on the scheduler" for name in plugin.jobs]
+    for slot, host in plugin._hosts.items():
+        if host.holder is not None and world.reachable(slot):
+            found.append(f"the slot {slot}, held by {host.holder}")
+    found += [f"the task {key}" for key in world.scheduler.tasks]
+    if world.driver_lives():
+        found += [f"the future {key}" for key in world.client.futures]
+        found += [f"the topic {topic}" for topic in world.client._event_handlers]
+    for worker in world.living():
+        if worker.process.frozen:
+            continue
+        found += [f"the thread {fiber.name}" for fiber in worker.process.fibers]
+        agent = worker.plugins.get("nbelastic")
+        if agent is not None and (agent._sessions or agent._beats.running):
+            found.append(f"sessions of {worker.id}")
+    for client in world.scheduler.everybody:
+        if client.process.alive:
+            found += [f"the thread {fiber.name}" for fiber in client.process.fibers]
+    found += [f"the driver {d.name}" for d in world.former if not d.future.done()]
+    return found

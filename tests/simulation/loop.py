@@ -1,0 +1,192 @@
+"""Virtual time: the event loops of many processes, run by one real thread.
+
+A :class:`Hub` holds everything that is to happen, in the order of virtual time. Each simulated
+process is an event loop of its own (asyncio's tasks, sleeps and events work on it), so it can be
+stopped, continued, slowed and killed by itself. Its threads are in :mod:`.fibers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from asyncio import events
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from greenlet import getcurrent
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from .fibers import Fiber
+
+__all__ = ["Hub", "Process", "Stuck"]
+
+
+class Stuck(AssertionError):
+    """Nothing will ever happen again, and something is still waited for."""
+
+
+class Hub:
+    """All that is to happen."""
+
+    def __init__(self, random: random.Random) -> None:
+        self.random = random
+        self.now = 0.0
+        self.current: Fiber | None = None
+        self.errors: list[str] = []
+        self.trace: list[str] | None = None
+        self.steps = 0
+        self._greenlet = getcurrent()
+        self._queue: list[tuple[float, int, asyncio.Handle]] = []
+        self._number = 0
+
+    def say(self, who: str, what: str) -> None:
+        """Write a line into the trace. Guard calls with ``if hub.trace is not None``."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now:10.4f}  {who:<14} {what}")
+
+    def require(self, condition: object, message: str) -> None:
+        """Note a broken invariant; the run ends with it, wherever it was found."""
+        if not condition:
+            self.say("BROKEN", message)
+            self.errors.append(message)
+
+    def push(self, when: float, handle: asyncio.Handle) -> None:
+        self._number += 1
+        heapq.heappush(self._queue, (when, self._number, handle))
+
+    def run(self, done: Callable[[], bool], limit: float) -> bool:
+        """Let things happen until ``done()`` or the time is up; return whether it is done."""
+        queue = self._queue
+        while not done():
+            if self.errors:
+                raise AssertionError(self.errors[0])
+            if not queue:
+                raise Stuck(f"nothing will happen any more, at {self.now:.3f}")
+            when, number, handle = heapq.heappop(queue)
+            if when > limit:
+                heapq.heappush(queue, (when, number, handle))
+                self.now = limit
+                return False
+            if handle._cancelled:
+                continue
+            self.now = max(self.now, when)
+            process: Process = handle._loop  # type: ignore[attr-defined]
+            process.run(handle)
+            self.steps += 1
+        return True
+
+    def switch(self) -> None:
+        """Go back to the hub; called by a fiber."""
+        self._greenlet.switch()
+
+
+class Process(asyncio.AbstractEventLoop):
+    """A process: an event loop, the fibers that are its threads, and whether it runs at all."""
+
+    def __init__(self, hub: Hub, name: str, host: str) -> None:
+        self.hub, self.name, self.host = hub, name, host
+        self.alive = True
+        self.frozen = False
+        self.fibers: set[Fiber] = set()
+        self.owner: Any = None
+        self.mourners: list[Callable[[], None]] = []
+        self._backlog: deque[asyncio.Handle] = deque()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    # -- what faults do -----------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Go on: first with all that has come in meanwhile, in its order."""
+        self.frozen = False
+        backlog, self._backlog = self._backlog, deque()
+        for handle in backlog:
+            self.hub.push(self.hub.now, handle)
+
+    def kill(self) -> None:
+        """End now, wherever it is. Nothing of it is ever run again, but for its own unwinding."""
+        if not self.alive:
+            return
+        self.alive = False
+        mourners, self.mourners = self.mourners, []
+        for mourn in mourners:
+            mourn()
+        for fiber in list(self.fibers):
+            fiber.unwind()
+        for task in list(self._tasks):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            task.get_coro().close()  # type: ignore[union-attr]
+        self._tasks.clear()
+        self._backlog.clear()
+
+    # -- running ------------------------------------------------------------------------------
+
+    def run(self, handle: asyncio.Handle) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            self._backlog.append(handle)
+            return
+        events._set_running_loop(self)
+        try:
+            handle._run()
+        finally:
+            events._set_running_loop(None)
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self.hub.push(self.hub.now, handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self.hub.push(self.hub.now + delay, handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        return self.call_later(max(when - self.hub.now, 0.0), callback, *args, context=context)
+
+    def add_callback(self, callback: Any, *args: Any, **kwargs: Any) -> None:
+        """Tornado's name for :meth:`call_soon`."""
+        self.call_soon(lambda: callback(*args, **kwargs))
+
+    def time(self) -> float:
+        return self.hub.now
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=self, **kwargs)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return not self.alive
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if self.alive and error is not None:
+            self.hub.errors.append(f"in {self.name}: {error!r} ({context.get('message')})")
+            self.hub.failure = error

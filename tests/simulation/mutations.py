@@ -1,0 +1,170 @@
+"""Deliberate bugs: each breaks something that must hold, and the simulation must see it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.cluster import agent
+from nbelastic.cluster.conductor import Conductor
+from nbelastic.cluster.plugin import ElasticPlugin
+from nbelastic.elastic import loop as elastic_loop
+from nbelastic.elastic.session import Session
+from nbelastic.elastic.state import ObjectState
+from nbelastic.membership import Machine, Phase, RankReady, Stage
+from nbelastic.membership.roster import Roster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MUTATIONS", "SHOWN_BY_PLANNED_CHANGES"]
+
+Patch = tuple[Any, str, "Callable[[Any], Any]"]
+
+MUTATIONS: dict[str, Patch] = {}
+"""By name: what is replaced, and a function from the original to what it becomes."""
+
+
+def _mutation(target: Any, attribute: str) -> Callable[[Any], Any]:
+    def add(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        name = make.__name__.strip("_").replace("_", " ")
+        MUTATIONS[name] = (target, attribute, make)
+        return make
+
+    return add
+
+
+@_mutation(Machine, "_on_RankReady")
+def _ready_reports_of_older_generations_count(original: Any) -> Any:
+    def handle(self: Any, event: RankReady) -> None:
+        original(self, dataclasses.replace(event, left=self.roster.generation))
+
+    return handle
+
+
+@_mutation(Machine, "_evict")
+def _a_rank_that_was_evicted_may_come_back(original: Any) -> Any:
+    def evict(self: Any, ranks: Any, reason: str) -> None:
+        original(self, ranks, reason)
+        for rank in ranks:
+            rank.stage, rank.since = Stage.STARTING, self._now
+            self.roster.ranks[rank.start] = rank
+
+    return evict
+
+
+@_mutation(agent, "deliver")
+def _agents_ignore_aborts(original: Any) -> Any:
+    def deliver(session: Any, do: str, fields: Any) -> None:
+        if do != "abort":
+            original(session, do, fields)
+
+    return deliver
+
+
+@_mutation(Machine, "_note_finish")
+def _the_loop_is_over_for_all_when_it_is_for_one(original: Any) -> Any:
+    def note(self: Any) -> None:
+        if self.roster.in_stage(Stage.DONE):
+            for rank in self.roster.in_stage(Stage.MEMBER):
+                rank.stage = Stage.DONE
+        original(self)
+
+    return note
+
+
+@_mutation(Machine, "_note_version")
+def _versions_may_go_back(_: Any) -> Any:
+    def note(self: Any, rank: Any, version: int) -> None:
+        rank.version = version
+
+    return note
+
+
+@_mutation(Machine, "_expire_ending")
+def _nobody_watches_ranks_that_do_not_end(_: Any) -> Any:
+    return lambda self: None
+
+
+@_mutation(Machine, "_watch_for_stalls")
+def _nobody_watches_for_stalls(_: Any) -> Any:
+    return lambda self: None
+
+
+@_mutation(Roster, "free_slots")
+def _a_slot_may_be_given_to_two_ranks(_: Any) -> Any:
+    def free(self: Any, now: float) -> list[Any]:
+        slots = self.slots.values()
+        return [s for s in slots if s.id not in self.departing and not self.excluded(s, now)]
+
+    return free
+
+
+@_mutation(Machine, "_on_SlotLeaving")
+def _workers_that_are_to_leave_are_planned(_: Any) -> Any:
+    return lambda self, event: None
+
+
+@_mutation(Machine, "_close")
+def _the_end_does_not_wait_for_ranks(original: Any) -> Any:
+    def close(self: Any) -> None:
+        for rank in self.roster.in_stage(Stage.ENDING):
+            self.roster.ranks.pop(rank.start)
+        original(self)
+
+    return close
+
+
+@_mutation(Machine, "_gather")
+def _a_plan_does_not_wait_for_members_to_let_go(original: Any) -> Any:
+    def gather(self: Any) -> None:
+        if self.roster.phase == Phase.GATHERING and self.roster.in_stage(Stage.READY):
+            for rank in self.roster.awaited():
+                rank.stage = Stage.STARTING
+        original(self)
+
+    return gather
+
+
+@_mutation(Conductor, "step")
+def _a_step_of_the_journal_may_be_missing(original: Any) -> Any:
+    def step(self: Any, number: int, now: float, chance: float, seq: int, event: Any) -> bool:
+        if number % 7 == 0:
+            self._record.steps = number
+            return True
+        return bool(original(self, number, now, chance, seq, event))
+
+    return step
+
+
+@_mutation(Session, "_ask_all")
+def _each_rank_leaves_when_it_has_heard(_: Any) -> Any:
+    return lambda self: self.change_flag()
+
+
+@_mutation(ObjectState, "align")
+def _newcomers_get_no_state(_: Any) -> Any:
+    return lambda self, behind: None
+
+
+@_mutation(ObjectState, "restore")
+def _a_failed_step_is_not_rolled_back(_: Any) -> Any:
+    return lambda self: None
+
+
+@_mutation(elastic_loop, "_leave")
+def _leaving_saves_without_a_new_version(_: Any) -> Any:
+    def leave(session: Any, state: Any) -> None:
+        state.leave()
+        state.save()
+
+    return leave
+
+
+@_mutation(ElasticPlugin, "_ended")
+def _slots_are_never_given_back(_: Any) -> Any:
+    return lambda self, worker, job, start: None
+
+
+SHOWN_BY_PLANNED_CHANGES = {"each rank leaves when it has heard"}
+"""Those that only a schedule shows in which nothing should be rolled back."""

@@ -1,0 +1,165 @@
+"""The network between processes: streams that keep their order, and calls that do not.
+
+A message takes a while. A *cut* from one host to another holds up what is on its way, as TCP does,
+until it is healed; what is on its way when a connection breaks is lost.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from .loop import Hub, Process
+
+__all__ = ["Broken", "Network", "Pipe"]
+
+
+class Broken(OSError):
+    """The connection is broken."""
+
+
+class Network:
+    """All connections.
+
+    Parameters
+    ----------
+    hub : Hub
+        What runs everything.
+    slowness : float
+        Mean delay of a message, in seconds.
+    again : float
+        How likely a message that may come twice does.
+    """
+
+    def __init__(self, hub: Hub, slowness: float, again: float) -> None:
+        self.hub, self.slowness, self.again = hub, slowness, again
+        self.cuts: set[tuple[str, str]] = set()
+        self._held: list[Callable[[], None]] = []
+
+    def delay(self) -> float:
+        chance = self.hub.random.random()
+        stretched = 20.0 if chance > 0.97 else 2.0 * chance
+        return self.slowness * (0.2 + stretched)
+
+    def blocked(self, source: Process, target: Process) -> bool:
+        return bool(self.cuts) and (source.host, target.host) in self.cuts
+
+    def cut(self, source: str, target: str) -> None:
+        self.cuts.add((source, target))
+
+    def heal(self) -> None:
+        """Undo all cuts; what was held up arrives."""
+        self.cuts.clear()
+        held, self._held = self._held, []
+        for deliver in held:
+            deliver()
+
+    def hold(self, deliver: Callable[[], None]) -> None:
+        self._held.append(deliver)
+
+    def post(self, source: Process, target: Process, call: Callable[[], object]) -> None:
+        """Have `call` run in `target`, some time."""
+        target.call_later(self.delay(), self._arrive, source, target, call)
+
+    def _arrive(self, source: Process, target: Process, call: Callable[[], object]) -> None:
+        if self.blocked(source, target):
+            self.hold(lambda: self.post(source, target, call))
+        else:
+            call()
+
+    async def call(self, source: Process, target: Process, function: Any, kwargs: Any) -> Any:
+        """Call a coroutine function, or a function, in another process; return what it returns."""
+        answer: asyncio.Future[Any] = source.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if answer.done():
+                return
+            if error is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(error)
+
+        def reply(result: Any, error: BaseException | None = None) -> None:
+            self.post(target, source, lambda: settle(result, error))
+
+        def broken() -> None:
+            error = Broken(f"{target.name} is gone")
+            source.call_later(self.delay(), settle, None, error)
+
+        async def work() -> None:
+            try:
+                result = function(**kwargs)
+                if hasattr(result, "__await__"):
+                    result = await result
+            except Exception as error:  # goes back to the caller, as in Dask
+                reply(None, error)
+            else:
+                reply(result)
+
+        if not target.alive:
+            broken()
+        else:
+            target.mourners.append(broken)
+            self.post(source, target, lambda: target.create_task(work()))
+        try:
+            return await answer
+        finally:
+            if broken in target.mourners:
+                target.mourners.remove(broken)
+
+
+class Pipe:
+    """One direction of a stream: messages arrive in their order, or not at all."""
+
+    def __init__(
+        self,
+        network: Network,
+        source: Process,
+        target: Process,
+        receive: Callable[[Any], None],
+    ) -> None:
+        self.network, self.source, self.target = network, source, target
+        self.closed = False
+        self._receive = receive
+        self._free = 0.0
+        self._held: list[Any] = []
+
+    def send(self, message: Any, *, again: bool = False) -> None:
+        """Send; `again` says that it may arrive twice."""
+        if self.closed or not self.source.alive:
+            raise Broken("the stream is closed")
+        hub = self.network.hub
+        times = 1 + (again and hub.random.random() < self.network.again)
+        for _ in range(times):
+            self._free = max(self._free, hub.now + self.network.delay())
+            self.target.call_later(self._free - hub.now, self._arrive, message)
+
+    def _arrive(self, message: Any) -> None:
+        if self.closed:
+            return
+        if self._held or self.network.blocked(self.source, self.target):
+            if not self._held:
+                self.network.hold(self._release)
+            self._held.append(message)
+            return
+        self._receive(message)
+
+    def _release(self) -> None:
+        if self.network.blocked(self.source, self.target):
+            self.network.hold(self._release)
+            return
+        self.target.call_later(self.network.delay(), self._flush)
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        for message in held:
+            if not self.closed:
+                self._receive(message)
+
+    def close(self) -> None:
+        """Break it: what is on its way is lost."""
+        self.closed = True
+        self._held.clear()

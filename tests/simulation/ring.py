@@ -1,0 +1,282 @@
+"""The communicator of a simulated rank. Tensors are really reduced, so a wrong world shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.collectives import Communicator, Op
+from nbelastic.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from nbelastic.collectives import Handle, Rendezvous
+
+    from .exchange import Exchange, Group, Operation, SimStore
+    from .fibers import Fiber
+    from .loop import Process
+    from .network import Network
+
+__all__ = ["SimCommunicator", "SimHandle"]
+
+NEIGHBOUR_NOTICES = 0.015
+"""Seconds after which a rank sees that the connection to a neighbour is broken."""
+
+
+class SimHandle:
+    """An operation under way, as one member sees it."""
+
+    def __init__(self, member: SimCommunicator, fill: Callable[[], None]) -> None:
+        self.member = member
+        self._fill = fill
+        self._done = self._counted = False
+
+    def done(self) -> bool:
+        return self._done or self.member.broken is not None
+
+    def land(self) -> None:
+        self.member.landing -= 1
+        self.finish()
+
+    def finish(self) -> None:
+        if self.member.broken is None:
+            self._fill()
+            self._done = True
+            self.member.wake()
+
+    def wait(self) -> None:
+        if self._counted:
+            return
+        self.member.wait_for(lambda: self._done)
+        self._counted = True
+        self.member._completed += 1
+
+
+class SimCommunicator(Communicator):
+    """A member of a group."""
+
+    def __init__(self, exchange: Exchange, rendezvous: Rendezvous) -> None:
+        fiber = exchange.hub.current
+        assert fiber is not None
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.generation = rendezvous.generation
+        self.name = fiber.name
+        self.process: Process = fiber.process
+        self.broken: str | None = None
+        self._exchange, self._rendezvous = exchange, rendezvous
+        self._network: Network = exchange.network
+        self._fiber: Fiber = fiber
+        self._group: Group | None = None
+        self.landing = 0
+        self.orderly = True
+        self._ready = self._waiting = False
+        self._completed = self._begun = 0
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+        self.process.mourners.append(self._die)
+
+    # -- connecting ---------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        self._check()
+        store = self._exchange.stores.get(self._rendezvous.store)
+        if store is None or not store.process.alive:
+            self._fiber.sleep(self._network.delay())
+            self.abort("connection refused")
+            self._check()
+        assert store is not None
+        self._network.post(self.process, store.process, lambda: self._come(store))
+        self.wait_for(lambda: self._ready, counts=False)
+
+    def _come(self, store: SimStore) -> None:
+        if store.closed:
+            self.hear_of("connection refused")
+        elif self.broken is None:
+            self._group = self._exchange.group(self._rendezvous)
+            self._group.enter(self)
+
+    def connected(self) -> None:
+        self._ready = True
+        self.wake()
+
+    # -- what happens to it -------------------------------------------------------------------
+
+    def later(self, action: Callable[[], None]) -> None:
+        self.process.call_later(self._network.delay(), action)
+
+    def wake(self) -> None:
+        if self._waiting:
+            self._fiber.wake()
+
+    def hear_of(self, trouble: str, source: SimCommunicator | None = None) -> None:
+        """A connection breaks; noticed a little later."""
+        delay = NEIGHBOUR_NOTICES * (0.5 + self._exchange.hub.random.random())
+        self.process.call_later(delay, self._notice, trouble, source)
+
+    def _notice(self, trouble: str, source: SimCommunicator | None) -> None:
+        if source is not None and self._network.blocked(source.process, self.process):
+            self._network.hold(lambda: self.hear_of(trouble, source))
+        elif self.landing and source is not None and source.orderly:
+            self.hear_of(trouble, source)  # what was sent before the end arrives before it
+        else:
+            self.abort(trouble)
+
+    def _die(self) -> None:
+        if self.broken is None:
+            self.broken, self.orderly = "its process is dead", False
+            if self._group is not None:
+                self._group.lost(self)
+
+    def abort(self, reason: str) -> None:
+        if self.broken is None:
+            self.broken = reason
+            self.wake()
+            if self._group is not None:
+                self._group.lost(self)
+
+    def close(self) -> None:
+        self.abort("the communicator is closed")
+        if self._die in self.process.mourners:
+            self.process.mourners.remove(self._die)
+
+    def wait_for(self, done: Callable[[], bool], *, counts: bool = True) -> None:
+        assert self._exchange.hub.current is self._fiber, "a communicator belongs to one thread"
+        deadline = self._exchange.hub.now + self._rendezvous.timeout_s
+        while True:
+            self._check()
+            if done():
+                return
+            self._waiting = True
+            try:
+                if not self._fiber.park(max(deadline - self._exchange.hub.now, 0.001)):
+                    self.abort("timed out")
+            finally:
+                self._waiting = False
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise CollectiveError(self.broken)
+
+    @property
+    def waiting(self) -> bool:
+        return self._waiting
+
+    @property
+    def completed(self) -> int:
+        return self._completed
+
+    # -- operations ---------------------------------------------------------------------------
+
+    def _begin(self, kind: str, part: Any, fill: Callable[[Operation], None]) -> Handle:
+        self._check()
+        assert self._ready, "an operation before the group has connected"
+        group = self._group
+        assert group is not None
+        number, self._begun = self._begun, self._begun + 1
+        operation = group.operation(number, kind)
+        handle = SimHandle(self, lambda: fill(operation))
+        operation.bring(handle, kind, part)
+        return handle
+
+    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
+        def fill(operation: Operation) -> None:
+            tensor.copy_(operation.result(lambda parts: _reduce(list(parts.values()), op)))
+
+        return self._begin(f"allreduce {op.value} of {tuple(tensor.shape)}", tensor.clone(), fill)
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
+        kind = f"broadcast from {root} of {tuple(tensor.shape)}"
+        part = tensor.clone() if root == self.rank else None
+        return self._begin(kind, part, lambda operation: _copy(tensor, operation.parts[root]))
+
+    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        def fill(operation: Operation) -> None:
+            for rank, output in enumerate(outputs):
+                output.copy_(operation.parts[rank])
+
+        return self._begin(f"allgather of {tuple(tensor.shape)}", tensor.clone(), fill)
+
+    def reduce_scatter_async(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    ) -> Handle:
+        def fill(operation: Operation) -> None:
+            output.copy_(_reduce([part[self.rank] for part in operation.parts.values()], op))
+
+        return self._begin(f"reduce_scatter {op.value}", [t.clone() for t in inputs], fill)
+
+    def all_to_all_async(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        def fill(operation: Operation) -> None:
+            for rank, output in enumerate(outputs):
+                output.copy_(operation.parts[rank][self.rank])
+
+        return self._begin("all_to_all", [t.clone() for t in inputs], fill)
+
+    def barrier_async(self) -> Handle:
+        return self._begin("barrier", None, lambda _: None)
+
+    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
+        self._check()
+        assert self._group is not None
+        receiver = self._group.members[to]
+        copy = tensor.clone()
+        box = self._group.mail.setdefault((self.rank, to), {})
+        number = self._sent[to] = self._sent.get(to, -1) + 1
+
+        def arrive() -> None:
+            box[number] = copy
+            receiver.wake()
+
+        self._network.post(self.process, receiver.process, arrive)
+        handle = SimHandle(self, lambda: None)
+        self.later(handle.finish)
+        return handle
+
+    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
+        self._check()
+        assert self._group is not None
+        number = self._received[source] = self._received.get(source, -1) + 1
+        return _Receipt(self, tensor, self._group.mail.setdefault((source, self.rank), {}), number)
+
+
+class _Receipt:
+    """A message to be received."""
+
+    def __init__(
+        self,
+        member: SimCommunicator,
+        tensor: torch.Tensor,
+        box: dict[int, torch.Tensor],
+        number: int,
+    ) -> None:
+        self._member, self._tensor, self._box, self._number = member, tensor, box, number
+
+    def done(self) -> bool:
+        return self._number in self._box or self._member.broken is not None
+
+    def wait(self) -> None:
+        self._member.wait_for(lambda: self._number in self._box)
+        self._tensor.copy_(self._box[self._number])
+        self._member._completed += 1
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target is not source:
+        target.copy_(source)
+
+
+def _reduce(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
+    import torch
+
+    total = parts[0].clone()
+    for part in parts[1:]:
+        if op in (Op.SUM, Op.AVERAGE):
+            total += part
+        elif op is Op.PRODUCT:
+            total *= part
+        else:
+            total = (torch.minimum if op is Op.MIN else torch.maximum)(total, part)
+    return total / len(parts) if op is Op.AVERAGE else total

@@ -1,0 +1,189 @@
+"""Workers with their agents, and the nannies that start them again."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from distributed.core import Status
+
+from nbelastic.cluster.agent import Agent
+from nbelastic.cluster.look import Sight
+from nbelastic.membership import LoopDone, RankReady
+
+from .fibers import Fiber
+from .loop import Process
+from .network import Pipe
+from .remote import ONCE_MORE, Remote, block_on
+
+if TYPE_CHECKING:
+    from .dask import SimTask
+    from .world import World
+
+__all__ = ["SimAgent", "SimNanny", "SimWorker"]
+
+
+class SimAgent(Agent):
+    """The real agent, whose ranks are fibers."""
+
+    @property
+    def means(self) -> Any:  # type: ignore[override]
+        return self._worker.world.means
+
+    def _wait_for(self, function: Any, *args: Any) -> Any:
+        return block_on(self._worker.loop, function, *args)
+
+    def report(self, key: Any, event: Any, attachment: object = None) -> None:
+        if isinstance(event, (RankReady, LoopDone)):
+            actor = self._worker.world.actors.get(event.start)
+            if actor is not None:
+                actor.reported(event.version)
+        super().report(key, event, attachment)
+
+
+class SimNanny:
+    """The process that starts a worker again when it has died."""
+
+    def __init__(self, world: World, name: str, host: str) -> None:
+        self.world, self.name = world, f"nanny-{name}"
+        self.process = Process(world.hub, self.name, host)
+        self.worker: SimWorker | None = None
+        self.closing = False
+
+    async def kill(self) -> None:
+        worker = self.worker
+        if worker is None:
+            return
+        # a worker that does not answer is asked for a while, then killed
+        await asyncio.sleep(1.6 if worker.process.frozen else 0.02)
+        worker.process.kill()
+
+    def answer(self, message: Any) -> Any:
+        return look_around(self.world, message)
+
+
+class SimWorker:
+    """A worker process."""
+
+    def __init__(
+        self, world: World, name: str, host: str, address: str, nanny: SimNanny | None, threads: int
+    ) -> None:
+        self.world, self.name, self.address, self.nanny = world, name, address, nanny
+        self.nthreads = threads
+        world.births += 1
+        self.id = f"{name}#{world.births}"
+        self.process = self.loop = Process(world.hub, self.id, host)
+        self.process.owner = self
+        world.processes.append(self.process)
+        scheduler = world.scheduler
+        self.inbound = Pipe(world.network, scheduler.process, self.process, self._receive)
+        self.outbound = Pipe(
+            world.network,
+            self.process,
+            scheduler.process,
+            lambda message: scheduler.from_worker(self, message),
+        )
+        self.batched_stream = _Stream(self.outbound)
+        self.scheduler = Remote(world.network, self.process, scheduler)
+        self.stream_handlers: dict[str, Any] = {}
+        self.plugins: dict[str, Any] = {}
+        self.state = self
+        self.status = Status.running
+        self.running: dict[str, Fiber] = {}
+        self._waiting: deque[SimTask] = deque()
+        if nanny is not None:
+            nanny.worker = self
+            self.process.mourners.append(self._tell_nanny)
+        world.network.post(self.process, scheduler.process, lambda: scheduler.add_worker(self))
+
+    def _tell_nanny(self) -> None:
+        nanny = self.nanny
+        assert nanny is not None
+        if nanny.worker is self and not nanny.closing:
+            delay = 0.7 + self.world.hub.random.random() * 0.6
+            nanny.process.call_later(delay, self.world.restart, nanny, self)
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "compute-task":
+            self._waiting.append(message["task"])
+            self._run_next()
+        elif op == "free-keys":
+            self._waiting = deque(t for t in self._waiting if t.key != message["key"])
+        elif op == "close":
+            self.close(leave_nanny=False)
+        elif op in self.stream_handlers:
+            self.stream_handlers[op](**{k: v for k, v in message.items() if k != "op"})
+
+    def _run_next(self) -> None:
+        while self._waiting and len(self.running) < self.nthreads:
+            task = self._waiting.popleft()
+            if task.key not in self.running:
+                self.running[task.key] = Fiber(
+                    self.process, f"{self.id}/{task.key}", lambda t=task: self._execute(t)
+                )
+
+    def _execute(self, task: SimTask) -> None:
+        try:
+            task.call()
+        finally:
+            self.process.call_soon(self._finished, task)
+
+    def _finished(self, task: SimTask) -> None:
+        self.running.pop(task.key, None)
+        try:
+            self.outbound.send({"op": "task-finished", "key": task.key})
+        except OSError:
+            pass  # the scheduler is gone
+        self._run_next()
+
+    def answer(self, message: Any) -> Any:
+        """Answer a question of the scheduler's, as Dask's handlers do."""
+        if message["op"] == "plugin-add":
+            plugin = pickle.loads(message["plugin"])
+            self.plugins[message["name"]] = plugin
+            plugin.setup(self)
+            return {"status": "OK"}
+        return look_around(self.world, message)
+
+    def close(self, *, leave_nanny: bool) -> None:
+        """Close in good order: what has been told to, or a signal with notice."""
+        if self.status is not Status.closing:
+            self.status = Status.closing
+            if self.nanny is not None and not leave_nanny:
+                self.nanny.closing = True
+            self.process.create_task(self._close())
+
+    async def _close(self) -> None:
+        for plugin in list(self.plugins.values()):
+            await plugin.teardown(self)
+        await asyncio.sleep(0.02)
+        self.loop.hub.push(self.loop.time(), asyncio.Handle(self.process.kill, (), self.world.god))
+
+
+class _Stream:
+    """A worker's batched stream."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self.buffer: list[Any] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._pipe.send(message, again=message["op"] in ONCE_MORE)
+
+
+def look_around(world: World, message: Any) -> Any:
+    """What ``look`` shows of a process, from another one."""
+    assert message["op"] == "run"
+    (about,) = pickle.loads(message["args"])
+    process = world.processes[about["pid"]]
+    if not process.alive:
+        state = "gone"
+    elif process.frozen:
+        state = "alive" if process in world.busy else "stopped"
+    else:
+        state = "alive"
+    cpu = world.hub.now if process in world.busy else 0.0
+    return {"status": "OK", "result": Sight(state, cpu=cpu, at=world.hub.now)}

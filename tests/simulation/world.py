@@ -1,0 +1,299 @@
+"""One schedule: a cluster, a job and its faults, all from one seed, and what must hold."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.cluster import Link, pack_function
+from nbelastic.driver.clock import LiveClock
+from nbelastic.driver.fit import _spec
+from nbelastic.driver.options import Options
+from nbelastic.driver.shell import Driver
+from nbelastic.driver.takeover import _Inbox
+from nbelastic.elastic.port import Means
+from nbelastic.errors import Detached
+from nbelastic.membership import StopRequested
+
+from . import user
+from .client import SimClient
+from .dask import SimScheduler
+from .exchange import Exchange
+from .faults import PLANNED, make_faults
+from .fibers import Condition, Fiber, Inbox
+from .invariants import WatchedMachine, check_outcome, is_endless, leftovers
+from .loop import Hub, Process, Stuck
+from .network import Network
+from .stage import staged
+from .worker import SimNanny, SimWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["World", "simulate"]
+
+LONGEST = 240.0
+"""Seconds of virtual time after the last fault in which a job must have ended."""
+
+SETTLING = 45.0
+"""Seconds of virtual time after the end in which all that was left must be gone."""
+
+
+class World:
+    """Everything in one schedule."""
+
+    def __init__(self, seed: int, *, tracing: bool = False, planned: bool = False) -> None:
+        self.seed = seed
+        self.random = chance = random.Random(seed)
+        self.hub = Hub(chance)
+        if tracing:
+            self.hub.trace = []
+        self.god = Process(self.hub, "world", "W")
+        again = chance.choice((0.0, 0.0, 0.02, 0.2))
+        self.network = Network(self.hub, chance.choice((0.0005, 0.002, 0.01)), again)
+        self.exchange = Exchange(self.network)
+        self.processes: list[Process] = []
+        self.busy: set[Process] = set()
+        self.slow: dict[Process, float] = {}
+        self.births = self.kernels = 0
+        self.machine: WatchedMachine | None = None
+        self.troubled = False
+        self.struck: set[str] = set()
+        self.actors: dict[int, user.Actor] = {}
+        self.ledger: dict[tuple[int, int, int], Any] = {}
+        self.beginnings: dict[int, Any] = {}
+        self.stopped = self.scaled = False
+        hesitation = chance.choice((0.0, 0.1, 0.5))
+        self.means = Means(
+            connect=self.exchange.connect,
+            open_store=self.exchange.open_store,
+            condition=lambda: Condition(self.hub, hesitation),
+            interrupt=lambda: user.SimInterrupt(self.hub),
+        )
+        self.scheduler = SimScheduler(self)
+        self.crew: list[SimWorker] = []
+        self.same_address = chance.random() < 0.2
+        self.threads = 2 if chance.random() < 0.15 else 1
+        self._build_cluster()
+        self.client = SimClient(self, "kernel")
+        self.script = user.make_script(chance)
+        self.options = self._make_options()
+        self.faults = make_faults(chance, chance.choice((0.3, 2.0, 6.0)), planned=planned)
+        self.driver = self._make_driver(self.options)
+        self.gone = False
+        self.former: list[Driver] = []
+
+    # -- building -----------------------------------------------------------------------------
+
+    def _build_cluster(self) -> None:
+        chance = self.random
+        hosts = chance.choice((1, 2, 2, 3))
+        nannies = chance.random() < 0.75
+        for number in range(chance.choice((1, 2, 3, 3, 4, 5))):
+            self.hire(f"w{number}", f"h{number % hosts}", nanny=nannies)
+
+    def _make_driver(self, options: Options) -> Driver:
+        return Driver(
+            "job",
+            options,
+            lambda: None,
+            inbox=Inbox(self.hub),
+            clock=LiveClock(source=lambda: self.hub.now),
+            chance=self.random.random,
+        )
+
+    def _make_options(self) -> Options:
+        chance, there = self.random, len(self.crew)
+        low = chance.randint(1, max(1, there - 1))
+        start = chance.choice((None, low, min(there, low + 1)))
+        high = chance.choice((None, None, max(there, start or 1)))
+        return Options(
+            np=start,
+            min_np=low,
+            max_np=None if high is None else max(high, low),
+            slots_per_host=None if chance.random() < 0.85 else 2,
+            reset_limit=None if chance.random() < 0.93 else 3,
+            elastic_timeout=chance.choice((6.0, 15.0, 40.0)),
+            stall_timeout=chance.choice((4.0, 8.0, 20.0)),
+            heartbeat_timeout=chance.choice((1.5, 3.0, 10.0)),
+            blacklist_cooldown=None if chance.random() < 0.7 else (1.0, 8.0),
+        )
+
+    def hire(self, name: str, host: str, *, nanny: bool) -> SimWorker:
+        """Start a worker on a host."""
+        self.births += 1
+        keeper = SimNanny(self, name, host) if nanny else None
+        return self._start(name, host, f"tcp://{host}:{self.births}", keeper)
+
+    def restart(self, nanny: SimNanny, dead: SimWorker) -> None:
+        """Have a nanny start its worker again; a new process, mostly under a new address."""
+        if nanny.worker is dead and not nanny.closing:
+            self.births += 1
+            host = dead.process.host
+            address = dead.address if self.same_address else f"tcp://{host}:{self.births}"
+            self._start(dead.name, host, address, nanny)
+
+    def _start(self, name: str, host: str, address: str, nanny: SimNanny | None) -> SimWorker:
+        worker = SimWorker(self, name, host, address, nanny, self.threads)
+        self.crew.append(worker)
+        if self.hub.trace is not None:
+            self.hub.say(worker.id, f"starts on {host} as {address}")
+        return worker
+
+    # -- for faults ---------------------------------------------------------------------------
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        self.god.call_later(seconds, action)
+
+    def living(self) -> list[SimWorker]:
+        return [worker for worker in self.crew if worker.process.alive]
+
+    def pick(self, which: int) -> SimWorker:
+        """Return a worker, a living one if there is any."""
+        crew = self.living() or self.crew
+        worker = crew[which % len(crew)]
+        self.struck.add(worker.id)
+        return worker
+
+    def reachable(self, slot: str) -> bool:
+        """Whether a worker runs that can be talked to."""
+        return any(w.id == slot and not w.process.frozen for w in self.living())
+
+    @property
+    def only_planned(self) -> bool:
+        """Whether nothing but changes that everybody is told of happens in this schedule."""
+        return self.script.harmless and all(fault.kind in PLANNED for fault in self.faults)
+
+    def touched(self, slot: str) -> bool:
+        """Whether anything has happened so far that a worker may suffer from."""
+        return self.troubled or slot in self.struck
+
+    def freeze(self, process: Process, seconds: float) -> None:
+        process.freeze()
+        self.later(seconds, lambda: self.thaw(process))
+
+    def thaw(self, process: Process) -> None:
+        if process.alive and process.frozen:
+            self.hub.say(process.name, "goes on")
+            self.busy.discard(process)
+            process.thaw()
+
+    def cut(self, source: str, target: str, seconds: float) -> None:
+        if source != target:
+            self.network.cut(source, target)
+            self.later(seconds, self.network.heal)
+
+    def attach(self) -> None:
+        """Have another kernel take the job over."""
+        self.kernels += 1
+        client = SimClient(self, f"kernel{self.kernels}")
+        Fiber(client.process, "attach", lambda: self._attach(client))
+
+    def _attach(self, client: SimClient) -> None:
+        inbox = _Inbox()
+        link = Link(client, "job", inbox.receive)  # type: ignore[arg-type]
+        packed = link.attach()
+        if "problem" in packed:
+            self.hub.require(packed["problem"] == "unknown", f"not attached: {packed}")
+            self.gone = not self.driver_lives()
+            return
+        if self.driver_lives():
+            self.former.append(self.driver)
+        driver = self._make_driver(Options.unpack(packed["options"]))
+        self.client, self.driver = client, driver
+        driver.adopt(packed)
+        inbox.hand_over(driver)
+        driver.adopt_link(link)
+        driver.run()
+
+    def driver_lives(self) -> bool:
+        """Whether the kernel that drives the job is there."""
+        return self.client.process.alive
+
+    def slowness(self, process: Process) -> float:
+        return self.slow.get(process, 1.0)
+
+    # -- running ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Play the schedule, and check what must hold at its end."""
+        last = max((fault.at + fault.length for fault in self.faults), default=0.0)
+        for fault in self.faults:
+            self.later(fault.at, lambda f=fault: f.strike(self))
+        Fiber(self.client.process, "driver", self._drive)
+        hub = self.hub
+        ended = hub.run(self.has_ended, last + LONGEST)
+        if not ended and is_endless(self):  # that is for its owner to end
+            self.stopped = True
+            self.driver.tell(StopRequested(now=True))
+            ended = hub.run(self.has_ended, hub.now + SETTLING)
+        assert ended, f"{LONGEST:g} s after the last fault the job is {self.driver.view()}"
+        if not self.gone:
+            future = self.driver.future
+            hub.say("job", f"ended: {future.exception() or future.result()}")
+            check_outcome(self)
+        self.network.heal()
+        with contextlib.suppress(Stuck):
+            hub.run(lambda: False, hub.now + 1.0)  # what is still on its way arrives
+            hub.run(self.is_clean, max(hub.now, last) + SETTLING)
+        self.check_nothing_left()
+        if hub.errors:
+            raise AssertionError(hub.errors[0])
+
+    @property
+    def end(self) -> str:
+        """How the job ended, in a word."""
+        if self.gone:
+            return "given up before it began"
+        error = self.driver.future.exception(timeout=0)
+        return "finished" if error is None else type(error).__name__
+
+    def has_ended(self) -> bool:
+        """Whether the job is over, and its kernel knows."""
+        if self.gone:
+            return True
+        future = self.driver.future  # of the newest driver, or of one that is being replaced
+        detached = future.done() and isinstance(future.exception(), Detached)
+        return self.driver_lives() and future.done() and not detached
+
+    def _drive(self) -> None:
+        driver = self.driver
+        link = Link(self.client, "job", driver.receive)  # type: ignore[arg-type]
+        link.open(pack_function(user.train, (), {}), _spec(self.options))
+        driver.adopt_link(link)
+        driver.run()
+
+    def close(self) -> None:
+        """End everything."""
+        kernels = [client.process for client in self.scheduler.everybody]
+        for process in [*self.processes, *kernels, self.scheduler.process, self.god]:
+            process.kill()
+
+    # -- what must hold -----------------------------------------------------------------------
+
+    def is_clean(self) -> bool:
+        return not leftovers(self)
+
+    def check_nothing_left(self) -> None:
+        left = leftovers(self)
+        assert not left, f"left behind: {left}"
+
+
+def simulate(seed: int, *, tracing: bool = False, planned: bool = False) -> World:
+    """Play one schedule; raise AssertionError where something does not hold.
+
+    With `planned`, it has no faults but changes that everybody is told of before.
+    """
+    with staged():
+        world = World(seed, tracing=tracing, planned=planned)
+        user._stage.append(world)
+        try:
+            world.run()
+        except BaseException as error:
+            error.world = world  # type: ignore[attr-defined]
+            raise
+        finally:
+            user._stage.pop()
+            world.close()
+        return world
