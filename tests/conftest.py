@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import dask
 import pytest
 from distributed import Client, LocalCluster
+from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
 # Some seconds after a worker is lost, a LocalCluster looks whether its name is back, and if not
 # closes its nanny for good. Where workers are killed again and again it looks in the wrong moment.
 dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"})
+
+
+class ByFile(LoadScopeScheduling):
+    """Tests of one file, and all with a browser, run in one process, one after the other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return "tests/browser" if file.startswith("tests/browser/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
+    """Have ``pytest -n`` share out the tests by file."""
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

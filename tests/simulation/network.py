@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Broken", "Network", "Pipe"]
 
 
+APART = 1e-9
+"""Seconds between two messages of a stream: a difference that survives rounding."""
+
+
 class Broken(OSError):
     """The connection is broken."""
 
@@ -134,7 +138,7 @@ class Pipe:
         hub = self.network.hub
         times = 1 + (again and hub.random.random() < self.network.again)
         for _ in range(times):
-            self._free = max(self._free, hub.now + self.network.delay())
+            self._free = max(self._free + APART, hub.now + self.network.delay())
             self.target.call_later(self._free - hub.now, self._arrive, message)
 
     def _arrive(self, message: Any) -> None:
