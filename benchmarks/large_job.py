@@ -37,27 +37,36 @@ class SimulatedLink:
     """The cluster's end: 200 ranks that do what they are told."""
 
     status = "running"
+    epoch = 1
 
     def __init__(self) -> None:
         self.driver: Driver | None = None
         self.members: list[int] = []
+        self.granted: set[int] = set()
+        self._seq = 0
+
+    def tell(self, do: str, **fields: Any) -> None:
+        assert self.driver is not None
+        self.driver.receive({"do": do, "epoch": self.epoch, **fields})
 
     def say(self, event: Any) -> None:
-        assert self.driver is not None
-        self.driver.receive({"do": "event", "event": pack_event(event), "attachment": None})
+        self._seq += 1
+        self.tell("event", seq=self._seq, event=pack_event(event), attachment=None)
 
-    def order(self, do: str, **fields: Any) -> None:
+    def step(self, *_: Any) -> None:
+        """Carry out what the driver's machine has just decided, as the scheduler's copy would."""
         assert self.driver is not None
-        if do == "claim":
-            self.driver.receive({"do": "granted", "start": fields["start"]})
+        roster = self.driver._machine.roster
+        for start in sorted(roster.ranks.keys() - self.granted):
+            self.granted.add(start)
+            self.tell("granted", start=start, slot={"id": roster.ranks[start].slot.id}, place={})
+        if roster.plan is not None and not self.members:
+            self.members = [member.start for member in roster.plan.members]
+            for start in self.members:
+                self.say(RankFormed(start, roster.plan.generation))
 
     def submit(self, start: int, *_: Any, **__: Any) -> None:
         self.say(RankReady(start, 0, -1, 1, ("10.0.0.1", 4000 + start), False, ""))
-
-    def publish(self, plan: Any) -> None:
-        self.members = [member.start for member in plan.members]
-        for start in self.members:
-            self.say(RankFormed(start, plan.generation))
 
     def forget(self, start: int) -> None:
         pass
@@ -71,8 +80,7 @@ class SimulatedLink:
         self.say(Beats(tuple(Beat(s, step << 32, False, step) for s in self.members)))
         rows = [[step + i, 0, 1, None, {"loss": 1.0 / (step + i + 1)}] for i in range(5)]
         vitals = [[s, [step, 32 * step, "cuda:0", 0, step, 9, 900, []], rows] for s in self.members]
-        assert self.driver is not None
-        self.driver.receive({"do": "vitals", "vitals": vitals})
+        self.tell("vitals", vitals=vitals)
 
 
 def main() -> int:
