@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.membership import SlotBusy, from_dict, pack_event, view
@@ -45,6 +46,7 @@ class Desk:
         self._plugin = plugin
         self._scheduler = scheduler
         self._jobs = plugin.jobs
+        self._given_up: deque[str] = deque(maxlen=100)
         scheduler.handlers["nbelastic_open"] = self.open
         scheduler.handlers["nbelastic_attach"] = self.attach
         scheduler.handlers["nbelastic_close"] = self.close
@@ -52,6 +54,7 @@ class Desk:
         scheduler.handlers["nbelastic_jobs"] = self.tell_jobs
         scheduler.stream_handlers["nbelastic-step"] = self.step
         scheduler.stream_handlers["nbelastic-order"] = self.order
+        scheduler.stream_handlers["nbelastic-give-up"] = self.give_up
 
     # -- opening and closing ---------------------------------------------------------------------
 
@@ -59,7 +62,7 @@ class Desk:
         self, job: str, client: str, topic: str, payload: bytes, spec: dict[str, Any]
     ) -> str:
         """Publish a job; return an empty string, or why that cannot be."""
-        if client not in self._scheduler.clients:
+        if self._is_gone(client, topic):
             return "its kernel is gone"  # this came later, on a connection of its own
         if job in self._jobs:
             return f"a job named {job!r} is on this cluster already"
@@ -156,16 +159,17 @@ class Desk:
 
     # -- kernels that go and come ----------------------------------------------------------------
 
-    async def attach(
-        self, job: str, client: str, topic: str, epoch: int | None = None
-    ) -> dict[str, Any]:
-        """Hand a job over to a driver: a new one, or (with its epoch) the one that had it last."""
+    async def attach(self, job: str, client: str, topic: str, again: bool) -> dict[str, Any]:
+        """Hand a job over to a driver: a new one, or (`again`) the one that had it last.
+
+        Every driver has a topic of its own, so that is known by it.
+        """
         record = self._jobs.get(job)
-        if record is None or client not in self._scheduler.clients:
+        if record is None or self._is_gone(client, topic):
             return {"problem": "unknown", "jobs": sorted(self._jobs)}
-        if epoch is not None and record.epoch != epoch:
+        if again and record.topic != topic:
             return {"problem": "taken"}
-        if record.client is not None:
+        if record.client is not None and record.topic != topic:
             self._plugin.say(record.client, record.topic, {"do": "stale", "epoch": record.epoch})
         packed = record.conduct.take_over(client, topic)
         asyncio.get_running_loop().call_soon(self._resume, job, record.epoch)
@@ -186,8 +190,24 @@ class Desk:
         """Take note that a kernel is gone."""
         for job, record in list(self._jobs.items()):
             if record.client == client:
-                self._take_back(job, record)
-                record.conduct.abandon()
+                self._abandon(job, record)
+
+    def give_up(self, client: str, topic: str) -> None:
+        """Take note that a kernel does not wait any more for what it has asked for."""
+        self._given_up.append(topic)  # what it has asked for may come later than this
+        for job, record in list(self._jobs.items()):
+            if record.client == client and record.topic == topic:
+                self._abandon(job, record)
+
+    def _is_gone(self, client: str, topic: str) -> bool:
+        return client not in self._scheduler.clients or topic in self._given_up
+
+    def _abandon(self, job: str, record: JobRecord) -> None:
+        if record.machine.roster.starts == 0 and record.epoch == 1 and record.steps == 0:
+            self._plugin.drop(job)  # it has not begun
+            return
+        self._take_back(job, record)
+        record.conduct.abandon()
 
     def _take_back(self, job: str, record: JobRecord) -> None:
         """Take back slots for which the kernel has not submitted a task: nobody will."""

@@ -7,7 +7,7 @@ import logging
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.errors import OptionError
+from nbelastic.errors import ClusterLost, OptionError
 
 from .plugin import ElasticPlugin
 from .protocol import Message
@@ -81,18 +81,26 @@ class Link:
         dict
             All that a driver needs to know, or why the job cannot be had, under ``problem``:
             ``unknown`` on this cluster, or ``taken`` by another driver meanwhile.
+
+        Raises
+        ------
+        ClusterLost
+            The scheduler does not answer. Try again, or :meth:`give_up`.
         """
-        again = self.epoch or None
+        again = self.epoch > 0
         if not again:
             self._subscribe()
-        packed: dict[str, Any] = self._client.sync(
-            self._scheduler.nbelastic_attach,
-            job=self._job,
-            client=self._client.id,
-            topic=self._topic,
-            epoch=again,
-            callback_timeout=RPC_TIMEOUT,
-        )
+        try:
+            packed: dict[str, Any] = self._client.sync(
+                self._scheduler.nbelastic_attach,
+                job=self._job,
+                client=self._client.id,
+                topic=self._topic,
+                again=again,
+                callback_timeout=RPC_TIMEOUT,
+            )
+        except (OSError, asyncio.TimeoutError, TimeoutError) as error:
+            raise ClusterLost(f"job {self._job!r}: the scheduler does not answer") from error
         if "problem" in packed:
             self.detach()
         else:
@@ -122,6 +130,16 @@ class Link:
             await asyncio.wait_for(over.wait(), CLOSE_TIMEOUT)
         except asyncio.TimeoutError:
             logger.info("the last message of job %r has not come", self._job)
+
+    def give_up(self) -> None:
+        """Have nothing to do with a job of which it is not known whether it was opened, or had.
+
+        The scheduler may still be about to open it, or to hand it over: then it will not.
+        """
+        if self._client.status in ("running", "connecting"):
+            message = {"op": "nbelastic-give-up", "topic": self._topic}
+            self._client._send_to_scheduler(message)
+        self.detach()
 
     def detach(self) -> None:
         """Have nothing to do with the job any more; it is left as it is."""

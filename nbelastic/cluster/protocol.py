@@ -13,6 +13,7 @@ message                   way                      says
 ``nbelastic_payload``     agent → scheduler, rpc   the function, please
 ``nbelastic-step``        kernel → scheduler       what the driver has decided: which event, when
 ``nbelastic-order``       kernel → scheduler       something for ranks besides membership
+``nbelastic-give-up``     kernel → scheduler       do not open, or hand over, what was asked for
 ``nbelastic-hello``       agent → scheduler        a worker is ready to host a rank
 ``nbelastic-report``      agent → scheduler        an event of a rank, for its driver
 ``nbelastic-beats``       agent → scheduler        heartbeats of all ranks of a worker

@@ -152,6 +152,7 @@ def fit(
     except BaseException:
         if link is not None:
             link.close()  # interrupted half-way, it may have been opened
+            link.give_up()
         cleanup()
         raise
     job = Job(driver)

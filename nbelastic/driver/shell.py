@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
-from nbelastic.errors import Detached, JobError
+from nbelastic.errors import ClusterLost, Detached, JobError
 from nbelastic.membership import (
     ClusterGone,
     End,
@@ -234,7 +234,10 @@ class Driver:
     def _attach_again(self) -> None:
         """Take the job over again: the connection was lost, and is back."""
         assert self._link is not None
-        packed = self._link.attach()
+        try:
+            packed = self._link.attach()
+        except ClusterLost:
+            return  # the connection is gone again, or the next step will be answered like this one
         problem = packed.get("problem")
         if problem == "taken":
             self._detached = True

@@ -66,6 +66,8 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
         There is no such job; the message names those there are.
     VersionMismatch
         This kernel does not run what the cluster runs.
+    ClusterLost
+        No scheduler answers.
     JobError, JobInterrupted
         With ``block=True``, as :func:`nbelastic.fit` does.
 
@@ -90,7 +92,7 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
         driver.start(link)
     except BaseException:
         if link is not None:
-            link.detach()
+            link.give_up()
         cleanup()
         raise
     job = Job(driver)
