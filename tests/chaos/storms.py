@@ -53,7 +53,7 @@ class Run:
 def weather(crew: Crew, marks: Path, seed: int, *, epochs: int, every: float) -> Run:
     """Run a job under a random storm, and check all that must hold at the end."""
     commit_every = (1, 1, 3, 7)[seed % 4]
-    work = Workload(marks, epochs=epochs, seconds=0.03, commit_every=commit_every)
+    work = Workload(marks, epochs=epochs, seconds=0.03, commit_every=commit_every, rate=0.01)
     await_workers(crew)
     before = footprint(crew)
     job = crew.fit(

@@ -52,6 +52,8 @@ class Workload:
         Batches between two commits.
     slow_start : float
         Seconds that the set-up takes on ranks started after the first generation.
+    rate : float
+        Learning rate of SGD; at 0.05 the loss of a single rank is not steady.
     optimizer : str
         ``sgd`` or ``adamw``.
     until_newcomers : int
@@ -76,6 +78,7 @@ class Workload:
     seconds: float = 0.02
     commit_every: int = 1
     slow_start: float = 0.0
+    rate: float = 0.05
     optimizer: str = "sgd"
     until_newcomers: int = 0
     until_told: bool = False
@@ -120,7 +123,7 @@ def _train(work: Workload) -> dict[str, Any]:
     )  # ranks start from different weights: the first sync matters
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     inner = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        "sgd": lambda p: torch.optim.SGD(p, lr=work.rate, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
     }[work.optimizer](model.parameters())
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
