@@ -87,6 +87,29 @@ def test_training_goes_on_without_its_kernel_and_another_takes_over(crew, tmp_pa
     assert nbelastic.jobs(crew.client) == ()
 
 
+def test_the_result_is_that_of_an_undisturbed_run_whether_or_not_it_ends_without_a_kernel(
+    crew, tmp_path
+):
+    kinds_of_run = ("undisturbed", "attached", "ended")
+    weights = set()
+    for kind in kinds_of_run:
+        marks = tmp_path / kind
+        marks.mkdir()
+        work = Workload(marks, epochs=8, seed=7)
+        if kind == "undisturbed":
+            job = crew.fit(work, np=4)
+        else:
+            with Kernel(crew, work, np=4) as kernel:
+                kernel.kill()
+                if kind == "ended":
+                    until(lambda: info(crew).state == "finished", "the end")
+                job = nbelastic.attach("night-run", cluster=crew.client, block=True)
+        check(job.results(), work)
+        assert sizes(job) == [4]
+        weights.add(job.result()["weights"])
+    assert len(weights) == 1
+
+
 def test_a_job_that_ends_without_its_kernel_keeps_its_result(crew, tmp_path):
     work = Workload(tmp_path, epochs=3)
     with Kernel(crew, work, np=4) as kernel:
