@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.membership import (
@@ -58,7 +57,8 @@ __all__ = ["Conductor", "Stage"]
 CARETAKER_INTERVAL = 0.25
 """Seconds between two looks of a caretaker at the time."""
 
-logger = logging.getLogger(__name__)
+MOST_BEHIND = 200
+"""Events that a driver may be behind; then it is spared heartbeats, which the next replace."""
 
 
 class Stage(Protocol):
@@ -112,6 +112,8 @@ class Conductor:
     def take_in(self, event: Message, attachment: Any = None) -> None:
         """Take in an event: it is the driver's to say when it happened."""
         record = self._record
+        if event["kind"] == "Beats" and len(record.backlog) > MOST_BEHIND:
+            return
         record.archive.note_event(event, attachment)
         record.seq += 1
         record.backlog[record.seq] = (event, attachment)
