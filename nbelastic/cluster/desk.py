@@ -61,11 +61,11 @@ class Desk:
     async def open(
         self, job: str, client: str, topic: str, payload: bytes, spec: dict[str, Any]
     ) -> str:
-        """Publish a job; return an empty string, or why that cannot be."""
+        """Publish a job; return an empty string, or why that cannot be: ``gone`` or ``taken``."""
         if self._is_gone(client, topic):
-            return "its kernel is gone"  # this came later, on a connection of its own
+            return "gone"  # this came later, on a connection of its own
         if job in self._jobs:
-            return f"a job named {job!r} is on this cluster already"
+            return "taken"
         workers = spec["workers"]
         record = self._jobs[job] = JobRecord(
             client=client,
@@ -203,7 +203,7 @@ class Desk:
         return client not in self._scheduler.clients or topic in self._given_up
 
     def _abandon(self, job: str, record: JobRecord) -> None:
-        if record.machine.roster.starts == 0 and record.epoch == 1 and record.steps == 0:
+        if record.epoch == 1 and not record.steps:
             self._plugin.drop(job)  # it has not begun
             return
         self._take_back(job, record)

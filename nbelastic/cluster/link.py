@@ -24,6 +24,12 @@ __all__ = ["Link", "open_jobs"]
 CLOSE_TIMEOUT = 2.0
 """Seconds to wait for the last message of a job, once it has been closed."""
 
+CLOSE_ATTEMPTS = 3
+"""How often a job is closed while the connection is lost again and again."""
+
+POLL = 0.05
+"""Seconds between two looks whether the connection is back."""
+
 RPC_TIMEOUT = 10.0
 """Seconds to wait for the scheduler's answer."""
 
@@ -47,6 +53,7 @@ class Link:
         self._futures: dict[int, Future[None]] = {}
         self._over: asyncio.Event | None = None
         self._steps = 0
+        self._installed = False
         self.epoch = 0
 
     def open(self, payload: bytes, spec: dict[str, Any]) -> None:
@@ -56,6 +63,8 @@ class Link:
         ------
         OptionError
             There is a job of this name already.
+        ClusterLost
+            The connection was lost meanwhile.
         """
         self._subscribe()
         self.epoch = 1
@@ -69,8 +78,12 @@ class Link:
         )
         if problem:
             self.detach()
+        if problem == "gone":
+            raise ClusterLost("the connection to the scheduler was lost while the job was opened")
+        if problem:
             raise OptionError(
-                f"name={self._job!r}: {problem}; attach to it, or choose another name"
+                f"name={self._job!r}: a job of this name is on this cluster already; "
+                "attach to it, or choose another name"
             )
 
     def attach(self) -> dict[str, Any]:
@@ -111,15 +124,30 @@ class Link:
     def close(self) -> None:
         """Take the job off the cluster, and wait until its workers are free.
 
-        What is left of it there is told to end. The wait is bounded. The topic is given up last,
-        after the message that no further one follows.
+        What is left of it there is told to end. The wait is bounded, also while the connection is
+        lost: the client gives it up in time. The topic is given up last, after the message that no
+        further one follows.
         """
-        if self._client.status == "running":
+        for _ in range(CLOSE_ATTEMPTS if self._installed else 0):
+            if self._client.status not in ("running", "connecting"):
+                break
             try:
+                self._client.sync(self._connected)
                 self._client.sync(self._close, callback_timeout=2 * RPC_TIMEOUT)
-            except (OSError, asyncio.TimeoutError, TimeoutError):
+                break
+            except (asyncio.TimeoutError, TimeoutError):
                 logger.info("the cluster was slow to take note of the end of job %r", self._job)
+                break
+            except OSError:
+                logger.info("the connection was lost while job %r was closed", self._job)
         self.detach()
+
+    async def _connected(self) -> None:
+        """Wait until the connection is back, or the client gives it up."""
+        while self._client.status == "connecting":
+            await asyncio.sleep(POLL)
+        if self._client.status != "running":
+            raise OSError("the client has given its scheduler up")
 
     async def _close(self) -> None:
         over = self._over = asyncio.Event()
@@ -136,7 +164,7 @@ class Link:
 
         The scheduler may still be about to open it, or to hand it over: then it will not.
         """
-        if self._client.status in ("running", "connecting"):
+        if self._installed and self._client.status in ("running", "connecting"):
             message = {"op": "nbelastic-give-up", "topic": self._topic}
             self._client._send_to_scheduler(message)
         self.detach()
@@ -153,6 +181,7 @@ class Link:
 
     def _subscribe(self) -> None:
         self._client.register_plugin(ElasticPlugin())
+        self._installed = True
         self._client.subscribe_topic(self._topic, self._take)
 
     def _take(self, event: tuple[float, Message]) -> None:

@@ -97,6 +97,13 @@ class ElasticPlugin(SchedulerPlugin):
             self.to_agent(host.slot["id"], job, "forget")
         self._settle()
 
+    def add_client(self, scheduler: Scheduler, client: str) -> None:
+        """Take note that a kernel is back that was not known to be away.
+
+        What it was told meanwhile is lost; it hears that it has to attach again.
+        """
+        self._desk.leave(client)
+
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Carry on the jobs of a kernel that is gone, until another attaches to them."""
         self._desk.leave(client)
@@ -168,6 +175,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Tell drivers that a worker is gone."""
+        self._installer.arrived(worker)  # nobody needs to wait for its agent any more
         slot = self._addresses.pop(worker, None)
         if slot is None:
             return

@@ -171,6 +171,9 @@ class SimScheduler:
         """Ask workers, or their nannies, and collect the answers."""
         answers: dict[str, Any] = {}
         for address in workers:
+            if address not in self.workers and not nanny:
+                answers[address] = OSError("no worker listens there")
+                continue
             state = self.workers[address]
             target = state.worker.nanny if nanny else state.worker
             if target is None:
@@ -252,9 +255,16 @@ class SimScheduler:
     # -- clients ------------------------------------------------------------------------------
 
     def add_client(self, client: Any) -> None:
+        """Take in a client that registers, also if it does so again."""
         self.clients[client.id] = client
-        self.everybody.append(client)
+        if client not in self.everybody:
+            self.everybody.append(client)
+        self._hook("add_client", client=client.id)
         self._client_pipes[client.id] = client.inbound
+
+    def knows(self, pipe: Pipe) -> bool:
+        """Return whether a client is connected by this stream."""
+        return pipe in self._client_pipes.values()
 
     def client_send(self, client: str, message: dict[str, Any]) -> None:
         pipe = self._client_pipes.get(client)
@@ -266,8 +276,12 @@ class SimScheduler:
 
     def from_client(self, client: str, message: dict[str, Any]) -> None:
         fields = {key: value for key, value in message.items() if key != "op"}
-        if client in self.clients:
-            self.stream_handlers[message["op"]](client=client, **fields)
+        handler = self.stream_handlers.get(message["op"])
+        self.world.hub.require(
+            handler, f"the scheduler does not know {message['op']}: Dask breaks the connection"
+        )
+        if client in self.clients and handler is not None:
+            handler(client=client, **fields)
 
     def remove_client(self, client: str) -> None:
         if self.clients.pop(client, None) is None:

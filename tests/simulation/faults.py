@@ -35,6 +35,9 @@ KINDS = (
     ("cancel_job", 1),
     ("kill_kernel", 2),
     ("attach", 1),
+    ("lose_kernel", 4),
+    ("lose_kernel_late", 2),
+    ("kill_scheduler", 1),
 )
 
 PLANNED = ("add", "retire", "scale")
@@ -55,7 +58,7 @@ class Fault:
     def strike(self, world: World) -> None:
         """Let it happen."""
         world.hub.say("FAULT", f"{self.kind} which={self.which} for {self.length:g} s")
-        world.troubled |= self.kind.startswith(("cut", "pause"))
+        world.troubled |= self.kind.startswith(("cut", "pause", "lose"))
         getattr(self, f"_{self.kind}")(world)
 
     # -- workers ------------------------------------------------------------------------------
@@ -124,17 +127,24 @@ class Fault:
     def _pause_scheduler(self, world: World) -> None:
         world.freeze(world.scheduler.process, self.length)
 
+    def _kill_scheduler(self, world: World) -> None:
+        world.scheduler.process.kill()
+
     def _pause_kernel(self, world: World) -> None:
-        world.freeze(world.client.process, self.length * 2.4)
+        world.freeze(world.kernels.client.process, self.length * 2.4)
+
+    def _lose_kernel(self, world: World) -> None:
+        world.kernels.client.tear(self.length)
+
+    def _lose_kernel_late(self, world: World) -> None:
+        world.kernels.client.tear(min(self.length, 3.0), late=self.which * 1.5)
 
     def _kill_kernel(self, world: World) -> None:
-        if world.driver_lives():
-            world.client.process.kill()
-            world.later(min(self.length, 8.0), world.attach)
+        world.kernels.kill(world.kernels.client, again=min(self.length, 8.0))
 
     def _attach(self, world: World) -> None:
-        if world.driver_lives():
-            world.attach()
+        if world.kernels.driving:
+            world.kernels.attach()
 
     def _scale(self, world: World) -> None:
         low, high = (1, self.which % 4 + 1) if self.which % 2 else (2, 5)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster import agent
+from nbelastic.cluster import Link, agent
 from nbelastic.cluster.conductor import Conductor
 from nbelastic.cluster.plugin import ElasticPlugin
+from nbelastic.driver.shell import Driver
 from nbelastic.elastic import loop as elastic_loop
+from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.session import Session
 from nbelastic.elastic.state import ObjectState
 from nbelastic.membership import Machine, Phase, RankReady, Stage
@@ -164,6 +166,32 @@ def _leaving_saves_without_a_new_version(_: Any) -> Any:
 @_mutation(ElasticPlugin, "_ended")
 def _slots_are_never_given_back(_: Any) -> Any:
     return lambda self, worker, job, start: None
+
+
+@_mutation(Driver, "_attach_again")
+def _a_driver_that_was_away_goes_on_as_before(_: Any) -> Any:
+    return lambda self: None
+
+
+@_mutation(Link, "attach")
+def _a_driver_that_was_away_keeps_its_epoch(original: Any) -> Any:
+    def attach(self: Any) -> Any:
+        before = self.epoch
+        packed = original(self)
+        self.epoch = before or self.epoch
+        return packed
+
+    return attach
+
+
+@_mutation(ShardSampler, "settle")
+def _samples_are_dealt_without_settling_what_was_done(original: Any) -> Any:
+    return lambda self, claims, size: original(self, [], size)
+
+
+@_mutation(ShardSampler, "go_back")
+def _samples_that_were_not_committed_stay_done(_: Any) -> Any:
+    return lambda self, to: None
 
 
 SHOWN_BY_PLANNED_CHANGES = {"each rank leaves when it has heard"}

@@ -74,8 +74,20 @@ class Network:
         else:
             call()
 
-    async def call(self, source: Process, target: Process, function: Any, kwargs: Any) -> Any:
-        """Call a coroutine function, or a function, in another process; return what it returns."""
+    async def call(
+        self,
+        source: Process,
+        target: Process,
+        function: Any,
+        kwargs: Any,
+        line: list[Callable[[], None]] | None = None,
+    ) -> Any:
+        """Call a coroutine function, or a function, in another process; return what it returns.
+
+        What `line` lists is called when the connection breaks: then neither question nor answer
+        arrive any more.
+        """
+        lines = [target.mourners] if line is None else [target.mourners, line]
         answer: asyncio.Future[Any] = source.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
@@ -89,7 +101,10 @@ class Network:
         def reply(result: Any, error: BaseException | None = None) -> None:
             self.post(target, source, lambda: settle(result, error))
 
+        torn: list[bool] = []
+
         def broken() -> None:
+            torn.append(True)
             error = Broken(f"{target.name} is gone")
             source.call_later(self.delay(), settle, None, error)
 
@@ -103,16 +118,22 @@ class Network:
             else:
                 reply(result)
 
+        def ask() -> None:  # also where nobody waits for the answer any more
+            if not torn:
+                target.create_task(work())
+
         if not target.alive:
             broken()
         else:
-            target.mourners.append(broken)
-            self.post(source, target, lambda: target.create_task(work()))
+            for each in lines:
+                each.append(broken)
+            self.post(source, target, ask)
         try:
             return await answer
         finally:
-            if broken in target.mourners:
-                target.mourners.remove(broken)
+            for each in lines:
+                if broken in each:
+                    each.remove(broken)
 
 
 class Pipe:

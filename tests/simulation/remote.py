@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
+from .network import Broken
+
 if TYPE_CHECKING:
-    import asyncio
+    from collections.abc import Callable
 
     from .dask import SimScheduler
     from .loop import Process
@@ -36,16 +39,33 @@ def block_on(process: Process, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class Remote:
-    """Calls of the scheduler's handlers, from another process."""
+    """Calls of the scheduler's handlers, from another process.
 
-    def __init__(self, network: Network, source: Process, scheduler: SimScheduler) -> None:
+    Those that `line` lists are told when the connection breaks; while `cut` says that there is
+    none, no call gets through.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        source: Process,
+        scheduler: SimScheduler,
+        line: list[Callable[[], None]] | None = None,
+        cut: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._network, self._source, self._scheduler = network, source, scheduler
+        self._line, self._cut = line, cut
 
     def __getattr__(self, name: str) -> Any:
         async def call(**kwargs: Any) -> Any:
             def handle(**kwargs: Any) -> Any:
-                return self._scheduler.handlers[name](**kwargs)
+                handler = self._scheduler.handlers.get(name)
+                return None if handler is None else handler(**kwargs)  # Dask only logs a warning
 
-            return await self._network.call(self._source, self._scheduler.process, handle, kwargs)
+            if self._cut():
+                await asyncio.sleep(self._network.delay())
+                raise Broken("there is no connection")
+            target = self._scheduler.process
+            return await self._network.call(self._source, target, handle, kwargs, self._line)
 
         return call

@@ -12,10 +12,13 @@ SHARD = 250
 SHARDS = 12
 
 KEPT = {
-    "a task that came when its worker was gone already stayed for ever": 63,
-    "tasks of a job that was closed while its worker was cut off stayed for ever": 49,
-    "a rank whose kernel died before it submitted the task cost its worker its process": 105,
-    "a job that was opened by a kernel that had died stayed for ever": 211327,
+    "tasks of a job that was closed while its worker was cut off stayed for ever": 31,
+    "a rank whose kernel died before it submitted the task cost its worker its process": 20448,
+    "a job that was opened by a kernel that had died stayed for ever": 70850,
+    "a job that was stopped while its kernel was cut off went on": 8782,
+    "a kernel cut off before its plugin was there said what Dask breaks connections for": 2083,
+    "a worker that went before its agent said hello kept a job from all others": 103148,
+    "what a kernel was told before the scheduler knew that it was cut off was lost": 932,
 }
 """Seeds that once failed, and what they found."""
 

@@ -1,33 +1,35 @@
-"""What users run: training functions of all kinds, made from a seed, that watch themselves.
+"""What users run: training functions of all kinds, which watch themselves.
 
 They check what a user relies on: after a change of membership all ranks have the same state, and
 it is that of a commit which the source of the plan has reported; every step is done exactly once
-in the history that counts; all ranks of a collective are in the same generation and step.
+in the history that counts, every sample once in each epoch; all ranks of a collective are in the
+same generation and step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Op
 from nbelastic.elastic import ObjectState, run
 from nbelastic.elastic.context import current
+from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError
 from nbelastic.membership import FRESH
 
 from .invariants import watch_hang
 
 if TYPE_CHECKING:
-    import random
+    from collections.abc import Iterator
 
     from nbelastic.elastic.session import Session
 
     from .fibers import Fiber
     from .loop import Hub
+    from .script import Script
     from .world import World
 
-__all__ = ["Actor", "Mishap", "Script", "SimInterrupt", "Trouble", "make_script", "train"]
+__all__ = ["Actor", "SimInterrupt", "Trouble", "train"]
 
 _stage: list[World] = []
 """The world that is being simulated: functions travel by name, so they find it here."""
@@ -35,65 +37,6 @@ _stage: list[World] = []
 
 class Trouble(Exception):
     """Raised by user code."""
-
-
-@dataclass
-class Mishap:
-    """Something that user code does wrong at a step, on one rank or on all."""
-
-    kind: str
-    step: int
-    rank: int | None
-    times: int
-
-
-@dataclass
-class Script:
-    """What a user's function does."""
-
-    seed: int
-    elastic: bool = True
-    setup: float = 0.1
-    steps: int = 8
-    step_time: float = 0.05
-    commit_every: float = 0.5
-    rides: bool = True
-    tail: float = 0.0
-    after: float = 0.0
-    loops: int = 1
-    mishaps: list[Mishap] = field(default_factory=list)
-
-    @property
-    def harmless(self) -> bool:
-        """Whether the function itself never does anything wrong."""
-        return not self.mishaps
-
-    def commits(self, loop: int, step: int) -> bool:
-        """Whether all ranks commit after this step."""
-        number = (self.seed * 1_000_003 + loop * 7919 + step * 104_729) & 0xFFFFFF
-        return (number * 2_654_435_761 >> 8) % 1000 < 1000 * self.commit_every
-
-
-def make_script(random: random.Random) -> Script:
-    """Make up a function."""
-    script = Script(
-        seed=random.randrange(1 << 20),
-        elastic=random.random() > 0.1,
-        setup=random.choice((0.0, 0.02, 0.3, 1.0)) * random.random(),
-        steps=random.randint(2, 12),
-        step_time=random.choice((0.005, 0.03, 0.2, 0.6)) * (0.5 + random.random()),
-        commit_every=random.choice((0.2, 0.5, 1.0)),
-        rides=random.random() < 0.6,
-        tail=random.choice((0.0, 0.0, 0.0, 2.0)) * random.random(),
-        after=random.choice((0.0, 0.0, 0.5)) * random.random(),
-        loops=2 if random.random() < 0.1 else 1,
-    )
-    if random.random() < 0.22:
-        kind = random.choice(("raise", "raise", "return", "hang", "deaf", "collective"))
-        rank = None if random.random() < 0.3 else random.randrange(3)
-        times = 1 if random.random() < 0.6 else 1_000
-        script.mishaps.append(Mishap(kind, random.randrange(-1, script.steps), rank, times))
-    return script
 
 
 class SimInterrupt:
@@ -198,7 +141,7 @@ class Actor:
         assert plan is not None
         self.say(f"enters generation {plan.generation} as rank {session.rank} at step {state.step}")
         self.require(session.version == max(plan.version, 0), "has another version than the plan")
-        here = (state.step, state.value)
+        here = (state.step, state.value, state.counts)
         others = self.world.beginnings.setdefault(plan.generation, here)
         self.require(others == here, f"begins at {here}, others of the generation at {others}")
         source = plan.members[plan.source]
@@ -213,18 +156,18 @@ class Actor:
             known = self.world.ledger.setdefault(key, self.saved)
             self.require(known == self.saved, f"commit {version} was {known}, is {self.saved}")
 
-    def exchange(self, state: Any) -> None:
+    def exchange(self, state: Any, more: tuple[int, ...] = ()) -> tuple[int, ...]:
         """One step's collective; what comes out must come from this generation's ranks, all in
-        the same step."""
+        the same step. Returns the sum of what each rank has brought `more`."""
         import torch
 
         session = self.session
         communicator = session.communicator()  # where there is no loop, this makes it a member
         flag = session.change_flag() if self.script.rides else False
-        sent = [1.0, state.step, session.generation, session.rank + 1, flag]
+        sent = [1.0, state.step, session.generation, session.rank + 1, flag, *more]
         tensor = torch.tensor(sent, dtype=torch.float64)
         communicator.allreduce(tensor, Op.SUM)
-        count, step, generation, ranks, flags = tensor.tolist()
+        count, step, generation, ranks, flags, *total = tensor.tolist()
         size = session.size
         self.require(
             (count, step, generation, ranks)
@@ -234,6 +177,14 @@ class Actor:
         if self.script.rides:
             session.agree(flags > 0)
         state.value = (state.value * 31 + size) % 1_000_003
+        return tuple(int(each) for each in total)
+
+    def check_counts(self, counts: tuple[int, ...]) -> None:
+        """At the end of an epoch: each sample was used once, but for what fills up shares."""
+        samples = self.script.samples
+        used, proper = counts[:samples], counts[samples:]
+        self.require(min(used) >= 1, f"samples were left out: {used}")
+        self.require(max(proper) <= 1, f"samples were used again: {proper}")
 
 
 class WatchedState(ObjectState):
@@ -243,7 +194,7 @@ class WatchedState(ObjectState):
         super().save()
         actor = self.__dict__.get("_actor")
         if actor is not None:
-            actor.saved = (self.step, self.value)
+            actor.saved = (self.step, self.value, self.counts)
 
     def watched(self, actor: Actor) -> WatchedState:
         self._actor = actor
@@ -263,15 +214,22 @@ def train() -> Any:
     result = None
     for loop in range(1, script.loops + 1):
         actor.loop = loop
-        state = WatchedState(step=0, value=0, trail=()).watched(actor)
-        result = _train(state, actor)
+        state = _state(script).watched(actor)
+        result = _train_epochs(state, actor) if script.samples else _train(state, actor)
     actor.compute(script.after)
     return result
 
 
+def _state(script: Script) -> WatchedState:
+    more: dict[str, Any] = {}
+    if script.samples:
+        more = {"epoch": 0, "sampler": ShardSampler(range(script.samples), seed=script.seed)}
+    return WatchedState(step=0, value=0, trail=(), counts=(0,) * 2 * script.samples, **more)
+
+
 def _plain(actor: Actor) -> Any:
     """A function without an elastic loop: a member from its first collective on."""
-    state = WatchedState(step=0, value=0, trail=())
+    state = _state(actor.script)
     for step in range(actor.script.steps):
         actor.compute(actor.script.step_time)
         if actor.stumble(step):
@@ -290,12 +248,54 @@ def _train(state: Any, actor: Actor) -> Any:
         if actor.stumble(state.step):
             return "early"
         actor.exchange(state)
-        state.trail = (*state.trail, state.step)
-        state.step += 1
-        if script.commits(actor.loop, state.step):
-            state.commit()
-        elif state.step % 3 == 0:
-            state.check_host_updates()
-    actor.compute(script.tail * (actor.session.rank + 1) / actor.session.size)
-    actor.require(state.trail == tuple(range(script.steps)), f"steps done: {state.trail}")
+        _count_step(state, actor)
+    return _finish(state, actor, script.steps)
+
+
+@run
+def _train_epochs(state: Any, actor: Actor) -> Any:
+    """Train on the samples that a sampler deals."""
+    script, sampler, batch = actor.script, state.sampler, actor.script.batch
+    actor.entered(state)
+    for state.epoch in range(state.epoch, script.epochs):
+        share, used = list(sampler), list(_proper(sampler))
+        for index in range(-(-len(share) // batch)):
+            actor.compute(script.step_time)
+            if actor.stumble(state.step):
+                return "early"
+            part = slice(index * batch, (index + 1) * batch)
+            more = [0] * len(state.counts)
+            for sample, proper in zip(share[part], used[part], strict=True):
+                more[sample] += 1
+                more[script.samples + sample] += proper
+            total = actor.exchange(state, tuple(more))
+            sampler.record_batch(index, batch)
+            state.counts = tuple(map(sum, zip(state.counts, total, strict=True)))
+            _count_step(state, actor)
+        actor.check_counts(state.counts)
+        state.counts = (0,) * len(state.counts)
+        sampler.set_epoch(state.epoch + 1)
+    return _finish(state, actor, state.step)
+
+
+def _proper(sampler: ShardSampler) -> Iterator[bool]:
+    """Tell of each sample of a share whether it is there for itself, and not to fill it up."""
+    deal = sampler._deal
+    for number in range(deal.per_rank):
+        yield sampler.rank + number * deal.size < deal.left
+
+
+def _count_step(state: Any, actor: Actor) -> None:
+    """A step is done: commit it, or not."""
+    state.trail = (*state.trail, state.step)
+    state.step += 1
+    if actor.script.commits(actor.loop, state.step):
+        state.commit()
+    elif state.step % 3 == 0:
+        state.check_host_updates()
+
+
+def _finish(state: Any, actor: Actor, steps: int) -> Any:
+    actor.compute(actor.script.tail * (actor.session.rank + 1) / actor.session.size)
+    actor.require(state.trail == tuple(range(steps)), f"steps done: {state.trail}")
     return (state.step, state.value)

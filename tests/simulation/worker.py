@@ -96,6 +96,13 @@ class SimWorker:
         if nanny is not None:
             nanny.worker = self
             self.process.mourners.append(self._tell_nanny)
+        self._lost = lambda: world.network.post(
+            scheduler.process, self.process, self._lose_scheduler
+        )
+        if scheduler.process.alive:
+            scheduler.process.mourners.append(self._lost)
+        else:
+            self._lost()
         world.network.post(self.process, scheduler.process, lambda: scheduler.add_worker(self))
 
     def _tell_nanny(self) -> None:
@@ -147,6 +154,12 @@ class SimWorker:
             plugin.setup(self)
             return {"status": "OK"}
         return look_around(self.world, message)
+
+    def _lose_scheduler(self) -> None:
+        """Its connection breaks: without a scheduler, Dask's workers close."""
+        self.inbound.close()
+        self.outbound.close()
+        self.close(leave_nanny=False)
 
     def close(self, *, leave_nanny: bool) -> None:
         """Close in good order: what has been told to, or a signal with notice."""

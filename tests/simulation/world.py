@@ -6,30 +6,28 @@ import contextlib
 import random
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster import Link, pack_function
-from nbelastic.driver.clock import LiveClock
-from nbelastic.driver.fit import _spec
 from nbelastic.driver.options import Options
-from nbelastic.driver.shell import Driver
-from nbelastic.driver.takeover import _Inbox
 from nbelastic.elastic.port import Means
-from nbelastic.errors import Detached
 from nbelastic.membership import StopRequested
 
 from . import user
-from .client import SimClient
+from .calm import Calm
 from .dask import SimScheduler
 from .exchange import Exchange
 from .faults import PLANNED, make_faults
-from .fibers import Condition, Fiber, Inbox
+from .fibers import Condition
 from .invariants import WatchedMachine, check_outcome, is_endless, leftovers
+from .kernels import Kernels
 from .loop import Hub, Process, Stuck
 from .network import Network
+from .script import make_script
 from .stage import staged
 from .worker import SimNanny, SimWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from nbelastic.driver.shell import Driver
 
 __all__ = ["World", "simulate"]
 
@@ -56,7 +54,7 @@ class World:
         self.processes: list[Process] = []
         self.busy: set[Process] = set()
         self.slow: dict[Process, float] = {}
-        self.births = self.kernels = 0
+        self.births = 0
         self.machine: WatchedMachine | None = None
         self.troubled = False
         self.struck: set[str] = set()
@@ -76,13 +74,11 @@ class World:
         self.same_address = chance.random() < 0.2
         self.threads = 2 if chance.random() < 0.15 else 1
         self._build_cluster()
-        self.client = SimClient(self, "kernel")
-        self.script = user.make_script(chance)
+        self.script = make_script(chance)
         self.options = self._make_options()
         self.faults = make_faults(chance, chance.choice((0.3, 2.0, 6.0)), planned=planned)
-        self.driver = self._make_driver(self.options)
-        self.gone = False
-        self.former: list[Driver] = []
+        self.kernels = Kernels(self, self.options)
+        self.calm = Calm(self)
 
     # -- building -----------------------------------------------------------------------------
 
@@ -92,16 +88,6 @@ class World:
         nannies = chance.random() < 0.75
         for number in range(chance.choice((1, 2, 3, 3, 4, 5))):
             self.hire(f"w{number}", f"h{number % hosts}", nanny=nannies)
-
-    def _make_driver(self, options: Options) -> Driver:
-        return Driver(
-            "job",
-            options,
-            lambda: None,
-            inbox=Inbox(self.hub),
-            clock=LiveClock(source=lambda: self.hub.now),
-            chance=self.random.random,
-        )
 
     def _make_options(self) -> Options:
         chance, there = self.random, len(self.crew)
@@ -184,35 +170,13 @@ class World:
             self.network.cut(source, target)
             self.later(seconds, self.network.heal)
 
-    def attach(self) -> None:
-        """Have another kernel take the job over."""
-        self.kernels += 1
-        client = SimClient(self, f"kernel{self.kernels}")
-        Fiber(client.process, "attach", lambda: self._attach(client))
-
-    def _attach(self, client: SimClient) -> None:
-        inbox = _Inbox()
-        link = Link(client, "job", inbox.receive)  # type: ignore[arg-type]
-        packed = link.attach()
-        if "problem" in packed:
-            self.hub.require(packed["problem"] == "unknown", f"not attached: {packed}")
-            self.gone = not self.driver_lives()
-            return
-        if self.driver_lives():
-            self.former.append(self.driver)
-        driver = self._make_driver(Options.unpack(packed["options"]))
-        self.client, self.driver = client, driver
-        driver.adopt(packed)
-        inbox.hand_over(driver)
-        driver.adopt_link(link)
-        driver.run()
-
-    def driver_lives(self) -> bool:
-        """Whether the kernel that drives the job is there."""
-        return self.client.process.alive
-
     def slowness(self, process: Process) -> float:
         return self.slow.get(process, 1.0)
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of the newest kernel."""
+        return self.kernels.driver
 
     # -- running ------------------------------------------------------------------------------
 
@@ -221,15 +185,17 @@ class World:
         last = max((fault.at + fault.length for fault in self.faults), default=0.0)
         for fault in self.faults:
             self.later(fault.at, lambda f=fault: f.strike(self))
-        Fiber(self.client.process, "driver", self._drive)
-        hub = self.hub
-        ended = hub.run(self.has_ended, last + LONGEST)
+        self.kernels.start()
+        self.calm.look()
+        hub, has_ended = self.hub, self.kernels.has_ended
+        ended = hub.run(has_ended, last + LONGEST)
         if not ended and is_endless(self):  # that is for its owner to end
             self.stopped = True
             self.driver.tell(StopRequested(now=True))
-            ended = hub.run(self.has_ended, hub.now + SETTLING)
+            ended = hub.run(has_ended, hub.now + SETTLING)
         assert ended, f"{LONGEST:g} s after the last fault the job is {self.driver.view()}"
-        if not self.gone:
+        self.calm.over = True
+        if not self.kernels.gone:
             future = self.driver.future
             hub.say("job", f"ended: {future.exception() or future.result()}")
             check_outcome(self)
@@ -244,25 +210,10 @@ class World:
     @property
     def end(self) -> str:
         """How the job ended, in a word."""
-        if self.gone:
+        if self.kernels.gone:
             return "given up before it began"
         error = self.driver.future.exception(timeout=0)
         return "finished" if error is None else type(error).__name__
-
-    def has_ended(self) -> bool:
-        """Whether the job is over, and its kernel knows."""
-        if self.gone:
-            return True
-        future = self.driver.future  # of the newest driver, or of one that is being replaced
-        detached = future.done() and isinstance(future.exception(), Detached)
-        return self.driver_lives() and future.done() and not detached
-
-    def _drive(self) -> None:
-        driver = self.driver
-        link = Link(self.client, "job", driver.receive)  # type: ignore[arg-type]
-        link.open(pack_function(user.train, (), {}), _spec(self.options))
-        driver.adopt_link(link)
-        driver.run()
 
     def close(self) -> None:
         """End everything."""

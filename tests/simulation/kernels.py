@@ -1,0 +1,157 @@
+"""The kernels of a schedule: one that starts the job, and those that take it over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.cluster import Link, pack_function
+from nbelastic.driver.clock import LiveClock
+from nbelastic.driver.fit import _spec
+from nbelastic.driver.options import Options
+from nbelastic.driver.shell import Driver
+from nbelastic.driver.takeover import _Inbox
+from nbelastic.errors import ClusterLost, Detached, OptionError
+
+from . import user
+from .client import SimClient
+from .fibers import Fiber, Inbox
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from .loop import Process
+    from .world import World
+
+__all__ = ["Kernels"]
+
+UNREACHABLE = (OSError, asyncio.TimeoutError, TimeoutError, ClusterLost)
+"""What Dask and the link raise where the scheduler does not answer."""
+
+
+BOUND = 15.0
+"""Half of the seconds within which a driver ends that has lost its cluster."""
+
+
+class Kernels:
+    """Who drives the job.
+
+    Attributes
+    ----------
+    client, driver
+        Those of the newest kernel.
+    former : list of (SimClient, Driver)
+        Those that were replaced.
+    gone : bool
+        Whether there is no job that a kernel could have.
+    """
+
+    def __init__(self, world: World, options: Options) -> None:
+        self.world, self.options = world, options
+        self.client = SimClient(world, "kernel")
+        self.driver = self._make_driver(options)
+        self.former: list[tuple[SimClient, Driver]] = []
+        self.gone = False
+        self._number = 0
+
+    def _make_driver(self, options: Options) -> Driver:
+        hub = self.world.hub
+        return Driver(
+            "job",
+            options,
+            lambda: None,
+            inbox=Inbox(hub),
+            clock=LiveClock(source=lambda: hub.now),
+            chance=hub.random.random,
+        )
+
+    @property
+    def driving(self) -> bool:
+        """Whether the kernel that drives the job is there, and has not lost it for good."""
+        return self.client.process.alive and self.client.status != "closed"
+
+    def has_ended(self) -> bool:
+        """Whether the job is over, and its kernel knows."""
+        if self.gone:
+            return True
+        future = self.driver.future  # of the newest driver, or of one that is being replaced
+        detached = future.done() and isinstance(future.exception(), Detached)
+        closed = self.client.status == "closed" and self.world.scheduler.process.alive
+        return self.client.process.alive and not closed and future.done() and not detached
+
+    # -- the first kernel ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        Fiber(self.client.process, "driver", self._drive)
+
+    def _drive(self) -> None:
+        client, driver = self.client, self.driver
+        link = Link(client, "job", driver.receive)  # type: ignore[arg-type]
+        try:
+            link.open(pack_function(user.train, (), {}), _spec(self.options))
+        except (*UNREACHABLE, OptionError) as error:  # its user sees that, and begins anew
+            known = not isinstance(error, OptionError) or "its kernel is gone" in str(error)
+            self.world.hub.require(known, f"not opened: {error!r}")
+            link.close()
+            link.give_up()
+            self.world.later(2.0, lambda: self.kill(client))
+            return
+        driver.adopt_link(link)
+        driver.run()
+
+    # -- further kernels ----------------------------------------------------------------------
+
+    def kill(self, client: SimClient, again: float = 1.0) -> None:
+        """End a kernel's process; another one comes after so many seconds."""
+        if client.process.alive:
+            client.process.kill()
+            self.gave_up(client, again)
+
+    def gave_up(self, client: SimClient, again: float = 2.0) -> None:
+        """A kernel is gone, or has given its scheduler up: its user starts another one."""
+        if client is self.client:
+            self.world.later(again, self.attach)
+            if client.process.alive:
+                process, future = client.process, self.driver.future
+                process.call_later(
+                    BOUND, process.call_later, BOUND, self._require_end, process, future
+                )
+
+    def _require_end(self, process: Process, future: Future[Any]) -> None:
+        """A driver that has lost its cluster says so."""
+        self.world.hub.require(future.done(), f"the driver of {process.name} waits for a cluster")
+
+    def attach(self) -> None:
+        """Have another kernel take the job over."""
+        if not self.world.scheduler.process.alive:
+            self.gone = not self.client.process.alive
+            return
+        self._number += 1
+        client = SimClient(self.world, f"kernel{self._number}")
+        Fiber(client.process, "attach", lambda: self._attach(client))
+
+    def _attach(self, client: SimClient) -> None:
+        wanted = self.driving  # then another kernel may be about to open it, or to close it
+        inbox = _Inbox()
+        link = Link(client, "job", inbox.receive)  # type: ignore[arg-type]
+        try:
+            packed = link.attach()
+        except UNREACHABLE:  # its user tries again
+            link.give_up()
+            self.world.later(1.0, self.attach)
+            return
+        if "problem" in packed:
+            machine = self.world.machine
+            roster = None if machine is None else machine.roster
+            none = wanted or roster is None or roster.starts == 0 or roster.ended
+            unknown = packed["problem"] == "unknown" and none
+            self.world.hub.require(unknown, f"not attached: {packed}")
+            self.gone = not self.driving
+            return
+        self.former.append((self.client, self.driver))
+        driver = self._make_driver(Options.unpack(packed["options"]))
+        self.client, self.driver = client, driver
+        driver.adopt(packed)
+        inbox.hand_over(driver)
+        driver.adopt_link(link)
+        driver.run()
