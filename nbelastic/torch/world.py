@@ -31,6 +31,9 @@ class ProcessSet:
 
     process_set_id = 0
 
+    def __repr__(self) -> str:
+        return "ProcessSet(all ranks)"
+
     def included(self) -> bool:
         """Return True: every rank is in it."""
         return True
