@@ -192,11 +192,13 @@ class Desk:
             if record.client == client:
                 self._abandon(job, record)
 
-    def give_up(self, client: str, topic: str) -> None:
+    async def give_up(self, client: str, topic: str, over: bool) -> None:
         """Take note that a kernel does not wait any more for what it has asked for."""
         self._given_up.append(topic)  # what it has asked for may come later than this
         for job, record in list(self._jobs.items()):
-            if record.client == client and record.topic == topic:
+            if record.topic == topic and over:
+                await self.close(job, record.uid, record.epoch, record.steps)
+            elif record.topic == topic and record.client == client:
                 self._abandon(job, record)
 
     def _is_gone(self, client: str, topic: str) -> bool:

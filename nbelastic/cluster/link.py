@@ -134,16 +134,21 @@ class Link:
             try:
                 self._client.sync(self._connected)
                 self._client.sync(self._close, callback_timeout=2 * RPC_TIMEOUT)
-                break
+                self.detach()
+                return
             except (asyncio.TimeoutError, TimeoutError):
                 logger.info("the cluster was slow to take note of the end of job %r", self._job)
                 break
             except OSError:
                 logger.info("the connection was lost while job %r was closed", self._job)
-        self.detach()
+        self.give_up(over=True)
 
     async def _connected(self) -> None:
-        """Wait until the connection is back, or the client gives it up."""
+        """Wait until the connection is back, or the client gives it up.
+
+        That it is lost, the client may notice a little later than whoever was calling.
+        """
+        await asyncio.sleep(POLL if self._over is not None else 0.0)
         while self._client.status == "connecting":
             await asyncio.sleep(POLL)
         if self._client.status != "running":
@@ -159,13 +164,14 @@ class Link:
         except asyncio.TimeoutError:
             logger.info("the last message of job %r has not come", self._job)
 
-    def give_up(self) -> None:
+    def give_up(self, *, over: bool = False) -> None:
         """Have nothing to do with a job of which it is not known whether it was opened, or had.
 
-        The scheduler may still be about to open it, or to hand it over: then it will not.
+        The scheduler may still be about to open it, or to hand it over: then it will not. If the
+        job is `over`, it is closed there as soon as this arrives.
         """
         if self._installed and self._client.status in ("running", "connecting"):
-            message = {"op": "nbelastic-give-up", "topic": self._topic}
+            message = {"op": "nbelastic-give-up", "topic": self._topic, "over": over}
             self._client._send_to_scheduler(message)
         self.detach()
 

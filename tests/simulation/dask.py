@@ -281,7 +281,9 @@ class SimScheduler:
             handler, f"the scheduler does not know {message['op']}: Dask breaks the connection"
         )
         if client in self.clients and handler is not None:
-            handler(client=client, **fields)
+            result = handler(client=client, **fields)
+            if hasattr(result, "__await__"):
+                self.loop.create_task(result)
 
     def remove_client(self, client: str) -> None:
         if self.clients.pop(client, None) is None:

@@ -53,6 +53,7 @@ class Kernels:
         self.former: list[tuple[SimClient, Driver]] = []
         self.gone = False
         self._number = 0
+        self._epoch = 1
 
     def _make_driver(self, options: Options) -> Driver:
         hub = self.world.hub
@@ -90,7 +91,7 @@ class Kernels:
         try:
             link.open(pack_function(user.train, (), {}), _spec(self.options))
         except (*UNREACHABLE, OptionError) as error:  # its user sees that, and begins anew
-            known = not isinstance(error, OptionError) or "its kernel is gone" in str(error)
+            known = not isinstance(error, OptionError) or "already" in str(error)
             self.world.hub.require(known, f"not opened: {error!r}")
             link.close()
             link.give_up()
@@ -148,9 +149,12 @@ class Kernels:
             self.world.hub.require(unknown, f"not attached: {packed}")
             self.gone = not self.driving
             return
-        self.former.append((self.client, self.driver))
         driver = self._make_driver(Options.unpack(packed["options"]))
-        self.client, self.driver = client, driver
+        if packed["epoch"] > self._epoch:  # else another has attached since, and was told sooner
+            self.former.append((self.client, self.driver))
+            self.client, self.driver, self._epoch = client, driver, packed["epoch"]
+        else:
+            self.former.append((client, driver))
         driver.adopt(packed)
         inbox.hand_over(driver)
         driver.adopt_link(link)
