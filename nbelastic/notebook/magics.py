@@ -115,6 +115,12 @@ class ElasticMagics(Magics):
                                       %%elastic_train --heartbeat-timeout 30
           --lease S               seconds for which the job goes on without its kernel (3600)
                                       %%elastic_train --lease 86400
+          --checkpoint PLACE      a directory that all workers see, or a URL, for commits on disk
+                                      %%elastic_train --checkpoint s3://bucket/run
+          --checkpoint-every N    commits between two checkpoints (100)
+                                      %%elastic_train --checkpoint ckpt --checkpoint-every 10
+          --resume                start from the newest complete checkpoint there
+                                      %%elastic_train --checkpoint ckpt --resume
           --blacklist-cooldown LO HI
                                   a worker that failed rests LO seconds, then twice that, up to HI
                                       %%elastic_train --blacklist-cooldown 10 100

