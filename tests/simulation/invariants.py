@@ -47,6 +47,8 @@ def watch_hang(world: World, start: int) -> None:
         roster = world.machine.roster if world.machine is not None else None
         if roster is None or world.troubled or world.slow or not actor.fiber.process.alive:
             return
+        if any(fault.kind == "hold" for fault in world.faults):
+            return  # who holds the GIL may be computing: it does not count as one that waits
         members = [rank.start for rank in roster.awaited()]
         free = [s for s in members if not world.actors[s].hanging]
         late = start in members and free and roster.phase == Phase.RUNNING
