@@ -21,7 +21,7 @@ from .shell import Driver
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["fit"]
+__all__ = ["fit", "hand_out"]
 
 
 def fit(
@@ -155,11 +155,7 @@ def fit(
             link.give_up()
         cleanup()
         raise
-    job = Job(driver)
-    display.started(job)
-    if block:
-        _block(job)
-    return job
+    return hand_out(driver, block=block)
 
 
 def _spec(options: Options) -> dict[str, Any]:
@@ -184,7 +180,12 @@ def _check_name(name: str | None) -> str:
     return name
 
 
-def _block(job: Job) -> None:
-    if threading.current_thread() is threading.main_thread():
-        job.wait_interruptibly()
-    job.results()
+def hand_out(driver: Driver, *, block: bool) -> Job:
+    """Return the job of a driver that has started, at once or after its end."""
+    job = Job(driver)
+    display.started(job)
+    if block:
+        if threading.current_thread() is threading.main_thread():
+            job.wait_interruptibly()
+        job.results()
+    return job

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster import Link, check_versions, open_jobs
 from nbelastic.errors import OptionError
 
-from . import display
 from .attachment import attach_client
-from .job import Job
+from .fit import hand_out
 from .options import Options
 from .shell import Driver
 from .status import JobInfo
+
+if TYPE_CHECKING:
+    from .job import Job
 
 __all__ = ["attach", "jobs"]
 
@@ -95,13 +97,7 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
             link.give_up()
         cleanup()
         raise
-    job = Job(driver)
-    display.started(job)
-    if block:
-        if threading.current_thread() is threading.main_thread():
-            job.wait_interruptibly()
-        job.results()
-    return job
+    return hand_out(driver, block=block)
 
 
 def _given(cluster: Any) -> Any:
