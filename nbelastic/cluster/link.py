@@ -24,8 +24,11 @@ __all__ = ["Link", "open_jobs"]
 CLOSE_TIMEOUT = 2.0
 """Seconds to wait for the last message of a job, once it has been closed."""
 
-CLOSE_ATTEMPTS = 3
-"""How often a job is closed while the connection is lost again and again."""
+CLOSE_PATIENCE = 10.0
+"""Seconds for which a job is closed again when the connection was lost meanwhile.
+
+The calls and the client's stream notice that at different times.
+"""
 
 POLL = 0.05
 """Seconds between two looks whether the connection is back."""
@@ -128,33 +131,40 @@ class Link:
         lost: the client gives it up in time. The topic is given up last, after the message that no
         further one follows.
         """
-        for _ in range(CLOSE_ATTEMPTS if self._installed else 0):
-            if self._client.status not in ("running", "connecting"):
-                break
+        if self._installed and self._client.status in ("running", "connecting"):
             try:
-                self._client.sync(self._connected)
-                self._client.sync(self._close, callback_timeout=2 * RPC_TIMEOUT)
+                self._client.sync(self._close)
                 self.detach()
                 return
             except (asyncio.TimeoutError, TimeoutError):
                 logger.info("the cluster was slow to take note of the end of job %r", self._job)
-                break
             except OSError:
                 logger.info("the connection was lost while job %r was closed", self._job)
         self.give_up(over=True)
 
-    async def _connected(self) -> None:
-        """Wait until the connection is back, or the client gives it up.
+    async def _close(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CLOSE_PATIENCE
+        while True:
+            await self._connected()
+            try:
+                await asyncio.wait_for(self._close_now(), 2 * RPC_TIMEOUT)
+                return
+            except (asyncio.TimeoutError, TimeoutError):  # an OSError too, from Python 3.11 on
+                raise
+            except OSError:
+                if loop.time() > deadline:
+                    raise
+            await asyncio.sleep(POLL)
 
-        That it is lost, the client may notice a little later than whoever was calling.
-        """
-        await asyncio.sleep(POLL if self._over is not None else 0.0)
+    async def _connected(self) -> None:
+        """Wait until the connection is back, or the client gives it up."""
         while self._client.status == "connecting":
             await asyncio.sleep(POLL)
         if self._client.status != "running":
             raise OSError("the client has given its scheduler up")
 
-    async def _close(self) -> None:
+    async def _close_now(self) -> None:
         over = self._over = asyncio.Event()
         await self._scheduler.nbelastic_close(
             job=self._job, uid=self._uid, epoch=self.epoch, steps=self._steps
