@@ -1,20 +1,35 @@
-# `make test` and `make demo` need python3 (3.10 or later) with venv and pip, nothing else.
+# `make test` and `make demo` need python3 (3.10 or later) with venv and pip, nothing else. With a
+# C++20 compiler they build the native part, too; without one everything runs over Gloo.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NATIVE := build/native/.built
+NATIVE_SOURCES := nbelastic/native/CMakeLists.txt $(wildcard $(addprefix nbelastic/native/, \
+	*.cpp core/*.cpp core/*.hpp core/*.inc))
 # Processes that run tests; much of a test is waiting.
 JOBS ?= 2
 
-.PHONY: test demo lint chaos simulate clean
+.PHONY: test demo native lint chaos simulate sanitize clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt "torch" "scikit-build-core>=0.10"
+	$(BIN)/python -m pip install -q -c constraints.txt \
+		"torch" "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[test,notebook]"
 	touch $@
 
-test: lint
+# C++ for shared memory, built into nbelastic/native/.
+native: $(NATIVE)
+
+$(NATIVE): $(NATIVE_SOURCES) $(STAMP)
+	$(BIN)/cmake -S nbelastic/native -B build/native -G Ninja --log-level=NOTICE -Wno-unused-cli \
+		-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCMAKE_BUILD_TYPE=Release \
+		-DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/native
+	touch $@
+
+test: lint $(NATIVE)
 	$(BIN)/python -m pytest --nbval notebooks --nbval-cell-timeout=300 -p no:cacheprovider
 	$(BIN)/python -m pytest -n $(JOBS)
 
@@ -23,13 +38,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-demo: $(STAMP)
+demo: $(NATIVE)
 	$(BIN)/python examples/digits.py
 
 # Faults of all kinds on real workers, at random: make chaos MINUTES=20 SEED=1
 MINUTES ?= 1
 SEED ?= 1
-chaos: $(STAMP)
+chaos: $(NATIVE)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 # Schedules of the whole control plane over a simulated network: make simulate N=200000
@@ -37,5 +52,15 @@ N ?= 10000
 simulate: $(STAMP)
 	$(BIN)/python -m tests.simulation $(N)
 
+# The native part under sanitizers: address with undefined, then thread: make sanitize ROUNDS=2000
+ROUNDS ?= 300
+sanitize: $(STAMP)
+	set -e; for kind in address thread; do \
+		$(BIN)/cmake -S nbelastic/native -B build/$$kind -G Ninja --preset $$kind --log-level=NOTICE \
+			-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja); \
+		$(BIN)/cmake --build build/$$kind; \
+		build/$$kind/stress $(ROUNDS); \
+	done
+
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build nbelastic/native/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -252,6 +252,7 @@ class Link:
         *,
         resources: dict[str, float],
         operation_timeout_s: float,
+        backend: str = "auto",
         checkpoint: dict[str, Any] | None = None,
     ) -> None:
         """Start a rank on a slot that was granted: a task pinned to its worker."""
@@ -262,6 +263,7 @@ class Link:
             slot["id"],
             place,
             operation_timeout_s,
+            backend,
             None if checkpoint is None else {**checkpoint, "run": self._uid},
             key=f"{RANK_KEY}{self._uid}-{start}",
             workers=[slot["worker"]],

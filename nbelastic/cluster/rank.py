@@ -35,6 +35,7 @@ def run_rank(
     slot: str,
     place: dict[str, int],
     operation_timeout_s: float,
+    backend: str = "auto",
     checkpoint: dict[str, Any] | None = None,
 ) -> None:
     """Run a job's function as one of its ranks.
@@ -52,6 +53,8 @@ def run_rank(
         The rank and sizes foreseen.
     operation_timeout_s : float
         How long an operation between ranks may take if nobody aborts it.
+    backend : str, default "auto"
+        How tensors are to travel between the ranks.
     checkpoint : dict, optional
         The fields of a :class:`~nbelastic.elastic.checkpoint.CheckpointSpec`.
     """
@@ -65,6 +68,7 @@ def run_rank(
         place=unpack_place(place),
         bind=agent.bind,
         operation_timeout_s=operation_timeout_s,
+        backend=backend,
         checkpoint=None if checkpoint is None else CheckpointSpec(**checkpoint),
     )
     _Rank(agent, spec).run()

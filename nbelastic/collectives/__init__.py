@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives.communicator import Communicator, Handle, Op, Rendezvous
+from nbelastic.collectives.communicator import BACKENDS, Communicator, Handle, Op, Rendezvous
 from nbelastic.collectives.solo import SoloCommunicator
 
 if TYPE_CHECKING:
     from nbelastic.collectives.store import Store
 
 __all__ = [
+    "BACKENDS",
     "Communicator",
     "Handle",
     "Op",
@@ -33,6 +34,16 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     """
     if rendezvous.size == 1:
         return SoloCommunicator(generation=rendezvous.generation)
+    if rendezvous.backend in ("auto", "shm"):
+        from nbelastic.collectives.choice import Chooser
+
+        return Chooser(rendezvous)
+    if rendezvous.backend == "pygloo":
+        from nbelastic.collectives.with_pygloo import PyglooCommunicator
+
+        return PyglooCommunicator(rendezvous)
+    if rendezvous.backend != "gloo":
+        raise ValueError(f"backend must be one of {BACKENDS}, not {rendezvous.backend!r}")
     from nbelastic.collectives.gloo import GlooCommunicator
 
     return GlooCommunicator(rendezvous)

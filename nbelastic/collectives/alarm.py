@@ -9,6 +9,9 @@ Two properties follow on which the rest of this package rests:
   thrown into it from outside.
 - Nobody misses it. A listener first hangs up its bell and then looks at the reason; who raises
   first sets the reason and then rings the bells. One of the two sees the other.
+
+What must happen whoever listens (leave a meeting, break a segment) is told to the alarm beforehand.
+Communicators that belong together share one alarm: what ends one of them ends all.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["Alarm", "Bell"]
 
@@ -41,6 +44,7 @@ class Alarm:
         self.gentle = False
         self._reasons: list[str] = []
         self._bells: list[Bell[bool]] = []
+        self._acts: list[Callable[[str, bool], object]] = []
 
     @property
     def reason(self) -> str | None:
@@ -55,6 +59,17 @@ class Alarm:
         self._reasons.append(reason)
         for bell in list(self._bells):
             bell.put(False)
+        for act in list(self._acts):
+            act(reason, gentle)
+
+    def then(self, act: Callable[[str, bool], object]) -> None:
+        """Have ``act(reason, gentle)`` done when it is raised; at once if it has been.
+
+        It is done by the thread that raises the alarm, perhaps twice, and must not block.
+        """
+        self._acts.append(act)
+        if self._reasons:
+            act(self._reasons[0], self.gentle)
 
     def check(self) -> None:
         """Raise if the communicator is broken."""

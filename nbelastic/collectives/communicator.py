@@ -20,14 +20,17 @@ from __future__ import annotations
 import abc
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-__all__ = ["Communicator", "Handle", "Op", "Rendezvous"]
+__all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous"]
+
+BACKENDS = ("auto", "gloo", "shm", "pygloo")
+"""How a job may want its tensors to travel: what :attr:`Rendezvous.backend` can be."""
 
 
 class Op(enum.Enum):
@@ -59,6 +62,8 @@ class Rendezvous:
     timeout_s : float
         How long connecting, and any one operation, may take before it counts as failed although
         nobody aborted it.
+    backend : str
+        How tensors are to travel: one of :data:`BACKENDS`.
     secret : bytes
         What the ranks of the job know, and nobody else: who does not is not met.
     """
@@ -70,6 +75,7 @@ class Rendezvous:
     store: tuple[str, int]
     bind: str
     timeout_s: float = 1800.0
+    backend: str = "auto"
     secret: bytes = field(default=b"", repr=False)
 
 
@@ -101,21 +107,43 @@ class Communicator(abc.ABC):
     disagree on shapes or types, a communicator cannot see: Gloo may end the process then.
     """
 
+    name: ClassVar[str]
+    """Which kind it is: ``gloo``, ``shm``, ``hierarchical``, ``pygloo`` or ``solo``."""
+
+    remark: str = ""
+    """Why it is none of a faster kind, for people; empty where nothing was stepped aside from."""
+
     rank: int
     size: int
     generation: int
 
     @abc.abstractmethod
-    def connect(self) -> None:
+    def connect(self) -> Communicator:
         """Meet the other ranks: the first thing to call, once.
 
         Blocks until this rank can take part in operations; :meth:`abort` frees it.
+
+        Returns
+        -------
+        Communicator
+            The one to use from here on: this, or one that it has chosen with the others. Until
+            then, :meth:`abort` of this one reaches that one too.
 
         Raises
         ------
         CollectiveError
             A peer cannot be reached, or the communicator was aborted.
         """
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new vector, of whatever is in it, that is reduced without being copied.
+
+        It lies in memory of the communicator's where that has such a thing. It may be used for as
+        long as anything refers to it, unless it is given away.
+        """
+        import torch
+
+        return torch.empty(count, dtype=dtype)
 
     @abc.abstractmethod
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:

@@ -27,14 +27,10 @@ from nbelastic.collectives.arguments import (
     check_scatter,
 )
 from nbelastic.collectives.buffers import as_bytes, join, on_host, return_to
-from nbelastic.collectives.communicator import Communicator, Handle, Op, Rendezvous
-from nbelastic.collectives.flights import (
-    CollectiveFlight,
-    LandedFlight,
-    OperationFailed,
-    first_sentence,
-)
+from nbelastic.collectives.communicator import Handle, Op, Rendezvous
+from nbelastic.collectives.flights import CollectiveFlight, first_sentence
 from nbelastic.collectives.keeper import Keeper
+from nbelastic.collectives.landing import FlightHandle, LandingCommunicator
 from nbelastic.collectives.reducing import as_reducible
 
 if TYPE_CHECKING:
@@ -47,28 +43,28 @@ if TYPE_CHECKING:
 __all__ = ["GlooCommunicator"]
 
 
-class GlooCommunicator(Communicator):
+class GlooCommunicator(LandingCommunicator):
     """A communicator of two or more ranks.
 
     Parameters
     ----------
     rendezvous : Rendezvous
         Which ranks, and where they meet.
+    alarm : Alarm, optional
+        Of those it belongs to, if it is a part of something.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rank = rendezvous.rank
-        self.size = rendezvous.size
-        self.generation = rendezvous.generation
-        self._alarm = Alarm()
-        self._keeper = Keeper(rendezvous, self._alarm)
-        self._waiting = False
-        self._completed = 0
+    name = "gloo"
 
-    def connect(self) -> None:
+    def __init__(self, rendezvous: Rendezvous, alarm: Alarm | None = None) -> None:
+        super().__init__(rendezvous, alarm or Alarm())
+        self._keeper = Keeper(rendezvous, self._alarm)
+
+    def connect(self) -> GlooCommunicator:
         """Meet the other ranks and connect to all of them."""
         self._alarm.check()
         self._keeper.form()
+        return self
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -185,28 +181,18 @@ class GlooCommunicator(Communicator):
 
     # -- state -----------------------------------------------------------------------------------
 
-    @property
-    def waiting(self) -> bool:
-        """Whether the rank's thread waits for an operation now."""
-        return self._waiting
-
-    @property
-    def completed(self) -> int:
-        """How many operations have been waited for with success."""
-        return self._completed
-
-    def abort(self, reason: str) -> None:
-        """Break the communicator and free whoever waits."""
-        self._keeper.end(reason)
-
     def cut(self) -> int:
         """Cut the connections of the group, as a broken network would; return how many."""
         return self._keeper.cut()
 
     def close(self) -> None:
         """Let go of the group, which ends in its keeper."""
-        idle = all(flight.done() for flight in self._keeper.flights())
-        self._keeper.end("the communicator is closed", gentle=idle)
+        self._alarm.raise_("the communicator is closed", gentle=self.idle)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return all(flight.done() for flight in self._keeper.flights())
 
     def __del__(self) -> None:
         if hasattr(self, "_keeper"):
@@ -243,7 +229,7 @@ class GlooCommunicator(Communicator):
                 failure = first_sentence(error)
         if failure is not None:
             self._fail(failure)
-        return _GlooHandle(self, flight, land)
+        return FlightHandle(self, flight, land)
 
     def _watch(self, start: Callable[[], Work], lane: str | None) -> Flight:
         if lane is None:
@@ -254,56 +240,13 @@ class GlooCommunicator(Communicator):
         return flight
 
     def _nothing(self) -> Handle:
-        """Begin an operation that has nothing to move, on any rank."""
+        self.check_whole()
+        return super()._nothing()
+
+    def check_whole(self) -> None:
+        """Raise unless operations can begin."""
         self._keeper.check_formed()
         self._alarm.check()
-        return _GlooHandle(self, LandedFlight(), None)
 
-    def _land(self, flight: Flight, land: Callable[[], None] | None) -> None:
-        """Wait for an operation and bring its outcome where it belongs."""
-        self._alarm.check()
-        failure = None
-        self._waiting = True
-        try:
-            landed = flight.wait(self._alarm)
-        except OperationFailed as error:
-            failure = str(error)
-        finally:
-            self._waiting = False
-        if failure is not None:
-            self._fail(failure)
-        if not landed:
-            self._alarm.check()
-        self._keeper.settle(flight)
-        if land is not None:
-            land()
-        self._completed += 1
-
-    def _fail(self, message: str) -> None:
-        """Break the communicator because an operation failed, and raise."""
-        self._alarm.raise_(f"rank {self.rank} of generation {self.generation}: {message}")
-        self._alarm.check()
-
-
-class _GlooHandle:
-    """An operation of a communicator. Knows it until it has succeeded."""
-
-    def __init__(
-        self, communicator: GlooCommunicator, flight: Flight, land: Callable[[], None] | None
-    ) -> None:
-        self._communicator: GlooCommunicator | None = communicator
-        self._flight: Flight | None = flight
-        self._land = land
-
-    def done(self) -> bool:
-        communicator, flight = self._communicator, self._flight
-        if communicator is None or flight is None:
-            return True
-        return communicator._alarm.reason is not None or flight.done()
-
-    def wait(self) -> None:
-        communicator, flight = self._communicator, self._flight
-        if communicator is None or flight is None:
-            return
-        communicator._land(flight, self._land)
-        self._communicator = self._flight = self._land = None
+    def _settle(self, _flight: Flight) -> None:
+        self._keeper.settle(_flight)

@@ -92,7 +92,8 @@ class Keeper:
         self._flights: list[weakref.ref[Flight]] = []
         self._rendezvous = rendezvous
         self._alarm = alarm
-        self._meeting = Meeting(rendezvous)
+        self._meeting = meeting = Meeting(rendezvous)
+        alarm.then(lambda *_: meeting.leave())
         self._group: ProcessGroup | None = None
         self._lanes: dict[str, Lane] = {}
         self._thread: threading.Thread | None = None
@@ -146,10 +147,9 @@ class Keeper:
             bell.get()
         self._alarm.check()
 
-    def end(self, reason: str, *, gentle: bool = False) -> None:
-        """Raise the alarm, and make a forming group fail where it can. Any thread may call it."""
-        self._alarm.raise_(reason, gentle=gentle)
-        self._meeting.leave()
+    def end(self, reason: str) -> None:
+        """Raise the alarm. Any thread may call it."""
+        self._alarm.raise_(reason)
 
     def join(self, timeout_s: float) -> None:
         """Wait until the group has ended, or the time is over."""

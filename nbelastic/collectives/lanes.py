@@ -1,8 +1,9 @@
-"""Messages under way in Gloo: threads that wait for them.
+"""What has to be waited for in order, one after the other: threads that sit and wait.
 
 For sends and receives Gloo has neither callbacks nor a way to ask whether they are done: somebody
 has to sit and wait. Messages of one direction between the same two ranks complete in order, so one
-thread per direction, a lane, serves them all. A lane's thread is there while it has
+thread per direction, a lane, serves them all. The same goes for messages through shared memory, and
+for work that a rank leaves to somebody else. A lane's thread is there while it has
 messages: it ends by itself when there are none left, and begins anew with the next. The lane's lock
 guards which of the two it is; it is held for a few instructions only.
 
@@ -16,16 +17,21 @@ import threading
 from collections import deque
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nbelastic.collectives.flights import OperationFailed, first_sentence
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Work
-
     from nbelastic.collectives.alarm import Alarm
 
-__all__ = ["Lane", "MessageFlight"]
+__all__ = ["Lane", "MessageFlight", "Waitable"]
+
+
+class Waitable(Protocol):
+    """What a lane sits over."""
+
+    def wait(self, timeout: timedelta, /) -> object:
+        """Wait for its end; raise ``RuntimeError`` if it is a bad one."""
 
 
 class MessageFlight:
@@ -81,12 +87,18 @@ class Lane:
         self._name = name
         self._timeout = timedelta(seconds=timeout_s)
         self._lock = threading.Lock()
-        self._queue: deque[tuple[Work, MessageFlight]] = deque()
+        self._queue: deque[tuple[Waitable, MessageFlight]] = deque()
         self._thread: threading.Thread | None = None
+        self._last: MessageFlight | None = None
 
-    def put(self, work: Work) -> MessageFlight:
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return self._last is None or self._last.done()
+
+    def put(self, work: Waitable) -> MessageFlight:
         """Sit over a message that has just been begun."""
-        flight = MessageFlight()
+        self._last = flight = MessageFlight()
         with self._lock:
             self._queue.append((work, flight))
             if self._thread is None:
@@ -97,7 +109,7 @@ class Lane:
     def join(self) -> None:
         """Wait until nothing is under way."""
         thread = self._thread
-        if thread is not None:
+        if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def _sit(self) -> None:

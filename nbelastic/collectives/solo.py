@@ -36,6 +36,8 @@ class SoloCommunicator(Communicator):
         Number of the generation.
     """
 
+    name = "solo"
+
     def __init__(self, generation: int) -> None:
         self.rank = 0
         self.size = 1
@@ -43,9 +45,10 @@ class SoloCommunicator(Communicator):
         self._completed = 0
         self._broken: str | None = None
 
-    def connect(self) -> None:
+    def connect(self) -> SoloCommunicator:
         """Do nothing: there is nobody to meet."""
         self._check_whole()
+        return self
 
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
         """Leave `tensor` as it is: the sum of one."""

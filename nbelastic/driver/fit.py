@@ -45,6 +45,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 100,
     resume: bool = False,
+    backend: str = "auto",
     name: str | None = None,
     block: bool = True,
 ) -> Job:
@@ -93,6 +94,11 @@ def fit(
         Commits between two checkpoints; the last commit of a loop is one, too.
     resume : bool, default False
         Start from the newest complete checkpoint in `checkpoint`, if there is one.
+    backend : str, default "auto"
+        How tensors travel between ranks: ``shm`` through shared memory within a host and Gloo
+        across hosts, or not at all; ``gloo`` by Gloo alone; ``auto`` the best that all ranks can
+        do; ``pygloo`` by the package of that name. :attr:`JobStatus.backend` says what it has
+        become.
     name : str, optional
         Name of the job, unique on the cluster; made up if not given.
     block : bool, default True
@@ -139,6 +145,7 @@ def fit(
         checkpoint=checkpoint_url(checkpoint),
         checkpoint_every=checkpoint_every,
         resume=resume,
+        backend=backend,
     )
     payload = pack_function(fn, tuple(args), dict(kwargs or {}))
     client, cleanup = attach_client(cluster, options)

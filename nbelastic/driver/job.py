@@ -233,6 +233,7 @@ class Job:
             progress=gauges.progress(
                 end - self._driver.books.started, members, finished=state == "finished"
             ),
+            backend=view.backend,
         )
 
     def _rank_status(self, rank: RankView) -> RankStatus:

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.collectives import BACKENDS
 from nbelastic.errors import OptionError
 from nbelastic.membership import Limits
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["Options", "checkpoint_url"]
+
+PYGLOO_SILENCE = 30.0
+"""Seconds for which pygloo may hold the interpreter of a rank that does nothing but wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,7 @@ class Options:
     checkpoint: str | None = None
     checkpoint_every: int = 100
     resume: bool = False
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("np", "min_np", "max_np", "slots_per_host"):
@@ -46,6 +51,7 @@ class Options:
         self._check_order()
         self._check_cooldown()
         self._check_checkpoint()
+        self._check_backend()
         for key, value in self.resources.items():
             if not isinstance(value, numbers.Real) or value <= 0:
                 raise OptionError(f"resources[{key!r}]={value!r}: must be a number above 0")
@@ -66,6 +72,15 @@ class Options:
         if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] or not math.isfinite(bounds[1]):
             raise OptionError(
                 f"blacklist_cooldown={bounds!r}: must be (lo, hi) in seconds with 0 < lo <= hi"
+            )
+
+    def _check_backend(self) -> None:
+        if self.backend not in BACKENDS:
+            raise OptionError(f"backend={self.backend!r}: must be one of {', '.join(BACKENDS)}")
+        if self.backend == "pygloo" and self.heartbeat_timeout <= PYGLOO_SILENCE:
+            raise OptionError(
+                f"heartbeat_timeout={self.heartbeat_timeout:g}: with backend='pygloo' it must be "
+                f"above {PYGLOO_SILENCE:g} s, for which a rank that waits sends no heartbeat"
             )
 
     def _check_checkpoint(self) -> None:

@@ -295,6 +295,7 @@ class Driver:
             place,
             resources=self._options.resources,
             operation_timeout_s=self._options.stall_timeout * 1.5 + 30.0,
+            backend=self._options.backend,
             checkpoint=self._options.checkpoints(),
         )
 

@@ -102,6 +102,10 @@ class JobStatus:
         How fast all members go together; None while that is not known.
     progress : Progress or None
         How far it has come; None where the state has no declared total.
+    backend : str
+        How tensors travel between the members of the newest generation: ``shm``, ``gloo``,
+        ``hierarchical`` (both), ``pygloo``, or ``solo`` for a rank alone; empty while that is not
+        known.
     """
 
     name: str
@@ -117,6 +121,7 @@ class JobStatus:
     ranks: tuple[RankStatus, ...]
     samples_per_s: float | None = None
     progress: Progress | None = None
+    backend: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,8 +162,8 @@ class HistoryEvent:
         Seconds since the epoch.
     kind : str
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``cooldown``, ``restarted``,
-        ``checkpoint``, ``refused``, ``waiting``, ``abandoned``, ``attached``, ``finished``,
-        ``failed`` or ``stopped``.
+        ``backend``, ``checkpoint``, ``refused``, ``waiting``, ``abandoned``, ``attached``,
+        ``finished``, ``failed`` or ``stopped``.
     worker : str or None
         Address of the worker that it happened to.
     rank : int or None

@@ -10,16 +10,16 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbelastic.collectives import connect, open_store
+from nbelastic.collectives import Rendezvous, connect, open_store
 from nbelastic.collectives.reach import unreachable
 from nbelastic.elastic.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbelastic.collectives import Communicator, Rendezvous, Store
+    from nbelastic.collectives import Communicator, Store
     from nbelastic.elastic.checkpoint import CheckpointSpec
-    from nbelastic.membership import Event, Place
+    from nbelastic.membership import Event, Place, Plan
 
 __all__ = ["REAL", "Means", "Port", "RankSpec"]
 
@@ -80,6 +80,8 @@ class RankSpec:
         Address of the interface to listen on: the one that Dask uses.
     operation_timeout_s : float
         How long one operation between ranks may take, if nobody aborts it before.
+    backend : str
+        How tensors are to travel between the ranks.
     checkpoint : CheckpointSpec or None
         Which commits are written to disk, and where; None for none.
     """
@@ -89,4 +91,21 @@ class RankSpec:
     place: Place
     bind: str
     operation_timeout_s: float = 120.0
+    backend: str = "auto"
     checkpoint: CheckpointSpec | None = None
+
+    def rendezvous(self, plan: Plan, secret: bytes) -> Rendezvous:
+        """Return how this rank meets the other members of a plan, who know the same `secret`."""
+        rank = plan.rank_of(self.start)
+        assert rank is not None
+        return Rendezvous(
+            job=self.job,
+            generation=plan.generation,
+            rank=rank,
+            size=len(plan.members),
+            store=plan.members[0].store,
+            bind=self.bind,
+            timeout_s=self.operation_timeout_s,
+            backend=self.backend,
+            secret=secret,
+        )

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives import Op, Rendezvous, connect
+from nbelastic.collectives import Op, connect
 from nbelastic.elastic.context import Context
 from nbelastic.elastic.doubts import Doubts
 from nbelastic.elastic.port import REAL
@@ -231,22 +231,9 @@ class Session(Context):
                 self._changed.wait()
 
     def _connect(self, plan: Plan) -> None:
-        rank = plan.rank_of(self.spec.start)
-        assert rank is not None
-        size = len(plan.members)
-        meet = connect if size == 1 else self._means.connect  # alone there is nobody to meet
-        communicator = meet(
-            Rendezvous(
-                job=self.spec.job,
-                generation=plan.generation,
-                rank=rank,
-                size=size,
-                store=plan.members[0].store,
-                bind=self.spec.bind,
-                timeout_s=self.spec.operation_timeout_s,
-                secret=self.secret,
-            )
-        )
+        terms = self.spec.rendezvous(plan, self.secret)
+        meet = connect if terms.size == 1 else self._means.connect  # alone there is nobody to meet
+        communicator = meet(terms)
         with self._changed:
             self._communicator = communicator
             self.plan, self.generation, self.source = plan, plan.generation, plan.source
@@ -254,11 +241,12 @@ class Session(Context):
                 raise CollectiveError(f"generation {plan.generation} is over")
             self._obey()
             self._member = True
-        communicator.connect()
+        chosen = self._communicator = communicator.connect()  # an abort of the first reaches it
         self._carried = None
-        self._take_place(place_of([member.slot for member in plan.members], rank))
+        self._take_place(place_of([member.slot for member in plan.members], terms.rank))
         self.moves += 1
-        self.port.report(RankFormed(self.spec.start, plan.generation))
+        report = RankFormed(self.spec.start, plan.generation, chosen.name, chosen.remark)
+        self.port.report(report)
 
     def _drop_communicator(self) -> None:
         with self._changed:

@@ -38,7 +38,7 @@ from .events import (
     Tick,
 )
 from .machine import Machine
-from .model import FRESH, Limits, Member, Outcome, Place, Plan, Slot
+from .model import FRESH, Limits, Member, Outcome, Place, Plan, Slot, over
 from .placement import arrange, place_of
 from .roster import Phase, Stage
 from .serial import from_dict, to_dict
@@ -98,6 +98,7 @@ __all__ = [
     "View",
     "arrange",
     "from_dict",
+    "over",
     "pack_event",
     "pack_place",
     "pack_plan",

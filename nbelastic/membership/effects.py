@@ -95,7 +95,7 @@ class Record(Effect):
     ----------
     kind : str
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``cooldown``, ``restarted``,
-        ``checkpoint``, ``waiting``, ``finished``, ``failed``, ``stopped``.
+        ``backend``, ``checkpoint``, ``waiting``, ``finished``, ``failed``, ``stopped``.
     worker : str or None
         Address of the worker concerned.
     rank, start : int or None

@@ -107,10 +107,25 @@ class RankReady(Event):
 
 @dataclass(frozen=True)
 class RankFormed(Event):
-    """A rank has connected to the others of its generation."""
+    """A rank has connected to the others of its generation.
+
+    Attributes
+    ----------
+    start : int
+        Which start of the function.
+    generation : int
+        The generation.
+    backend : str
+        Which kind of communicator it has: ``gloo``, ``shm``, ``hierarchical``, ``pygloo`` or
+        ``solo``. All members have the same.
+    remark : str
+        Why none of a faster kind, for people.
+    """
 
     start: int
     generation: int
+    backend: str = ""
+    remark: str = ""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from . import events as ev
 from .effects import Effect, EndRank
+from .model import over
 from .placement import arrange
 from .roster import Phase, Rank, Stage
 from .rules import Rules
@@ -140,7 +141,15 @@ class Machine(Rules):
     def _on_RankFormed(self, event: ev.RankFormed) -> None:  # noqa: N802
         rank = self.roster.ranks.get(event.start)
         if rank is not None and rank.planned == event.generation == self.roster.generation:
+            self.roster.backend = event.backend
             self._note_formed(rank)
+            self._note_remark(event)
+
+    def _note_remark(self, event: ev.RankFormed) -> None:
+        """Put into the history why there is nothing faster: once, not with every generation."""
+        if event.remark and event.remark != self.roster.remark:
+            self.roster.remark = event.remark
+            self._record("backend", detail=f"tensors go {over(event.backend)}: {event.remark}")
 
     def _note_formed(self, rank: Rank) -> None:
         roster = self.roster
@@ -153,7 +162,9 @@ class Machine(Rules):
             roster.forming_failures = 0
             roster.ran = roster.ran or (roster.plan is not None and roster.plan.loop > 0)
             self._enter(Phase.RUNNING)
-            self._record("formed", detail=f"{len(roster.members())} ranks")
+            size = len(roster.members())
+            words = f"{size} rank{'s' * (size != 1)} {over(roster.backend)}"
+            self._record("formed", detail=words.rstrip())
 
     def _on_LoopDone(self, event: ev.LoopDone) -> None:  # noqa: N802
         rank = self.roster.ranks.get(event.start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["FRESH", "Limits", "Member", "Outcome", "Place", "Plan", "Slot"]
+__all__ = ["FRESH", "Limits", "Member", "Outcome", "Place", "Plan", "Slot", "over"]
 
 FRESH = -1
 """Version of a rank that has never synchronised with the job's state."""
@@ -184,3 +184,17 @@ class Outcome:
     error: str = ""
     reason: str = ""
     starts: tuple[int, ...] = field(default=())
+
+
+_MEDIA = {"gloo": "Gloo", "shm": "shared memory", "hierarchical": "shared memory and Gloo"}
+
+
+def over(backend: str) -> str:
+    """Return what tensors travel over, in words; empty where that is not known, or they do not.
+
+    Parameters
+    ----------
+    backend : str
+        Which kind of communicator the members have, by its name.
+    """
+    return "" if backend in ("", "solo") else f"over {_MEDIA.get(backend, backend)}"

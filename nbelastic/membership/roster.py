@@ -123,6 +123,10 @@ class Roster:
         Starts below this number were started together, with nobody there before.
     closed : bool
         Whether the function turned out to be one that newcomers cannot join.
+    backend : str
+        What the members of the newest plan are connected by, once the first of them has said so.
+    remark : str
+        What was said last of why it is nothing faster.
     version : int
         Newest commit that every member holds.
     crew : list of int
@@ -167,6 +171,8 @@ class Roster:
     ran: bool = False
     founders: int = 0
     closed: bool = False
+    backend: str = ""
+    remark: str = ""
     version: int = 0
     resets: int = 0
     starts: int = 0

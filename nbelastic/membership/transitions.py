@@ -270,6 +270,7 @@ class Transitions:
         roster.plan = plan
         roster.crew = [rank.start for rank in order]
         roster.aborted = roster.pending = False
+        roster.backend = ""
         roster.short_since = None
         roster.broken_by_user.clear()
         self._enter(Phase.FORMING)

@@ -44,6 +44,7 @@ class View:
     commits: int
     reason: str
     ranks: tuple[RankView, ...]
+    backend: str
 
 
 def view(machine: Machine, now: float) -> View:
@@ -62,6 +63,7 @@ def view(machine: Machine, now: float) -> View:
         commits=roster.version,
         reason=_reason(roster, now),
         ranks=tuple(_rank_view(roster, rank, numbers.get(rank.start)) for rank in ranks),
+        backend=roster.backend,
     )
 
 

@@ -13,6 +13,7 @@ import math
 import shlex
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nbelastic.collectives import BACKENDS
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ FIT_OPTIONS: dict[str, dict[str, Any]] = {
     "checkpoint": {"metavar": "PLACE"},
     "checkpoint_every": {"type": count(1)},
     "resume": {"action": "store_true"},
+    "backend": {"type": _choice(BACKENDS)},
     "name": {},
 }
 """The options of :func:`nbelastic.fit` that can stand on a line, and how each is read."""

@@ -4,7 +4,8 @@ A script written for ``horovod.torch`` runs with its import changed. What differ
 
 - collectives are matched by the order of the calls, not by their names;
 - :func:`device` gives the rank's own GPU (``cuda:{local_rank()}`` may be a neighbour's);
-- there are no process sets, ``join()`` or Adasum.
+- an optimizer with ``op=Adasum`` combines gradients, not what each rank's optimizer makes of them;
+- there are no process sets and no ``join()``.
 """
 
 from nbelastic.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -31,6 +32,7 @@ from nbelastic.torch.functions import (
 )
 from nbelastic.torch.optimizer import DistributedOptimizer
 from nbelastic.torch.reductions import (
+    Adasum,
     Average,
     Max,
     Min,
@@ -58,6 +60,7 @@ from nbelastic.torch.world import (
 )
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",

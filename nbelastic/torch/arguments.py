@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.torch.adasum import Adasum, GradientOp
 from nbelastic.torch.compression import Compressor
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ def names_of(
     return by_id
 
 
-def check_op(op: Op, predivide: float) -> Op:
+def check_op(op: Op | GradientOp, predivide: float) -> Op | GradientOp:
     """Refuse operations that are none for gradients, and factors that do not fit them."""
-    if op not in (Op.AVERAGE, Op.SUM):
-        raise ValueError(f"op must be Average or Sum, not {op!r}")
+    if op not in (Op.AVERAGE, Op.SUM, Adasum):
+        raise ValueError(f"op must be Average, Sum or Adasum, not {op!r}")
     if predivide != 1.0 and op is not Op.AVERAGE:
         raise ValueError("gradient_predivide_factor needs op=Average")
     if not predivide > 0:
@@ -67,7 +68,8 @@ def check_compression(compression: type[Compressor]) -> type[Compressor]:
     """Refuse what is no compression."""
     if not (isinstance(compression, type) and issubclass(compression, Compressor)):
         raise ValueError(
-            f"compression must be Compression.none or Compression.fp16, not {compression!r}"
+            "compression must be Compression.none, Compression.fp16 or Compression.bf16, "
+            f"not {compression!r}"
         )
     return compression
 

@@ -16,6 +16,7 @@ from nbelastic.torch import ops
 
 if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
+    from nbelastic.torch.adasum import GradientOp
 
 __all__ = ["Allgather", "Allreduce", "Alltoall", "Broadcast", "Reducescatter", "apply"]
 
@@ -32,7 +33,7 @@ class Allreduce(torch.autograd.Function):
     def forward(
         ctx: Any,
         context: Context,
-        op: Op,
+        op: Op | GradientOp,
         prescale: float,
         postscale: float,
         *tensors: torch.Tensor,

@@ -1,7 +1,9 @@
 """Gradients of several parameters in one buffer, reduced by one operation.
 
 A :class:`Bucket` knows nothing of steps, hooks or optimizers: it is filled, launched, waited for
-and read, and its buffer is used again for the next step. Beside the gradients it carries one
+and read, and its buffer is used again for the next step. The buffer is the communicator's, so that
+it can be reduced where it is, and where gradients travel as they are, a parameter's ``grad`` is a
+*view* of it: what is reduced need not be copied back. Beside the gradients a bucket carries one
 element per parameter that counts on how many ranks it had a gradient, so that a parameter which
 nobody used keeps none, as it would in training without other ranks; and *riders*, numbers that are
 summed over the ranks on the way.
@@ -9,30 +11,42 @@ summed over the ranks on the way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.torch.adasum import adasum_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from nbelastic.collectives import Communicator, Handle
+    from nbelastic.torch.adasum import GradientOp
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "plan_buckets"]
+__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Scaling", "plan_buckets"]
 
 BUCKET_BYTES = 25 << 20
 # The first is small, so that the network has something to do early.
 FIRST_BUCKET_BYTES = 1 << 20
 
 
+class Scaling(NamedTuple):
+    """What a bucket's gradients are divided by, and how they are reduced in between."""
+
+    before: float = 1.0
+    op: Op | GradientOp = Op.SUM
+    after: float = 1.0
+
+
 class Bucket:
     """Room for the gradients of some parameters, and their reduction.
 
     In each step: :meth:`begin`, :meth:`put` for each gradient there is, :meth:`launch`,
-    :meth:`wait`, :meth:`take`. :meth:`drop` is legal at any time, and the only thing to do after a
-    failure: the buffer then belongs to the communicator that failed.
+    :meth:`wait`, :meth:`deliver`. :meth:`drop` is legal at any time, and the only thing to do after
+    a failure: the buffer then belongs to the communicator that failed.
 
     Parameters
     ----------
@@ -42,43 +56,85 @@ class Bucket:
         Type of the elements on the wire.
     riders : int, default 0
         How many numbers to sum over the ranks beside the gradients.
+
+    Attributes
+    ----------
+    plain : bool
+        Whether gradients travel as what they are.
+    views : list of Tensor or None
+        For each parameter the tensor that its gradient is to be: part of the buffer. None where
+        gradients are copied to the buffer and back: those of another type or device, and those of
+        parameters that are not contiguous, since another rank's may be.
     """
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, riders: int = 0
     ) -> None:
         self.parameters = parameters
-        self._dtype = dtype
+        self.dtype = dtype
+        self.plain = all(parameter.dtype == dtype for parameter in parameters)
+        self.views: list[torch.Tensor | None] = []
         self._counts = [parameter.numel() for parameter in parameters]
+        self._starts = list(itertools.accumulate(self._counts, initial=0))
         self._tail_length = len(parameters) + riders
         self._device = parameters[0].device
-        self._flat: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
+        self._maker: weakref.ref[Communicator] | None = None
+        self._wire: torch.Tensor | None = None
+        self._parts: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._tail: torch.Tensor | None = None
+        self._scaling = Scaling()
+        self._factor: torch.Tensor | None = None
         self._handle: Handle | None = None
         self._filled: list[bool] = []
         self._left = 0
         self._sums: list[complex] = []
 
-    def begin(self) -> None:
-        """Be empty, for a new step."""
-        if self._flat is None:
-            total = sum(self._counts) + self._tail_length
-            self._flat = torch.empty(total, dtype=self._dtype, device=self._device)
-            parts = torch.split(self._flat, [*self._counts, self._tail_length])
-            pairs = zip(parts, self.parameters, strict=False)
-            self._views = [part.view(parameter.shape) for part, parameter in pairs]
+    def begin(self, communicator: Communicator, scaling: Scaling | None = None) -> None:
+        """Be empty, for a new step with `communicator`, in memory of its own."""
+        if self._maker is None or self._maker() is not communicator:
+            self._forget()
+            self._maker = weakref.ref(communicator)
+            self._allocate(communicator)
+        self._scaling = scaling or Scaling()
+        before = self._scaling.before
+        # A tensor without dimensions is a number that need not be made into one each time.
+        self._factor = None if before == 1.0 else torch.tensor(1 / before, dtype=torch.float64)
         self._filled = [False] * len(self.parameters)
         self._left = len(self.parameters)
         self._sums = []
 
-    def put(self, position: int, gradient: torch.Tensor, divisor: float = 1.0) -> None:
-        """Copy ``gradient / divisor`` for the parameter at `position`, once per step."""
-        view = self._views[position]
-        view.copy_(gradient.detach())
-        if divisor != 1.0:
-            view.div_(divisor)
+    def put(self, position: int, gradient: torch.Tensor) -> None:
+        """Take the gradient of the parameter at `position`, once per step.
+
+        It is copied unless it is in its place already.
+        """
+        part = self._parts[position]
+        factor = self._factor
+        if gradient is part and part.data_ptr() == self._addresses[position]:
+            if factor is not None:
+                part.mul_(factor)
+        else:
+            source = gradient.detach() if gradient.requires_grad else gradient
+            if gradient is part:  # somebody has set its `data`
+                part = self._put_up(position)
+            if factor is None:
+                part.copy_(source)
+            elif source.dtype == part.dtype and source.device == part.device:
+                torch.mul(source, factor, out=part)
+            else:
+                part.copy_(source).mul_(factor)
         self._filled[position] = True
         self._left -= 1
+
+    def attach(self, position: int) -> torch.Tensor:
+        """Make the view of the parameter at `position`, which has one, its gradient; return it."""
+        view = self.views[position]
+        assert view is not None
+        parameter = self.parameters[position]
+        if parameter.grad is not view:
+            parameter.grad = view
+        return view
 
     @property
     def full(self) -> bool:
@@ -91,50 +147,129 @@ class Bucket:
 
     def launch(self, communicator: Communicator, riders: Sequence[float] = ()) -> None:
         """Begin the reduction; what is missing counts as zero."""
-        assert self._flat is not None
-        for position in self.missing():
-            self._views[position].zero_()
-        tail = torch.tensor([*map(float, self._filled), *riders], dtype=self._dtype)
-        self._flat[-self._tail_length :].copy_(tail)
-        wire = torch.view_as_real(self._flat) if self._dtype.is_complex else self._flat
-        self._handle = communicator.allreduce_async(wire, Op.SUM)
+        assert self._wire is not None
+        assert self._tail is not None
+        if self._left:
+            for position in self.missing():
+                part = self._parts[position]
+                moved = part.data_ptr() != self._addresses[position]
+                (self._put_up(position) if moved else part).zero_()
+        self._tail.copy_(torch.tensor([*map(float, self._filled), *riders], dtype=self.dtype))
+        op = self._scaling.op
+        if isinstance(op, Op):
+            self._handle = communicator.allreduce_async(self._wire, op)
+        else:
+            width = self._wire.numel() // (self._starts[-1] + self._tail_length)
+            lengths = [count * width for count in self._counts]
+            self._handle = adasum_async(communicator, self._wire, lengths)
 
     def wait(self) -> None:
-        """Wait until the sums are there.
+        """Wait until the reduced gradients are there.
 
         Raises
         ------
         CollectiveError
             The reduction failed; the bucket must be dropped.
         """
-        assert self._flat is not None
         assert self._handle is not None
+        assert self._tail is not None
         self._handle.wait()
         self._handle = None
-        self._sums = self._flat[-self._tail_length :].tolist()
+        self._sums = self._tail.tolist()
 
     def used(self, position: int) -> bool:
         """Return whether the parameter at `position` had a gradient on any rank."""
         return abs(self._sums[position]) > 0
 
     def rider(self, index: int) -> float:
-        """Return a rider's sum over all ranks."""
+        """Return a rider's sum over all ranks, or its average where gradients are averaged."""
         return abs(self._sums[len(self.parameters) + index])
 
-    def take(self, position: int, out: torch.Tensor, divisor: float = 1.0) -> None:
-        """Copy the sum of gradients at `position`, divided by `divisor`, to `out`."""
-        view = self._views[position]
-        if divisor == 1.0:
-            out.copy_(view)
-        elif view.dtype == out.dtype:
-            torch.div(view, divisor, out=out)
-        else:
-            out.copy_(view).div_(divisor)
+    def deliver(self) -> None:
+        """Make the reduced gradient that of each parameter that any rank had one for."""
+        after = self._scaling.after
+        for position, parameter in enumerate(self.parameters):
+            if not self.used(position):
+                continue
+            part = self._parts[position]
+            if self.views[position] is None:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter, requires_grad=False)
+                _divide(part, after, parameter.grad)
+            else:
+                if after != 1.0:
+                    part.div_(after)
+                self.attach(position)
+
+    def release(self) -> None:
+        """Let go of a buffer that has not been given away; gradients in it move out."""
+        for view, parameter in zip(self.views, self.parameters, strict=False):
+            if view is not None and parameter.grad is view:
+                parameter.grad = view.clone()
+        self._forget()
 
     def drop(self) -> None:
-        """Let go of the buffer and of an operation under way; the next step has a new buffer."""
-        self._flat = self._handle = None
-        self._views, self._filled, self._sums = [], [], []
+        """Let go of the buffer, of gradients in it, and of an operation under way.
+
+        The next step has a new buffer.
+        """
+        for view, parameter in zip(self.views, self.parameters, strict=False):
+            if view is not None and parameter.grad is view:
+                parameter.grad = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._maker = self._wire = self._tail = self._handle = None
+        self.views, self._parts, self._addresses = [], [], []
+        self._filled, self._sums = [], []
+
+    def _allocate(self, communicator: Communicator) -> None:
+        count, dtype = self._starts[-1] + self._tail_length, self.dtype
+        if dtype.is_complex:
+            count, dtype = 2 * count, dtype.to_real()
+        if self._device.type == "cpu":
+            self._wire = communicator.empty(count, dtype)
+        else:
+            self._wire = torch.empty(count, dtype=dtype, device=self._device)
+        self._tail = self._flat()[self._starts[-1] :]
+        self._parts = list(self.parameters)
+        self.views = [None] * len(self.parameters)
+        self._addresses = [0] * len(self.parameters)
+        for position in range(len(self.parameters)):
+            self._put_up(position)
+
+    def _flat(self) -> torch.Tensor:
+        assert self._wire is not None
+        return (
+            torch.view_as_complex(self._wire.view(-1, 2)) if self.dtype.is_complex else self._wire
+        )
+
+    def _put_up(self, position: int) -> torch.Tensor:
+        """Return a new tensor for a part of the buffer."""
+        flat, parameter = self._flat(), self.parameters[position]
+        start = self._starts[position]
+        part = flat[start : start + self._counts[position]].view(parameter.shape)
+        fits = (
+            parameter.is_contiguous()
+            and parameter.device.type == "cpu"
+            and parameter.dtype == self.dtype == getattr(parameter, "grad_dtype", self.dtype)
+        )
+        if fits:  # strides of dimensions of length 1 may be anything
+            part = part.as_strided(part.shape, parameter.stride(), part.storage_offset())
+        # Its `data` counts changes in place by itself, the part itself those of the whole buffer.
+        self._parts[position] = part = part.data
+        self._addresses[position] = part.data_ptr()
+        self.views[position] = part if fits else None
+        return part
+
+
+def _divide(reduced: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
+    if divisor == 1.0:
+        out.copy_(reduced)
+    elif reduced.dtype == out.dtype:
+        torch.div(reduced, divisor, out=out)
+    else:
+        out.copy_(reduced).div_(divisor)
 
 
 def plan_buckets(

@@ -30,14 +30,16 @@ class Chunk:
     ----------
     buffer : Tensor, shape (n,)
         All elements of the tensors, in order. Not initialised before :meth:`fill`.
+    counts : list of int
+        How many elements each tensor has.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
         self._indices = indices
         self._shapes = [tensors[index].shape for index in indices]
-        self._counts = [shape.numel() for shape in self._shapes]
+        self.counts = [shape.numel() for shape in self._shapes]
         dtype = tensors[indices[0]].dtype
-        self.buffer = torch.empty(sum(self._counts), dtype=dtype, device="cpu")
+        self.buffer = torch.empty(sum(self.counts), dtype=dtype, device="cpu")
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy this chunk's part of `tensors` into the buffer."""
@@ -51,7 +53,7 @@ class Chunk:
                 tensors[index].copy_(part)
 
     def _parts(self) -> list[torch.Tensor]:
-        parts = torch.split(self.buffer, self._counts)
+        parts = torch.split(self.buffer, self.counts)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 

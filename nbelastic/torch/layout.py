@@ -13,15 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.buckets import Bucket, plan_buckets
+from nbelastic.torch.buckets import Bucket, Scaling, plan_buckets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from nbelastic.collectives import Communicator
+    from nbelastic.torch.adasum import GradientOp
     from nbelastic.torch.compression import Compressor
 
 __all__ = ["Layout", "LayoutKeeper", "ReduceOptions"]
+
+# Communicators that average as they add, at no cost.
+_AVERAGING = ("shm", "hierarchical")
+_ROOMY = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +35,8 @@ class ReduceOptions:
 
     Attributes
     ----------
-    op : Op
-        ``AVERAGE`` or ``SUM``.
+    op : Op or GradientOp
+        ``AVERAGE``, ``SUM`` or ``ADASUM``.
     compression : type of Compressor
         What they are on the wire.
     predivide : float
@@ -44,16 +49,26 @@ class ReduceOptions:
         Whether to make sparse gradients dense, or refuse them.
     """
 
-    op: Op
+    op: Op | GradientOp
     compression: type[Compressor]
     predivide: float
     passes: int
     groups: int | tuple[tuple[torch.Tensor, ...], ...]
     sparse_as_dense: bool
 
-    def divisor(self, size: int) -> float:
-        """Return what to divide sums over `size` ranks by."""
-        return size / self.predivide if self.op is Op.AVERAGE else 1.0
+    def scaling(self, communicator: Communicator, bucket: Bucket) -> Scaling:
+        """Return how the gradients in `bucket` become an average, on all ranks in the same way.
+
+        Without a passage over memory of its own: in the reduction, or when they are copied.
+        """
+        if self.op is not Op.AVERAGE:
+            return Scaling(op=self.op)
+        if self.predivide == 1.0:
+            if communicator.name in _AVERAGING:
+                return Scaling(op=Op.AVERAGE)
+            if bucket.plain and bucket.dtype in _ROOMY:
+                return Scaling(before=communicator.size)
+        return Scaling(before=self.predivide, after=communicator.size / self.predivide)
 
 
 class Layout:
@@ -68,7 +83,7 @@ class Layout:
     buckets : list of Bucket
         The last has one rider.
     places : dict
-        From the id of a parameter to its (bucket, position).
+        From the id of a parameter to its bucket, and its position there.
     """
 
     def __init__(
@@ -80,18 +95,29 @@ class Layout:
         groups = _groups(parameters, order, options.groups)
         plan = plan_buckets(parameters, order, wire_dtype, groups)
         self.buckets: list[Bucket] = []
-        self.places: dict[int, tuple[int, int]] = {}
+        self.places: dict[int, tuple[Bucket, int]] = {}
         for number, indices in enumerate(plan):
             members = [parameters[index] for index in indices]
             riders = int(number == len(plan) - 1)
-            self.buckets.append(Bucket(members, wire_dtype(members[0].dtype), riders))
+            bucket = Bucket(members, wire_dtype(members[0].dtype), riders)
+            self.buckets.append(bucket)
             for position, parameter in enumerate(members):
-                self.places[id(parameter)] = (number, position)
+                self.places[id(parameter)] = (bucket, position)
+
+    def begin(self, communicator: Communicator, options: ReduceOptions) -> None:
+        """Have all buckets be empty, for a new round."""
+        for bucket in self.buckets:
+            bucket.begin(communicator, options.scaling(communicator, bucket))
 
     def drop(self) -> None:
-        """Give all buffers away."""
+        """Give all buffers away, with the gradients in them."""
         for bucket in self.buckets:
             bucket.drop()
+
+    def release(self) -> None:
+        """Let go of all buffers; gradients in them move out."""
+        for bucket in self.buckets:
+            bucket.release()
 
 
 class LayoutKeeper:
@@ -159,9 +185,14 @@ class LayoutKeeper:
         self._observed = [*first, *sorted(missing, reverse=True)]
 
     def drop(self) -> None:
-        """Give all buffers away."""
+        """Give all buffers away, with the gradients in them."""
         if self._layout is not None:
             self._layout.drop()
+
+    def release(self) -> None:
+        """Let go of all buffers, in a world of one; gradients in them move out."""
+        if self._layout is not None:
+            self._layout.release()
 
     def _compare(self, communicator: Communicator, parameters: Sequence[torch.Tensor]) -> bool:
         """Compare parameters and options with rank 0; return whether it has an order to share."""

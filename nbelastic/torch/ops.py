@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.torch.adasum import GradientOp, adasum_async
 from nbelastic.torch.fusion import pack
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def allreduce(
     communicator: Communicator,
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
-    op: Op = Op.AVERAGE,
+    op: Op | GradientOp = Op.AVERAGE,
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Pending[list[torch.Tensor]]:
@@ -93,24 +94,31 @@ def allreduce(
     ----------
     tensors, outputs : sequences of Tensor
         The same shapes and types on all ranks; `outputs` may be `tensors`.
-    op : Op, default Op.AVERAGE
-        How; the average of integers is rounded down.
+    op : Op or GradientOp, default Op.AVERAGE
+        How; the average of integers is rounded down. Adasum is for real floating point, and of
+        each tensor by itself.
     prescale, postscale : float, default 1.0
         Factors before and after the reduction; floating point only.
 
     Raises
     ------
     ValueError
-        A factor is not 1 and a tensor not floating point.
+        A factor is not 1, or `op` is Adasum, and a tensor not floating point.
     """
     for tensor in tensors:
         _check_factors(tensor, prescale, postscale)
+        if isinstance(op, GradientOp) and not tensor.dtype.is_floating_point:
+            raise ValueError(f"Adasum needs real floating point, not {tensor.dtype}")
     chunks = pack(tensors)
     handles, divisors = [], []
     for chunk in chunks:
         chunk.fill(tensors)
         if prescale != 1.0:
             chunk.buffer.mul_(prescale)
+        if isinstance(op, GradientOp):
+            handles.append(adasum_async(communicator, chunk.buffer, chunk.counts))
+            divisors.append(1)
+            continue
         wire_op, divisor = _wire_op(op, chunk.buffer.dtype, communicator.size)
         handles.append(communicator.allreduce_async(_as_real(chunk.buffer, op), wire_op))
         divisors.append(divisor)

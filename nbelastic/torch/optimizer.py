@@ -11,6 +11,7 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.elastic.context import current
+from nbelastic.torch.adasum import GradientOp
 from nbelastic.torch.arguments import (
     check_compression,
     check_groups,
@@ -41,7 +42,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Op = Op.AVERAGE,
+    op: Op | GradientOp = Op.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
@@ -70,7 +71,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         scaler.update()
 
     To change gradients between ``backward()`` and ``synchronize()`` is an error. So all ranks find
-    the same infinities, and skip the same steps.
+    the same infinities, and skip the same steps. What they hold then is not to be relied on: they
+    are views of the buffers that are being reduced. The next backward uses those again, so clone
+    what you want to keep longer.
 
     ``step(closure)`` reduces the gradients after each call of the closure, and also the loss that
     it returns, since optimizers that search along a line decide by it.
@@ -83,12 +86,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     named_parameters : iterable of (str, Tensor), optional
         Names for messages: ``model.named_parameters()``.
     compression : default Compression.none
-        How gradients travel; ``Compression.fp16`` halves them.
+        How gradients travel; ``Compression.fp16`` and ``Compression.bf16`` halve them.
     backward_passes_per_step : int, default 1
         How many backward passes add up on this rank before gradients are reduced. They are summed,
         not averaged, as torch does.
     op : default Average
-        Average or Sum.
+        Average, Sum or Adasum, which adds up what differs between the ranks' gradients of a
+        parameter and averages what does not (:mod:`nbelastic.torch.adasum`). It combines gradients;
+        Horovod's combines what each rank's optimizer makes of them.
     gradient_predivide_factor : float, default 1.0
         With Average: gradients are divided by this before they are summed, and by
         ``size / gradient_predivide_factor`` after. Makes room in float16.
@@ -145,7 +150,7 @@ class _Distributed(Base):
     """What a distributed optimizer does differently; the first base of its class."""
 
     _reducer: Reducer
-    _op: Op
+    _op: Op | GradientOp
     _skips = False
 
     def synchronize(self) -> None:
@@ -254,5 +259,6 @@ def _reduced(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
     if loss is None:
         return None
     value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
-    reduced = allreduce(value, op=optimizer._op)
+    op = optimizer._op if isinstance(optimizer._op, Op) else Op.AVERAGE
+    reduced = allreduce(value, op=op)
     return reduced if isinstance(loss, torch.Tensor) else reduced.item()

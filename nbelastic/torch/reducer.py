@@ -2,10 +2,19 @@
 
 A *round* is one such passage. It begins with the first gradient (or with
 :meth:`Reducer.synchronize`, on a rank that has computed none), and ends when
-:meth:`Reducer.synchronize` has written the reduced gradients. While backward runs, each gradient is
-copied into its bucket as it is accumulated, and a bucket is launched when it is full and all before
-it have been; :meth:`Reducer.synchronize` launches the rest. So all ranks launch the same buckets in
+:meth:`Reducer.synchronize` has the reduced gradients. While backward runs, each gradient is put
+into its bucket as it is accumulated, and a bucket is launched when it is full and all before it
+have been; :meth:`Reducer.synchronize` launches the rest. So all ranks launch the same buckets in
 the same order, whichever parameters they have used.
+
+Where gradients are
+-------------------
+From when it has arrived a gradient *is* its part of the bucket (``parameter.grad`` refers to it),
+and the next backward finds it there if nobody has set it to None: it is copied at most once. So
+between ``backward`` and ``synchronize`` it has no value to rely on, and a gradient that the user
+keeps beyond ``step`` changes with the next, as under DDP with ``gradient_as_bucket_view``. Where
+gradients travel as another type, or are on a GPU, or a parameter is not contiguous, they are copied
+to the bucket and back.
 
 What all ranks must share
 -------------------------
@@ -16,13 +25,14 @@ and the second the order that rank 0 has then seen. After that nothing is exchan
 
 When something fails
 --------------------
-Buffers under way are given away (see :mod:`nbelastic.collectives.communicator`): they are dropped
-and the next round has new ones. Gradients are dropped as well, since some may have been reduced and
-others not. A failed launch raises in the hook, so out of ``backward()``: the rest of it would be
-for nothing, and Python's exceptions pass through autograd unchanged. The other ranks still wait for
-the buckets of a round that was left half-way, so its generation counts as failed here: each further
-round in it raises :class:`~nbelastic.errors.CollectiveError`. A round begun in an earlier
-generation is dropped when the next one begins.
+Buffers under way are given away (see :mod:`nbelastic.collectives.communicator`): they are dropped,
+with the gradients in them, and the next round has new ones. All other gradients are dropped as
+well, since some may have been reduced and others not. A failed launch raises in the hook, so out of
+``backward()``: the rest of it would be for nothing, and Python's exceptions pass through autograd
+unchanged. The other ranks still wait for the buckets of a round that was left half-way, so its
+generation counts as failed here: each further round in it raises
+:class:`~nbelastic.errors.CollectiveError`. A round begun in an earlier generation is dropped when
+the next one begins.
 """
 
 from __future__ import annotations
@@ -99,7 +109,13 @@ class Reducer:
             try:
                 round_ = self._present_round()
                 self.synchronized = False
-                round_.arrive(parameter)
+                gradient = parameter.grad
+                if gradient is None:
+                    raise CollectiveError(
+                        "a gradient was added to that of a step which an earlier generation left "
+                        "half-way; call optimizer.zero_grad() before backward()"
+                    )
+                round_.arrive(parameter, gradient)
             except BaseException:
                 self._fail()
                 raise
@@ -178,7 +194,11 @@ class Reducer:
         communicator = context.communicator()
         parameters = self._trained()
         self._hook(parameters)
-        layout = self._ready_layout(communicator, parameters) if communicator.size > 1 else None
+        layout = None
+        if communicator.size > 1:
+            layout = self._ready_layout(communicator, parameters)
+        else:
+            self._keeper.release()
         self._round = Round(context, communicator, parameters, layout, self._options, self._names)
         return self._round
 
@@ -190,8 +210,7 @@ class Reducer:
         self._failed = communicator.generation  # unless the exchange goes well
         layout = self._keeper.arrange(communicator, parameters)
         self._failed = None
-        for bucket in layout.buckets:
-            bucket.begin()
+        layout.begin(communicator, self._options)
         return layout
 
     def _is_stale(self, round_: Round) -> bool:
@@ -202,6 +221,7 @@ class Reducer:
         round_, self._round = self._round, None
         self.synchronized = False
         if round_ is not None and round_.launched:
+            round_.discard()
             self._keeper.drop()
             self._failed = round_.communicator.generation
 

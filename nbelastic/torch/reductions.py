@@ -15,6 +15,7 @@ import torch
 from nbelastic.collectives import Op
 from nbelastic.elastic.context import current
 from nbelastic.torch import autograd, ops
+from nbelastic.torch.adasum import Adasum, GradientOp
 from nbelastic.torch.compression import Compression, Compressor
 from nbelastic.torch.world import check_process_set
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from nbelastic.torch.ops import Pending
 
 __all__ = [
+    "Adasum",
     "Average",
     "Max",
     "Min",
@@ -50,7 +52,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
+    op: Op | GradientOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: object = None,
@@ -68,8 +70,8 @@ def allreduce(
     compression : default Compression.none
         How it travels.
     op : default Average
-        Average, Sum, Min, Max or Product. The average of integers is rounded down. Gradients
-        exist for Average and Sum.
+        Average, Sum, Min, Max, Product or Adasum. The average of integers is rounded down.
+        Gradients exist for Average and Sum.
     prescale_factor, postscale_factor : float, default 1.0
         Factors before and after the reduction; floating point only.
     process_set : None
@@ -98,7 +100,7 @@ def grouped_allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
+    op: Op | GradientOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: object = None,
@@ -123,7 +125,7 @@ def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op | GradientOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: object = None,
@@ -146,7 +148,7 @@ def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op | GradientOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: object = None,
@@ -169,7 +171,7 @@ def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op | GradientOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: object = None,
@@ -184,7 +186,7 @@ def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op | GradientOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: object = None,
@@ -214,6 +216,8 @@ def reducescatter(
     check_process_set(process_set)
     if tensor.dim() == 0:
         raise ValueError("reducescatter needs a tensor with at least one dimension")
+    if op is not None and not isinstance(op, Op):
+        raise ValueError(f"op must be Average, Sum, Min, Max or Product, not {op!r}")
     compressed, ctx = compression.compress(tensor)
     rows = autograd.apply(
         autograd.Reducescatter,
@@ -226,11 +230,11 @@ def reducescatter(
     return compression.decompress(rows, ctx)
 
 
-def _op(op: Op | None, average: bool | None) -> Op:
+def _op(op: Op | GradientOp | None, average: bool | None) -> Op | GradientOp:
     if op is not None and average is not None:
         raise ValueError("give op or average, not both; op says more")
     if op is None:
         return Op.SUM if average is False else Op.AVERAGE
-    if not isinstance(op, Op):
-        raise ValueError(f"op must be Average, Sum, Min, Max or Product, not {op!r}")
+    if not isinstance(op, Op | GradientOp):
+        raise ValueError(f"op must be Average, Sum, Min, Max, Product or Adasum, not {op!r}")
     return op

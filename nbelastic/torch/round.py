@@ -19,23 +19,26 @@ if TYPE_CHECKING:
 __all__ = ["Round"]
 
 
-class Arrival(NamedTuple):
-    """A gradient as it was when backward had computed it.
+# Gradients of so many elements are cheap to look at.
+_SMALL = 1 << 16
 
-    ``version`` counts changes in place. Since not everything counts there (``GradScaler`` does
-    not), the first gradient of a round also has a ``sample`` of its values.
-    """
+
+class Arrival(NamedTuple):
+    """A gradient as it was when backward had computed it: where, and how often it was changed."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
     version: int
-    sample: torch.Tensor | None
+    address: int
 
     def untouched(self) -> bool:
         """Return whether the parameter has the same gradient with the same values."""
-        if self.parameter.grad is not self.gradient or self.gradient._version != self.version:
-            return False
-        return self.sample is None or _alike(self.sample, _sample(self.gradient))
+        gradient = self.gradient
+        return (
+            self.parameter.grad is gradient
+            and gradient._version == self.version
+            and gradient.data_ptr() == self.address
+        )
 
 
 class Round:
@@ -82,9 +85,13 @@ class Round:
         self._layout = layout
         self._options = options
         self._names = names
-        self._passes_left = {id(parameter): options.passes for parameter in parameters}
+        self._passes_left = dict.fromkeys(map(id, parameters), options.passes)
+        # Not everything counts as a change in place (``GradScaler`` does not). So one gradient
+        # stays out of the buffers until the end, with a copy of some of its values: the first that
+        # is small, or has to stay out anyway.
+        self._witness: tuple[Arrival, torch.Tensor] | None = None
 
-    def arrive(self, parameter: torch.Tensor) -> None:
+    def arrive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Count a backward pass; after the last, take the gradient and launch what is full.
 
         Raises
@@ -107,16 +114,34 @@ class Round:
         self._passes_left[key] = left - 1
         if left > 1:
             return
-        gradient = self._gradient(parameter)
-        assert gradient is not None
-        sample = None if self.arrived else _sample(gradient)
-        self.arrived[key] = Arrival(parameter, gradient, gradient._version, sample)
-        if self._layout is not None:
-            number, position = self._layout.places[key]
-            buckets = self._layout.buckets
-            buckets[number].put(position, gradient, self._options.predivide)
-            while self.launched < len(buckets) and buckets[self.launched].full:
-                self._launch(self._layout)
+        if gradient.layout is not torch.strided:
+            gradient = self._dense(parameter, gradient)
+        layout = self._layout
+        if layout is None:
+            self._note(key, parameter, gradient, stays=True)
+            return
+        bucket, position = layout.places[key]
+        view = bucket.views[position]
+        stays = view is None or gradient.requires_grad
+        if self._witness is None and gradient.numel() <= _SMALL:
+            stays = True
+            if gradient is view:
+                parameter.grad = gradient = gradient.clone()
+        bucket.put(position, gradient)
+        if not stays:
+            gradient = bucket.attach(position)
+        self._note(key, parameter, gradient, stays=stays)
+        if bucket.full:
+            self._launch_full(layout)
+
+    def _note(
+        self, key: int, parameter: torch.Tensor, gradient: torch.Tensor, *, stays: bool
+    ) -> None:
+        """Remember a gradient as it is, out of the buffers until the end or not."""
+        arrival = Arrival(parameter, gradient, gradient._version, gradient.data_ptr())
+        self.arrived[key] = arrival
+        if stays and self._witness is None:
+            self._witness = (arrival, _sample(gradient))
 
     def check_untouched(self, trained: list[torch.Tensor]) -> None:
         """Refuse to reduce gradients that somebody has worked on since backward.
@@ -131,14 +156,16 @@ class Round:
         RuntimeError
             A gradient or the set of parameters has changed.
         """
-        for arrival in self.arrived.values():
-            if not arrival.untouched():
-                raise RuntimeError(
-                    f"the gradient of {self._name(arrival.parameter)} was changed between "
-                    "backward() and step(), when it was being reduced; to clip or unscale "
-                    "gradients, call optimizer.synchronize() first and step in "
-                    "`with optimizer.skip_synchronize():`"
-                )
+        touched = [each for each in self.arrived.values() if not each.untouched()]
+        if self._witness is not None and not _alike(self._witness[1], self._witness[0].gradient):
+            touched.append(self._witness[0])
+        if touched:
+            raise RuntimeError(
+                f"the gradient of {self._name(touched[0].parameter)} was changed between "
+                "backward() and step(), when it was being reduced; to clip or unscale "
+                "gradients, call optimizer.synchronize() first and step in "
+                "`with optimizer.skip_synchronize():`"
+            )
         for parameter in trained:
             if id(parameter) not in self._passes_left and parameter.grad is not None:
                 raise RuntimeError(
@@ -161,20 +188,29 @@ class Round:
         while self.launched < len(layout.buckets):
             bucket = layout.buckets[self.launched]
             for position in bucket.missing():
-                gradient = self._gradient(bucket.parameters[position])
-                if gradient is not None:
-                    bucket.put(position, gradient, self._options.predivide)
+                parameter = bucket.parameters[position]
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.layout is not torch.strided:
+                    gradient = self._dense(parameter, gradient)
+                bucket.put(position, gradient)
             self._launch(layout)
-        divisor = self._options.divisor(self.communicator.size)
         for bucket in layout.buckets:
             bucket.wait()
-            for position, parameter in enumerate(bucket.parameters):
-                if bucket.used(position):
-                    if parameter.grad is None:
-                        parameter.grad = torch.empty_like(parameter, requires_grad=False)
-                    bucket.take(position, parameter.grad, divisor)
+            bucket.deliver()
         if layout.buckets:
             self.context.agree(layout.buckets[-1].rider(0) > 0)
+
+    def discard(self) -> None:
+        """Drop the gradients that have arrived, unless there are others in their place."""
+        for arrival in self.arrived.values():
+            if arrival.parameter.grad is arrival.gradient:
+                arrival.parameter.grad = None
+
+    def _launch_full(self, layout: Layout) -> None:
+        while self.launched < len(layout.buckets) and layout.buckets[self.launched].full:
+            self._launch(layout)
 
     def _launch(self, layout: Layout) -> None:
         bucket = layout.buckets[self.launched]
@@ -182,17 +218,14 @@ class Round:
         self.launched += 1
         bucket.launch(self.communicator, riders)
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        gradient = parameter.grad
-        if gradient is None or gradient.layout is torch.strided:
-            return gradient
+    def _dense(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if not self._options.sparse_as_dense:
             raise ValueError(
                 f"the gradient of {self._name(parameter)} is sparse; pass sparse_as_dense=True, or "
                 "make it dense (Embedding(sparse=False))"
             )
-        parameter.grad = gradient.to_dense()
-        return parameter.grad
+        parameter.grad = dense = gradient.to_dense()
+        return dense
 
     def _name(self, parameter: torch.Tensor) -> str:
         return f"parameter {self._names.get(id(parameter), '(unnamed)')!r}"
@@ -203,5 +236,6 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(some: torch.Tensor, others: torch.Tensor) -> bool:
-    """Equal, NaN being equal to NaN."""
-    return bool(((some == others) | others.isnan()).all())
+    """Whether a sample equals that of other values, NaN being equal to NaN."""
+    now = _sample(others)
+    return torch.equal(some, now) or bool(((some == now) | now.isnan()).all())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.collectives.worlds import MAKERS, World
+from tests.collectives.worlds import KINDS, MAKERS, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 SIZES = range(1, 6)
 
 
-@pytest.fixture(params=MAKERS.values(), ids=MAKERS.keys(), scope="session")
+@pytest.fixture(params=KINDS, scope="session")
 def make(request: pytest.FixtureRequest) -> Maker:
     """Make a communicator of the kind that is tested."""
-    return request.param
+    return MAKERS[request.param]
 
 
 @pytest.fixture(params=SIZES, ids="size{}".format, scope="module")

@@ -8,13 +8,15 @@ order; the others at once.
 from __future__ import annotations
 
 import json
+import os
 import queue
+import signal
 import sys
 import threading
 
 import torch
 
-from nbelastic.collectives import Op, Rendezvous
+from nbelastic.collectives import Op, Rendezvous, host
 from tests.collectives.worlds import MAKERS
 
 
@@ -27,13 +29,18 @@ class Member:
         if hasattr(self, "communicator"):
             self.communicator.close()
         self.communicator = MAKERS[kind](Rendezvous(store=tuple(store), **rendezvous))
-        self.communicator.connect()
+        self.communicator = self.communicator.connect()
 
     def allreduce(self, length):
         tensor = torch.full((length,), 1.0 + self.communicator.rank)
         self.communicator.allreduce(tensor, Op.SUM)
         assert (tensor == tensor[0]).all()
         return tensor[0].item()
+
+    def die_when_forming(self):
+        """Be killed, in time to come, in the middle of forming a segment."""
+        for name in ("receive", "visit"):
+            setattr(host.Door, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
     def abort(self, reason):
         self.communicator.abort(reason)

@@ -10,12 +10,12 @@ import threading
 import pytest
 import torch
 
-from nbelastic.collectives import Op, buffers, connect, keeper, sever
+from nbelastic.collectives import Op, buffers, keeper, sever
 from nbelastic.collectives.flights import first_sentence
 from nbelastic.errors import CollectiveError
 from tests.collectives.guests import visit
 from tests.collectives.test_abort import OPERATIONS
-from tests.collectives.worlds import BIND, PATIENCE_S, World, eventually
+from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, World, eventually
 
 
 def keepers():
@@ -39,7 +39,7 @@ def test_a_peer_of_another_generation_is_turned_away(monkeypatch):
         return true(rendezvous, rank + 100 * (rendezvous.rank == 1))
 
     monkeypatch.setattr(keeper, "_token", token)
-    with World(connect, 2, connected=False) as world:
+    with World(MAKERS["gloo"], 2, connected=False) as world:
         connecting = [world.start(rank, lambda c: c.connect()) for rank in range(2)]
         for future in connecting:
             error = future.exception(PATIENCE_S)
@@ -49,7 +49,7 @@ def test_a_peer_of_another_generation_is_turned_away(monkeypatch):
 
 def test_abort_frees_who_connects_to_a_peer_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(keeper, "FORMING_LIMIT_S", 0.3)
-    with World(connect, 2, connected=False) as world:
+    with World(MAKERS["gloo"], 2, connected=False) as world:
         connecting = world.start(0, lambda c: c.connect())
         # Of two ranks the one with the higher address calls the other; this one never does.
         address = gloo_address("127.0.0.9", 12345)
@@ -66,7 +66,7 @@ def test_abort_frees_who_connects_to_a_peer_that_does_not_answer(monkeypatch):
 def test_without_severing_abort_still_frees_and_what_is_stuck_ends_with_its_timeout(monkeypatch):
     monkeypatch.setattr(keeper, "ends_of", lambda addresses, rank: None)
     one = torch.ones(1)
-    with World(connect, 2, timeout_s=2.0) as world:
+    with World(MAKERS["gloo"], 2, timeout_s=2.0) as world:
         waiting = [
             world.start(0, lambda c: c.barrier()),
             world.start(1, lambda c: c.receive(one, 0)),
@@ -78,7 +78,7 @@ def test_without_severing_abort_still_frees_and_what_is_stuck_ends_with_its_time
 
 
 def test_abort_frees_who_sends_what_nobody_receives():
-    with World(connect, 2) as world:
+    with World(MAKERS["gloo"], 2) as world:
         waiter = world.start(0, lambda c: c.send(torch.ones(3_000_000), 1))
         world.wait_until_waiting([0])
         world[0].abort("enough")
@@ -88,7 +88,7 @@ def test_abort_frees_who_sends_what_nobody_receives():
 
 def test_severing_leaves_other_sockets_alone():
     with (
-        World(connect, 2) as world,
+        World(MAKERS["gloo"], 2) as world,
         socket.create_server((BIND, 0)) as server,
         socket.create_connection(server.getsockname()) as one,
         server.accept()[0] as other,
@@ -101,7 +101,7 @@ def test_severing_leaves_other_sockets_alone():
         assert other.recv(5) == b"whole"
         with socket.create_connection(server.getsockname(), PATIENCE_S):
             pass
-        with World(connect, 2) as another:
+        with World(MAKERS["gloo"], 2) as another:
             another.run(lambda c: c.barrier())
             assert sever.sever(ends) == 0
             another.run(lambda c: c.barrier())
@@ -127,7 +127,7 @@ def test_addresses_of_an_unknown_kind_are_not_severed(value):
 def test_memory_that_gloo_cannot_reach_is_staged(monkeypatch):
     """As on an accelerator: everything passes through new memory, and back on success only."""
     monkeypatch.setattr(buffers, "_is_on_host", lambda tensor: False)
-    with World(connect, 2) as world:
+    with World(MAKERS["gloo"], 2) as world:
         for tensors in world.run(_one_of_each):
             assert [tensor.tolist() for tensor in tensors] == [[1.5], [1.0], [1.0], [2.0], [3.0]]
         world.run(_exchange)
@@ -176,7 +176,7 @@ def test_the_limit_of_forming_is_not_that_of_operations(monkeypatch):
     with contextlib.ExitStack() as stack:
         waiters = []
         for begin in (*OPERATIONS.values(), lambda c: c.send_async(torch.ones(3_000_000), 1)):
-            world = stack.enter_context(World(connect, 2))
+            world = stack.enter_context(World(MAKERS["gloo"], 2))
             waiters.append(world.start(0, lambda c, begin=begin: begin(c).wait()))
             world.wait_until_waiting([0])
         threading.Event().wait(1.5)

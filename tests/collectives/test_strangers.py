@@ -27,7 +27,7 @@ from tests.collectives.guests import (
     values,
     visit,
 )
-from tests.collectives.worlds import BIND, PATIENCE_S, World
+from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, World
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def test_a_rank_takes_no_address_from_a_store_that_does_not_know_the_secret():
 
 
 def test_a_rank_without_the_secret_cannot_take_part():
-    with World(connect, 2, connected=False) as world:
+    with World(MAKERS["gloo"], 2, connected=False) as world:
         world.communicators[1] = connect(
-            dataclasses.replace(world[1]._keeper._rendezvous, secret=b"guess")
+            dataclasses.replace(world[1]._keeper._rendezvous, secret=b"guess", backend="gloo")
         )
         stranger = world.start(1, lambda c: c.connect())
         assert isinstance(stranger.exception(PATIENCE_S), CollectiveError)
@@ -132,7 +132,7 @@ def test_a_rank_without_the_secret_cannot_take_part():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Gloo's address as Linux writes it")
 def test_strangers_at_gloos_door_do_no_harm_to_a_group_that_has_formed():
-    with World(connect, 2) as world:
+    with World(MAKERS["gloo"], 2) as world:
         doors = [ends_of(world[rank]._keeper._meeting.addresses, rank).own for rank in range(2)]
         strangers = []
         for door in doors:

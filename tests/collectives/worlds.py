@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.collectives import Rendezvous, connect, open_store
+import pytest
+
+from nbelastic.collectives import Communicator, Rendezvous, connect, open_store
+from nbelastic.collectives.cards import Layout
+from nbelastic.collectives.choice import Chooser
+from nbelastic.native import core, missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Future
 
-    from nbelastic.collectives import Communicator
-
     Maker = Callable[[Rendezvous], Communicator]
 
+
+def of(backend: str) -> Maker:
+    """Return what makes communicators of a backend."""
+    return lambda rendezvous: connect(dataclasses.replace(rendezvous, backend=backend))
+
+
+class _Apart(Chooser):
+    """One that chooses as if half of the ranks were on another host."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        first = rendezvous.rank < rendezvous.size // 2
+        super().__init__(rendezvous, host="one" if first else "other")
+
+    def _over_gloo(self) -> Communicator:
+        two_alone = Layout(((0,), (1,)), "")  # nothing to gain, but the operations are the same
+        return self._over_segments(two_alone, None)
+
+
+def apart(rendezvous: Rendezvous) -> Communicator:
+    """Make a communicator of ranks on two hosts: 1 + 1, 1 + 2, 2 + 2 or 2 + 3 of them."""
+    return connect(rendezvous) if rendezvous.size == 1 else _Apart(rendezvous)
+
+
 # A new kind of communicator is a line here; it must pass these tests as they are.
-MAKERS: dict[str, Maker] = {"gloo": connect}
+MAKERS: dict[str, Maker] = {
+    "gloo": of("gloo"),
+    "shm": of("shm"),
+    "auto": of("auto"),
+    "hierarchical": apart,
+}
+
+needs_core = pytest.mark.skipif(core is None, reason=f"no part in C++: {missing}")
+KINDS = [pytest.param(kind, marks=[needs_core] * (kind != "gloo")) for kind in MAKERS]
 
 # Longer than anything takes, shorter than TIMEOUT_S: what waits for that long hangs.
 PATIENCE_S = 20.0
@@ -99,8 +134,18 @@ class World:
         return self.communicators[rank]
 
     def start(self, rank: int, function: Callable[[Communicator], Any]) -> Future[Any]:
-        """Begin `function(communicator)` in the thread of `rank`."""
-        return self._threads[rank].submit(function, self.communicators[rank])
+        """Begin `function(communicator)` in the thread of `rank`.
+
+        A communicator that it returns, as connecting does, takes the place of the former.
+        """
+
+        def rank_main() -> Any:
+            outcome = function(self.communicators[rank])
+            if isinstance(outcome, Communicator):
+                self.communicators[rank] = outcome
+            return outcome
+
+        return self._threads[rank].submit(rank_main)
 
     def do(self, rank: int, function: Callable[[Communicator], Any]) -> Any:
         """Do `function(communicator)` in the thread of `rank` and return its result."""

@@ -26,6 +26,9 @@ from nbelastic.errors import ClusterLost, NotPicklable, OptionError
         ({"blacklist_cooldown": (0, 10)}, "blacklist_cooldown"),
         ({"resources": {"GPU": 0}}, "resources"),
         ({"slots_per_host": 0}, "slots_per_host=0"),
+        ({"backend": "mpi"}, "backend='mpi': must be one of auto, gloo, shm"),
+        ({"backend": None}, "backend=None"),
+        ({"backend": "pygloo"}, "heartbeat_timeout=10: with backend='pygloo' it must be above 30"),
         ({"name": "a job"}, "name='a job'"),
     ],
 )
@@ -55,6 +58,10 @@ def test_an_option_error_is_a_value_error():
 def test_limits_default_as_in_horovod(options, limits):
     found = Options(**options).limits()
     assert (found.np, found.min_np, found.max_np) == limits
+
+
+def test_who_takes_a_job_over_keeps_how_its_tensors_travel():
+    assert Options.unpack(Options(backend="gloo").pack()).backend == "gloo"
 
 
 def test_what_is_no_function_is_refused():

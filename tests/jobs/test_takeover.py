@@ -80,6 +80,7 @@ def test_training_goes_on_without_its_kernel_and_another_takes_over(crew, tmp_pa
         assert info(crew).attached
         assert job.status.state == "running"
         assert job.status.size == 4
+        assert job.status.backend in ("shm", "gloo")
         finish(work)
         check(job.results(), work)
     assert sizes(job) == [4], "nobody has noticed"
@@ -125,7 +126,7 @@ def test_a_job_that_ends_without_its_kernel_keeps_its_result(crew, tmp_path):
 
 def test_a_job_without_its_kernel_survives_a_loss_and_grows_again_with_the_next(crew, tmp_path):
     work = Workload(tmp_path, epochs=1000, until_told=True, samples=96)
-    with Kernel(crew, work, np=4, min_np=2) as kernel:
+    with Kernel(crew, work, np=4, min_np=2, backend="gloo") as kernel:
         kernel.kill()
         crew.kill(next(iter(crew.workers())))
         until(lambda: info(crew).size == 3, "the others go on")
@@ -136,6 +137,7 @@ def test_a_job_without_its_kernel_survives_a_loss_and_grows_again_with_the_next(
         finish(work)
         check(job.results(), work)
     assert sizes(job) == [4, 3, 4]
+    assert job.status.backend == "gloo", "the newcomer was told so too"
 
 
 def test_a_job_that_nobody_attaches_to_ends_with_its_lease(crew, tmp_path):

@@ -35,6 +35,7 @@ from nbelastic.membership import (
     Stage,
     StartRank,
     to_dict,
+    view,
 )
 
 from .crew import World
@@ -114,6 +115,51 @@ def test_formed_means_that_all_have_formed() -> None:
     assert world.phase() == Phase.FORMING
     world.machine.handle(RankFormed(1, 1), world.now, 0.0)
     assert world.phase() == Phase.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("shm", "2 ranks over shared memory"),
+        ("gloo", "2 ranks over Gloo"),
+        ("hierarchical", "2 ranks over shared memory and Gloo"),
+        ("pygloo", "2 ranks over pygloo"),
+        ("", "2 ranks"),
+    ],
+)
+def test_what_a_generation_is_connected_by_is_said_when_it_has_formed(backend, said) -> None:
+    world = job("A0", "B0", np=2)
+    world.run(until=lambda: world.phase() == Phase.FORMING)
+    assert view(world.machine.machine, world.now).backend == ""
+    for start in (0, 1):
+        world.tell(RankFormed(start, 1, backend))
+    assert [record.detail for record in world.records("formed")] == [said]
+    assert view(world.machine.machine, world.now).backend == backend
+
+
+def test_the_next_generation_may_be_connected_by_something_else() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG), 10)
+    world.tell(RankFormed(0, 1, "shm"))
+    assert view(world.machine.machine, world.now).backend == "shm"
+    world.kill("B0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert view(world.machine.machine, world.now).backend == ""
+    world.tell(RankFormed(0, 1, "shm"))  # late, of the generation before
+    assert view(world.machine.machine, world.now).backend == ""
+    world.tell(RankFormed(0, 2, "solo"))
+    assert view(world.machine.machine, world.now).backend == "solo"
+    assert [record.detail for record in world.records("formed")][1:] == ["1 rank"]
+
+
+def test_why_there_is_nothing_faster_is_said_once() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG), 10)
+    for start in (0, 1):
+        world.tell(RankFormed(start, 1, "gloo", "no native part on 1 of 2 ranks"))
+    assert [record.detail for record in world.records("backend")] == [
+        "tensors go over Gloo: no native part on 1 of 2 ranks"
+    ]
+    world.tell(RankFormed(0, 1, "gloo", "no native part on 2 of 2 ranks"))
+    assert len(world.records("backend")) == 2
 
 
 def test_heartbeats_out_of_order_take_nothing_back() -> None:

@@ -31,7 +31,7 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "--cluster client --np 3 --min-np 2 --max-np 4 --workers alice bob --resources GPU=1 "
         "MEM=2.5 --slots-per-host 2 --reset-limit 0 --elastic-timeout 60 --stall-timeout 0.5 "
         "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --lease 600 "
-        "--checkpoint runs/resnet --checkpoint-every 50 --resume --name resnet"
+        "--checkpoint runs/resnet --checkpoint-every 50 --resume --backend shm --name resnet"
     )
     found = parse(line)
     assert found == {
@@ -51,6 +51,7 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "checkpoint": "runs/resnet",
         "checkpoint_every": 50,
         "resume": True,
+        "backend": "shm",
         "name": "resnet",
     }
     assert set(found) == set(FIT_OPTIONS)
@@ -90,6 +91,7 @@ def test_the_options_of_the_cell_itself(line, found):
         ("--reset-limit -1", ["--reset-limit", "at least 0"]),
         ("--elastic-timeout soon", ["--elastic-timeout", "'soon'", "seconds above 0"]),
         ("--stall-timeout 0", ["--stall-timeout", "'0'", "above 0"]),
+        ("--backend glo", ["--backend", "'glo'", "auto, gloo, shm", "did you mean gloo or"]),
         ("--resources GPU", ["--resources", "'GPU'", "GPU=1"]),
         ("--resources GPU=none", ["--resources", "'GPU=none'"]),
         ("--blacklist-cooldown 10", ["--blacklist-cooldown", "2"]),
@@ -138,7 +140,7 @@ def test_a_default_is_read_as_the_option_is(text, found):
     ("text", "says"),
     [
         ("max-pn=8", "did you mean max-np"),
-        ("colour=red", "there are blacklist-cooldown, block"),
+        ("colour=red", "there are backend, blacklist-cooldown, block"),
         ("max-np", "must be OPTION=VALUE"),
         ("max-np=many", "'many' must be a whole number"),
         ("name=resnet", "belongs to one cell"),

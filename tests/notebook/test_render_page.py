@@ -124,6 +124,7 @@ def test_what_happened_last_is_said_politely():
         ("refused", "A worker is not used"),
         ("restarted", "The job starts over"),
         ("cooldown", "Cooldown"),
+        ("backend", "Backend"),
     ],
 )
 def test_joins_losses_leaves_and_ends_are_said(kind, said):
@@ -150,6 +151,14 @@ def test_many_ranks_are_cut_to_twenty_rows_and_counted():
     assert source.count("<tr>") == 21
     assert "+ 180 more" in source
     assert "Ranks: 198 running, 2 starting" in source
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [("shm", "4 running, over shared memory<"), ("", "4 running<"), ("<b>", "over &lt;b&gt;<")],
+)
+def test_the_table_of_ranks_says_what_tensors_travel_over(backend, said):
+    assert said in PARTS["ranks"](Picture(job_status(backend=backend)))
 
 
 def test_many_resets_are_cut_to_the_last_five():

@@ -52,6 +52,25 @@ def test_a_terminal_is_told_how_far_the_job_has_come():
     )
 
 
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("shm", "4 ranks over shared memory ·"),
+        ("gloo", "4 ranks over Gloo ·"),
+        ("hierarchical", "4 ranks over shared memory and Gloo ·"),
+        ("solo", "4 ranks ·"),
+        ("", "4 ranks ·"),
+    ],
+)
+def test_a_terminal_is_told_what_tensors_travel_over(backend, said):
+    assert said in line(Picture(job_status(backend=backend)))
+
+
+def test_what_tensors_travel_over_depends_on_the_machine_and_is_not_in_the_text():
+    status = job_status(state="finished")
+    assert text(Picture(status)) == text(Picture(dataclasses.replace(status, backend="shm")))
+
+
 def test_a_terminal_is_told_what_a_job_waits_for():
     said = line(Picture(job_status(state="waiting", reason="1 worker there; 1 more needed")))
     assert "waiting (1 worker there; 1 more needed)" in said

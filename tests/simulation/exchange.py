@@ -117,7 +117,7 @@ class Group:
         require(
             other is None or other is member,
             f"two ranks {member.rank} in generation {self.generation}: "
-            f"{other and other.name} and {member.name}",
+            f"{other and other.who} and {member.who}",
         )
         require(member.size == self.size, f"sizes differ in generation {self.generation}")
         self.members[member.rank] = member
@@ -159,7 +159,7 @@ class Operation:
         member = handle.member
         self.group.exchange.hub.require(
             kind == self.kind,
-            f"in generation {self.group.generation} {member.name} calls {kind}, others {self.kind}",
+            f"in generation {self.group.generation} {member.who} calls {kind}, others {self.kind}",
         )
         self.parts[member.rank] = part
         self.waiting[member.rank] = handle

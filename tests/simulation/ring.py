@@ -57,12 +57,14 @@ class SimHandle:
 class SimCommunicator(Communicator):
     """A member of a group."""
 
+    name = "simulated"
+
     def __init__(self, exchange: Exchange, rendezvous: Rendezvous) -> None:
         fiber = exchange.hub.current
         assert fiber is not None
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.generation = rendezvous.generation
-        self.name = fiber.name
+        self.who = fiber.name
         self.process: Process = fiber.process
         self.broken: str | None = None
         self._exchange, self._rendezvous = exchange, rendezvous
@@ -79,7 +81,7 @@ class SimCommunicator(Communicator):
 
     # -- connecting ---------------------------------------------------------------------------
 
-    def connect(self) -> None:
+    def connect(self) -> SimCommunicator:
         self._check()
         store = self._exchange.stores.get(self._rendezvous.store)
         if store is None or not store.process.alive:
@@ -89,6 +91,7 @@ class SimCommunicator(Communicator):
         assert store is not None
         self._network.post(self.process, store.process, lambda: self._come(store))
         self.wait_for(lambda: self._ready, counts=False)
+        return self
 
     def _come(self, store: SimStore) -> None:
         if store.closed:

@@ -61,7 +61,7 @@ def run_ranks(size: int, function: Callable[[StaticContext], Any], *, source: in
                 )
             )
         try:
-            communicator.connect()
+            communicator = communicator.connect()
             context = StaticContext(communicator, source)
             with activate(context):
                 results[rank] = function(context)

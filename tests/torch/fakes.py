@@ -42,6 +42,33 @@ class TwinCommunicator(SoloCommunicator):
         return super().broadcast_async(tensor, root)
 
 
+class LendingCommunicator(TwinCommunicator):
+    """A twin with memory of its own, as shared memory is; notes what it has handed out."""
+
+    def __init__(self, generation: int, name: str = "solo", fail_at: int | None = None) -> None:
+        super().__init__(generation, fail_at)
+        self.name = name  # type: ignore[misc]
+        self.made: list[torch.Tensor] = []
+        self.ops: list[Op] = []
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        self.made.append(super().empty(count, dtype).fill_(1000))  # never to be relied on
+        return self.made[-1]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in what was handed out."""
+        memory = {made.untyped_storage().data_ptr() for made in self.made}
+        return tensor.untyped_storage().data_ptr() in memory
+
+    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
+        assert any(tensor is made for made in self.made)
+        self.ops.append(op)
+        handle = super().allreduce_async(tensor)
+        if op is Op.AVERAGE:
+            tensor.div_(2)
+        return handle
+
+
 class UnreachableCommunicator(SoloCommunicator):
     """One of two ranks, which must not be asked for anything."""
 
@@ -70,4 +97,10 @@ class ChangingContext(LocalContext):
         self.agreed.append(changed)
 
 
-__all__ = ["ChangingContext", "CollectiveError", "TwinCommunicator", "UnreachableCommunicator"]
+__all__ = [
+    "ChangingContext",
+    "CollectiveError",
+    "LendingCommunicator",
+    "TwinCommunicator",
+    "UnreachableCommunicator",
+]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -171,6 +172,8 @@ def test_clipping_after_synchronize_works_on_reduced_gradients():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_clipping_without_synchronize_is_refused(size):
+    both = threading.Barrier(size)
+
     def rank_main(context):
         model = make_model()
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), model.named_parameters())
@@ -178,6 +181,7 @@ def test_clipping_without_synchronize_is_refused(size):
         clip(model)
         with pytest.raises(RuntimeError, match=r"'4\.bias' was changed.*synchronize\(\) first"):
             optimizer.step()
+        both.wait(timeout=20)  # who leaves now breaks what is under way
 
     run_ranks(size, rank_main)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from nbelastic.membership import over
+
 from .curves import curves
 from .picture import ENDED
 from .theme import STYLE, SYMBOLS
@@ -31,6 +33,7 @@ _HAPPENED = {
     "restarted": "The job starts over",
     "cooldown": "Cooldown",
     "checkpoint": "Checkpoint",
+    "backend": "Backend",
     "abandoned": "Without a kernel",
     "attached": "Taken over",
 }
@@ -130,6 +133,8 @@ def ranks(picture: Picture) -> str:
         return ""
     states = Counter(rank.state for rank in every)
     summary = ", ".join(f"{amount:,} {escape(state)}" for state, amount in states.most_common())
+    way = over(picture.status.backend)
+    summary += f", {escape(way)}" if way else ""
     titles = "".join(f'<th scope="col"{_side(title)}>{title}</th>' for title in _COLUMNS)
     rows = "".join(_row(rank) for rank in every[:MOST_ROWS])
     more = len(every) - MOST_ROWS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nbelastic.membership import over
+
 from .words import count, duration, limits, rate, shorten
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ def line(picture: Picture) -> str:
     state = status.state
     if status.reason and not picture.ended:
         state = f"{state} ({shorten(status.reason, 60)})"
-    facts = [state, count(status.size, "rank"), count(status.commits, "commit")]
+    ranks = f"{count(status.size, 'rank')} {over(status.backend)}".rstrip()
+    facts = [state, ranks, count(status.commits, "commit")]
     if status.progress is not None:
         facts.append(f"{status.progress.fraction:.0%}")
     if status.samples_per_s is not None:

@@ -1,0 +1,68 @@
+"""Where the ranks of a benchmark meet, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.side_by_side import Failed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbelastic.collectives import Communicator
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks meet: the address of a store for ours, the path of a file for Gloo."""
+
+    store: tuple[str, int]
+    gloo_file: str
+
+
+@contextlib.contextmanager
+def place() -> Iterator[Place]:
+    """Have a place to meet at; for whoever starts the ranks."""
+    from nbelastic.collectives import open_store
+
+    with (
+        contextlib.closing(open_store("127.0.0.1")) as store,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        yield Place(store.address, f"{folder}/gloo")
+
+
+def meet(rank: int, size: int, backend: str, place: Place) -> Communicator:
+    """Return this rank's communicator, over `backend` and nothing else."""
+    from nbelastic.collectives import Rendezvous, connect
+
+    rendezvous = Rendezvous(
+        job=f"benchmark-{backend}",
+        generation=1,
+        rank=rank,
+        size=size,
+        store=place.store,
+        bind="127.0.0.1",
+        timeout_s=60.0,
+        backend=backend,
+    )
+    communicator = connect(rendezvous).connect()
+    if communicator.name != backend:
+        communicator.close()
+        raise Failed(f"asked for {backend!r}, the ranks met over {communicator.name!r}")
+    return communicator
+
+
+def meet_over_gloo(rank: int, size: int, place: Place) -> Any:
+    """Return ``torch.distributed`` with all ranks in its group, on one thread of torch's."""
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{place.gloo_file}", rank=rank, world_size=size
+    )
+    return torch.distributed

@@ -1,0 +1,114 @@
+"""A rank of benchmarks/training_step.py: one model, trained in several ways by turns."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.meet import Place, meet, meet_over_gloo
+from benchmarks.training_models import TASKS, parameters_of
+from nbelastic.elastic.context import LocalContext, activate
+from nbelastic.torch import DistributedOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.collectives import Communicator
+
+ALONE, DDP = "alone", "ddp"
+BATCHES = 8
+
+
+class Member(LocalContext):
+    """A rank in a world that never changes, without a job around it."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self.rank = self.local_rank = communicator.rank
+        self.size = self.local_size = communicator.size
+        self._communicator: Any = communicator
+
+
+class Way:
+    """A model that is trained in one way."""
+
+    def __init__(self, name: str, way: str, context: LocalContext | None) -> None:
+        task = TASKS[name]
+        torch.manual_seed(0)
+        self.model = task.model()
+        self.forward: Any = self.model
+        self.optimizer = task.optimizer(self.model.parameters())
+        self._context = context
+        if way == DDP:
+            # Buffers of a norm are each rank's own, as they are in the other ways.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # its name has changed in torch 2.13
+                self.forward = DistributedDataParallel(self.model, broadcast_buffers=False)
+        elif context is not None:
+            with activate(context):
+                names = self.model.named_parameters()
+                self.optimizer = DistributedOptimizer(self.optimizer, names)
+        self._done = 0
+
+    def train(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
+        context = self._context
+        with contextlib.nullcontext() if context is None else activate(context):
+            for step in range(self._done, self._done + steps):
+                inputs, labels = batches[step % len(batches)]
+                self.optimizer.zero_grad()
+                functional.cross_entropy(self.forward(inputs), labels).backward()
+                self.optimizer.step()
+        self._done += steps
+
+
+class Trainer:
+    """One rank of all ways."""
+
+    def __init__(self, rank: int, size: int, backends: Sequence[str], place: Place) -> None:
+        self._rank = rank
+        self._dist = meet_over_gloo(rank, size, place)
+        self._communicators = {each: meet(rank, size, each, place) for each in backends}
+        self._ways: dict[str, Way] = {}
+        self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._start = torch.empty(0)
+
+    def prepare(self, name: str) -> int:
+        """Make a model in all ways; return how many parameters it has."""
+        self._ways.clear()
+        gc.collect()
+        dice = torch.Generator().manual_seed(self._rank)
+        self._batches = [TASKS[name].batch(dice) for _ in range(BATCHES)]
+        for way in (ALONE, DDP):
+            self._ways[way] = Way(name, way, None)
+        for backend, communicator in self._communicators.items():
+            self._ways[backend] = Way(name, backend, Member(communicator))
+        self._start = parameters_of(self._ways[DDP].model)
+        return self._start.numel()
+
+    def train(self, way: str, steps: int) -> None:
+        self._ways[way].train(self._batches, steps)
+
+    def digest(self, way: str) -> str:
+        """Return what tells other parameters apart."""
+        parameters = parameters_of(self._ways[way].model).numpy()
+        return hashlib.sha256(parameters.tobytes()).hexdigest()
+
+    def apart(self, way: str) -> float:
+        """Return how far its parameters are from DDP's, as a share of the way both have gone."""
+        reached = parameters_of(self._ways[DDP].model)
+        distance = (parameters_of(self._ways[way].model) - reached).norm()
+        return float(distance / (reached - self._start).norm())
+
+    def close(self) -> None:
+        self._ways.clear()
+        gc.collect()
+        for communicator in self._communicators.values():
+            communicator.close()
+        self._dist.destroy_process_group()

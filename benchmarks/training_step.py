@@ -1,0 +1,155 @@
+"""What ranks that train together take for a step, beyond ranks that train alone, in one run.
+
+Models of four kinds are trained by as many processes alone, by torch's DDP with Gloo, and by
+``DistributedOptimizer`` over Gloo and over shared memory, by turns: some steps of one while the
+others sleep. Prints milliseconds of a step and what each adds to training alone (medians with
+quartiles), and that as a share of what DDP adds (with the range of nine of ten draws of the
+rounds). Parameters must be equal on all ranks, and ours DDP's. Exits with 1 if a target is missed,
+with 2 if it could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.command import options_of, run
+from benchmarks.figures import Target, bootstrap, quartiles, table
+from benchmarks.meet import place
+from benchmarks.side_by_side import Crew, Failed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ALONE, DDP, GLOO = "alone", "ddp", "gloo"
+MODELS = ["mlp-1m", "mlp-25m", "cnn", "transformer"]
+WARM_UP = 3
+TOLERANCE = 1e-3
+# Of what DDP adds to a step.
+MOST = {GLOO: 1.0, "shm": 0.25}
+LEAST_ROUNDS = 10
+
+Round = dict[str, float]
+
+
+def main() -> int:
+    parser = options_of("training_step", __doc__, rounds=25, budget=25.0)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--block", type=float, default=0.12, help="seconds of a sample (0.12)")
+    parser.add_argument(
+        "--backends", nargs="+", default=[GLOO, "shm"], help="what of ours to measure (gloo shm)"
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.block, options.budget = 6, 0.03, 2.0
+    return run(options.ranks, options.json, functools.partial(measure, options), show, aims)
+
+
+def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """Return, by model, the milliseconds of a step in each way, by rounds."""
+    with place() as where:
+        met = (options.backends, where)
+        with Crew("benchmarks.training_rank:Trainer", ranks, met) as crew:
+            return {model: by_turns(crew, model, options) for model in options.models}
+
+
+def by_turns(crew: Crew, model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train `model` in all ways by turns; return the milliseconds of a step in each round."""
+    ways = [ALONE, DDP, *options.backends]
+    count = crew.ask("prepare", model)[0]
+    paces: dict[str, float] = {}
+    for way in ways:
+        crew.time("train", way, WARM_UP)
+    check(crew, model, ways)
+    for way in ways:
+        crew.time("train", way, WARM_UP)
+        paces[way] = crew.time("train", way, 2) / 2
+    # All ways take as many steps, so that all are at the same point of the training.
+    steps = max(2, math.ceil(options.block / min(paces.values())))
+    rounds: list[Round] = []
+    enough = time.monotonic() + options.budget
+    order = ways
+    while len(rounds) < options.rounds and (
+        len(rounds) < LEAST_ROUNDS or time.monotonic() < enough
+    ):
+        took = {way: 1e3 * crew.time("train", way, steps) / steps for way in order}
+        rounds.append(took)
+        order = [*order[1:], order[0]]
+    print(f"{model}: {len(rounds)} rounds of {steps} steps", flush=True)
+    check_ranks(crew, model, ways)
+    return {"parameters": count, "steps": steps, "rounds": rounds}
+
+
+def check(crew: Crew, model: str, ways: Sequence[str]) -> None:
+    """Compare ours with DDP early on: later, what rounding made of a ReLU has grown."""
+    check_ranks(crew, model, ways)
+    for way in ways[2:]:
+        apart = max(crew.ask("apart", way))
+        if not apart <= TOLERANCE:
+            raise Failed(f"{model}, {way}: {apart:.2%} away from DDP after {WARM_UP} steps")
+
+
+def check_ranks(crew: Crew, model: str, ways: Sequence[str]) -> None:
+    for way in ways[1:]:
+        if len(set(crew.ask("digest", way))) > 1:
+            raise Failed(f"{model}, {way}: parameters are not the same on all ranks")
+
+
+def added(rounds: Sequence[Round], way: str) -> float:
+    return statistics.median(each[way] - each[ALONE] for each in rounds)
+
+
+def share(rounds: Sequence[Round], way: str) -> float:
+    """Return what `way` adds to a step, as a share of what DDP adds."""
+    mine, ddp = added(rounds, way), added(rounds, DDP)
+    if ddp > 0:
+        return mine / ddp
+    return math.inf if mine > 0 else 0.0  # noise, or a step in which nothing is left to add
+
+
+def ways_of(models: dict[str, Any]) -> list[str]:
+    """Return in which ways the models were trained, in the order of the columns."""
+    taken = next(iter(models.values()))["rounds"][0]
+    return [ALONE, DDP, *(way for way in taken if way not in {ALONE, DDP})]
+
+
+def show(ranks: int, models: dict[str, Any]) -> None:
+    ways = ways_of(models)
+    steps, extras, shares = [], [], []
+    for model, result in models.items():
+        rounds = result["rounds"]
+        name = f"{model} ({result['parameters'] / 1e6:.1f} M)"
+        steps.append([name, *(quartiles([each[way] for each in rounds]).show() for way in ways)])
+        differences = [[each[way] - each[ALONE] for each in rounds] for way in ways[1:]]
+        extras.append([name, *(quartiles(each).show(2) for each in differences)])
+        drawn = [bootstrap(rounds, lambda some, way=way: share(some, way)) for way in ways[2:]]
+        shares.append([name, *(each.show(2) for each in drawn)])
+    print(f"\n{ranks} ranks, milliseconds of a step: median (quartiles)")
+    print(table(["", *ways], steps))
+    print(f"\n{ranks} ranks, milliseconds added to {ALONE}: median (quartiles) over rounds")
+    print(table(["", *ways[1:]], extras))
+    print(f"\n{ranks} ranks, share of what {DDP} adds (range of nine of ten draws)")
+    print(table(["", *ways[2:]], shares), flush=True)
+
+
+def aims(ranks: int, models: dict[str, Any]) -> list[Target]:
+    return [
+        Target(
+            f"{ranks} ranks, {model}: {way} / {DDP}",
+            share(result["rounds"], way),
+            MOST[way],
+            at_least=False,
+        )
+        for model, result in models.items()
+        for way in ways_of(models)
+        if way in MOST
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+// What Python sees of the core. All calls that wait or move data are made without the GIL.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+
+#include "core/arena.hpp"
+#include "core/executor.hpp"
+#include "core/mail.hpp"
+#include "core/watcher.hpp"
+
+namespace nb = nanobind;
+using namespace nbelastic;
+
+namespace {
+
+using Address = std::uintptr_t;
+using Lengths = std::vector<std::size_t>;
+using Pieces = std::vector<std::pair<Address, std::size_t>>;
+using Bytes = nb::ndarray<nb::array_api, std::uint8_t, nb::ndim<1>>;
+
+std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
+
+std::vector<Piece> pieces(const Pieces& pairs) {
+    std::vector<Piece> all;
+    all.reserve(pairs.size());
+    for (const auto& [address, bytes] : pairs) all.push_back({pointer(address), bytes});
+    return all;
+}
+
+class Group {
+public:
+    Group(int fd, std::uint32_t rank, std::uint32_t size, double timeout_s)
+        : segment_(std::make_shared<Segment>(fd)),
+          team_(segment_, rank, timeout_s),
+          arena_(std::make_shared<Arena>(segment_, rank)),
+          executor_(std::make_unique<Executor>(team_)),
+          watcher_(std::make_unique<Watcher>(team_)),
+          process_(getpid()) {
+        if (segment_->size() != size) throw std::invalid_argument("a segment of another size");
+    }
+    ~Group() {
+        if (forked()) {  // their threads are the parent's
+            executor_.release();
+            watcher_.release();
+        }
+        close();
+    }
+
+    void watch(const std::vector<std::pair<std::uint32_t, int>>& peers) { watcher_->start(peers); }
+
+    Bytes empty(std::size_t bytes) {
+        struct Owner {
+            std::shared_ptr<Arena> arena;
+            std::byte* block;
+            std::size_t bytes;
+        };
+        auto owner = std::make_unique<Owner>(arena_, arena_->take(bytes), bytes);
+        void* data = owner->block;
+        nb::capsule capsule(owner.release(), [](void* it) noexcept {
+            const std::unique_ptr<Owner> owner(static_cast<Owner*>(it));
+            owner->arena->give_back(owner->block, owner->bytes);
+        });
+        return Bytes(data, {bytes}, capsule);
+    }
+
+    bool holds(Address data, std::size_t bytes) const {
+        return segment_->place(team_.rank(), pointer(data), bytes) >= 0;
+    }
+
+    void allreduce(Address data, std::size_t count, std::uint32_t type, std::uint32_t op) {
+        executor_->run(reduction(Kind::allreduce, data, count, type, op));
+    }
+
+    std::uint64_t allreduce_async(Address data, std::size_t count, std::uint32_t type,
+                                  std::uint32_t op) {
+        return executor_->begin(reduction(Kind::allreduce, data, count, type, op));
+    }
+
+    std::uint64_t reduce_scatter_async(Address output, Address input, Lengths counts,
+                                       std::uint32_t type, std::uint32_t op) {
+        Operation its = in_parts(Kind::reduce_scatter, input, std::move(counts), type, op);
+        its.output = pointer(output);
+        return executor_->begin(std::move(its));
+    }
+
+    std::uint64_t reduce_parts_async(Address data, Lengths counts, std::uint32_t type,
+                                     std::uint32_t op) {
+        return executor_->begin(in_parts(Kind::reduce_parts, data, std::move(counts), type, op));
+    }
+
+    std::uint64_t gather_parts_async(Address data, Lengths counts, std::uint32_t type) {
+        const auto sum = static_cast<std::uint32_t>(Op::sum);
+        return executor_->begin(in_parts(Kind::gather_parts, data, std::move(counts), type, sum));
+    }
+
+    std::uint64_t broadcast_async(Address data, std::size_t bytes, std::uint32_t root) {
+        if (root >= team_.size()) throw std::invalid_argument("no such root");
+        Operation its{.kind = Kind::broadcast, .root = root, .data = pointer(data), .count = bytes};
+        return executor_->begin(std::move(its));
+    }
+
+    std::uint64_t allgather_async(const std::vector<Address>& outputs, Address data,
+                                  std::size_t bytes) {
+        check_per_rank(outputs.size());
+        Operation its{.kind = Kind::allgather, .data = pointer(data), .count = bytes};
+        for (const Address output : outputs) its.outputs.push_back({pointer(output), bytes});
+        return executor_->begin(std::move(its));
+    }
+
+    std::uint64_t all_to_all_async(const Pieces& outputs, const Pieces& inputs) {
+        check_per_rank(outputs.size());
+        check_per_rank(inputs.size());
+        Operation its{.kind = Kind::all_to_all};
+        its.outputs = pieces(outputs);
+        its.inputs = pieces(inputs);
+        return executor_->begin(std::move(its));
+    }
+
+    std::uint64_t barrier_async() { return executor_->begin({.kind = Kind::barrier}); }
+
+    void send(Address data, std::size_t bytes, std::uint32_t to) {
+        check_peer(to);
+        nbelastic::send(team_, pointer(data), bytes, to);
+    }
+
+    void receive(Address data, std::size_t bytes, std::uint32_t source) {
+        check_peer(source);
+        nbelastic::receive(team_, pointer(data), bytes, source);
+    }
+
+    bool done(std::uint64_t ticket) const { return executor_->done(ticket); }
+    void wait(std::uint64_t ticket) { executor_->wait(ticket); }
+    void settle() { executor_->settle(); }
+    bool waiting() const { return executor_->waiting(); }
+    std::uint64_t completed() const { return executor_->completed(); }
+
+    std::optional<std::string> failure() const {
+        if (!team_.broken()) return std::nullopt;
+        return team_.reason();
+    }
+
+    void abort(const std::string& reason) { team_.abort(reason); }
+
+    void close() {
+        if (closed_ || forked()) return;
+        closed_ = true;
+        if (executor_->idle()) {
+            team_.leave();
+        } else {
+            team_.abort("rank " + std::to_string(team_.rank()) +
+                        " of this host has left in the middle of an operation");
+        }
+        executor_->close();
+        watcher_->stop();
+    }
+
+private:
+    bool forked() const { return getpid() != process_; }
+
+    static Operation reduction(Kind kind, Address data, std::size_t count, std::uint32_t type,
+                               std::uint32_t op) {
+        if (type >= kTypes || op >= kOps || kernels().of[type][op] == nullptr) {
+            throw std::invalid_argument("no such reduction for this type");
+        }
+        return {.kind = kind,
+                .type = static_cast<Type>(type),
+                .op = static_cast<Op>(op),
+                .data = pointer(data),
+                .count = count};
+    }
+
+    Operation in_parts(Kind kind, Address data, Lengths counts, std::uint32_t type,
+                       std::uint32_t op) const {
+        check_per_rank(counts.size());
+        std::size_t total = 0;
+        for (const std::size_t count : counts) total += count;
+        Operation its = reduction(kind, data, total, type, op);
+        if (!holds(data, total * bytes_of(its.type))) {
+            throw std::invalid_argument("the memory is not in the segment");
+        }
+        its.counts = std::move(counts);
+        return its;
+    }
+
+    void check_per_rank(std::size_t given) const {
+        if (given != team_.size()) throw std::invalid_argument("one for each rank of the segment");
+    }
+
+    void check_peer(std::uint32_t peer) const {
+        if (peer >= team_.size() || peer == team_.rank()) throw std::invalid_argument("no such peer");
+    }
+
+    std::shared_ptr<Segment> segment_;
+    Team team_;
+    std::shared_ptr<Arena> arena_;
+    std::unique_ptr<Executor> executor_;
+    std::unique_ptr<Watcher> watcher_;
+    pid_t process_;
+    bool closed_ = false;
+};
+
+template <std::size_t n>
+nb::dict codes(const char* const (&names)[n]) {
+    nb::dict all;
+    for (std::size_t code = 0; code < n; ++code) all[names[code]] = code;
+    return all;
+}
+
+constexpr const char* kTypeNames[kTypes] = {"float32", "float64", "float16", "bfloat16",
+                                            "int8",    "int32",   "int64",   "uint8"};
+constexpr const char* kOpNames[kOps] = {"sum", "average", "min", "max", "product"};
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    using NoGil = nb::call_guard<nb::gil_scoped_release>;
+    nb::exception<Broken>(m, "Broken");
+    nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+        try {
+            std::rethrow_exception(error);
+        } catch (const std::system_error& e) {
+            errno = e.code().value();
+            PyErr_SetFromErrno(PyExc_OSError);
+        }
+    });
+    nb::set_leak_warnings(false);  // whoever exits in the middle of a job has groups left
+    m.attr("TYPES") = codes(kTypeNames);
+    m.attr("OPS") = codes(kOpNames);
+    m.attr("ISA") = kernels().name;
+    m.def("create", &Segment::create, nb::arg("size"));
+    nb::class_<Group>(m, "Group")
+        .def(nb::init<int, std::uint32_t, std::uint32_t, double>(), nb::arg("fd"), nb::arg("rank"),
+             nb::arg("size"), nb::arg("timeout_s"))
+        .def("watch", &Group::watch, nb::arg("peers"))
+        .def("empty", &Group::empty, nb::arg("nbytes"))
+        .def("holds", &Group::holds, nb::arg("ptr"), nb::arg("nbytes"))
+        .def("allreduce", &Group::allreduce, nb::arg("ptr"), nb::arg("count"), nb::arg("type"),
+             nb::arg("op"), NoGil())
+        .def("allreduce_async", &Group::allreduce_async, nb::arg("ptr"), nb::arg("count"),
+             nb::arg("type"), nb::arg("op"), NoGil())
+        .def("reduce_scatter_async", &Group::reduce_scatter_async, nb::arg("output"),
+             nb::arg("input"), nb::arg("counts"), nb::arg("type"), nb::arg("op"), NoGil())
+        .def("reduce_parts_async", &Group::reduce_parts_async, nb::arg("ptr"), nb::arg("counts"),
+             nb::arg("type"), nb::arg("op"), NoGil())
+        .def("gather_parts_async", &Group::gather_parts_async, nb::arg("ptr"), nb::arg("counts"),
+             nb::arg("type"), NoGil())
+        .def("broadcast_async", &Group::broadcast_async, nb::arg("ptr"), nb::arg("nbytes"),
+             nb::arg("root"), NoGil())
+        .def("allgather_async", &Group::allgather_async, nb::arg("outputs"), nb::arg("ptr"),
+             nb::arg("nbytes"), NoGil())
+        .def("all_to_all_async", &Group::all_to_all_async, nb::arg("outputs"), nb::arg("inputs"),
+             NoGil())
+        .def("barrier_async", &Group::barrier_async, NoGil())
+        .def("send", &Group::send, nb::arg("ptr"), nb::arg("nbytes"), nb::arg("to"), NoGil())
+        .def("receive", &Group::receive, nb::arg("ptr"), nb::arg("nbytes"), nb::arg("source"),
+             NoGil())
+        .def("done", &Group::done, nb::arg("ticket"))
+        .def("wait", &Group::wait, nb::arg("ticket"), NoGil())
+        .def("settle", &Group::settle)
+        .def_prop_ro("waiting", &Group::waiting)
+        .def_prop_ro("completed", &Group::completed)
+        .def_prop_ro("failure", &Group::failure)
+        .def("abort", &Group::abort, nb::arg("reason"))
+        .def("close", &Group::close, NoGil());
+}

@@ -1,0 +1,329 @@
+#include "collectives.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace nbelastic {
+namespace {
+
+constexpr std::size_t kStretch = 256 << 10;  // bytes between two looks whether all is over
+
+// The part of `total` values that is a rank's to reduce; whole cache lines, but for the last.
+struct Share {
+    std::size_t first, count;
+    Share(std::size_t total, std::size_t value_bytes, std::uint32_t rank, std::uint32_t size) {
+        const std::size_t line = kLine / value_bytes;
+        const std::size_t lines = (total + line - 1) / line;
+        first = std::min(lines * rank / size * line, total);
+        count = std::min(lines * (rank + 1) / size * line, total) - first;
+    }
+};
+
+const char* name_of(std::uint32_t kind) {
+    constexpr const char* names[] = {"allreduce",    "reduce-scatter", "reduce-parts",
+                                     "gather-parts", "broadcast",      "allgather",
+                                     "all-to-all",   "barrier"};
+    return kind < std::size(names) ? names[kind] : "?";
+}
+
+std::string told(std::uint32_t rank, const Post& post) {
+    return "rank " + std::to_string(rank) + " is in " + name_of(post.kind) + " of " +
+           std::to_string(post.count) + " values of type " + std::to_string(post.type);
+}
+
+std::size_t before(const std::vector<std::size_t>& counts, std::uint32_t rank) {
+    return std::accumulate(counts.begin(), counts.begin() + rank, std::size_t{0});
+}
+
+}  // namespace
+
+void Collectives::perform(const Operation& operation, Patience patience) {
+    patience_ = patience;
+    parity_ ^= 1;
+    switch (operation.kind) {
+        case Kind::allreduce: return allreduce(operation);
+        case Kind::reduce_scatter: return reduce_parts(operation, false);
+        case Kind::reduce_parts: return reduce_parts(operation, true);
+        case Kind::gather_parts: return gather_parts(operation);
+        case Kind::broadcast: return broadcast(operation);
+        case Kind::allgather: return allgather(operation);
+        case Kind::all_to_all: return all_to_all(operation);
+        case Kind::barrier: return publish(operation, -1);
+    }
+}
+
+// -- what all have in common ----------------------------------------------------------------------
+
+void Collectives::publish(const Operation& operation, std::int64_t where, std::uint64_t rounds) {
+    Post& own = segment_.seat(team_.rank()).posts[parity_];
+    own = Post{static_cast<std::uint32_t>(operation.kind), static_cast<std::uint32_t>(operation.type),
+               static_cast<std::uint32_t>(operation.op),   operation.root,
+               operation.count,                            where,
+               rounds};
+    step();
+    agree(own);
+}
+
+void Collectives::agree(const Post& own) {
+    for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+        const Post& other = post(rank);
+        if (other.kind == own.kind && other.type == own.type && other.op == own.op &&
+            other.root == own.root && other.count == own.count) {
+            continue;
+        }
+        team_.abort("ranks disagree: " + told(team_.rank(), own) + ", " + told(rank, other));
+        team_.check();
+    }
+}
+
+const Post& Collectives::post(std::uint32_t rank) const { return segment_.seat(rank).posts[parity_]; }
+
+bool Collectives::all_in_segment() const {
+    for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+        if (post(rank).where < 0) return false;
+    }
+    return true;
+}
+
+bool Collectives::is_small(std::size_t bytes) const {
+    return bytes <= kSmallBytes && bytes * team_.size() <= 8 * kSmallBytes;
+}
+
+std::byte* Collectives::small(std::uint32_t rank) const { return segment_.small(rank, parity_); }
+
+void Collectives::reduce(const Operation& operation, const std::vector<std::byte*>& outputs,
+                         const std::vector<std::byte*>& inputs, std::size_t count) {
+    const auto type = static_cast<std::uint32_t>(operation.type);
+    const Reduce function = kernels().of[type][static_cast<std::uint32_t>(operation.op)];
+    const std::size_t value = bytes_of(operation.type);
+    std::vector<std::byte*> to = outputs;
+    std::vector<std::byte*> from = inputs;
+    for (std::size_t left = count; left > 0;) {
+        team_.check();
+        const std::size_t n = std::min(left, kStretch / value);
+        function(to.data(), to.size(), from.data(), from.size(), n, team_.size());
+        for (auto& each : to) each += n * value;
+        for (auto& each : from) each += n * value;
+        left -= n;
+    }
+}
+
+void Collectives::copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (to == from) return;
+    for (std::size_t done = 0; done < bytes; done += kStretch) {
+        team_.check();
+        std::memcpy(to + done, from + done, std::min(kStretch, bytes - done));
+    }
+}
+
+// Where all ranks' buffers are, one piece after the other: the whole, where all are in the segment.
+struct Collectives::Window {
+    Window(Collectives& all, std::byte* data, std::size_t bytes, bool in_segment)
+        : all_(all), data_(data), bytes_(bytes), staged_(!in_segment) {}
+
+    // To be called before the post.
+    void open() { stage(); }
+
+    bool done() const { return first_ >= bytes_; }
+
+    // To be called after it, and for each piece.
+    void look() {
+        const std::size_t most = all_.all_in_segment() ? bytes_ : kStagingBytes;
+        length_ = std::min(most, bytes_ - first_);
+    }
+    std::size_t length() const { return length_; }
+    std::size_t first() const { return first_; }
+
+    std::byte* of(std::uint32_t rank) const {
+        const Post& post = all_.post(rank);
+        if (post.where < 0) return all_.segment_.staging(rank);
+        return all_.segment_.base() + post.where + first_;
+    }
+
+    // Goes on to the next piece, when nobody needs this one any more.
+    void next() {
+        first_ += length_;
+        if (done()) return;
+        stage();
+        all_.step();
+    }
+    void fetch() {
+        if (staged_) all_.copy(data_ + first_, all_.segment_.staging(all_.team_.rank()), length_);
+    }
+
+private:
+    void stage() {
+        if (!staged_ || data_ == nullptr) return;
+        const std::size_t length = std::min(kStagingBytes, bytes_ - first_);
+        all_.copy(all_.segment_.staging(all_.team_.rank()), data_ + first_, length);
+    }
+
+    Collectives& all_;
+    std::byte* data_;
+    std::size_t bytes_;
+    bool staged_;
+    std::size_t first_ = 0;
+    std::size_t length_ = 0;
+};
+
+// -- reductions -----------------------------------------------------------------------------------
+
+void Collectives::allreduce(const Operation& operation) {
+    const std::size_t value = bytes_of(operation.type);
+    const std::size_t bytes = operation.count * value;
+    if (is_small(bytes)) return allreduce_small(operation, bytes);
+    const std::int64_t where = segment_.place(team_.rank(), operation.data, bytes);
+    Window window(*this, operation.data, bytes, where >= 0);
+    window.open();
+    publish(operation, where);
+    std::vector<std::byte*> buffers(team_.size());
+    for (; !window.done(); window.next()) {
+        window.look();
+        const Share share(window.length() / value, value, team_.rank(), team_.size());
+        for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+            buffers[rank] = window.of(rank) + share.first * value;
+        }
+        reduce(operation, buffers, buffers, share.count);
+        step();
+        window.fetch();
+    }
+}
+
+void Collectives::allreduce_small(const Operation& operation, std::size_t bytes) {
+    std::memcpy(small(team_.rank()), operation.data, bytes);
+    publish(operation, -1);
+    const std::uint32_t size = team_.size();
+    std::byte* inputs[kMostRanks];
+    for (std::uint32_t rank = 0; rank < size; ++rank) inputs[rank] = small(rank);
+    std::byte* output = operation.data;
+    const Reduce function = kernels().of[static_cast<std::uint32_t>(operation.type)]
+                                        [static_cast<std::uint32_t>(operation.op)];
+    function(&output, 1, inputs, size, operation.count, size);
+}
+
+void Collectives::reduce_parts(const Operation& operation, bool in_place) {
+    const std::size_t value = bytes_of(operation.type);
+    const std::uint32_t rank = team_.rank();
+    const std::size_t first = before(operation.counts, rank) * value;
+    publish(operation, segment_.place(rank, operation.data, operation.count * value));
+    std::vector<std::byte*> buffers(team_.size());
+    for (std::uint32_t each = 0; each < team_.size(); ++each) {
+        buffers[each] = segment_.base() + post(each).where + first;
+    }
+    std::byte* output = in_place ? operation.data + first : operation.output;
+    reduce(operation, {output}, buffers, operation.counts[rank]);
+    step();
+}
+
+void Collectives::gather_parts(const Operation& operation) {
+    const std::size_t value = bytes_of(operation.type);
+    publish(operation, segment_.place(team_.rank(), operation.data, operation.count * value));
+    std::size_t first = 0;
+    for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+        const std::size_t bytes = operation.counts[rank] * value;
+        copy(operation.data + first, segment_.base() + post(rank).where + first, bytes);
+        first += bytes;
+    }
+    step();
+}
+
+// -- copies ---------------------------------------------------------------------------------------
+
+void Collectives::broadcast(const Operation& operation) {
+    const bool root = team_.rank() == operation.root;
+    if (is_small(operation.count)) {
+        if (root) std::memcpy(small(operation.root), operation.data, operation.count);
+        publish(operation, -1);
+        if (!root) std::memcpy(operation.data, small(operation.root), operation.count);
+        return;
+    }
+    // Only the root's buffer is read, so only where that is decides.
+    const std::int64_t where =
+        root ? segment_.place(operation.root, operation.data, operation.count) : 0;
+    Window window(*this, root ? operation.data : nullptr, operation.count, where >= 0 && root);
+    window.open();
+    publish(operation, where);
+    for (; !window.done(); window.next()) {
+        window.look();
+        if (!root) copy(operation.data + window.first(), window.of(operation.root), window.length());
+        step();
+    }
+}
+
+void Collectives::allgather(const Operation& operation) {
+    const std::uint32_t rank = team_.rank();
+    const std::size_t bytes = operation.count;
+    if (is_small(bytes)) {
+        std::memcpy(small(rank), operation.data, bytes);
+        publish(operation, -1);
+        for (std::uint32_t each = 0; each < team_.size(); ++each) {
+            std::memcpy(operation.outputs[each].data, small(each), bytes);
+        }
+        return;
+    }
+    const std::int64_t where = segment_.place(rank, operation.data, bytes);
+    Window window(*this, operation.data, bytes, where >= 0);
+    window.open();
+    publish(operation, where);
+    for (; !window.done(); window.next()) {
+        window.look();
+        for (std::uint32_t each = 0; each < team_.size(); ++each) {
+            std::byte* to = operation.outputs[each].data + window.first();
+            copy(to, each == rank ? operation.data + window.first() : window.of(each),
+                 window.length());
+        }
+        step();
+    }
+}
+
+// Each rank's staging memory has a part for each other rank; rounds until all have all.
+void Collectives::all_to_all(const Operation& operation) {
+    const std::uint32_t rank = team_.rank();
+    const std::uint32_t size = team_.size();
+    const std::size_t part = kStagingBytes / size / kLine * kLine;
+    std::size_t longest = 0;
+    for (std::uint32_t to = 0; to < size; ++to) {
+        const Piece& piece = operation.inputs[to];
+        segment_.letters(parity_, rank)[to] = piece.bytes;
+        if (to != rank) longest = std::max(longest, piece.bytes);
+    }
+    const auto fill = [&](std::size_t first) {
+        for (std::uint32_t to = 0; to < size; ++to) {
+            const Piece& piece = operation.inputs[to];
+            if (to == rank || piece.bytes <= first) continue;
+            copy(segment_.staging(rank) + to * part, piece.data + first,
+                 std::min(part, piece.bytes - first));
+        }
+    };
+    fill(0);
+    publish(operation, -1, (longest + part - 1) / part);
+    std::uint64_t rounds = 0;
+    for (std::uint32_t source = 0; source < size; ++source) {
+        rounds = std::max(rounds, post(source).rounds);
+        if (segment_.letters(parity_, source)[rank] != operation.outputs[source].bytes) {
+            team_.abort("ranks disagree: rank " + std::to_string(source) + " sends " +
+                        std::to_string(segment_.letters(parity_, source)[rank]) + " bytes, rank " +
+                        std::to_string(rank) + " expects " +
+                        std::to_string(operation.outputs[source].bytes));
+        }
+    }
+    team_.check();
+    copy(operation.outputs[rank].data, operation.inputs[rank].data, operation.inputs[rank].bytes);
+    for (std::uint64_t round = 0; round < rounds; ++round) {
+        const std::size_t first = round * part;
+        if (round > 0) {
+            fill(first);
+            step();
+        }
+        for (std::uint32_t source = 0; source < size; ++source) {
+            const Piece& piece = operation.outputs[source];
+            if (source == rank || piece.bytes <= first) continue;
+            copy(piece.data + first, segment_.staging(source) + rank * part,
+                 std::min(part, piece.bytes - first));
+        }
+        step();
+    }
+}
+
+}  // namespace nbelastic

@@ -1,0 +1,86 @@
+// Collectives over a segment: what each does, step by step.
+//
+// Each begins with a post, by which a rank says what it is about to do and where its buffer is,
+// and a step. After it everybody knows that all ranks do the same; if not, the segment is broken.
+//
+// Small buffers travel with the post: each rank reads all of them, and nothing follows. The slots
+// are used in turns: who writes one again has seen all others arrive at the collective between.
+// Others are reduced where they are, if they are in the segment: each rank reduces its share of all
+// buffers, and writes it to all of them; a step says that all have. What is not in the segment goes
+// through the rank's staging memory, piece by piece, in the same way.
+#pragma once
+
+#include <vector>
+
+#include "reduce.hpp"
+#include "team.hpp"
+
+namespace nbelastic {
+
+enum class Kind : std::uint32_t {
+    allreduce,
+    reduce_scatter,
+    reduce_parts,
+    gather_parts,
+    broadcast,
+    allgather,
+    all_to_all,
+    barrier,
+};
+
+struct Piece {
+    std::byte* data;
+    std::size_t bytes;
+};
+
+// One collective, as one rank asks for it. What is not used is empty.
+struct Operation {
+    Kind kind = Kind::barrier;
+    Type type = Type::u8;
+    Op op = Op::sum;
+    std::uint32_t root = 0;
+    std::byte* data = nullptr;
+    std::size_t count = 0;  // values of `type`
+    std::byte* output = nullptr;
+    std::vector<std::size_t> counts;  // values in the part of each rank
+    std::vector<Piece> outputs;
+    std::vector<Piece> inputs;
+};
+
+class Collectives {
+public:
+    explicit Collectives(Team& team) : team_(team), segment_(team.segment()) {}
+
+    // Does it, and throws Broken if that cannot be. One thread at a time, the same on all ranks.
+    void perform(const Operation& operation, Patience patience);
+
+private:
+    struct Window;
+
+    void publish(const Operation& operation, std::int64_t where, std::uint64_t rounds = 0);
+    void agree(const Post& own);
+    const Post& post(std::uint32_t rank) const;
+    bool all_in_segment() const;
+    bool is_small(std::size_t bytes) const;
+    std::byte* small(std::uint32_t rank) const;
+
+    void allreduce(const Operation& operation);
+    void allreduce_small(const Operation& operation, std::size_t bytes);
+    void reduce_parts(const Operation& operation, bool in_place);
+    void gather_parts(const Operation& operation);
+    void broadcast(const Operation& operation);
+    void allgather(const Operation& operation);
+    void all_to_all(const Operation& operation);
+
+    void reduce(const Operation& operation, const std::vector<std::byte*>& outputs,
+                const std::vector<std::byte*>& inputs, std::size_t count);
+    void copy(std::byte* to, const std::byte* from, std::size_t bytes);
+    void step() { team_.step(patience_); }
+
+    Team& team_;
+    Segment& segment_;
+    unsigned parity_ = 0;
+    Patience patience_ = Patience::eager;
+};
+
+}  // namespace nbelastic

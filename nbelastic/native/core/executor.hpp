@@ -1,0 +1,66 @@
+// Collectives in the order in which they were asked for, by whichever thread there is for it.
+//
+// An operation that is begun goes to a queue. Whoever waits for one takes the operations before it,
+// and it, from the queue and performs them, unless the executor's own thread is at it already; that
+// thread is started with the first operation that is not waited for at once. One thread performs at
+// a time. An operation that fails breaks the segment, so nothing after it can succeed.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "collectives.hpp"
+
+namespace nbelastic {
+
+class Executor {
+public:
+    explicit Executor(Team& team) : team_(team), collectives_(team) {}
+    ~Executor() { close(); }
+    Executor(const Executor&) = delete;
+    Executor& operator=(const Executor&) = delete;
+
+    // Does an operation, and all that was begun before it. Throws Broken.
+    void run(Operation operation);
+
+    // Begins one; returns its ticket.
+    std::uint64_t begin(Operation operation);
+    void wait(std::uint64_t ticket);
+    bool done(std::uint64_t ticket) const noexcept;
+
+    // Whether all that was begun has ended well.
+    bool idle();
+
+    bool waiting() const noexcept { return waiting_.load(std::memory_order_relaxed); }
+    std::uint64_t completed() const noexcept { return completed_.load(std::memory_order_relaxed); }
+    void settle() noexcept { completed_.fetch_add(1, std::memory_order_relaxed); }
+
+    // Ends the thread. The segment is broken, or nothing is under way.
+    void close();
+
+private:
+    class Wait;
+
+    std::uint64_t enqueue(Operation operation);
+    void await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock);
+    void perform_next(std::unique_lock<std::mutex>& lock, Patience patience);
+    void work();
+
+    Team& team_;
+    Collectives collectives_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<Operation> queue_;
+    std::thread thread_;
+    bool performing_ = false;
+    bool closed_ = false;
+    std::uint64_t begun_ = 0;
+    std::atomic<std::uint64_t> ended_{0};
+    std::atomic<std::uint64_t> completed_{0};
+    std::atomic<bool> waiting_{false};
+};
+
+}  // namespace nbelastic

@@ -1,0 +1,3 @@
+#define NBELASTIC_ISA "avx512"
+#define NBELASTIC_KERNELS kernels_avx512
+#include "loops.inc"

@@ -1,0 +1,108 @@
+#include "mail.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace nbelastic {
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr auto kNap = std::chrono::milliseconds(50);  // after it: has the other rank left?
+constexpr int kSpins = 500;
+constexpr std::uint32_t kCount = kBroken - 1;
+
+// One end of a ring: `own` is what this rank moves on, `other` what it waits for.
+class End {
+public:
+    End(Team& team, Mailbox& box, bool writes, std::uint32_t peer)
+        : team_(team),
+          box_(box),
+          own_(writes ? box.written : box.read),
+          other_(writes ? box.read : box.written),
+          writes_(writes),
+          peer_(peer) {}
+
+    void move(std::byte* data, std::size_t bytes) {
+        while (bytes > 0) {
+            const std::uint32_t at = own_.load(std::memory_order_relaxed) & kCount;
+            const std::size_t free = wait(at);
+            const std::size_t begin = at % kRingBytes;
+            const std::size_t n = std::min({bytes, free, kRingBytes - begin});
+            if (writes_) {
+                std::memcpy(box_.ring + begin, data, n);
+            } else {
+                std::memcpy(data, box_.ring + begin, n);
+            }
+            advance(at, n);
+            data += n;
+            bytes -= n;
+        }
+    }
+
+private:
+    // Returns how many bytes can be moved now: at least one.
+    std::size_t wait(std::uint32_t at) {
+        const auto deadline = steady_clock::now() + team_.limit();
+        for (int turn = 0;; ++turn) {
+            const std::uint32_t word = other_.load(std::memory_order_acquire);
+            if (word & kBroken) throw Broken(team_.reason());
+            const std::uint32_t apart = (writes_ ? at - word : word - at) & kCount;
+            const std::size_t ready = writes_ ? kRingBytes - apart : apart;
+            if (ready > 0) return ready;
+            if (turn < kSpins) {
+                relax();
+                continue;
+            }
+            if (team_.has_left(peer_) && other_.load() == word) fail(" of this host has left");
+            if (steady_clock::now() >= deadline) fail(" of this host does not answer");
+            sleep_on(other_, word, kNap);
+        }
+    }
+
+    void advance(std::uint32_t at, std::size_t n) {
+        std::uint32_t word = own_.load();
+        const auto moved = static_cast<std::uint32_t>((at + n) & kCount);
+        while (!own_.compare_exchange_weak(word, (word & kBroken) | moved)) {
+        }
+        wake_all(own_);
+    }
+
+    [[noreturn]] void fail(const char* what) {
+        team_.abort("rank " + std::to_string(peer_) + what);
+        throw Broken(team_.reason());
+    }
+
+    Team& team_;
+    Mailbox& box_;
+    Word& own_;
+    Word& other_;
+    bool writes_;
+    std::uint32_t peer_;
+};
+
+}  // namespace
+
+void send(Team& team, const std::byte* data, std::size_t bytes, std::uint32_t to) {
+    team.check();
+    End end(team, team.segment().mailbox(team.rank(), to), true, to);
+    std::uint64_t length = bytes;
+    end.move(reinterpret_cast<std::byte*>(&length), sizeof length);
+    end.move(const_cast<std::byte*>(data), bytes);  // only read: this end writes to the ring
+}
+
+void receive(Team& team, std::byte* data, std::size_t bytes, std::uint32_t source) {
+    team.check();
+    End end(team, team.segment().mailbox(source, team.rank()), false, source);
+    std::uint64_t length = 0;
+    end.move(reinterpret_cast<std::byte*>(&length), sizeof length);
+    if (length != bytes) {
+        team.abort("ranks disagree: rank " + std::to_string(source) + " sends " +
+                   std::to_string(length) + " bytes, rank " + std::to_string(team.rank()) +
+                   " expects " + std::to_string(bytes));
+        team.check();
+    }
+    end.move(data, bytes);
+}
+
+}  // namespace nbelastic

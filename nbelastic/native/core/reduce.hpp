@@ -1,0 +1,41 @@
+// How values of several ranks become one: loops over memory, for the processor at hand.
+//
+// Values are added in the order of the inputs, so the same inputs give the same bits, whoever adds.
+// 16-bit floating point is added in 32 bits and rounded once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace nbelastic {
+
+enum class Type : std::uint32_t { f32, f64, f16, bf16, i8, i32, i64, u8 };
+enum class Op : std::uint32_t { sum, average, min, max, product };
+inline constexpr std::uint32_t kTypes = 8;
+inline constexpr std::uint32_t kOps = 5;
+
+constexpr std::size_t bytes_of(Type type) {
+    constexpr std::size_t sizes[kTypes] = {4, 8, 2, 2, 1, 4, 8, 1};
+    return sizes[static_cast<std::uint32_t>(type)];
+}
+
+// Reduces `inputs`, each of `count` values, and writes the outcome to each of `outputs`, which may
+// be inputs. An average is the sum divided by `divisor`. Null where a type has no such reduction.
+using Reduce = void (*)(std::byte* const* outputs, std::size_t n_outputs,
+                        const std::byte* const* inputs, std::size_t n_inputs, std::size_t count,
+                        double divisor);
+
+struct Kernels {
+    const char* name;
+    Reduce of[kTypes][kOps];
+};
+
+// The best for this processor.
+const Kernels& kernels() noexcept;
+
+// All there are; other processors than x86-64 have the first only.
+const Kernels* kernels_baseline() noexcept;
+const Kernels* kernels_avx2() noexcept;
+const Kernels* kernels_avx512() noexcept;
+
+}  // namespace nbelastic

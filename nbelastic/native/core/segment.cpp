@@ -1,0 +1,151 @@
+#include "segment.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+
+namespace nbelastic {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x6c6c61206f672073;
+constexpr std::uint32_t kVersion = 1;
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kGiB = std::size_t{1} << 30;
+
+constexpr std::size_t up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+
+// Where each part begins, in a segment for so many ranks.
+struct Offsets {
+    std::size_t seats, letters, mailboxes, smalls, staging, arenas;
+
+    explicit constexpr Offsets(std::size_t n)
+        : seats(up(sizeof(Control), kPage)),
+          letters(seats + up(n * sizeof(Seat), kPage)),
+          mailboxes(letters + up(2 * n * n * sizeof(std::uint64_t), kPage)),
+          smalls(mailboxes + up(n * n * sizeof(Mailbox), kPage)),
+          staging(smalls + n * 2 * kSmallBytes),
+          arenas(staging + n * kStagingBytes) {}
+};
+
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+// As much as the machine has: nobody can use more, and what is not used costs nothing.
+std::size_t room() {
+    const auto memory = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * kPage;
+    return std::max(up(memory, kGiB), 4 * kGiB);
+}
+
+class Descriptor {
+public:
+    explicit Descriptor(int fd) : fd_(fd) {}
+    ~Descriptor() {
+        if (fd_ >= 0) close(fd_);
+    }
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+    int get() const { return fd_; }
+    int release() {
+        const int fd = fd_;
+        fd_ = -1;
+        return fd;
+    }
+
+private:
+    int fd_;
+};
+
+}  // namespace
+
+int Segment::create(std::uint32_t size) {
+    if (size < 1 || size > kMostRanks) throw std::invalid_argument("1 to 256 ranks share a segment");
+    const std::size_t arena = room();
+    const std::size_t total = Offsets(size).arenas + size * arena;
+    rlimit limit{};
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < total) {
+        errno = EFBIG;  // instead of the signal that ends the process
+        fail("memfd");
+    }
+    Descriptor fd(static_cast<int>(
+        syscall(SYS_memfd_create, "nbelastic", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
+    if (fd.get() < 0) fail("memfd_create");
+    if (ftruncate(fd.get(), static_cast<off_t>(total)) != 0) fail("ftruncate");
+    void* memory = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+    if (memory == MAP_FAILED) fail("mmap");
+    auto* control = new (memory) Control{};
+    control->magic = kMagic;
+    control->version = kVersion;
+    control->size = size;
+    control->arena_bytes = arena;
+    munmap(memory, kPage);
+    if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        fail("F_ADD_SEALS");
+    }
+    return fd.release();
+}
+
+Segment::Segment(int fd) {
+    struct stat status {};
+    if (fstat(fd, &status) != 0) fail("fstat");
+    total_ = static_cast<std::size_t>(status.st_size);
+    if (total_ < sizeof(Control)) throw std::invalid_argument("not a segment");
+    void* memory = mmap(nullptr, total_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (memory == MAP_FAILED) fail("mmap");
+    base_ = static_cast<std::byte*>(memory);
+    const Control& its = control();
+    const bool valid = its.magic == kMagic && its.version == kVersion && its.size >= 1 &&
+                       its.size <= kMostRanks &&
+                       Offsets(its.size).arenas + its.size * its.arena_bytes == total_;
+    if (!valid) {
+        munmap(base_, total_);
+        throw std::invalid_argument("not a segment of this version");
+    }
+    size_ = its.size;
+    arena_bytes_ = its.arena_bytes;
+    madvise(base_, total_, MADV_DONTDUMP);
+}
+
+Segment::~Segment() { munmap(base_, total_); }
+
+Seat& Segment::seat(std::uint32_t rank) const noexcept {
+    return reinterpret_cast<Seat*>(base_ + Offsets(size_).seats)[rank];
+}
+
+std::uint64_t* Segment::letters(unsigned parity, std::uint32_t source) const noexcept {
+    auto* all = reinterpret_cast<std::uint64_t*>(base_ + Offsets(size_).letters);
+    return all + (parity * std::size_t{size_} + source) * size_;
+}
+
+Mailbox& Segment::mailbox(std::uint32_t source, std::uint32_t to) const noexcept {
+    auto* all = reinterpret_cast<Mailbox*>(base_ + Offsets(size_).mailboxes);
+    return all[std::size_t{source} * size_ + to];
+}
+
+std::byte* Segment::small(std::uint32_t rank, unsigned parity) const noexcept {
+    return base_ + Offsets(size_).smalls + (2 * std::size_t{rank} + parity) * kSmallBytes;
+}
+
+std::byte* Segment::staging(std::uint32_t rank) const noexcept {
+    return base_ + Offsets(size_).staging + rank * kStagingBytes;
+}
+
+std::byte* Segment::arena(std::uint32_t rank) const noexcept {
+    return base_ + Offsets(size_).arenas + rank * arena_bytes_;
+}
+
+std::int64_t Segment::place(std::uint32_t rank, const void* data, std::size_t bytes) const noexcept {
+    const auto begin = reinterpret_cast<std::uintptr_t>(arena(rank));
+    const auto at = reinterpret_cast<std::uintptr_t>(data);
+    if (at < begin || bytes > arena_bytes_ || at - begin > arena_bytes_ - bytes) return -1;
+    return static_cast<std::int64_t>(at - reinterpret_cast<std::uintptr_t>(base_));
+}
+
+}  // namespace nbelastic

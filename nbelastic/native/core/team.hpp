@@ -1,0 +1,72 @@
+// A rank among the others: steps that all take together, and the end of it all.
+//
+// A step is a barrier. Each rank adds one to `arrived`; who makes it complete moves `phase` on,
+// and wakes those who sleep on the word that it is part of. The same word says that the segment is
+// broken, so whoever waits for one hears of the other. Waiting is in three parts: some turns of a
+// loop, some turns given to other processes, then sleep.
+//
+// A rank that leaves in good order says so and stirs the word: who waits for it at a later step
+// looks up, and breaks the segment.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "segment.hpp"
+
+namespace nbelastic {
+
+class Broken : public std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// How much there is to gain by waiting awake.
+enum class Patience {
+    background,  // the rank has other things to do
+    eager,       // it has not
+};
+
+class Team {
+public:
+    Team(std::shared_ptr<Segment> segment, std::uint32_t rank, double timeout_s);
+
+    Segment& segment() const noexcept { return *segment_; }
+    std::uint32_t rank() const noexcept { return rank_; }
+    std::uint32_t size() const noexcept { return size_; }
+
+    // Arrives, and waits for all others. Throws Broken. One thread at a time.
+    void step(Patience patience);
+
+    // Throws Broken if the segment is.
+    void check() const;
+    bool broken() const noexcept;
+    std::string reason() const;
+
+    // Breaks the segment for everybody; the first reason stays. Any thread, any time.
+    void abort(const std::string& reason) noexcept;
+
+    // Leaves in good order: nothing that others need from this rank is missing.
+    void leave() noexcept;
+    bool has_left(std::uint32_t rank) const noexcept;
+
+    std::chrono::nanoseconds limit() const noexcept { return limit_; }
+
+private:
+    void advance(std::uint32_t target) noexcept;
+    bool wait_awake(std::uint32_t target, Patience patience) const;
+    void wait_asleep(std::uint32_t target);
+    void blame_absent(std::uint32_t step);
+
+    std::shared_ptr<Segment> segment_;
+    Control& control_;
+    std::uint32_t rank_;
+    std::uint32_t size_;
+    std::uint32_t steps_ = 0;
+    std::chrono::nanoseconds limit_;
+    int spins_;
+    int yields_;
+};
+
+}  // namespace nbelastic

@@ -1,0 +1,265 @@
+// Ranks as threads of one process, so that sanitizers see all that they do to each other.
+//
+//     stress ROUNDS [SEED]
+//
+// Each round has a segment, some ranks, and a list of operations, drawn by the seed. Results are
+// checked; in some rounds a rank leaves early, or somebody breaks the segment at some moment.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "../core/arena.hpp"
+#include "../core/executor.hpp"
+#include "../core/mail.hpp"
+
+using namespace nbelastic;
+
+namespace {
+
+using Random = std::mt19937_64;
+
+std::size_t draw(Random& random, std::size_t most) { return random() % (most + 1); }
+
+[[noreturn]] void wrong(const char* what) {
+    std::fprintf(stderr, "wrong: %s\n", what);
+    std::abort();
+}
+
+void require(bool holds, const char* what) {
+    if (!holds) wrong(what);
+}
+
+std::size_t some_count(Random& random) {
+    constexpr std::size_t limits[] = {1, 16, 4'000, 40'000, 700'000};
+    return 1 + draw(random, limits[draw(random, 4)]);
+}
+
+// One rank's part in a round.
+class Member {
+public:
+    Member(std::shared_ptr<Segment> segment, std::uint32_t rank, std::uint64_t seed)
+        : team_(segment, rank, 60.0), arena_(std::move(segment), rank), executor_(team_),
+          random_(seed) {}
+
+    Team& team() { return team_; }
+
+    void play(std::size_t operations, bool leaves_early) {
+        try {
+            const std::size_t mine = leaves_early ? operations / 2 : operations;
+            for (std::size_t i = 0; i < mine; ++i) one();
+        } catch (const Broken&) {
+            broken_ = true;
+        }
+        finish();
+    }
+
+    bool broken() const { return broken_; }
+
+private:
+    std::uint32_t n() const { return team_.size(); }
+    std::uint32_t me() const { return team_.rank(); }
+
+    // A buffer in the segment, or not; what ranks choose may differ.
+    template <class T>
+    T* buffer(std::size_t count, std::vector<T>& heap) {
+        if ((random_() + me()) % 3 == 0) {
+            heap.resize(count);
+            return heap.data();
+        }
+        auto* block = arena_.take(count * sizeof(T));
+        blocks_.push_back({block, count * sizeof(T)});
+        return reinterpret_cast<T*>(block);
+    }
+
+    void one() {
+        const auto what = draw(random_, 7);
+        const std::size_t count = some_count(random_);
+        const auto root = static_cast<std::uint32_t>(draw(random_, n() - 1));
+        const bool begun = draw(random_, 1) == 0;
+        blocks_.clear();
+        switch (what) {
+            case 0: return allreduce<float>(Type::f32, count, begun);
+            case 1: return allreduce<std::int64_t>(Type::i64, count, begun);
+            case 2: return broadcast(count, root, begun);
+            case 3: return allgather(count, begun);
+            case 4: return parts(count);
+            case 5: return exchange(count);
+            case 6: return message(count);
+            default: return run({.kind = Kind::barrier}, begun);
+        }
+    }
+
+    void run(Operation operation, bool begun) {
+        try {
+            if (begun) {
+                executor_.wait(executor_.begin(std::move(operation)));
+            } else {
+                executor_.run(std::move(operation));
+            }
+        } catch (const Broken&) {
+            executor_.close();  // until then the buffers are not the caller's
+            throw;
+        }
+        for (const auto& [block, bytes] : blocks_) arena_.give_back(block, bytes);
+        blocks_.clear();
+    }
+
+    template <class T>
+    void allreduce(Type type, std::size_t count, bool begun) {
+        std::vector<T> heap;
+        T* data = buffer(count, heap);
+        for (std::size_t i = 0; i < count; ++i) data[i] = static_cast<T>(i % 7 + me());
+        auto* bytes = reinterpret_cast<std::byte*>(data);
+        auto kept = std::move(blocks_);  // the result is read before they are given back
+        blocks_.clear();
+        run({.kind = Kind::allreduce, .type = type, .op = Op::sum, .data = bytes, .count = count},
+            begun);
+        const std::uint32_t extra = n() * (n() - 1) / 2;
+        for (std::size_t i = 0; i < count; ++i) {
+            require(data[i] == static_cast<T>(i % 7 * n() + extra), "allreduce");
+        }
+        for (const auto& [block, size] : kept) arena_.give_back(block, size);
+    }
+
+    void broadcast(std::size_t count, std::uint32_t root, bool begun) {
+        std::vector<std::byte> data(count, std::byte(me() == root ? 42 : 0));
+        run({.kind = Kind::broadcast, .root = root, .data = data.data(), .count = count}, begun);
+        for (const std::byte each : data) require(each == std::byte{42}, "broadcast");
+    }
+
+    void allgather(std::size_t count, bool begun) {
+        std::vector<std::byte> own(count, std::byte(me()));
+        std::vector<std::vector<std::byte>> all(n(), std::vector<std::byte>(count));
+        Operation its{.kind = Kind::allgather, .data = own.data(), .count = count};
+        for (auto& each : all) its.outputs.push_back({each.data(), count});
+        run(std::move(its), begun);
+        for (std::uint32_t rank = 0; rank < n(); ++rank) {
+            for (const std::byte each : all[rank]) require(each == std::byte(rank), "allgather");
+        }
+    }
+
+    void parts(std::size_t count) {
+        const std::size_t bytes = count * n() * sizeof(float);
+        auto* block = arena_.take(bytes);
+        auto* data = reinterpret_cast<float*>(block);
+        for (std::size_t i = 0; i < count * n(); ++i) data[i] = static_cast<float>(i % 5 + me());
+        Operation its{.kind = Kind::reduce_parts, .type = Type::f32, .op = Op::sum, .data = block,
+                      .count = count * n()};
+        its.counts.assign(n(), count);
+        Operation gather = its;
+        gather.kind = Kind::gather_parts;
+        run(std::move(its), false);
+        run(std::move(gather), true);
+        const std::uint32_t extra = n() * (n() - 1) / 2;
+        for (std::size_t i = 0; i < count * n(); ++i) {
+            require(data[i] == static_cast<float>(i % 5 * n() + extra), "parts");
+        }
+        arena_.give_back(block, bytes);
+    }
+
+    void exchange(std::size_t count) {
+        Operation its{.kind = Kind::all_to_all};
+        std::vector<std::vector<std::byte>> in(n()), out(n());
+        for (std::uint32_t rank = 0; rank < n(); ++rank) {
+            in[rank].assign(count / (rank + me() + 1), std::byte(me()));
+            out[rank].resize(count / (rank + me() + 1));
+            its.inputs.push_back({in[rank].data(), in[rank].size()});
+            its.outputs.push_back({out[rank].data(), out[rank].size()});
+        }
+        run(std::move(its), true);
+        for (std::uint32_t rank = 0; rank < n(); ++rank) {
+            for (const std::byte each : out[rank]) require(each == std::byte(rank), "all-to-all");
+        }
+    }
+
+    void message(std::size_t count) {
+        const std::uint32_t to = (me() + 1) % n();
+        const std::uint32_t source = (me() + n() - 1) % n();
+        std::vector<std::byte> sent(count, std::byte(me()));
+        std::vector<std::byte> got(count);
+        std::thread lane([&] {
+            try {
+                send(team_, sent.data(), count, to);
+            } catch (const Broken&) {
+                // so does receive()
+            }
+        });
+        try {
+            receive(team_, got.data(), count, source);
+        } catch (const Broken&) {
+            lane.join();
+            throw;
+        }
+        lane.join();
+        team_.check();
+        for (const std::byte each : got) require(each == std::byte(source), "message");
+    }
+
+    void finish() {
+        if (broken_) {
+            team_.abort("a rank has failed");
+        } else {
+            team_.leave();
+        }
+        executor_.close();
+    }
+
+    Team team_;
+    Arena arena_;
+    Executor executor_;
+    Random random_;
+    std::vector<std::pair<std::byte*, std::size_t>> blocks_;
+    bool broken_ = false;
+};
+
+void round(Random& random) {
+    const auto size = static_cast<std::uint32_t>(2 + draw(random, 3));
+    const std::uint64_t seed = random();
+    const std::size_t operations = 1 + draw(random, 30);
+    const std::size_t fate = draw(random, 3);  // 0, 1: nothing; 2: a rank leaves; 3: an abort
+    const auto moment = std::chrono::microseconds(draw(random, 3000));
+    const int fd = Segment::create(size);
+    auto segment = std::make_shared<Segment>(fd);
+    close(fd);
+    std::vector<std::unique_ptr<Member>> members;
+    for (std::uint32_t rank = 0; rank < size; ++rank) {
+        members.push_back(std::make_unique<Member>(segment, rank, seed));
+    }
+    std::vector<std::thread> threads;
+    for (std::uint32_t rank = 0; rank < size; ++rank) {
+        threads.emplace_back([&, rank] { members[rank]->play(operations, fate == 2 && rank == 0); });
+    }
+    if (fate == 3) {
+        std::this_thread::sleep_for(moment);
+        members[0]->team().abort("the test breaks it");
+    }
+    for (auto& thread : threads) thread.join();
+    if (fate < 2) {
+        for (const auto& member : members) require(!member->broken(), "nobody broke this one");
+    }
+    if (fate == 2 && operations > 1) {
+        for (std::uint32_t rank = 1; rank < size; ++rank) {
+            require(members[rank]->broken() || size == 1, "one has left, and nobody noticed");
+        }
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc < 2) {
+        std::fprintf(stderr, "usage: stress ROUNDS [SEED]\n");
+        return 2;
+    }
+    const long rounds = std::strtol(argv[1], nullptr, 10);
+    Random random(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+    for (long i = 0; i < rounds; ++i) round(random);
+    std::printf("%ld rounds, %s loops\n", rounds, kernels().name);
+    return 0;
+}

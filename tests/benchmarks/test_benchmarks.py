@@ -1,0 +1,46 @@
+"""The benchmarks run, at their smallest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.side_by_side import ROOT
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        (
+            "allreduce",
+            ["--sizes", "4KB", "--backend", "gloo", "--no-mpich"],
+            {"4096": {"ours", "ours, any memory", "gloo", "limit"}},
+        ),
+        (
+            "training_step",
+            ["--models", "mlp-1m", "--backends", "gloo"],
+            {"mlp-1m": {"parameters", "steps", "rounds"}},
+        ),
+    ],
+)
+def test_it_measures_all_it_compares(tmp_path, name, options, expected):
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--ranks", "2", *options]
+    result = subprocess.run(
+        [*command, "--json", out],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    # 1: a target was missed, which a busy machine may cause.
+    assert result.returncode in {0, 1}, result.stdout + result.stderr
+    figures = json.loads(out.read_text())
+    assert {name: set(each) for name, each in figures["worlds"]["2"].items()} == expected
+    assert figures["targets"]
+    assert "Targets" in result.stdout
+    assert result.stderr == ""

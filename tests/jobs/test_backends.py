@@ -1,0 +1,91 @@
+"""How tensors travel: as the user wants it, as all ranks can, and as the job then says."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.errors import NoProgress
+from tests.support.clusters import a_crew, kinds
+
+
+def in_two_loops():
+    """Sum over all ranks in each of two elastic loops: two generations."""
+    import torch
+
+    import nbelastic.torch as hvd
+
+    hvd.init()
+    sums = []
+
+    @hvd.elastic.run
+    def loop(state):
+        sums.append(hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist())
+
+    loop(hvd.elastic.ObjectState())
+    loop(hvd.elastic.ObjectState())
+    return sums
+
+
+def hide_the_native_part():
+    """Do as if the package had been installed where there is no compiler."""
+    import sys
+
+    assert "nbelastic.native" not in sys.modules
+    sys.modules["nbelastic.native._core"] = None
+
+
+def the_native_part():
+    from nbelastic import native
+
+    return native.core is not None, native.missing
+
+
+@pytest.fixture(scope="module")
+def bare_crew():
+    with a_crew() as crew:
+        crew.client.run(hide_the_native_part)
+        yield crew
+
+
+def details(job, kind):
+    return [event.detail for event in job.history if event.kind == kind]
+
+
+def test_gloo_is_taken_where_the_user_wants_it_and_needs_no_excuse(crew):
+    job = crew.fit(in_two_loops, np=2, backend="gloo")
+    assert job.results() == [[[2.0] * 3] * 2] * 2
+    assert job.status.backend == "gloo"
+    assert details(job, "formed") == ["2 ranks over Gloo"] * 2
+    assert "backend" not in kinds(job)
+
+
+def test_without_a_word_the_fastest_is_taken_that_all_can_do_and_status_says_which(crew):
+    job = crew.fit(in_two_loops, np=2)
+    able = all(there for there, _ in crew.client.run(the_native_part).values())
+    assert job.status.backend == ("shm" if able else "gloo")
+    way = "shared memory" if able else "Gloo"
+    assert details(job, "formed") == [f"2 ranks over {way}"] * 2
+    assert len(details(job, "backend")) == (0 if able else 1)
+
+
+def test_a_rank_alone_travels_nowhere(crew):
+    job = crew.fit(in_two_loops, np=1)
+    assert job.status.backend == "solo"
+    assert details(job, "formed") == ["1 rank"] * 2
+
+
+def test_without_the_native_part_a_job_runs_over_gloo_and_says_so_once(bare_crew):
+    job = bare_crew.fit(in_two_loops, np=2)
+    found = bare_crew.client.run(the_native_part).values()
+    assert [there for there, _ in found] == [False, False]
+    assert job.results() == [[[2.0] * 3] * 2] * 2
+    assert job.status.backend == "gloo"
+    assert details(job, "formed") == ["2 ranks over Gloo"] * 2
+    (said,) = details(job, "backend")
+    assert said.startswith("tensors go over Gloo: rank 0: ")
+    assert "C++" in said
+
+
+def test_who_insists_on_shared_memory_is_told_why_there_is_none(bare_crew):
+    with pytest.raises(NoProgress, match=r"backend='shm', but memory cannot be shared: rank 0"):
+        bare_crew.fit(in_two_loops, np=2, backend="shm")

@@ -1,0 +1,176 @@
+"""Kills and stops ranks at random moments inside collectives over shared memory.
+
+``python -m tests.native.campaign FAULTS SEED`` prints, as JSON, what came of it. Ranks are forked
+from this process, which has one thread; it plays the part of their agents.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import socket
+import statistics
+import struct
+import sys
+import time
+import traceback
+from collections import Counter
+
+from nbelastic.native import core
+
+SIZES = (1, 256, 5_000, 100_000, 1_500_000)
+LIMIT_S = 20.0
+
+
+class World:
+    """Some ranks that reduce all the time, each in a process; each reports how it ended."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+        self.fd = core.create(size)
+        pairs = [socket.socketpair() for _ in range(size - 1)]
+        self.reports, self.pids = [], []
+        for rank in range(size):
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(read)
+                end = 1
+                try:
+                    end = serve(self.fd, rank, size, keep(pairs, rank), seed, write)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(end)
+            os.close(write)
+            self.reports.append(read)
+            self.pids.append(pid)
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+    def report(self, rank: int) -> dict[str, object]:
+        """Wait for what a rank has to say."""
+        ready, _, _ = select.select([self.reports[rank]], [], [], LIMIT_S)
+        assert ready, f"rank {rank} hangs"
+        data = os.read(self.reports[rank], 65536)
+        return json.loads(data) if data else {}
+
+    def close(self) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for read in self.reports:
+            os.close(read)
+        os.close(self.fd)
+
+
+def keep(pairs, rank):
+    """Close the ends of others; return the own ones by the rank at the other end."""
+    own = []
+    for number, (leader, peer) in enumerate(pairs, start=1):
+        if rank == 0:
+            own.append((number, os.dup(leader.fileno())))
+        elif rank == number:
+            own.append((0, os.dup(peer.fileno())))
+        leader.close()
+        peer.close()
+    return own
+
+
+def serve(fd, rank, size, sockets, seed, write):
+    """Reduce until the segment is broken; a wrong sum is an exit code."""
+    group = core.Group(fd, rank, size, 60.0)
+    group.watch(sockets)
+    chosen = random.Random(seed)
+    steps = 0
+    wrong = False
+    try:
+        while True:
+            count = chosen.choice(SIZES)
+            value = chosen.randrange(100)
+            inside = (chosen.randrange(2) + rank) % 2
+            wrong = wrong or not reduce(group, rank, size, count, float(value), inside)
+            steps += 1
+    except core.Broken as error:
+        at = time.monotonic()
+        told = {"steps": steps, "at": at, "reason": str(error), "wrong": wrong}
+        os.write(write, json.dumps(told).encode())
+    group.close()
+    return 0
+
+
+def reduce(group, rank, size, count, value, inside):
+    """Sum `value + rank` over all ranks; return whether each element of the sum is right."""
+    own = struct.pack("f", value + rank) * count
+    block = group.empty(4 * count) if inside else bytearray(4 * count)
+    memory = memoryview(block).cast("B")
+    memory[:] = own
+    ticket = group.allreduce_async(address(memory), count, core.TYPES["float32"], core.OPS["sum"])
+    group.wait(ticket)
+    expected = size * value + size * (size - 1) / 2
+    return memory == memoryview(struct.pack("f", expected) * count)
+
+
+def address(memory):
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def strike(size: int, seed: int) -> dict[str, object]:
+    """Let a world run, kill or stop a rank, and see that all others end."""
+    chosen = random.Random(seed)
+    world = World(size, seed)
+    try:
+        victim = chosen.randrange(size)
+        kind = chosen.choice(("kill", "stop"))
+        time.sleep(chosen.uniform(0.01, 0.04))
+        os.kill(world.pids[victim], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        if kind == "stop":
+            time.sleep(0.02)  # the others are waiting for it by now
+            struck = time.monotonic()
+            agent = core.Group(world.fd, victim, size, 1.0)
+            agent.abort("it was stopped")
+        else:
+            struck = time.monotonic()
+        told = [world.report(rank) for rank in range(size) if rank != victim]
+        if kind == "stop":
+            agent.close()
+            os.kill(world.pids[victim], signal.SIGCONT)
+            told.append(world.report(victim))  # it may not take itself for a member
+        steps = [each["steps"] for each in told]
+        assert max(steps) - min(steps) <= 1, f"seed {seed}: ranks are apart by more than a step"
+        assert not any(each["wrong"] for each in told), f"seed {seed}: a wrong sum"
+        return {
+            "kind": kind,
+            "ms": max(1000 * (each["at"] - struck) for each in told[: size - 1]),
+            "steps": max(steps),
+            "reason": told[0]["reason"],
+        }
+    finally:
+        world.close()
+
+
+def main(faults: int, seed: int) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    ends = [strike(2 + number % 3, seed + number) for number in range(faults)]
+    assert sorted(os.listdir("/proc/self/fd")) == before, "descriptors are left"
+    times = sorted(end["ms"] for end in ends)
+    json.dump(
+        {
+            "faults": Counter(end["kind"] for end in ends),
+            "reasons": sorted({end["reason"] for end in ends}),
+            "steps": sum(end["steps"] for end in ends),
+            "p50_ms": statistics.median(times),
+            "p99_ms": times[int(0.99 * (len(times) - 1))],
+        },
+        sys.stdout,
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

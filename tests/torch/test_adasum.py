@@ -1,0 +1,197 @@
+"""Adasum: what it computes, on how many ranks, and where it is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import nbelastic.torch as hvd
+from nbelastic.collectives import SoloCommunicator
+from nbelastic.elastic.context import activate
+from nbelastic.torch import buckets
+from nbelastic.torch.adasum import adasum_async, combine
+from tests.support.world import run_ranks
+from tests.torch.fakes import ChangingContext
+from tests.torch.training import assert_equal, loss_of, make_model, parameters_of
+
+
+def adasum(vectors):
+    """Combine lists of numbers in a tree, by the formula."""
+    if len(vectors) == 1:
+        return vectors[0]
+    pairs = [vectors[at : at + 2] for at in range(0, len(vectors), 2)]
+    return adasum([combined(*pair) if len(pair) == 2 else pair[0] for pair in pairs])
+
+
+def combined(a, b):
+    def dot(x, y):
+        return math.fsum(p * q for p, q in zip(x, y, strict=True))
+
+    of_a = 1 - dot(a, b) / (2 * dot(a, a)) if any(a) else 1
+    of_b = 1 - dot(a, b) / (2 * dot(b, b)) if any(b) else 1
+    return [of_a * p + of_b * q for p, q in zip(a, b, strict=True)]
+
+
+def draw(count, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("length", [1, 2, 33])
+def test_it_is_the_formula_over_a_tree_of_any_number_of_ranks(count, length):
+    vectors = draw(count, length)
+    want = torch.tensor(adasum([vector.tolist() for vector in vectors]), dtype=torch.float64)
+    torch.testing.assert_close(combine(vectors), want, rtol=1e-12, atol=1e-12)
+
+
+def test_equal_vectors_are_averaged_orthogonal_ones_added_opposite_ones_cancel():
+    (a,) = draw(1, 8)
+    b = torch.zeros(8, dtype=torch.float64)
+    b[0], b[1] = -a[1], a[0]
+    torch.testing.assert_close(combine([a, a, a, a]), a)
+    torch.testing.assert_close(combine([a, b]), a + b)
+    torch.testing.assert_close(combine([a, -a]), torch.zeros_like(a))
+
+
+def test_zeros_add_nothing_and_what_is_infinite_spoils_all():
+    (a,) = draw(1, 8)
+    nothing = torch.zeros_like(a)
+    assert_equal([combine([a, nothing]), combine([nothing, a])], [a, a])
+    assert_equal([combine([nothing, nothing])], [nothing])
+    tiny = torch.full_like(a, 1e-170)  # its square is zero
+    assert torch.equal(combine([a, tiny]), a)
+    assert combine([torch.empty(0), torch.empty(0)]).shape == (0,)
+    for bad in (math.inf, math.nan):
+        spoilt = a.clone()
+        spoilt[3] = bad
+        assert not combine([a, spoilt]).isfinite().any()
+
+
+def test_parts_are_combined_one_by_one_and_what_follows_is_summed():
+    def rank_main(context):
+        buffer = torch.cat([*draw(2, 5, context.rank), torch.tensor([1.0, context.rank])]).float()
+        handle = adasum_async(context.communicator(), buffer, [5, 0, 5])
+        handle.wait()
+        handle.wait()
+        assert handle.done()
+        return buffer
+
+    results = run_ranks(3, rank_main)
+    for result in results:
+        assert torch.equal(result, results[0])
+        assert result[10:].tolist() == [3.0, 3.0]
+    for part in range(2):
+        vectors = [draw(2, 5, rank)[part].float() for rank in range(3)]
+        assert torch.equal(results[0][part * 5 : part * 5 + 5], combine(vectors).float())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.bf16])
+def test_gradients_of_each_parameter_are_combined(monkeypatch, size, compression):
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 200)
+
+    def gradients(rank):
+        model = make_model().float()
+        inputs, targets = torch.full((1, 6), 1.0 + rank), torch.full((1, 3), float(rank))
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def rank_main(context):
+        model = make_model().float()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum, compression=compression)
+        context.flag = context.rank == 1
+        inputs = torch.full((1, 6), 1.0 + context.rank)
+        targets = torch.full((1, 3), float(context.rank))
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        assert context.agreed == [True]
+        return [*(parameter.grad for parameter in model.parameters()), *parameters_of(model)]
+
+    results = run_ranks(size, rank_main)
+    for result in results[1:]:
+        assert_equal(result, results[0])
+    every = [gradients(rank) for rank in range(size)]
+    precise = compression is hvd.Compression.none
+    for number, got in enumerate(results[0][:6]):
+        want = combine([theirs[number].flatten() for theirs in every]).float()
+        torch.testing.assert_close(
+            got.flatten(), want, rtol=1e-6 if precise else 0.05, atol=1e-7 if precise else 2e-2
+        )
+
+
+def test_what_only_some_use_is_added_and_what_nobody_uses_has_no_gradient():
+    def rank_main(context):
+        weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in DTYPES]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, 1.0), op=hvd.Adasum)
+        used = weights[context.rank]
+        (used.abs().sum() * 3).backward()
+        optimizer.step()
+        assert weights[2].grad is None
+        return [weight.detach().real.tolist() for weight in weights[:2]]
+
+    assert run_ranks(2, rank_main) == [[[-2.0, -2.0], [-2.0, -2.0]]] * 2
+
+
+DTYPES = [torch.float32, torch.complex64, torch.float32]
+
+
+def test_complex_gradients_are_combined_as_pairs():
+    def rank_main(context):
+        weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        other = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([other, weight], 1.0), op=hvd.Adasum)
+        (weight.real.sum() + 2 * weight.imag.sum() + other.real.sum()).backward()
+        optimizer.step()
+        return weight.grad.tolist() + other.grad.tolist()
+
+    assert run_ranks(2, rank_main) == [[1 + 2j] * 3 + [1] * 2] * 2
+
+
+def test_losses_of_closures_are_averaged():
+    def rank_main(context):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), op=hvd.Adasum
+        )
+
+        def closure():
+            optimizer.zero_grad()
+            loss_of(model, 0, context.rank, context.size).backward()
+            return float(context.rank)
+
+        return optimizer.step(closure)
+
+    assert run_ranks(2, rank_main) == [0.5, 0.5]
+
+
+def test_tensors_can_be_reduced_by_it():
+    def rank_main(context):
+        mine = [torch.full((2, 2), 1.0), torch.eye(2)[context.rank], torch.empty(0)]
+        same, apart, empty = hvd.grouped_allreduce(mine, op=hvd.Adasum)
+        assert same.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert apart.tolist() == [1.0, 1.0]
+        assert empty.shape == (0,)
+        assert hvd.allreduce(mine[1], op=hvd.Adasum, postscale_factor=2.0).tolist() == [2.0, 2.0]
+        hvd.allreduce_(mine[1], op=hvd.Adasum)
+        assert mine[1].tolist() == [1.0, 1.0]
+
+    run_ranks(2, rank_main)
+
+
+def test_alone_it_changes_nothing():
+    with activate(ChangingContext(SoloCommunicator(generation=1))):
+        assert hvd.allreduce(torch.arange(3.0), op=hvd.Adasum).tolist() == [0.0, 1.0, 2.0]
+
+
+def test_it_is_refused_where_it_has_no_meaning():
+    with activate(ChangingContext(SoloCommunicator(generation=1))):
+        with pytest.raises(ValueError, match="Adasum needs real floating point"):
+            hvd.allreduce(torch.arange(3), op=hvd.Adasum)
+        with pytest.raises(ValueError, match="op must be Average, Sum, Min, Max or Product"):
+            hvd.reducescatter(torch.ones(2), op=hvd.Adasum)
+        with pytest.raises(NotImplementedError, match="gradient of an allreduce with"):
+            hvd.allreduce(torch.ones(2, requires_grad=True), op=hvd.Adasum).sum().backward()
