@@ -168,7 +168,7 @@ def partition(rank: int, **when: Unpack[When]) -> Fault:
     """Cut a rank's connections to the other ranks; its worker's to the scheduler stay.
 
     New connections can be made at once. A network that stays cut needs privileges that a worker
-    does not have.
+    does not have. Memory that it shares with others is broken for them all.
     """
     return Fault(kind="partition", rank=rank, **when)
 

@@ -224,6 +224,13 @@ class SharedMemoryCommunicator(LandingCommunicator):
         """Whether the rank's thread waits for an operation now."""
         return self._waiting or self._group.waiting
 
+    def cut(self) -> int:
+        """Break the segment, as a peer that vanishes would; return from how many others."""
+        if self._closed or self._group.failure is not None:
+            return 0
+        self._group.abort(f"rank {self.rank} was cut off")
+        return self.size - 1
+
     def close(self) -> None:
         """Leave the segment: in good order if nothing is under way."""
         if self._closed or self._process != os.getpid():

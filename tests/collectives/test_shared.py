@@ -278,3 +278,12 @@ def test_an_error_in_one_part_breaks_the_others():
         for rank in range(4):
             again = world.start(rank, lambda c: c.broadcast(torch.ones(3)))
             assert isinstance(again.exception(PATIENCE_S), CollectiveError)
+
+
+def test_to_be_cut_off_breaks_it_for_all():
+    with World(MAKERS["shm"], 3) as world:
+        assert world[1].cut() == 2
+        assert world[1].cut() == 0  # there is nothing left to cut
+        for rank in range(3):
+            with pytest.raises(CollectiveError, match="rank 1 was cut off"):
+                world.do(rank, lambda communicator: communicator.barrier())
