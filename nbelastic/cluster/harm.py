@@ -9,6 +9,7 @@ done is told to the kernel first, so that it is known even of a process that is 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -29,6 +30,9 @@ __all__ = ["Harm", "InjectedFault"]
 
 IN_STEP = frozenset({"fail", "hang", "slow", "memory"})
 """Kinds that happen in user code: the rank's thread does them, after its next batch."""
+
+SETTLING = 0.5
+"""Seconds after a change of membership for which nothing is due: word of what was done travels."""
 
 LONGEST_HOLD = 5.0
 """Seconds that a rank's thread stands still, at most, for the event loop to stop its process."""
@@ -60,6 +64,7 @@ class Harm:
         self._slow: tuple[int, float] = (0, 0.0)
         self._version, self._generation = session.version, session.generation
         self._since = (0, 0)
+        self._moved = -math.inf
         self._samples = session.vitals.samples
 
     def take(self, faults: Iterable[Message] = (), drop: Iterable[int] = ()) -> None:
@@ -75,6 +80,8 @@ class Harm:
 
     def plan(self) -> None:
         """Do what waits for a generation to form: a plan has come for the rank."""
+        if self._session.generation > 0:
+            self._moved = time.monotonic()
         for fault in self._due(forming=True):
             self._worker.loop.add_callback(self._inflict, fault)
 
@@ -102,6 +109,8 @@ class Harm:
 
     def _is_due(self, fault: Message, forming: bool) -> bool:
         when, session = fault["when"], self._session
+        if not forming and time.monotonic() < self._moved + SETTLING:
+            return False  # it may have been the fault of another rank, that had this number
         return (
             bool(when.get("forming")) == forming
             and when.get("rank") in (None, session.rank)

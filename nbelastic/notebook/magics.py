@@ -104,6 +104,10 @@ class ElasticMagics(Magics):
           --slots-per-host N      most ranks on one machine
                                       %%elastic_train --slots-per-host 4
 
+        How tensors travel
+          --backend B             one of auto, gloo, shm, pygloo (auto)
+                                      %%elastic_train --np 4 --backend gloo
+
         When things go wrong
           --reset-limit N         give up after N changes of membership (never)
                                       %%elastic_train --reset-limit 20

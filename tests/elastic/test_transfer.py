@@ -95,10 +95,11 @@ def test_objects_of_any_size_are_gathered(sizes: tuple[int, ...]) -> None:
 
 def test_a_peer_that_goes_away_frees_those_who_wait_for_it() -> None:
     freed = threading.Event()
+    both = threading.Barrier(2)
 
     def main(context: StaticContext) -> None:
         communicator = context.communicator()
-        communicator.barrier()
+        both.wait(timeout=20)
         if context.rank == 0:
             communicator.abort("gone")
             assert freed.wait(20)
