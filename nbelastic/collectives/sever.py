@@ -126,8 +126,10 @@ def _belongs(descriptor: int, ends: Ends) -> bool:
     try:
         if looked_at.family not in (socket.AF_INET, socket.AF_INET6):
             return False
-        far = _plain(looked_at.getpeername())  # fails unless it is connected
-        return far in ends.peers or _plain(looked_at.getsockname()) == ends.own
+        far, near = looked_at.getpeername(), looked_at.getsockname()  # or it is not connected
+        if not isinstance(far, tuple) or not isinstance(near, tuple):
+            return False  # a socket of another kind, by now
+        return _plain(far) in ends.peers or _plain(near) == ends.own
     except OSError:
         return False
     finally:

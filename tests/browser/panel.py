@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tests.browser.lab import Lab
 
-ENOUGH_S = 40.0
+ENOUGH_S = 90.0
 """How long a cluster may take to start what a job asks for."""
 
 WATCH = """() => {

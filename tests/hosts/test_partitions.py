@@ -122,9 +122,10 @@ def test_where_two_hosts_cannot_reach_each_other_the_job_goes_on_without_one(clu
     function, job = a_job(cluster, tmp_path, epochs=20)
     cluster.network.cut_between("b", "c")
     check(job.results(), function.work)
-    assert job.sizes == [4, 3]
+    assert job.sizes[:2] == [4, 3], job.reasons
+    assert set(job.sizes[2:]) <= {3}, job.reasons  # one more attempt, among the same
     assert lost(job) < {number(cluster, "b"), number(cluster, "c")}
-    assert "cannot reach" in job.reasons[-1]
+    assert any("cannot reach" in reason for reason in job.reasons)
 
 
 def test_where_it_cannot_go_on_without_one_it_says_who_cannot_reach_whom(cluster, tmp_path):
