@@ -17,9 +17,10 @@ import ipywidgets as w
 button = w.Button(description="Press me")
 slider = w.IntSlider(value=3, min=0, max=10, description="How many")
 page = w.HTML("<table><caption>Things</caption><tr><td>none</td></tr></table>")
-def told(*_):
-    page.value = f"<table><caption>Things</caption><tr><td>{slider.value} things</td></tr></table>"
-button.on_click(told)
+def told(what):
+    page.value = f"<table><caption>Things</caption><tr><td>{slider.value} {what}</td></tr></table>"
+slider.observe(lambda _: told("things"), "value")
+button.on_click(lambda _: told("pressed"))
 w.VBox([button, slider, page])
 """
 
@@ -33,8 +34,10 @@ def test_widgets_are_found_by_role_and_answer_to_mouse_and_keyboard(lab: Lab) ->
     slider.focus()
     for _ in range(2):
         lab.page.keyboard.press("ArrowRight")
+    things = output.get_by_role("table", name="Things")
+    expect(things).to_contain_text("5 things")
     output.get_by_role("button", name="Press me").click()
-    expect(output.get_by_role("table", name="Things")).to_contain_text("5 things")
+    expect(things).to_contain_text("5 pressed")
     lab.run_cell(1)
     lab.wait_for_text(1, "5")
 
