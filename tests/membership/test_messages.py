@@ -43,8 +43,7 @@ from .invariants import Checked
 from .ranks import Script
 from .stories import job, trained, workers
 
-LONG = Script(batches=2000)
-STORE = ("host", 1)
+LONG, STORE = Script(batches=2000), ("host", 1)
 
 
 def ready(start: int, left: int, version: int = FRESH, *, failed: bool = False) -> RankReady:
