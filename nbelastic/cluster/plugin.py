@@ -45,7 +45,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     name = PLUGIN
     idempotent = True
-    chance = staticmethod(random.random)
+    chance = staticmethod(random.Random().random)  # users' own random numbers are left alone
 
     async def start(self, scheduler: Scheduler) -> None:
         """Take up work on a scheduler."""

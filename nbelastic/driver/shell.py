@@ -65,6 +65,9 @@ logger = logging.getLogger(__name__)
 LONGEST_WAIT = 0.5
 """Seconds between two looks at the clock and at the connection."""
 
+CHANCE = random.Random().random
+"""The driver's own random numbers: a user's kernel keeps the ones it has seeded."""
+
 
 class Inbox(Protocol):
     """A queue of events and messages: :class:`queue.SimpleQueue`, or what a test takes for it."""
@@ -87,7 +90,7 @@ class Driver:
         *,
         inbox: Inbox | None = None,
         clock: LiveClock | None = None,
-        chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] = CHANCE,
     ) -> None:
         self.name = name
         self.books = Books()
