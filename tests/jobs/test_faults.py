@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 
 import pytest
 
-from nbelastic.errors import NotEnoughWorkers, RankFailed, ResetLimitExceeded
+from nbelastic.errors import NotEnoughWorkers, ResetLimitExceeded
 from tests.support.clusters import kinds, sizes, until
 from tests.support.training import Fault, Workload, check
 
@@ -220,30 +219,3 @@ def test_scale_changes_the_size_at_a_commit_and_back(crew, tmp_path):
     assert "lost" not in kinds(job)
     job.cancel()
     job.wait(30)
-
-
-@pytest.mark.timeout(420)
-def test_fifty_kills_at_random_moments(crew, tmp_path):
-    dice = random.Random(20261121)
-    kills = number = 0
-    while kills < 50:
-        number += 1
-        marks = tmp_path / str(number)
-        marks.mkdir()
-        work = Workload(marks, epochs=40, seconds=0.01)
-        job = crew.fit(work, np=3, min_np=1, max_np=4, block=False, name=f"kills-{number}")
-        killed: set[str] = set()
-        while not job.wait(dice.uniform(0.0, 0.4)):
-            ranks = job.status.ranks
-            members = [r.worker for r in ranks if r.rank is not None and r.worker not in killed]
-            holders = [r.worker for r in ranks if r.commits and r.worker not in killed]
-            target = dice.choice(members) if members else None
-            if set(holders) - {target} and target and kills < 50:  # one with the state is left
-                kills += crew.kill(target)
-                killed.add(target)
-        assert "restarted" not in kinds(job)
-        problem = job.exception()
-        if isinstance(problem, RankFailed):  # killed when others had returned: nobody can go back
-            assert "ended before they returned" in str(problem)
-        else:
-            check(job.results(), work)
