@@ -97,6 +97,7 @@ class Desk:
         record = self._jobs.get(job)
         if record is None or (record.uid, record.epoch) != (uid, epoch):
             return
+        record.closing = True
         await _until(lambda: record.steps >= steps)
         for start, slot in list(record.ranks.items()):
             reason = "the job has ended"
@@ -165,7 +166,7 @@ class Desk:
         Every driver has a topic of its own, so that is known by it.
         """
         record = self._jobs.get(job)
-        if record is None or self._is_gone(client, topic):
+        if record is None or record.closing or self._is_gone(client, topic):
             return {"problem": "unknown", "jobs": sorted(self._jobs)}
         if again and record.topic != topic:
             return {"problem": "taken"}

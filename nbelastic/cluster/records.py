@@ -114,6 +114,8 @@ class JobRecord:
         What is kept for a kernel that comes later.
     opening : bool
         Whether workers are still being prepared; its driver hears of all of them together.
+    closing : bool
+        Whether its driver has closed it: nobody can take it over any more.
     """
 
     client: str | None
@@ -140,6 +142,7 @@ class JobRecord:
     silent: set[str] = field(default_factory=set)
     vitals: dict[int, tuple[list[Any], list[Any]]] = field(default_factory=dict)
     opening: bool = True
+    closing: bool = False
 
     def key(self, start: int) -> str:
         """Return the key of a rank's task."""

@@ -26,9 +26,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-import cloudpickle
-
-from nbelastic.errors import ClusterLost, Detached, JobError
+from nbelastic.errors import ClusterLost
 from nbelastic.membership import (
     ClusterGone,
     End,
@@ -49,7 +47,7 @@ from nbelastic.membership import (
 
 from .books import Books
 from .clock import LiveClock
-from .failure import exception_for
+from .outcome import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -107,7 +105,7 @@ class Driver:
         self._slots: dict[int, str] = {}
         self._wishes: list[Event] = []
         self._seq = 0
-        self._detached = False
+        self._detached = self._away = False
         self._now = 0.0
         self._outcome: Outcome | None = None
         self._link: Link | None = None
@@ -162,7 +160,7 @@ class Driver:
 
     @property
     def detached(self) -> bool:
-        """Whether another kernel drives the job now."""
+        """Whether another kernel drives it now."""
         return self._detached
 
     # -- the thread ----------------------------------------------------------------------------
@@ -209,10 +207,13 @@ class Driver:
 
     def _look_at_connection(self) -> Event | None:
         assert self._link is not None
-        status = self._link.status
-        if status == "running":
+        status, was_away = self._link.status, self._away
+        self._away = status == "connecting"
+        if status == "running" and was_away:
+            self._attach_again()  # before anything is decided by what was known then
+        elif status == "running":
             return Tick()
-        if status == "connecting":
+        if status in ("running", "connecting"):
             return None  # time does not count until it is clear what has become of the job
         return ClusterGone(f"the Dask client is {status}; {self._afterlife()}")
 
@@ -240,7 +241,8 @@ class Driver:
         try:
             packed = self._link.attach()
         except ClusterLost:
-            return  # the connection is gone again, or the next step will be answered like this one
+            self._away = True  # look again; the connection may be gone again
+            return
         problem = packed.get("problem")
         if problem == "taken":
             self._detached = True
@@ -323,27 +325,4 @@ class Driver:
         except Exception as error:  # whatever Dask raises while it closes: the result matters more
             logger.warning("job %r could not clean up: %r", self.name, error)
         self.ended = time.time()
-        self._settle(bug)
-
-    def _settle(self, bug: Exception | None) -> None:
-        outcome = self._outcome
-        if self._detached:
-            self.future.set_exception(
-                Detached(f"job {self.name!r} was taken over by another kernel; it goes on there")
-            )
-        elif bug is not None or outcome is None:
-            error = JobError(f"job {self.name!r}: the driver failed: {bug!r}")
-            error.__cause__ = bug
-            self.future.set_exception(error)
-        elif outcome.kind != "finished":
-            problem = exception_for(self.name, outcome, self.books.failures, self.books.names)
-            self.future.set_exception(problem)
-        else:
-            try:
-                results = [cloudpickle.loads(self.books.results[start]) for start in outcome.starts]
-            except Exception as error:  # unpickling runs code of any class
-                problem = JobError(f"a result of job {self.name!r} cannot be read here: {error!r}")
-                problem.__cause__ = error
-                self.future.set_exception(problem)
-            else:
-                self.future.set_result(results)
+        settle(self.future, self.name, self.books, self._outcome, bug, detached=self._detached)
