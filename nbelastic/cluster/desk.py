@@ -49,6 +49,7 @@ class Desk:
         self._given_up: deque[str] = deque(maxlen=100)
         scheduler.handlers["nbelastic_open"] = self.open
         scheduler.handlers["nbelastic_attach"] = self.attach
+        scheduler.handlers["nbelastic_drives"] = self.drives
         scheduler.handlers["nbelastic_close"] = self.close
         scheduler.handlers["nbelastic_payload"] = self.payload
         scheduler.handlers["nbelastic_jobs"] = self.tell_jobs
@@ -144,19 +145,26 @@ class Desk:
     ) -> None:
         """Take one step of a driver's journal; tell it if the job is not its own any more."""
         record = self._jobs.get(job)
-        mine = record is not None and (record.client, record.epoch) == (client, epoch)
+        mine = self._is_driver(record, client, epoch)
         if record is None or not mine or not record.conduct.step(number, now, chance, seq, event):
             self._plugin.say(client, topic, {"do": "stale", "epoch": epoch})
 
     def order(self, client: str, job: str, epoch: int, do: str, **fields: Any) -> None:
         """Pass something on to ranks that has nothing to do with membership."""
         record = self._jobs.get(job)
-        if record is None or (record.client, record.epoch) != (client, epoch):
+        if record is None or not self._is_driver(record, client, epoch):
             return
         for start in fields.pop("starts"):
             slot = record.ranks.get(start)
             if slot is not None:
                 self._plugin.to_agent(slot, job, do, start=start, **fields)
+
+    async def drives(self, job: str, client: str, epoch: int) -> bool:
+        """Return whether a job is still a driver's."""
+        return self._is_driver(self._jobs.get(job), client, epoch)
+
+    def _is_driver(self, record: JobRecord | None, client: str, epoch: int) -> bool:
+        return record is not None and (record.client, record.epoch) == (client, epoch)
 
     # -- kernels that go and come ----------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from .rank import run_rank
 from .records import RANK_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from distributed import Client, Future
 
@@ -24,11 +24,14 @@ __all__ = ["Link", "open_jobs"]
 CLOSE_TIMEOUT = 2.0
 """Seconds to wait for the last message of a job, once it has been closed."""
 
-CLOSE_PATIENCE = 10.0
-"""Seconds for which a job is closed again when the connection was lost meanwhile.
+PATIENCE = 10.0
+"""Seconds for which a call is made again when the connection was lost meanwhile.
 
 The calls and the client's stream notice that at different times.
 """
+
+DRIVES_TIMEOUT = 30.0
+"""Seconds to wait for a scheduler that may merely stand still, before a job ends without it."""
 
 POLL = 0.05
 """Seconds between two looks whether the connection is back."""
@@ -124,6 +127,19 @@ class Link:
             self._uid = packed["uid"]
         return packed
 
+    def drives(self) -> bool:
+        """Return whether the job is still this driver's, or that cannot be told."""
+        try:
+            return bool(self._client.sync(self._persist, self._drives))
+        except (OSError, asyncio.TimeoutError, TimeoutError):
+            return True
+
+    async def _drives(self) -> bool:
+        call = self._scheduler.nbelastic_drives(
+            job=self._job, client=self._client.id, epoch=self.epoch
+        )
+        return bool(await asyncio.wait_for(call, DRIVES_TIMEOUT))
+
     def close(self) -> None:
         """Take the job off the cluster, and wait until its workers are free.
 
@@ -133,7 +149,7 @@ class Link:
         """
         if self._installed and self._client.status in ("running", "connecting"):
             try:
-                self._client.sync(self._close)
+                self._client.sync(self._persist, self._close)
                 self.detach()
                 return
             except (asyncio.TimeoutError, TimeoutError):
@@ -143,13 +159,16 @@ class Link:
         self.give_up(over=True)
 
     async def _close(self) -> None:
+        await asyncio.wait_for(self._close_now(), 2 * RPC_TIMEOUT)
+
+    async def _persist(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Call again when the connection was lost meanwhile."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + CLOSE_PATIENCE
+        deadline = loop.time() + PATIENCE
         while True:
             await self._connected()
             try:
-                await asyncio.wait_for(self._close_now(), 2 * RPC_TIMEOUT)
-                return
+                return await call()
             except (asyncio.TimeoutError, TimeoutError):  # an OSError too, from Python 3.11 on
                 raise
             except OSError:

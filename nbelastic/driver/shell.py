@@ -199,11 +199,25 @@ class Driver:
             effects = self._machine.handle(event, self._now, chance)
             roster = self._machine.roster
             size = 0 if roster.ended else len(roster.members())
+        outcome = next((each.outcome for each in effects if isinstance(each, End)), None)
+        if outcome is not None and isinstance(event, Tick) and not self._is_over():
+            return
         self._link.step(self._now, chance, seq, None if seq else pack_event(event))
         for effect in effects:  # the scheduler carries them out
             self.books.note_effect(effect, size)
-            if isinstance(effect, End):
-                self._outcome = effect.outcome
+        self._outcome = outcome or self._outcome
+
+    def _is_over(self) -> bool:
+        """Return whether an end that only time has brought holds.
+
+        Not if the connection was lost, and the scheduler has gone on without this driver.
+        """
+        assert self._link is not None
+        machine = self._machine
+        if self._link.drives():
+            return True
+        self._attach_again()
+        return self._machine is machine and not self._away and not self._detached
 
     def _look_at_connection(self) -> Event | None:
         assert self._link is not None
@@ -214,7 +228,9 @@ class Driver:
         elif status == "running":
             return Tick()
         if status in ("running", "connecting"):
-            return None  # time does not count until it is clear what has become of the job
+            if self._away:  # time does not count until it is clear what has become of the job
+                self._clock.set(self._now)
+            return None
         return ClusterGone(f"the Dask client is {status}; {self._afterlife()}")
 
     def _afterlife(self) -> str:

@@ -27,17 +27,21 @@ class Calm:
     ----------
     since : float
         When something was last in its way.
+    lasted : float
+        For how long nothing was, until the driver knew the job's end: to close a job takes time.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.since = 0.0
+        self.since = self.lasted = 0.0
         self.over = False
 
     def look(self) -> None:
         world = self._world
         if self._trouble():
             self.since = world.hub.now
+        if world.driver._outcome is None:
+            self.lasted = world.hub.now - self.since
         if not self.over:
             world.later(INTERVAL, self.look)
 
@@ -79,7 +83,7 @@ def check_end(world: World, error: BaseException) -> None:
     roster = world.driver._machine.roster
     if roster.limits.reset_limit is not None and roster.resets >= roster.limits.reset_limit:
         return
-    calm = world.hub.now - world.calm.since
+    calm = world.calm.lasted
     limits, problem = world.options, f"for {calm:.2f} s nothing was wrong, but: {error}"
     if isinstance(error, ClusterLost):
         begun = world.machine is not None and world.machine.roster.starts > 0

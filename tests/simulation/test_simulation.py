@@ -19,6 +19,7 @@ KEPT = {
     "a kernel cut off before its plugin was there said what Dask breaks connections for": 2083,
     "a job closed over a connection that only its client took for whole stayed": 4011067,
     "a driver that was connected again decided by what it knew before": 7017544,
+    "a driver decided by its own clock what its scheduler had decided otherwise": 197989,
     "a job was taken over while its driver was closing it": 7074667,
     "a worker that went before its agent said hello kept a job from all others": 103148,
     "what a kernel was told before the scheduler knew that it was cut off was lost": 932,
