@@ -28,7 +28,7 @@ from nbelastic.elastic.vitals import Vitals
 from nbelastic.errors import NotInitialized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from nbelastic.collectives import Communicator
 
@@ -51,10 +51,16 @@ class Context(abc.ABC):
         Number of the present generation; 0 before the first.
     version : int
         Serial number of this rank's last commit; 0 before the first.
+    ahead : bool
+        Whether something newer stands in for that commit: the state at the end of a later step.
     source : int
         Rank that holds the newest state of this generation: the root of a synchronisation.
     vitals : Vitals
         What it tells people of itself.
+    exchanges : int
+        How often the communicator was asked for: something is sent soon after.
+    before_exchange : callable or None
+        Called each time before that.
     """
 
     rank: int
@@ -67,6 +73,15 @@ class Context(abc.ABC):
     version: int
     source: int
     vitals: Vitals
+    ahead = False
+    exchanges = 0
+    before_exchange: Callable[[], None] | None = None
+
+    def about_to_exchange(self) -> None:
+        """Tell who wants to know. Every :meth:`communicator` calls this."""
+        self.exchanges += 1
+        if self.before_exchange is not None:
+            self.before_exchange()
 
     @abc.abstractmethod
     def communicator(self) -> Communicator:
@@ -114,6 +129,7 @@ class LocalContext(Context):
 
     def communicator(self) -> Communicator:
         """Return a communicator of one rank."""
+        self.about_to_exchange()
         return self._communicator
 
     def change_flag(self) -> bool:
@@ -126,6 +142,7 @@ class LocalContext(Context):
     def committed(self) -> None:
         """Count a commit."""
         self.version += 1
+        self.ahead = False
 
     def check_membership(self) -> None:
         """Do nothing: the membership never changes."""

@@ -26,6 +26,7 @@ exception raised in its thread (never in here: see :mod:`nbelastic.elastic.inter
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import Op, connect
@@ -220,7 +221,7 @@ class Session(Context):
                         RankReady(
                             start=self.spec.start,
                             left=reported,
-                            version=self.version,
+                            version=self.version + 0.5 * self.ahead,
                             loop=loop,
                             store=self._store.address,
                             failed=failed,
@@ -260,7 +261,8 @@ class Session(Context):
 
     def synchronized(self, plan: Plan) -> None:
         """Note that this rank has the state of the generation."""
-        self.version = max(plan.version, 0)
+        self.version = max(math.ceil(plan.version), 0)
+        self.ahead = False
         self.moves += 1
 
     def finish_loop(self) -> None:
@@ -295,6 +297,7 @@ class Session(Context):
 
     def communicator(self) -> Communicator:
         """Return the communicator of the present generation; form the first if there is none."""
+        self.about_to_exchange()
         with self._changed:
             self._obey()
             communicator = self._communicator
@@ -315,6 +318,7 @@ class Session(Context):
     def committed(self) -> None:
         """Count a commit."""
         self.version += 1
+        self.ahead = False
 
     def check_membership(self) -> None:
         """Leave the generation here if all ranks have agreed to; see :class:`Context`."""

@@ -81,8 +81,9 @@ class RankReady(Event):
         Which start of the function.
     left : int
         Newest generation the rank has heard of: it is ready for any later one, for no earlier.
-    version : int
-        Its last commit, or ``FRESH``.
+    version : float
+        Its last commit, or ``FRESH``; half a commit more where it holds the state at the end of a
+        later step instead.
     loop : int
         Which elastic loop it is about to enter; 0 outside one.
     store : tuple of (str, int)
@@ -97,7 +98,7 @@ class RankReady(Event):
 
     start: int
     left: int
-    version: int
+    version: float
     loop: int
     store: tuple[str, int]
     failed: bool = False

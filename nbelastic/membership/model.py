@@ -108,14 +108,15 @@ class Member:
         Where it runs.
     store : tuple of (str, int)
         Address of the store that it keeps open.
-    version : int
-        Its last commit; ``FRESH`` if it has never synchronised.
+    version : float
+        What it holds, as in :class:`~nbelastic.membership.RankReady`; ``FRESH`` if it has never
+        synchronised.
     """
 
     start: int
     slot: Slot
     store: tuple[str, int]
-    version: int
+    version: float
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Plan:
     loop: int
 
     @property
-    def version(self) -> int:
+    def version(self) -> float:
         """Newest committed version among the members; ``FRESH`` when nobody has any."""
         return max(member.version for member in self.members)
 

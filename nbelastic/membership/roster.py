@@ -83,7 +83,7 @@ class Rank:
     slot: Slot
     since: float
     stage: Stage = Stage.STARTING
-    version: int = FRESH
+    version: float = FRESH
     loop: int = 0
     store: tuple[str, int] = ("", 0)
     unreached: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class Rank:
     waiting: bool = False
     moved_at: float = 0.0
     heard_at: float = 0.0
-    version_at_join: int = 0
+    version_at_join: float = 0
 
     def waits(self, phase: Phase) -> bool:
         """Return whether the rank waits for others, be it in a collective or at its loop's end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .effects import Notify, Release
 from .model import FRESH
 from .placement import arrange, choose
@@ -63,8 +65,8 @@ class Rules(Watch):
         """Note the newest commit that all members hold."""
         roster = self.roster
         common = min((rank.version for rank in roster.members()), default=FRESH)
-        if common > roster.version:
-            roster.version = common
+        if math.floor(common) > roster.version:
+            roster.version = math.floor(common)
             roster.stalls = roster.fruitless = roster.barren = 0
 
     def _finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -174,7 +175,7 @@ class Transitions:
         for key in (rank.slot.host, rank.slot.lasting):
             roster.resting.failures.pop(key, None)
 
-    def _note_version(self, rank: Rank, version: int) -> None:
+    def _note_version(self, rank: Rank, version: float) -> None:
         """Note a rank's last commit, which never goes back."""
         if version > max(rank.version, rank.version_at_join):
             self._pardon(rank)
@@ -260,7 +261,7 @@ class Transitions:
         )
         if roster.version > max(plan.version, 0) or (roster.ran and plan.version == FRESH):
             self._record("restarted", detail=f"no rank is left that holds commit {roster.version}")
-            roster.version = max(plan.version, 0)
+            roster.version = math.floor(max(plan.version, 0))
         for rank in order:
             rank.stage, rank.planned, rank.formed = Stage.MEMBER, plan.generation, False
             rank.since = rank.moved_at = rank.heard_at = self._now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,7 @@ def _rank_view(roster: Roster, rank: Rank, number: int | None) -> RankView:
         worker=rank.slot.worker,
         host=rank.slot.host,
         state=state,
-        commits=max(rank.version, 0),
+        commits=math.floor(max(rank.version, 0)),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
 __all__ = ["Copies"]
 
@@ -19,19 +20,31 @@ class Copies:
     ----------
     values : list of torch.Tensor
         The copies, in the order of the tensors; on the tensors' devices, or in the host's memory
-        once a device has had no more room.
+        once a device has had no more room. The tensors themselves where they are held.
     """
 
     def __init__(self) -> None:
         self.values: list[torch.Tensor] = []
+        self._held: set[int] = set()
         self._spilled = False
 
-    def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy `tensors`; what was copied before is gone."""
-        old, self.values = self.values, []
+    @property
+    def nbytes(self) -> int:
+        """How much memory the copies take."""
+        copies = (each for index, each in enumerate(self.values) if index not in self._held)
+        return sum(copied.numel() * copied.element_size() for copied in copies)
+
+    def take(self, tensors: Sequence[torch.Tensor], held: AbstractSet[int] = frozenset()) -> None:
+        """Copy `tensors`, but for those with ids in `held`; what was copied before is gone."""
+        old = [None if index in self._held else copied for index, copied in enumerate(self.values)]
+        self.values, self._held = [], set()
         targets, sources = [], []
         with torch.no_grad():
             for index, tensor in enumerate(tensors):
+                if id(tensor) in held:
+                    self._held.add(index)
+                    self.values.append(tensor)
+                    continue
                 copied = old[index] if index < len(old) else None
                 if copied is not None and self._suits(copied, tensor):
                     targets.append(copied)
@@ -41,6 +54,13 @@ class Copies:
                 self.values.append(copied)
             if targets:
                 torch._foreach_copy_(targets, sources)
+
+    def complete(self) -> None:
+        """Copy those that were held, as they are now."""
+        with torch.no_grad():
+            for index in self._held:
+                self.values[index] = self._clone(self.values[index])
+        self._held = set()
 
     def _suits(self, copied: torch.Tensor, tensor: torch.Tensor) -> bool:
         return (

@@ -244,7 +244,9 @@ class Builder:
             return self._filled[slot]
         value = self._values[slot]
         target = self._owners[slot] if self._owners is not None else live
-        if target is None or target.is_inference():
+        if target is value:
+            pass  # it has it still
+        elif target is None or target.is_inference():
             target = value.to(self._device(slot, target), copy=True)
         elif self._fits(target, slot):
             self._targets.append(target)

@@ -4,42 +4,29 @@ from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from nbelastic.elastic.context import current
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.transfer import Parcel
-from nbelastic.errors import NbelasticError
+from nbelastic.errors import NbelasticError, NotInitialized
+from nbelastic.torch.commit import put_together, take_apart
 from nbelastic.torch.copies import Copies
-from nbelastic.torch.generators import GeneratorStates
+from nbelastic.torch.deferral import Deferral
 from nbelastic.torch.handlers import change, note, things_in
 from nbelastic.torch.snapshot import Builder, Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
+    from nbelastic.elastic.context import Context
     from nbelastic.elastic.sampler import SamplerSnapshot
-    from nbelastic.torch.snapshot import Node, Thing
+    from nbelastic.torch.commit import Commit
 
 __all__ = ["TorchState"]
-
-
-@dataclass(frozen=True)
-class _Commit:
-    """What a commit is made of, besides the copies of the tensors."""
-
-    nodes: dict[str, Node]
-    noted: list[Thing]
-    things: list[object]
-    owners: list[torch.Tensor]
-    addresses: list[int]
-    samplers: list[tuple[ShardSampler, SamplerSnapshot]]
-    generators: GeneratorStates
 
 
 class TorchState(ObjectState):
@@ -64,8 +51,22 @@ class TorchState(ObjectState):
         attributes and may be assigned to; attributes that are not named here are not part of the
         state.
 
+    Attributes
+    ----------
+    always_copy : bool, default False
+        Whether each commit copies all tensors, however it follows steps; see below.
+
     Notes
     -----
+    Once a few commits in a row have each followed a step at once, parameters and optimizer state
+    are not copied any more: until the next step they *are* the commit, and nothing can fail between
+    a step and its commit. Where that ceases to be so (an operation over all ranks after a step but
+    before its commit; a tensor changed by others than the optimizer), the state at the end of that
+    step stands in for the commit that is gone: it is as whole, and the same on all ranks. So does
+    it if you call ``restore()`` yourself between ``step()`` and ``commit()``: call it before the
+    step, or set ``always_copy``. For optimizers of your own: their ``step()`` must change tensors,
+    nobody else, and not through ``tensor.data``.
+
     Copies of tensors are on the device of the tensors, or in the host's memory once the device has
     no more room. Python attributes of a model that are neither parameters, buffers nor extra state
     (``get_extra_state``) are not kept.
@@ -77,52 +78,56 @@ class TorchState(ObjectState):
     >>> state.commit()  # doctest: +SKIP
     """
 
+    always_copy = False
+
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         self._copies = Copies()
+        self._deferral = Deferral(self._note_boundary, self._stand_in)
+        self._boundary: Commit | None = None
+        self._boundary_copies = Copies()
         super().__init__(model=model, optimizer=optimizer, **values)
 
     def save(self) -> None:
         """Keep the present values as the last commit, in the memory of the one before."""
-        values = self._values()
-        things = things_in(values.values())
-        recorder = Recorder(things, note)
-        nodes = {name: recorder.record(value) for name, value in values.items()}
-        owners = recorder.tensors
-        self._copies.take(owners)
-        self._commit = _Commit(
-            nodes,
-            recorder.noted,
-            things,
-            owners,
-            [owner.data_ptr() for owner in owners],
-            [(each, each.snapshot()) for each in things if isinstance(each, ShardSampler)],
-            GeneratorStates(),
-        )
+        commit = take_apart(self._values())
+        held = self._deferral.commit(commit.things, _context(), copy=self.always_copy)
+        self._copies.take(commit.owners, held)
+        self._commit, self._boundary = commit, None
 
     def restore(self) -> None:
-        """Go back to exactly the last commit."""
-        commit = self._commit
-        builder = Builder(
-            self._copies.values,
-            commit.things,
-            change,
-            owners=commit.owners,
-            addresses=commit.addresses,
-        )
-        self._build(builder, commit.noted, commit.nodes)
-        for sampler, snapshot in commit.samplers:
-            sampler.go_back(snapshot)
-        commit.generators.restore()
+        """Go back to exactly the last commit, or to what stands in for it."""
+        self._settle()
+        self.__dict__.update(self._commit.restore(self._copies.values))
+        self._deferral.restored()
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _build(self, builder: Builder, noted: list[Thing], nodes: dict[str, Node]) -> None:
-        for thing in noted:  # first: tensors that they share with values stay theirs
-            builder.build(thing)
-        built = {name: builder.build(node) for name, node in nodes.items()}
-        builder.flush()
-        self.__dict__.update(built)
+    def _settle(self) -> None:
+        """If the values of the last commit are gone, have what is there instead stand in."""
+        untouched = self._deferral.untouched
+        if self._deferral.in_flux or not untouched:
+            self._stand_in(untouched)
+
+    def _note_boundary(self) -> None:
+        """Note all but the tensors' values at the end of a step."""
+        self._boundary = take_apart(self._values())
+        self._boundary_copies.take(self._boundary.owners, self._deferral.tensors)
+
+    def _stand_in(self, as_stepped: bool) -> None:
+        """Have a state that is newer take the place of a commit that has no copies."""
+        if not self._deferral.held:
+            return
+        if self._boundary is None or not as_stepped:
+            self._note_boundary()
+        assert self._boundary is not None
+        self._commit, self._boundary = self._boundary, None
+        self._copies, self._boundary_copies = self._boundary_copies, self._copies
+        self._copies.complete()
+        self._deferral.copied()
+        context = _context()
+        if context is not None:
+            context.ahead = True
 
     # -- synchronisation -------------------------------------------------------------------------
 
@@ -138,6 +143,7 @@ class TorchState(ObjectState):
         return Parcel(_dump((_kinds(things), recorder.noted, nodes), things), recorder.tensors)
 
     def _pack_commit(self) -> Parcel:
+        self._settle()
         commit = self._commit
         head = _dump((_kinds(commit.things), commit.noted, commit.nodes), commit.things)
         devices = [owner.device.type for owner in commit.owners]
@@ -155,7 +161,15 @@ class TorchState(ObjectState):
                 "build the same state on all ranks"
             )
         builder = Builder(parcel.tensors, things, change, devices=parcel.devices)
-        self._build(builder, noted, nodes)
+        self.__dict__.update(put_together(builder, noted, nodes))
+
+
+def _context() -> Context | None:
+    """Return this rank's context, if there is one yet."""
+    try:
+        return current()
+    except NotInitialized:
+        return None
 
 
 def _kinds(things: Sequence[object]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Script:
-    """The user's function: `before` steps with collectives, then loops of `batches` each."""
+    """The user's function: `before` steps with collectives, then loops of `batches` each.
+
+    With a chance of `ahead`, a rank whose collective fails holds something newer than its commit.
+    """
 
     setup: float = 0.2
     step: float = 0.05
@@ -34,6 +38,7 @@ class Script:
     batches: int = 30
     commit_every: int = 1
     after: float = 0.01
+    ahead: float = 0.0
 
 
 class FakeRank:
@@ -44,7 +49,7 @@ class FakeRank:
         self.world, self.start, self.worker, self.place = world, start, worker, place
         self.where = "setup"
         self.loop = self.steps = self.batch = self.saved = 0
-        self.version = FRESH
+        self.version: float = FRESH
         self.generation = self.heard = self.aborted = self.released = self.noticed = 0
         self.reported = -1
         self.plan: Plan | None = None
@@ -67,7 +72,7 @@ class FakeRank:
     def beat(self) -> Beat:
         waits = self.where == "parked" or (self.where == "training" and self.ring.stuck)
         progress = self.generation * 1000 + self.steps
-        return Beat(self.start, progress, waits and not self.hung, self.version)
+        return Beat(self.start, progress, waits and not self.hung, math.floor(self.version))
 
     # -- the function --------------------------------------------------------------------------
 
@@ -134,8 +139,15 @@ class FakeRank:
         if self.loop == 0:
             self.end(RankFailed(self.start, "a collective failed", collective=True))
         else:
+            if self.version > 0 and self.version % 1 == 0 and self._is_ahead():
+                self.saved += 1
+                self.version += 0.5
             self.batch = self.saved
             self.await_plan(failed=True)
+
+    def _is_ahead(self) -> bool:
+        ahead = self.world.script.ahead
+        return ahead > 0 and self.batch > self.saved and self.world.random.random() < ahead
 
     def raise_error(self, error: str = "ValueError: bad", *, collective: bool = False) -> None:
         """Have user code raise."""

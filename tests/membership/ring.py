@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from nbelastic.membership import Plan
@@ -65,7 +66,7 @@ class Ring:
         for number, rank in enumerate(ranks):
             if number in self.plan.behind:
                 rank.saved = source.saved
-            rank.version, rank.batch = max(self.plan.version, 0), rank.saved
+            rank.version, rank.batch = max(math.ceil(self.plan.version), 0), rank.saved
         states = {(rank.loop, rank.version, rank.saved) for rank in ranks}
         assert len(states) == 1 or not self.world.honest, f"after a reset, ranks differ: {states}"
 

@@ -63,6 +63,7 @@ class FaultyWorld(RuleBasedStateMachine):
             batches=st.sampled_from([5, 5, 60, 400, 400]),
             commit_every=st.sampled_from([1, 3]),
             after=st.sampled_from([0.0, 0.3, 3.0]),
+            ahead=st.sampled_from([0.0, 0.0, 0.5]),
         ),
         slow=st.sampled_from([False, False, False, True]),
         jitter=st.sampled_from([0.0, 0.0, 0.05]),

@@ -119,10 +119,11 @@ def plan(*versions: int) -> Plan:
         ((FRESH, 5, FRESH), 5, 1, (0, 2)),
         ((FRESH, FRESH), FRESH, 0, (1,)),
         ((0, FRESH), 0, 0, (1,)),
+        ((3, 3.5, 3), 3.5, 1, (0, 2)),
     ],
 )
 def test_source_and_behind(
-    versions: tuple[int, ...], version: int, source: int, behind: tuple[int, ...]
+    versions: tuple[float, ...], version: float, source: int, behind: tuple[int, ...]
 ) -> None:
     made = plan(*versions)
     assert (made.version, made.source, made.behind) == (version, source, behind)
