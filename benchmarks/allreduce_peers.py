@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,8 +77,13 @@ class Mpich:
     def __init__(self, rank: int, size: int) -> None:
         import mpi4py
 
-        # One thread calls MPI: it need not lock against others.
-        mpi4py.rc.thread_level = "funneled"
+        # One thread calls MPI: it need not lock against others. But only a rank that could be called
+        # by several gives its processor away while it waits, which ranks without one of their own
+        # cannot do without.
+        if size > len(os.sched_getaffinity(0)):
+            os.environ |= {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+        else:
+            mpi4py.rc.thread_level = "funneled"
         from mpi4py import MPI
 
         if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (rank, size):

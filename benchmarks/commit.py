@@ -43,7 +43,7 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
         worlds = {}
         for name, widths in WIDTHS.items():
             work = functools.partial(train, widths, options.rounds, options.budget)
-            job = nbelastic.fit(work, cluster=client, np=ranks, display="none", block=False)
+            job = nbelastic.fit(work, cluster=client, np=ranks, block=False)
             worlds[name] = job.result()
             print(f"{name}: {len(worlds[name]['commit'])} rounds", flush=True)
         return worlds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,3 +67,10 @@ def meet_over_gloo(rank: int, size: int, place: Place) -> Any:
         "gloo", init_method=f"file://{place.gloo_file}", rank=rank, world_size=size
     )
     return torch.distributed
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return int(own.getsockname()[1])

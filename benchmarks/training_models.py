@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,6 +133,7 @@ TASKS = {
     "cnn": Task(convolutional, momentum, labelled(8, 3, 16, 16)),
     "transformer": Task(Transformer, adam, sentences),
 }
+TASKS |= {f"{name}-adam": replace(TASKS[name], optimizer=adam) for name in ("mlp-1m", "mlp-25m")}
 
 
 def parameters_of(model: Any) -> torch.Tensor:

@@ -1,0 +1,125 @@
+"""How long training stands still when a rank joins.
+
+Ranks train with Adam; again and again one worker more is started, and taken away again when its
+rank has joined. Of the older ranks the longest time between two steps counts, from the start of the
+worker to some steps after its rank has joined, an ordinary step left out. It is held against the
+time that the state needs to be copied once, measured in the same run. Prints milliseconds; exits
+with 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.command import options_of, run
+from benchmarks.figures import Target, quartiles, table
+from benchmarks.recovery_peers import Ours
+from benchmarks.timeline import Timeline
+
+MODELS = {"mlp-1m": "mlp-1m-adam", "mlp-25m": "mlp-25m-adam"}
+FIXED_MS = 50.0
+COPIES = 2.0
+"""How many times the state may be copied."""
+
+
+def main() -> int:
+    parser = options_of("join", __doc__, rounds=8, budget=60.0)
+    parser.set_defaults(ranks=[2])
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 2
+    return run(options.ranks, options.json, functools.partial(measure, options), show, aims)
+
+
+def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """Return, by model, the milliseconds of each join."""
+    worlds: dict[str, Any] = {}
+    for name, model in MODELS.items():
+        rows: list[dict[str, float]] = []
+        with tempfile.TemporaryDirectory() as folder, Ours(ranks, model, folder) as crew:
+            timeline = Timeline(folder, crew.alive)
+            for _ in range(options.rounds):
+                rows.append(one_join(crew, timeline, ranks))
+        worlds[name] = {"joins": rows, "state": state_of(model)}
+        print(f"{name}: {len(rows)} joins", flush=True)
+    return worlds
+
+
+def one_join(crew: Ours, timeline: Timeline, ranks: int) -> dict[str, float]:
+    ordinary = timeline.wait_for_steps(ranks)
+    old = timeline.trained
+    begin = time.monotonic()
+    crew.cluster.scale(ranks + 1)
+    timeline.wait_for_steps(ranks + 1)
+    gaps, joins = [], []
+    for pid in old:
+        steps = [m for m in timeline.of(pid) if m.what == "step" and m.time > begin]
+        pairs = list(itertools.pairwise(steps))
+        gaps.append(max(after.time - before.time for before, after in pairs))
+        joins += [b.time - a.time for a, b in pairs if (a.size, b.size) == (ranks, ranks + 1)]
+    crew.cluster.scale(ranks)
+    return {
+        "step": 1e3 * ordinary,
+        "gap": 1e3 * (max(gaps) - ordinary),
+        "join": 1e3 * (max(joins) - ordinary),
+    }
+
+
+def state_of(model: str) -> dict[str, float]:
+    """Return the size of a state, and in how many milliseconds it is copied."""
+    from benchmarks.training_models import TASKS
+
+    count = 3 * sum(parameter.numel() for parameter in TASKS[model].model().parameters())
+    torch.set_num_threads(1)
+    source, target = torch.ones(count), torch.zeros(count)
+    times = []
+    for _ in range(11):
+        begin = time.perf_counter()
+        target.copy_(source)
+        times.append(1e3 * (time.perf_counter() - begin))
+    return {"bytes": float(4 * count), "copy": quartiles(times).median}
+
+
+def show(ranks: int, worlds: dict[str, Any]) -> None:
+    print(f"\n{ranks} ranks and one more, milliseconds: median (quartiles), worst")
+    head = ["", "joins", "longest gap", "worst", "at the join", "a step", "copying the state"]
+    rows = []
+    for name, world in worlds.items():
+        gaps, joins, steps = ([row[w] for row in world["joins"]] for w in ("gap", "join", "step"))
+        rows.append(
+            [
+                f"{name}, {world['state']['bytes'] / 1e6:.0f} MB",
+                str(len(gaps)),
+                quartiles(gaps).show(1),
+                f"{max(gaps):.0f}",
+                quartiles(joins).show(1),
+                f"{quartiles(steps).median:.1f}",
+                f"{world['state']['copy']:.1f}",
+            ]
+        )
+    print(table(head, rows), flush=True)
+
+
+def aims(ranks: int, worlds: dict[str, Any]) -> list[Target]:
+    """Return the targets of this project."""
+    return [
+        Target(
+            f"{ranks} ranks, {name}: longest gap, ms",
+            quartiles([row["gap"] for row in world["joins"]]).median,
+            FIXED_MS + COPIES * world["state"]["copy"],
+            False,
+        )
+        for name, world in worlds.items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""How long training stands still when a rank is killed.
+
+Four ranks train; again and again one of them is killed with SIGKILL, and comes back before the
+next. Of this project's ranks the whole way is told: what is not their own computing (from the kill,
+or from the end of the computing that a rank was in, to its going on with the others), and all until
+the next finished step, an ordinary step left out. The latter is also measured of torchrun, which
+starts all ranks again from a checkpoint, and of torchft with its timeouts at a second, by turns.
+Prints milliseconds; exits with 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import math
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks.command import options_of, run
+from benchmarks.figures import Target, quartiles, table
+from benchmarks.recovery_peers import Ours, Torchft, Torchrun
+from benchmarks.timeline import Timeline, outage, until_next_step
+
+OVERHEAD_MS, WORST_MS, STEP_MS = 60.0, 250.0, 100.0
+FASTER = {"torchrun": 50.0, "torchft": 8.0}
+PEERS = {"ours": Ours, "torchft": Torchft, "torchrun": Torchrun}
+SHARE = {"ours": 1.0, "torchft": 0.4, "torchrun": 0.2}
+"""How many kills there are of each: the slow ones differ less, and take longer."""
+
+
+def main() -> int:
+    parser = options_of("recovery", __doc__, rounds=4, budget=60.0)
+    parser.set_defaults(ranks=[4])
+    parser.add_argument("--kills", type=int, default=20, help="for each model (20)")
+    parser.add_argument("--models", nargs="+", default=["mlp-1m", "mlp-25m"])
+    parser.add_argument("--alone", action="store_true", help="without torchrun and torchft")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.kills = 1, 2
+    return run(options.ranks, options.json, functools.partial(measure, options), show, aims)
+
+
+def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """Return, by model and peer, the milliseconds of each outage."""
+    worlds: dict[str, Any] = {}
+    for model in options.models:
+        peers = ["ours"]
+        if model == "mlp-1m" and not options.alone:
+            peers += [peer for peer in PEERS if peer != "ours" and there_is(peer)]
+        world = worlds[model] = {peer: [] for peer in peers}
+        for _ in range(options.rounds):
+            for peer in peers:
+                kills = max(1, round(SHARE[peer] * options.kills / options.rounds))
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    PEERS[peer](ranks, model, folder) as crew,
+                ):
+                    timeline = Timeline(folder, crew.alive)
+                    for _ in range(kills):
+                        world[peer].append(one_kill(crew, timeline, ranks))
+                print(f"{model}: {peer}, {kills} kills", flush=True)
+    return worlds
+
+
+def there_is(peer: str) -> bool:
+    if peer == "torchft" and importlib.util.find_spec("torchft") is None:
+        print("torchft is left out: pip install nbelastic[benchmark]")
+        return False
+    return True
+
+
+def one_kill(crew: Any, timeline: Timeline, ranks: int) -> dict[str, float]:
+    """Kill a rank when all train; return what came of it, in milliseconds."""
+    ordinary = timeline.wait_for_steps(ranks)
+    moment, others = crew.kill()
+    found = {
+        "step": 1e3 * ordinary,
+        "total": 1e3 * (until_next_step(timeline, crew, moment, others) - ordinary),
+    }
+    if isinstance(crew, Ours):
+        found["overhead"] = 1e3 * outage(timeline, moment, others)
+    return found
+
+
+def of(rows: list[dict[str, float]], what: str) -> list[float]:
+    return [row[what] for row in rows if what in row]
+
+
+def show(ranks: int, worlds: dict[str, Any]) -> None:
+    print(f"\n{ranks} ranks, milliseconds: median (quartiles), worst")
+    head = ["", "kills", "not computing", "worst", "to the next step", "worst", "a step"]
+    rows = []
+    for model, world in worlds.items():
+        for peer, kills in world.items():
+            overheads, totals = of(kills, "overhead"), of(kills, "total")
+            rows.append(
+                [
+                    f"{model}, {peer}",
+                    str(len(kills)),
+                    quartiles(overheads or [math.nan]).show(1),
+                    f"{max(overheads):.0f}" if overheads else "-",
+                    quartiles(totals).show(1),
+                    f"{max(totals):.0f}",
+                    f"{quartiles(of(kills, 'step')).median:.1f}",
+                ]
+            )
+    print(table(head, rows), flush=True)
+
+
+def aims(ranks: int, worlds: dict[str, Any]) -> list[Target]:
+    """Return the targets of this project."""
+    targets = []
+    for model, world in worlds.items():
+        name = f"{ranks} ranks, {model}"
+        overheads = of(world["ours"], "overhead")
+        total = quartiles(of(world["ours"], "total")).median
+        targets += [
+            Target(f"{name}: not computing, ms", quartiles(overheads).median, OVERHEAD_MS, False),
+            Target(f"{name}: the same, worst, ms", max(overheads), WORST_MS, False),
+        ]
+        if model == "mlp-1m":
+            targets.append(Target(f"{name}: to the next step, ms", total, STEP_MS, False))
+        for peer in world.keys() - {"ours"}:
+            ratio = quartiles(of(world[peer], "total")).median / total
+            targets.append(Target(f"{name}: {peer} / ours", ratio, FASTER[peer], True))
+    return targets
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Who recovers, in benchmarks/recovery.py: this project's job, torchrun, torchft."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dask
+import psutil
+from distributed import Client, LocalCluster
+
+import nbelastic
+from benchmarks.meet import free_port
+from benchmarks.recovery_ranks import ours
+from benchmarks.side_by_side import ROOT, Failed
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+DICE = random.Random(1)
+RANKS = [sys.executable, "-m", "benchmarks.recovery_ranks"]
+
+
+class Peer:
+    """Ranks that train, of which one can be killed."""
+
+    def __init__(self, ranks: int, model: str, folder: str) -> None:
+        self.ranks, self.model, self.folder = ranks, model, folder
+        self.size_after = ranks - 1
+        self._stack = contextlib.ExitStack()
+
+    def alive(self) -> None:
+        """Raise if it has ended."""
+
+    def pids(self) -> list[int]:
+        """Return the ranks' processes."""
+        raise NotImplementedError
+
+    def kill(self) -> tuple[float, list[int]]:
+        """Kill one; return when, and who is left."""
+        pids = self.pids()
+        victim = DICE.choice(pids)
+        time.sleep(DICE.uniform(0.0, 0.2))  # anywhere in a step
+        moment = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        return moment, [pid for pid in pids if pid != victim]
+
+    def expected(self, _moment: float, others: Collection[int]) -> Collection[int]:
+        """Return whose next step ends the outage."""
+        return others
+
+    def start(self) -> None:
+        """Start the ranks."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        try:
+            self.start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _spawn(self, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | variables
+        log = self._stack.enter_context((Path(self.folder) / "output.txt").open("ab"))
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        self._stack.callback(_end, process)
+        return process
+
+    def _noted(self) -> list[int]:
+        """Return the living processes that have noted something."""
+        pids = [int(path.stem) for path in Path(self.folder).glob("*.log")]
+        return [pid for pid in pids if _lives(pid)]
+
+
+class Ours(Peer):
+    """A job on Dask workers, each with a nanny that starts it again; room for one rank more."""
+
+    def start(self) -> None:
+        # Else a LocalCluster looks some seconds after a loss, and may close a nanny for good.
+        settings = {"distributed.deploy.lost-worker-timeout": "1 hour"}
+        self._stack.enter_context(dask.config.set(settings))
+        cluster = LocalCluster(
+            n_workers=self.ranks, threads_per_worker=1, dashboard_address=":0", silence_logs=50
+        )
+        self.cluster = self._stack.enter_context(cluster)
+        client = self._stack.enter_context(Client(cluster))
+        self.job = nbelastic.fit(
+            ours,
+            args=[self.folder, self.model],
+            cluster=client,
+            np=self.ranks,
+            min_np=1,
+            max_np=self.ranks + 1,
+            block=False,
+        )
+        self._stack.callback(self._stop)
+
+    def pids(self) -> list[int]:
+        return self._noted()
+
+    def alive(self) -> None:
+        if self.job.done():
+            raise Failed(f"the job has ended: {self.job.exception()}")
+
+    def _stop(self) -> None:
+        self.job.cancel()
+        self.job.wait(30)
+
+
+class Torchrun(Peer):
+    """torchrun: an agent that starts all ranks again when one has died."""
+
+    def start(self) -> None:
+        self._agent = self._spawn(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", str(self.ranks), "--max-restarts", "1000"),
+                *("--monitor-interval", "0.1", "-m", "benchmarks.recovery_ranks"),
+                *("torchrun", self.folder, self.model),
+            ]
+        )
+
+    def pids(self) -> list[int]:
+        return self._noted()
+
+    def expected(self, _moment: float, others: Collection[int]) -> Collection[int]:
+        fresh = [pid for pid in self._noted() if pid not in others]
+        return fresh if len(fresh) == self.ranks else []
+
+    def alive(self) -> None:
+        if self._agent.poll() is not None:
+            raise Failed("torchrun has ended:\n" + _end_of(self.folder))
+
+
+class Torchft(Peer):
+    """torchft: a lighthouse, and replicas that are started again one by one."""
+
+    def start(self) -> None:
+        port = free_port()
+        self._lighthouse = f"http://127.0.0.1:{port}"
+        self._spawn(
+            [
+                *(str(Path(sys.executable).with_name("torchft_lighthouse")), "--min_replicas", "2"),
+                *("--bind", f"127.0.0.1:{port}", "--quorum_tick_ms", "50"),
+                *("--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "1000"),
+            ]
+        )
+        self._replicas = [self._replica() for _ in range(self.ranks)]
+
+    def _replica(self) -> subprocess.Popen[bytes]:
+        return self._spawn(
+            [*RANKS, "torchft", self.folder, self.model],
+            TORCHFT_LIGHTHOUSE=self._lighthouse,
+        )
+
+    def pids(self) -> list[int]:
+        return [each.pid for each in self._replicas]
+
+    def alive(self) -> None:
+        for index, replica in enumerate(self._replicas):
+            if replica.poll() is not None:
+                self._replicas[index] = self._replica()
+
+    def expected(self, _moment: float, others: Collection[int]) -> Collection[int]:
+        return others
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    children = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(process.pid).children(recursive=True)
+    for each in [process, *children]:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            each.kill()
+    process.wait()
+
+
+def _end_of(folder: str) -> str:
+    return (Path(folder) / "output.txt").read_text()[-2000:]

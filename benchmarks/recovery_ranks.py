@@ -1,0 +1,153 @@
+"""Ranks that train until they are killed, and note when they do what: see benchmarks/recovery.py.
+
+Each process appends to a file of its own, named after it: what has just happened, on a clock that
+all processes of a machine share, and how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+CHECKPOINT_EVERY = 10
+"""Steps between two checkpoints on disk, of which torchrun's ranks start again."""
+
+
+class Log:
+    """A file of moments."""
+
+    def __init__(self, folder: str) -> None:
+        self._file = os.open(
+            Path(folder) / f"{os.getpid()}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600
+        )
+
+    def __call__(self, what: str, size: int) -> None:
+        os.write(self._file, f"{what} {time.monotonic():.6f} {size}\n".encode())
+
+
+def ours(folder: str, task: str) -> None:
+    import torch
+
+    import nbelastic.torch as hvd
+    from benchmarks.training_models import TASKS
+    from nbelastic.errors import CollectiveError
+
+    hvd.init()
+    log = Log(folder)
+    model = TASKS[task].model()
+    optimizer = hvd.DistributedOptimizer(TASKS[task].optimizer(model.parameters()))
+    state = hvd.elastic.TorchState(model, optimizer, batch=0)
+    inputs, labels = TASKS[task].batch(torch.Generator().manual_seed(1))
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        log("enter", hvd.size())
+        try:
+            while True:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+                log("back", hvd.size())
+                optimizer.step()
+                state.batch += 1
+                state.commit()
+                log("step", hvd.size())
+        except CollectiveError:
+            log("fail", hvd.size())
+            raise
+
+    train(state)
+
+
+def torchrun(folder: str, task: str) -> None:
+    """As torchrun's documentation has it: all ranks start again, from a checkpoint."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.training_models import TASKS
+
+    torch.set_num_threads(1)
+    # Ranks that have been started again would else find the addresses of those before them.
+    store = dist.PrefixStore(
+        f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}",
+        dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+    )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    log = Log(folder)
+    model = TASKS[task].model()
+    trained = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = TASKS[task].optimizer(model.parameters())
+    path = Path(folder) / "checkpoint.pt"
+    step = 0
+    if path.exists():
+        kept = torch.load(path)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        step = kept["step"]
+    inputs, labels = TASKS[task].batch(torch.Generator().manual_seed(1))
+    while True:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(trained(inputs), labels).backward()
+        optimizer.step()
+        step += 1
+        if step % CHECKPOINT_EVERY == 0 and dist.get_rank() == 0:
+            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(kept, path.with_suffix(".new"))
+            path.with_suffix(".new").rename(path)
+        log("step", dist.get_world_size())
+
+
+def torchft(folder: str, task: str) -> None:
+    """As torchft's example has it, with its timeouts at a second.
+
+    Its other class for DDP fails an assertion, on all ranks, when Gloo reports a lost peer at once.
+    """
+    import torch
+    import torch.distributed as dist
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+    from torchft.ddp import PureDistributedDataParallel
+
+    from benchmarks.training_models import TASKS
+
+    torch.set_num_threads(1)
+    log = Log(folder)
+    model = TASKS[task].model()
+    optimizer = TASKS[task].optimizer(model.parameters())
+
+    def load(kept: dict[str, Any]) -> None:
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=1)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=2,
+        timeout=timedelta(seconds=1),
+        quorum_timeout=timedelta(seconds=20),
+        connect_timeout=timedelta(seconds=20),
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        replica_id=f"replica-{os.getpid()}",
+    )
+    trained = PureDistributedDataParallel(manager, model)
+    managed = Optimizer(manager, optimizer)
+    inputs, labels = TASKS[task].batch(torch.Generator().manual_seed(1))
+    while True:
+        before = manager.current_step()
+        managed.zero_grad()
+        torch.nn.functional.cross_entropy(trained(inputs), labels).backward()
+        managed.step()
+        if manager.current_step() > before:
+            log("step", manager.num_participants())
+
+
+if __name__ == "__main__":
+    {"torchrun": torchrun, "torchft": torchft}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,132 @@
+"""What ranks have noted of themselves (benchmarks/recovery_ranks.py), read while they train."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.side_by_side import Failed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+PATIENCE_S = 120.0
+STEPS = 20
+"""Steps of all ranks together, of which the length of an ordinary one is told."""
+
+
+class Moment(NamedTuple):
+    """What a rank did, when, and among how many."""
+
+    what: str
+    time: float
+    size: int
+
+
+class Timeline:
+    """The moments of all processes.
+
+    Parameters
+    ----------
+    folder : str
+        Where they note them.
+    alive : callable
+        Raises :class:`Failed` if nothing more will come.
+
+    Attributes
+    ----------
+    trained : list of int
+        The processes that were waited for last.
+    """
+
+    def __init__(self, folder: str, alive: Callable[[], None]) -> None:
+        self._folder = Path(folder)
+        self._alive = alive
+        self.trained: list[int] = []
+
+    def of(self, pid: int) -> list[Moment]:
+        """Return the moments of a process."""
+        try:
+            lines = (self._folder / f"{pid}.log").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        words = [line.split() for line in lines]
+        return [Moment(each[0], float(each[1]), int(each[2])) for each in words if len(each) == 3]
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Wait until a condition returns something true, and return that."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            found = condition()
+            if found:
+                return found
+            self._alive()
+            time.sleep(0.05)
+        raise Failed(f"{what}: not in {PATIENCE_S:g} s")
+
+    def training(self, size: int, since: float) -> list[int]:
+        """Return the processes that have done enough steps among `size` since a moment."""
+        found = []
+        for path in self._folder.glob("*.log"):
+            last = self.of(int(path.stem))[-4 * STEPS :]
+            steps = [m for m in last if m.what == "step" and m.size == size and m.time > since]
+            if len(steps) >= STEPS and time.monotonic() - steps[-1].time < 1.0:
+                found.append(int(path.stem))
+        return found
+
+    def wait_for_steps(self, size: int) -> float:
+        """Wait until all of `size` ranks train together; return the seconds of a step."""
+        since = time.monotonic()
+        pids = self.until(
+            lambda: len(found := self.training(size, since)) == size and found,
+            f"{size} ranks that train",
+        )
+        self.trained = pids
+        times = [[m.time for m in self.of(pid) if m.what == "step"][-STEPS:] for pid in pids]
+        return statistics.median(
+            after - before for each in times for before, after in itertools.pairwise(each)
+        )
+
+
+def until_next_step(timeline: Timeline, crew: Any, moment: float, others: Collection[int]) -> float:
+    """Return how long after a kill all that go on, or have come again, have done a step.
+
+    Survivors may have finished a step in the moment of the kill; what counts is the first among
+    fewer, or, where all ranks start again, the first of the new processes.
+    """
+
+    def last() -> float | None:
+        ends = []
+        for pid in crew.expected(moment, others):
+            fresh = pid not in others
+            size = crew.size_after
+            steps = [
+                m.time
+                for m in timeline.of(pid)
+                if m.what == "step" and m.time > moment and (fresh or m.size == size)
+            ]
+            if not steps:
+                return None
+            ends.append(steps[0])
+        return max(ends) if ends else None
+
+    return float(timeline.until(last, "a step after a kill")) - moment
+
+
+def outage(timeline: Timeline, moment: float, others: Collection[int]) -> float:
+    """Return the seconds from a kill that were not the survivors' own computing.
+
+    That is until the last of them goes on, from the kill or from when the last of them had done
+    what it was computing.
+    """
+    computed, entered = moment, moment
+    for pid in others:
+        moments = timeline.of(pid)
+        failed = next(i for i, m in enumerate(moments) if m.what == "fail" and m.time > moment)
+        before = moments[failed - 1]
+        computed = max(computed, before.time if before.what == "back" else moments[failed].time)
+        entered = max(entered, next(m.time for m in moments[failed:] if m.what == "enter"))
+    return entered - computed
