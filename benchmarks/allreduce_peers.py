@@ -77,9 +77,8 @@ class Mpich:
     def __init__(self, rank: int, size: int) -> None:
         import mpi4py
 
-        # One thread calls MPI: it need not lock against others. But only a rank that could be called
-        # by several gives its processor away while it waits, which ranks without one of their own
-        # cannot do without.
+        # One thread calls MPI: it need not lock against others. But only a rank that several could
+        # call gives its processor away while it waits, which those without one of their own need.
         if size > len(os.sched_getaffinity(0)):
             os.environ |= {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
         else:

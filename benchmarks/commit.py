@@ -28,6 +28,7 @@ CHEAPER = 20.0
 
 def main() -> int:
     parser = options_of("commit", __doc__, rounds=30, budget=20.0)
+    parser.add_argument("--models", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.budget = 5, 3.0
@@ -41,8 +42,8 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
         Client(cluster) as client,
     ):
         worlds = {}
-        for name, widths in WIDTHS.items():
-            work = functools.partial(train, widths, options.rounds, options.budget)
+        for name in options.models:
+            work = functools.partial(train, WIDTHS[name], options.rounds, options.budget)
             job = nbelastic.fit(work, cluster=client, np=ranks, block=False)
             worlds[name] = job.result()
             print(f"{name}: {len(worlds[name]['commit'])} rounds", flush=True)

@@ -33,6 +33,7 @@ COPIES = 2.0
 def main() -> int:
     parser = options_of("join", __doc__, rounds=8, budget=60.0)
     parser.set_defaults(ranks=[2])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     if options.quick:
         options.rounds = 2
@@ -42,7 +43,8 @@ def main() -> int:
 def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Return, by model, the milliseconds of each join."""
     worlds: dict[str, Any] = {}
-    for name, model in MODELS.items():
+    for name in options.models:
+        model = MODELS[name]
         rows: list[dict[str, float]] = []
         with tempfile.TemporaryDirectory() as folder, Ours(ranks, model, folder) as crew:
             timeline = Timeline(folder, crew.alive)

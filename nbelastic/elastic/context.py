@@ -59,7 +59,7 @@ class Context(abc.ABC):
         What it tells people of itself.
     exchanges : int
         How often the communicator was asked for: something is sent soon after.
-    before_exchange : callable or None
+    before_exchange : tuple of callables
         Called each time before that.
     """
 
@@ -75,13 +75,13 @@ class Context(abc.ABC):
     vitals: Vitals
     ahead = False
     exchanges = 0
-    before_exchange: Callable[[], None] | None = None
+    before_exchange: tuple[Callable[[], None], ...] = ()
 
     def about_to_exchange(self) -> None:
         """Tell who wants to know. Every :meth:`communicator` calls this."""
         self.exchanges += 1
-        if self.before_exchange is not None:
-            self.before_exchange()
+        for tell in self.before_exchange:
+            tell()
 
     @abc.abstractmethod
     def communicator(self) -> Communicator:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.torch.generators import GeneratorStates
 from nbelastic.torch.handlers import change, note, things_in
-from nbelastic.torch.snapshot import Builder, Recorder
+from nbelastic.torch.outline import outline, renote
+from nbelastic.torch.snapshot import Builder, Recorder, Thing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,14 +18,18 @@ if TYPE_CHECKING:
     import torch
 
     from nbelastic.elastic.sampler import SamplerSnapshot
-    from nbelastic.torch.snapshot import Node, Thing
+    from nbelastic.torch.snapshot import Node
 
 __all__ = ["Commit", "put_together", "take_apart"]
 
 
 @dataclass(frozen=True)
 class Commit:
-    """All of a state but its tensors' values, which are kept elsewhere or where they are."""
+    """All of a state but its tensors' values, which are kept elsewhere or where they are.
+
+    The tensors of models and optimizers, whose `outlines` tell whether they have changed, come
+    first; so much of a commit need not be looked for again in the next one.
+    """
 
     nodes: dict[str, Node]
     noted: list[Thing]
@@ -32,6 +38,9 @@ class Commit:
     addresses: list[int]
     samplers: list[tuple[ShardSampler, SamplerSnapshot]]
     generators: GeneratorStates
+    outlines: list[object]
+    outlined: list[Thing]
+    n_outlined: int
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Make everything as it was; return the values by name.
@@ -51,10 +60,21 @@ class Commit:
         return values
 
 
-def take_apart(values: Mapping[str, Any]) -> Commit:
-    """Return what there is to know of `values` now."""
+def take_apart(values: Mapping[str, Any], before: Commit | None = None) -> Commit:
+    """Return what there is to know of `values` now; `before` is a commit to learn from."""
     things = things_in(values.values())
+    outlines = [outline(thing) for thing in things]
     recorder = Recorder(things, note)
+    if before is not None and before.outlines == outlines and _same(before.things, things):
+        recorder.resume(before.owners[: before.n_outlined])
+        for node in before.outlined:
+            thing = things[node.number]
+            recorder.adopt(thing, Thing(node.number, renote(recorder, thing, node.content)))
+    else:
+        for thing, known in zip(things, outlines, strict=True):
+            if known is not None:
+                recorder.record(thing)
+    outlined, n_outlined = list(recorder.noted), len(recorder.tensors)
     nodes = {name: recorder.record(value) for name, value in values.items()}
     return Commit(
         nodes,
@@ -64,7 +84,14 @@ def take_apart(values: Mapping[str, Any]) -> Commit:
         [owner.data_ptr() for owner in recorder.tensors],
         [(each, each.snapshot()) for each in things if isinstance(each, ShardSampler)],
         GeneratorStates(),
+        outlines,
+        outlined,
+        n_outlined,
     )
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def put_together(builder: Builder, noted: list[Thing], nodes: dict[str, Node]) -> dict[str, Any]:

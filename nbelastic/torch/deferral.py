@@ -114,6 +114,7 @@ class Deferral:
         self._exchanges = self._generation = 0
         self._tensors: list[torch.Tensor] = []
         self._marks: Marks = []
+        self._watcher = _Hook(weakref.ref(self), "_before_exchange")
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @property
@@ -206,12 +207,14 @@ class Deferral:
             self._on_break(untouched)
 
     def _watch(self) -> None:
+        self._rest()
         if self._context is not None:
-            self._context.before_exchange = self._before_exchange
+            self._context.before_exchange += (self._watcher,)
 
     def _rest(self) -> None:
-        if self._context is not None and self._context.before_exchange == self._before_exchange:
-            self._context.before_exchange = None
+        if self._context is not None:
+            watchers = self._context.before_exchange
+            self._context.before_exchange = tuple(w for w in watchers if w is not self._watcher)
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._hooked:
@@ -222,13 +225,13 @@ class Deferral:
 
 
 class _Hook:
-    """Passes a step on, as long as the state lives. A copied optimizer's steps are not passed."""
+    """Tells a deferral something, as long as its state lives; a copied optimizer tells nothing."""
 
     def __init__(self, deferral: weakref.ref[Deferral] | None, method: str) -> None:
         self._deferral = deferral
         self._method = method
 
-    def __call__(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def __call__(self, *_: object) -> None:
         deferral = None if self._deferral is None else self._deferral()
         if deferral is not None:
             getattr(deferral, self._method)()

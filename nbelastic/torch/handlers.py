@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nbelastic.torch.snapshot import Builder, Node, Recorder
 
-__all__ = ["change", "handler_of", "note", "things_in"]
+__all__ = ["change", "handler_of", "note", "options_of", "things_in"]
 
 
 class Handler(Protocol):
@@ -115,7 +115,7 @@ class OptimizerHandler:
         groups = [
             (
                 [recorder.record(parameter) for parameter in group["params"]],
-                {key: recorder.record(each) for key, each in group.items() if key != "params"},
+                options_of(recorder, group),
             )
             for group in thing.param_groups
         ]
@@ -156,6 +156,11 @@ class OptimizerHandler:
         }
         thing.state.clear()
         thing.state.update(built)
+
+
+def options_of(recorder: Recorder, group: dict[str, Any]) -> dict[str, Node]:
+    """Note all of an optimizer's parameter group but the parameters."""
+    return {key: recorder.record(each) for key, each in group.items() if key != "params"}
 
 
 class SamplerHandler:

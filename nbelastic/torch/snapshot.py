@@ -152,6 +152,16 @@ class Recorder:
             return items
         return self._know(value, Plain(self._copy(value, flat=False)))
 
+    def resume(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin with tensors of which all are known."""
+        self.tensors.extend(tensors)
+        self._known.update((id(tensor), Slot(n)) for n, tensor in enumerate(tensors))
+
+    def adopt(self, thing: object, node: Thing) -> None:
+        """Take the node of a thing as noted."""
+        self._know(thing, node)
+        self.noted.append(node)
+
     def _copy(self, value: object, *, flat: bool) -> object:
         return _copied(value, self._copies, flat) if self._duplicate else value
 

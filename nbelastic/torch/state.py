@@ -89,7 +89,7 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """Keep the present values as the last commit, in the memory of the one before."""
-        commit = take_apart(self._values())
+        commit = take_apart(self._values(), self.__dict__.get("_commit"))
         held = self._deferral.commit(commit.things, _context(), copy=self.always_copy)
         self._copies.take(commit.owners, held)
         self._commit, self._boundary = commit, None
@@ -111,7 +111,7 @@ class TorchState(ObjectState):
 
     def _note_boundary(self) -> None:
         """Note all but the tensors' values at the end of a step."""
-        self._boundary = take_apart(self._values())
+        self._boundary = take_apart(self._values(), self._commit)
         self._boundary_copies.take(self._boundary.owners, self._deferral.tensors)
 
     def _stand_in(self, as_stepped: bool) -> None:

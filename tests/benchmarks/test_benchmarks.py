@@ -24,6 +24,9 @@ from benchmarks.side_by_side import ROOT
             ["--models", "mlp-1m", "--backends", "gloo"],
             {"mlp-1m": {"parameters", "steps", "rounds"}},
         ),
+        ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
+        ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours"}}),
+        ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
     ],
 )
 def test_it_measures_all_it_compares(tmp_path, name, options, expected):

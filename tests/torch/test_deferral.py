@@ -32,8 +32,8 @@ def _a_world_of_one() -> Iterator[None]:
 class Watched(Training):
     """A training with an independent account of what a restore must give."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: str, *, extra: bool = False) -> None:
+        super().__init__(kind, extra=extra)
         self.context = current()
         self.context.ahead = False
         self.account(self.bits())
@@ -111,13 +111,14 @@ ACTIONS = st.tuples(
 @settings(deadline=None, max_examples=150)
 @given(
     kind=st.sampled_from(["adam", "sgd", "tensor lr"]),
+    extra=st.booleans(),
     learned=st.integers(0, LEARNED + 2),
     actions=st.lists(ACTIONS, max_size=14),
 )
 def test_restore_gives_the_commit_or_what_stands_in_for_it(
-    kind: str, learned: int, actions: list[tuple[str, int]]
+    kind: str, extra: bool, learned: int, actions: list[tuple[str, int]]
 ) -> None:
-    training = Watched(kind)
+    training = Watched(kind, extra=extra)
     for _ in range(learned):
         for what in ("exchange", "forward", "step", "values", "commit"):
             training.happen(what, 1)
@@ -218,6 +219,22 @@ def test_a_commit_without_a_step_says_nothing() -> None:
         rhythm.commit()
     rhythm.commit()
     assert rhythm.known
+
+
+def test_two_states_watch_at_once() -> None:
+    some, others = Watched("adam"), Watched("sgd")
+    for _ in range(LEARNED + 1):
+        for what in ("exchange", "step", "commit"):
+            some.happen(what, 1)
+            others.happen(what, 1)
+    assert some.held
+    assert others.held
+    for training in (some, others):
+        training.happen("step", 1)
+    some._break()
+    others.happen("exchange", 1)
+    for training in (some, others):
+        training.happen("restore", 1)
 
 
 def test_a_state_is_not_kept_alive_by_its_optimizer_and_a_copied_optimizer_is_not_watched() -> None:
