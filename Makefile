@@ -30,7 +30,8 @@ $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 	touch $@
 
 test: lint $(NATIVE)
-	$(BIN)/python -m pytest -n $(JOBS) --nbval --nbval-cell-timeout=300 notebooks tests
+	$(BIN)/python -m pytest --nbval notebooks --nbval-cell-timeout=300 -p no:cacheprovider
+	$(BIN)/python -m pytest -n $(JOBS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import dask
@@ -29,24 +30,13 @@ class ByFile(LoadScopeScheduling):
         return "tests/browser" if file.startswith("tests/browser/") else file
 
 
-LONG = (
-    "tests/jobs/test_many_kills.py",
-    "tests/hosts/",
-    "tests/chaos/",
-    "tests/browser/",
-    "notebooks/",
-    "tests/jobs/",
-    "tests/notebook/",
-)
+LONGEST = "tests/jobs/test_many_kills.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long, so that processes which share the tests end together."""
-
-    def turn(item: pytest.Item) -> int:
-        return next((i for i, place in enumerate(LONG) if item.nodeid.startswith(place)), len(LONG))
-
-    items.sort(key=turn)
+    """Begin with what takes longest; then files with many tests, of which most are short."""
+    files = Counter(str(item.path) for item in items)
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), -files[str(item.path)]))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
