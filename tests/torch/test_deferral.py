@@ -40,6 +40,7 @@ class Watched(Training):
 
     def account(self, committed: object) -> None:
         self.expected = committed
+        self.copied = not self.held
         self.stepped = self.touched = self.stood_in = False
         self.after_step: object = None
 
@@ -49,7 +50,8 @@ class Watched(Training):
 
     def _break(self) -> None:
         """The commit's values are gone: what is there stands in, if anything has changed."""
-        if self.held and (self.stepped or self.touched):
+        changed = self.stepped or self.touched
+        if changed and not self.copied and not self.stood_in:
             self.expected = self.bits() if self.touched else self.after_step
             self.stood_in = True
 
