@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import random
@@ -28,7 +29,7 @@ DICE = random.Random(1)
 RANKS = [sys.executable, "-m", "benchmarks.recovery_ranks"]
 
 
-class Peer:
+class Peer(abc.ABC):
     """Ranks that train, of which one can be killed."""
 
     def __init__(self, ranks: int, model: str, folder: str) -> None:
@@ -36,12 +37,13 @@ class Peer:
         self.size_after = ranks - 1
         self._stack = contextlib.ExitStack()
 
+    @abc.abstractmethod
     def alive(self) -> None:
-        """Raise if it has ended."""
+        """Raise if it has ended, or start again what has."""
 
+    @abc.abstractmethod
     def pids(self) -> list[int]:
         """Return the ranks' processes."""
-        raise NotImplementedError
 
     def kill(self) -> tuple[float, list[int]]:
         """Kill one; return when, and who is left."""
@@ -56,9 +58,9 @@ class Peer:
         """Return whose next step ends the outage."""
         return others
 
+    @abc.abstractmethod
     def start(self) -> None:
         """Start the ranks."""
-        raise NotImplementedError
 
     def __enter__(self) -> Any:
         try:
@@ -175,9 +177,6 @@ class Torchft(Peer):
         for index, replica in enumerate(self._replicas):
             if replica.poll() is not None:
                 self._replicas[index] = self._replica()
-
-    def expected(self, _moment: float, others: Collection[int]) -> Collection[int]:
-        return others
 
 
 def _lives(pid: int) -> bool:

@@ -202,6 +202,8 @@ class Driver:
         outcome = next((each.outcome for each in effects if isinstance(each, End)), None)
         if outcome is not None and isinstance(event, Tick) and not self._is_over():
             return
+        if isinstance(event, ClusterGone):
+            outcome = self._machine.roster.outcome  # it may have been known, and not told
         self._link.step(self._now, chance, seq, None if seq else pack_event(event))
         for effect in effects:  # the scheduler carries them out
             self.books.note_effect(effect, size)
