@@ -23,12 +23,17 @@ from tests.collectives.worlds import MAKERS
 class Member:
     """What it can be told to do."""
 
-    at_once = ("abort", "waiting", "threads")
+    at_once = ("make", "abort", "waiting", "threads")
+    communicator = None
 
-    def connect(self, kind, store, **rendezvous):
-        if hasattr(self, "communicator"):
-            self.communicator.close()
+    def make(self, kind, store, **rendezvous):
+        """Make a communicator, which can be aborted from now on."""
+        self.previous = self.communicator
         self.communicator = MAKERS[kind](Rendezvous(store=tuple(store), **rendezvous))
+
+    def connect(self):
+        if self.previous is not None:
+            self.previous.close()
         self.communicator = self.communicator.connect()
 
     def allreduce(self, length):

@@ -130,7 +130,9 @@ def test_abort_frees_who_connects(make):
         connecting = [world.start(rank, lambda c: c.connect()) for rank in (0, 1)]
         assert not any(future.done() for future in connecting)
         world.abort("enough")
-        assert [failure(future) for future in connecting] == ["enough", "enough"]
+        assert failure(connecting[0]) == "enough"
+        # Rank 1 may have seen rank 0 leave before it was aborted itself.
+        assert re.fullmatch("enough|.*rank 0 left before all had come", failure(connecting[1]))
         assert failure(world.start(2, lambda c: c.connect())) == "enough"
         eventually(lambda: not threads_of_communicators(), "the end of all threads")
 

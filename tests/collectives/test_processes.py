@@ -92,11 +92,11 @@ class Crew:
         return generation
 
     def connect(self):
-        """Have all members begin to connect."""
+        """Have all members make their communicators and begin to connect."""
         generation = next(_generations)
-        return generation, [
+        made = [
             member.ask(
-                "connect",
+                "make",
                 kind=self.kind,
                 store=self.store.address,
                 job="crew",
@@ -108,6 +108,9 @@ class Crew:
             )
             for rank, member in enumerate(self.members)
         ]
+        for answer in made:
+            ok(answer)
+        return generation, self.ask("connect")
 
     def ask(self, verb, **arguments):
         return [member.ask(verb, **arguments) for member in self.members]
