@@ -66,7 +66,9 @@ std::uint64_t Executor::enqueue(Operation operation) {
 void Executor::await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock) {
     while (ended_.load() < ticket) {
         if (performing_) {
+            ++waiters_;
             changed_.wait(lock);
+            --waiters_;
         } else {
             perform_next(lock, Patience::eager);
         }
@@ -89,7 +91,8 @@ void Executor::perform_next(std::unique_lock<std::mutex>& lock, Patience patienc
     lock.lock();
     performing_ = false;
     ended_.fetch_add(1);
-    if (thread_.joinable()) changed_.notify_all();
+    // Whoever sleeps without need is not woken: that takes longer than a small operation.
+    if (waiters_ > 0 || !queue_.empty()) changed_.notify_all();
 }
 
 void Executor::work() {

@@ -56,6 +56,7 @@ private:
     std::deque<Operation> queue_;
     std::thread thread_;
     bool performing_ = false;
+    int waiters_ = 0;  // threads asleep in await()
     bool closed_ = false;
     std::uint64_t begun_ = 0;
     std::atomic<std::uint64_t> ended_{0};
