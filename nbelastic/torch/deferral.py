@@ -200,7 +200,6 @@ class Deferral:
             self._watch()
 
     def _before_exchange(self) -> None:
-        self._rest()
         untouched = self.untouched
         if self.rhythm.stepped or not untouched:
             self.rhythm.disturb()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import nbelastic.torch as hvd
@@ -117,6 +117,7 @@ ACTIONS = st.tuples(
     learned=st.integers(0, LEARNED + 2),
     actions=st.lists(ACTIONS, max_size=14),
 )
+@example("adam", False, 3, [("exchange", 0), ("touch", 0), ("exchange", 0), ("step", 0)])
 def test_restore_gives_the_commit_or_what_stands_in_for_it(
     kind: str, extra: bool, learned: int, actions: list[tuple[str, int]]
 ) -> None:
