@@ -169,6 +169,10 @@ class Chooser(ForwardingCommunicator):
         """How many operations have been waited for with success."""
         return 0 if self._chosen is None else self._chosen.completed
 
+    def check(self) -> None:
+        """Raise if it is broken."""
+        self._alarm.check()
+
     def abort(self, reason: str) -> None:
         """Break what was chosen, or end the choosing."""
         self._alarm.raise_(reason)

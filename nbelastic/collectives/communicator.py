@@ -113,6 +113,16 @@ class Communicator(abc.ABC):
     remark: str = ""
     """Why it is none of a faster kind, for people; empty where nothing was stepped aside from."""
 
+    overlaps: bool = True
+    """Whether operations that were begun go on beside the rank's own computing.
+
+    If not, they take its processor's time whenever they happen: best all at once, when they are
+    waited for.
+    """
+
+    anywhere: bool = True
+    """Whether large tensors are reduced where they are, not copied to memory of its own first."""
+
     rank: int
     size: int
     generation: int
@@ -217,6 +227,10 @@ class Communicator(abc.ABC):
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Receive `tensor` from rank `source` and wait for it."""
         self.receive_async(tensor, source).wait()
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise :class:`~nbelastic.errors.CollectiveError` if the communicator is broken."""
 
     @property
     @abc.abstractmethod

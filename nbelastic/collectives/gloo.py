@@ -240,10 +240,10 @@ class GlooCommunicator(LandingCommunicator):
         return flight
 
     def _nothing(self) -> Handle:
-        self.check_whole()
+        self.check()
         return super()._nothing()
 
-    def check_whole(self) -> None:
+    def check(self) -> None:
         """Raise unless operations can begin."""
         self._keeper.check_formed()
         self._alarm.check()

@@ -65,6 +65,7 @@ class HierarchicalCommunicator(LandingCommunicator, ForwardingCommunicator):
     """
 
     name = "hierarchical"
+    anywhere = False
 
     def __init__(
         self, rendezvous: Rendezvous, layout: Layout, group: Group | None, alarm: Alarm
@@ -102,7 +103,7 @@ class HierarchicalCommunicator(LandingCommunicator, ForwardingCommunicator):
         check_op(tensor, op)
         if tensor.numel() == 0:
             return self._nothing()
-        self._flat.check_whole()
+        self._flat.check()
         own = tensor.detach().view(-1)
         buffer = own
         if not self._stages.holds(own):

@@ -51,6 +51,10 @@ class LandingCommunicator(Communicator):
         """How many operations have been waited for with success."""
         return self._completed
 
+    def check(self) -> None:
+        """Raise if it is broken."""
+        self._alarm.check()
+
     def abort(self, reason: str) -> None:
         """Break the communicator and free whoever waits."""
         self._alarm.raise_(reason)

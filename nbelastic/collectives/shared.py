@@ -75,6 +75,8 @@ class SharedMemoryCommunicator(LandingCommunicator):
 
     def __init__(self, rendezvous: Rendezvous, group: Group, alarm: Alarm) -> None:
         super().__init__(rendezvous, alarm)
+        # Sums are this processor's work: beside other work only if there is another one for them.
+        self.overlaps = _processors() >= 2 * self.size
         self._timeout_s = rendezvous.timeout_s
         self._group = group
         self._lent: deque[tuple[Ticket, object]] = deque()
@@ -297,6 +299,13 @@ class SharedMemoryCommunicator(LandingCommunicator):
         for piece, tensor in zip(torch.split(joined, list(counts)), tensors, strict=True):
             piece.copy_(tensor.detach().view(-1))
         return joined
+
+
+def _processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _returning(

@@ -47,7 +47,7 @@ class SoloCommunicator(Communicator):
 
     def connect(self) -> SoloCommunicator:
         """Do nothing: there is nobody to meet."""
-        self._check_whole()
+        self.check()
         return self
 
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
@@ -121,12 +121,13 @@ class SoloCommunicator(Communicator):
         """Let go of nothing; later operations fail as on any closed communicator."""
         self.abort("the communicator is closed")
 
-    def _check_whole(self) -> None:
+    def check(self) -> None:
+        """Raise if it is broken."""
         if self._broken is not None:
             raise CollectiveError(self._broken)
 
     def _begun(self) -> Handle:
-        self._check_whole()
+        self.check()
         return _SoloHandle(self)
 
 
@@ -143,6 +144,6 @@ class _SoloHandle:
         communicator = self._communicator
         if communicator is None:
             return
-        communicator._check_whole()
+        communicator.check()
         communicator._completed += 1
         self._communicator = None

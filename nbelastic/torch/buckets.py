@@ -21,16 +21,12 @@ from nbelastic.collectives import Op
 from nbelastic.torch.adasum import adasum_async
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from nbelastic.collectives import Communicator, Handle
     from nbelastic.torch.adasum import GradientOp
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Scaling", "plan_buckets"]
-
-BUCKET_BYTES = 25 << 20
-# The first is small, so that the network has something to do early.
-FIRST_BUCKET_BYTES = 1 << 20
+__all__ = ["Bucket", "Scaling"]
 
 
 class Scaling(NamedTuple):
@@ -51,7 +47,7 @@ class Bucket:
     Parameters
     ----------
     parameters : sequence of Tensor
-        On one device.
+        On one device. There may be none, where there are riders.
     dtype : torch.dtype
         Type of the elements on the wire.
     riders : int, default 0
@@ -59,6 +55,10 @@ class Bucket:
 
     Attributes
     ----------
+    expected : int
+        How many gradients have not arrived yet; for whoever fills it.
+    pending : dict of int to Tensor
+        What has arrived but is not in it yet, of so many `pending_bytes`; for whoever fills it.
     plain : bool
         Whether gradients travel as what they are.
     views : list of Tensor or None
@@ -77,7 +77,7 @@ class Bucket:
         self._counts = [parameter.numel() for parameter in parameters]
         self._starts = list(itertools.accumulate(self._counts, initial=0))
         self._tail_length = len(parameters) + riders
-        self._device = parameters[0].device
+        self._device = parameters[0].device if parameters else torch.device("cpu")
         self._maker: weakref.ref[Communicator] | None = None
         self._wire: torch.Tensor | None = None
         self._parts: list[torch.Tensor] = []
@@ -87,7 +87,8 @@ class Bucket:
         self._factor: torch.Tensor | None = None
         self._handle: Handle | None = None
         self._filled: list[bool] = []
-        self._left = 0
+        self.expected = self._left = self.pending_bytes = 0
+        self.pending: dict[int, torch.Tensor] = {}
         self._sums: list[complex] = []
 
     def begin(self, communicator: Communicator, scaling: Scaling | None = None) -> None:
@@ -101,7 +102,8 @@ class Bucket:
         # A tensor without dimensions is a number that need not be made into one each time.
         self._factor = None if before == 1.0 else torch.tensor(1 / before, dtype=torch.float64)
         self._filled = [False] * len(self.parameters)
-        self._left = len(self.parameters)
+        self.expected = self._left = len(self.parameters)
+        self.pending, self.pending_bytes = {}, 0
         self._sums = []
 
     def put(self, position: int, gradient: torch.Tensor) -> None:
@@ -109,6 +111,8 @@ class Bucket:
 
         It is copied unless it is in its place already.
         """
+        self._filled[position] = True
+        self._left -= 1
         part = self._parts[position]
         factor = self._factor
         if gradient is part and part.data_ptr() == self._addresses[position]:
@@ -124,8 +128,23 @@ class Bucket:
                 torch.mul(source, factor, out=part)
             else:
                 part.copy_(source).mul_(factor)
-        self._filled[position] = True
-        self._left -= 1
+
+    def put_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Take several gradients, by the positions of their parameters."""
+        parts, sources = [], []
+        for position, gradient in gradients.items():
+            part = self._parts[position]
+            if gradient is part or gradient.dtype != part.dtype or gradient.device != part.device:
+                self.put(position, gradient)
+                continue
+            parts.append(part)
+            sources.append(gradient.detach() if gradient.requires_grad else gradient)
+            self._filled[position] = True
+            self._left -= 1
+        if parts:
+            torch._foreach_copy_(parts, sources)
+            if self._scaling.before != 1.0:
+                torch._foreach_mul_(parts, 1 / self._scaling.before)
 
     def attach(self, position: int) -> torch.Tensor:
         """Make the view of the parameter at `position`, which has one, its gradient; return it."""
@@ -146,7 +165,10 @@ class Bucket:
         return [position for position, filled in enumerate(self._filled) if not filled]
 
     def launch(self, communicator: Communicator, riders: Sequence[float] = ()) -> None:
-        """Begin the reduction; what is missing counts as zero."""
+        """Begin the reduction; what is missing counts as zero.
+
+        Where nothing would go on beside the rank's own computing, it ends in here as well.
+        """
         assert self._wire is not None
         assert self._tail is not None
         if self._left:
@@ -156,7 +178,9 @@ class Bucket:
                 (self._put_up(position) if moved else part).zero_()
         self._tail.copy_(torch.tensor([*map(float, self._filled), *riders], dtype=self.dtype))
         op = self._scaling.op
-        if isinstance(op, Op):
+        if isinstance(op, Op) and self._wire.is_cpu and not communicator.overlaps:
+            communicator.allreduce(self._wire, op)
+        elif isinstance(op, Op):
             self._handle = communicator.allreduce_async(self._wire, op)
         else:
             width = self._wire.numel() // (self._starts[-1] + self._tail_length)
@@ -171,9 +195,9 @@ class Bucket:
         CollectiveError
             The reduction failed; the bucket must be dropped.
         """
-        assert self._handle is not None
         assert self._tail is not None
-        self._handle.wait()
+        if self._handle is not None:
+            self._handle.wait()
         self._handle = None
         self._sums = self._tail.tolist()
 
@@ -191,15 +215,16 @@ class Bucket:
         for position, parameter in enumerate(self.parameters):
             if not self.used(position):
                 continue
-            part = self._parts[position]
-            if self.views[position] is None:
+            part, view = self._parts[position], self.views[position]
+            if view is not None:
+                if after != 1.0:
+                    part.div_(after)
+                if parameter.grad is not view:
+                    parameter.grad = view
+            else:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter, requires_grad=False)
                 _divide(part, after, parameter.grad)
-            else:
-                if after != 1.0:
-                    part.div_(after)
-                self.attach(position)
 
     def release(self) -> None:
         """Let go of a buffer that has not been given away; gradients in it move out."""
@@ -220,7 +245,7 @@ class Bucket:
 
     def _forget(self) -> None:
         self._maker = self._wire = self._tail = self._handle = None
-        self.views, self._parts, self._addresses = [], [], []
+        self.views, self._parts, self._addresses, self.pending = [], [], [], {}
         self._filled, self._sums = [], []
 
     def _allocate(self, communicator: Communicator) -> None:
@@ -270,47 +295,3 @@ def _divide(reduced: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
         torch.div(reduced, divisor, out=out)
     else:
         out.copy_(reduced).div_(divisor)
-
-
-def plan_buckets(
-    parameters: Sequence[torch.Tensor],
-    order: Sequence[int],
-    wire_dtype: Callable[[torch.dtype], torch.dtype],
-    groups: Iterable[Sequence[int]] = (),
-) -> list[list[int]]:
-    """Distribute parameters over buckets; a pure function, so equal on ranks that agree on `order`.
-
-    Parameters
-    ----------
-    parameters : sequence of Tensor
-        Of any types and devices; a bucket holds those of one device and one type on the wire.
-    order : sequence of int
-        Indices of all parameters in the order in which their gradients are expected.
-    wire_dtype : callable
-        From a parameter's type to that of its gradient on the wire.
-    groups : iterable of sequences of int, optional
-        Indices that share a bucket whatever their size. The others share buckets of
-        :data:`BUCKET_BYTES`, the first of :data:`FIRST_BUCKET_BYTES`.
-
-    Returns
-    -------
-    list of list of int
-        Indices in each bucket, the buckets in the order in which they are expected to be full.
-    """
-    expected = {index: place for place, index in enumerate(order)}
-    group_of = {index: number for number, group in enumerate(groups) for index in group}
-    done: list[list[int]] = []
-    filling: dict[tuple[object, ...], list[int]] = {}
-    seen: set[tuple[object, ...]] = set()
-    for index in order:
-        parameter = parameters[index]
-        dtype = wire_dtype(parameter.dtype)
-        key = (group_of.get(index), parameter.device, dtype)
-        bucket = filling.setdefault(key, [])
-        bucket.append(index)
-        if key[0] is None:
-            size = sum(parameters[each].numel() for each in bucket) * dtype.itemsize
-            if size >= (BUCKET_BYTES if key in seen else FIRST_BUCKET_BYTES):
-                seen.add(key)
-                done.append(filling.pop(key))
-    return sorted([*done, *filling.values()], key=lambda bucket: max(expected[i] for i in bucket))

@@ -5,7 +5,9 @@ See :mod:`nbelastic.torch.reducer` for what is shared, and when.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.buckets import Bucket, Scaling, plan_buckets
+from nbelastic.torch.bucket_plan import LARGE_BYTES, plan_buckets
+from nbelastic.torch.buckets import Bucket, Scaling
+from nbelastic.torch.large import LargeBucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +26,12 @@ if TYPE_CHECKING:
     from nbelastic.torch.adasum import GradientOp
     from nbelastic.torch.compression import Compressor
 
-__all__ = ["Layout", "LayoutKeeper", "ReduceOptions"]
+__all__ = ["HOT_BYTES", "Layout", "LayoutKeeper", "ReduceOptions"]
 
 # Communicators that average as they add, at no cost.
 _AVERAGING = ("shm", "hierarchical")
+# So many bytes are still in the processor's cache when they are copied.
+HOT_BYTES = 256 << 10
 _ROOMY = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -56,7 +62,7 @@ class ReduceOptions:
     groups: int | tuple[tuple[torch.Tensor, ...], ...]
     sparse_as_dense: bool
 
-    def scaling(self, communicator: Communicator, bucket: Bucket) -> Scaling:
+    def scaling(self, communicator: Communicator, bucket: Bucket | LargeBucket) -> Scaling:
         """Return how the gradients in `bucket` become an average, on all ranks in the same way.
 
         Without a passage over memory of its own: in the reduction, or when they are copied.
@@ -80,29 +86,90 @@ class Layout:
         In the order of the optimizer.
     order : list of int
         Their indices in the order in which gradients are expected.
-    buckets : list of Bucket
-        The last has one rider.
+    anywhere : bool
+        Whether large gradients are reduced where they are.
+    on_device : bool
+        Whether any parameter is not on the CPU.
+    buckets : list of Bucket or LargeBucket
+        The last is a Bucket and has riders: the flag of a change, and of each large bucket in turn
+        whether it is used.
     places : dict
         From the id of a parameter to its bucket, and its position there.
     """
 
     def __init__(
-        self, parameters: list[torch.Tensor], order: list[int], options: ReduceOptions
+        self,
+        parameters: list[torch.Tensor],
+        order: list[int],
+        options: ReduceOptions,
+        *,
+        anywhere: bool,
     ) -> None:
         self.parameters = parameters
         self.order = order
+        self.anywhere = anywhere
         wire_dtype = options.compression.wire_dtype
         groups = _groups(parameters, order, options.groups)
-        plan = plan_buckets(parameters, order, wire_dtype, groups)
-        self.buckets: list[Bucket] = []
-        self.places: dict[int, tuple[Bucket, int]] = {}
-        for number, indices in enumerate(plan):
-            members = [parameters[index] for index in indices]
-            riders = int(number == len(plan) - 1)
-            bucket = Bucket(members, wire_dtype(members[0].dtype), riders)
+        self.on_device = any(parameter.device.type != "cpu" for parameter in parameters)
+        in_place = anywhere and isinstance(options.op, Op)
+        large_bytes = LARGE_BYTES if in_place else math.inf
+        plan = plan_buckets(parameters, order, wire_dtype, groups, large_bytes=large_bytes)
+        self._large = [LargeBucket(parameters[each.indices[0]]) for each in plan if each.large]
+        self.buckets: list[Bucket | LargeBucket] = []
+        self.places: dict[int, tuple[Bucket | LargeBucket, int]] = {}
+        large = iter(self._large)
+        for planned in plan:
+            members = [parameters[index] for index in planned.indices]
+            bucket: Bucket | LargeBucket
+            if planned.large:
+                bucket = next(large)
+            else:
+                riders = 1 + len(self._large) if planned is plan[-1] else 0
+                dtype = wire_dtype(members[0].dtype) if members else torch.float32
+                bucket = Bucket(members, dtype, riders)
             self.buckets.append(bucket)
             for position, parameter in enumerate(members):
                 self.places[id(parameter)] = (bucket, position)
+
+    @functools.cached_property
+    def quiet(self) -> set[int]:
+        """The ids of parameters after whose gradients nothing is to be done at once.
+
+        After the others there is: the last of all, the last of each bucket, and where as much has
+        come together as is copied while it is in the processor's cache.
+        """
+        quiet: set[int] = set()
+        left = {id(bucket): len(bucket.parameters) for bucket in self.buckets}
+        gathered = 0
+        for index in self.order[:-1]:
+            parameter = self.parameters[index]
+            bucket, _ = self.places[id(parameter)]
+            left[id(bucket)] -= 1
+            gathered += parameter.nbytes
+            if left[id(bucket)] == 0 or gathered >= HOT_BYTES:
+                gathered = 0
+            else:
+                quiet.add(id(parameter))
+        return quiet
+
+    def view_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return what a parameter's gradient is to be, if that is part of a buffer."""
+        bucket, position = self.places[id(parameter)]
+        return bucket.views[position]
+
+    def riders(self, change_flag: bool) -> list[float]:
+        """Return what the last bucket says beside its gradients, once the others are launched."""
+        return [float(change_flag), *(float(each.full) for each in self._large)]
+
+    def deliver(self) -> bool:
+        """Make the reduced gradients those of the parameters; return whether any flag was set."""
+        closing = self.buckets[-1]
+        assert isinstance(closing, Bucket)
+        for number, large in enumerate(self._large, 1):
+            large.used = closing.rider(number) > 0
+        for bucket in self.buckets:
+            bucket.deliver()
+        return closing.rider(0) > 0
 
     def begin(self, communicator: Communicator, options: ReduceOptions) -> None:
         """Have all buckets be empty, for a new round."""
@@ -163,8 +230,9 @@ class LayoutKeeper:
         elif not self._settled and not self._observing:
             order = self._order_of_root(communicator, default)
             self._settled = True
-        if layout is None or layout.order != order:
-            layout = Layout(parameters, order, self._options)
+        anywhere = communicator.anywhere
+        if layout is None or layout.order != order or layout.anywhere is not anywhere:
+            layout = Layout(parameters, order, self._options, anywhere=anywhere)
         self._layout, self._generation = layout, communicator.generation
         return layout
 
@@ -183,6 +251,10 @@ class LayoutKeeper:
         first = [index_of[key] for key in arrived if key in index_of]
         missing = set(index_of.values()).difference(first)
         self._observed = [*first, *sorted(missing, reverse=True)]
+
+    def quiet(self) -> set[int]:
+        """Return the ids of parameters whose gradients need no attention of their own."""
+        return self._layout.quiet if self._layout is not None and self._settled else set()
 
     def drop(self) -> None:
         """Give all buffers away, with the gradients in them."""

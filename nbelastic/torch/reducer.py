@@ -2,19 +2,20 @@
 
 A *round* is one such passage. It begins with the first gradient (or with
 :meth:`Reducer.synchronize`, on a rank that has computed none), and ends when
-:meth:`Reducer.synchronize` has the reduced gradients. While backward runs, each gradient is put
-into its bucket as it is accumulated, and a bucket is launched when it is full and all before it
-have been; :meth:`Reducer.synchronize` launches the rest. So all ranks launch the same buckets in
-the same order, whichever parameters they have used.
+:meth:`Reducer.synchronize` has the reduced gradients. While backward runs, gradients are put into
+their buckets soon after they have arrived. A bucket is launched when all of it has arrived and all
+buckets before it have been; :meth:`Reducer.synchronize` launches the rest, and all of them where
+nothing goes on beside a rank's own computing (``Communicator.overlaps``). So all ranks launch the
+same buckets in the same order, whichever parameters they have used.
 
 Where gradients are
 -------------------
-From when it has arrived a gradient *is* its part of the bucket (``parameter.grad`` refers to it),
-and the next backward finds it there if nobody has set it to None: it is copied at most once. So
-between ``backward`` and ``synchronize`` it has no value to rely on, and a gradient that the user
-keeps beyond ``step`` changes with the next, as under DDP with ``gradient_as_bucket_view``. Where
-gradients travel as another type, or are on a GPU, or a parameter is not contiguous, they are copied
-to the bucket and back.
+Once it has been put there a gradient *is* its part of the bucket (``parameter.grad`` refers to it),
+and the next backward finds it there if nobody has set it to None: it is copied at most once. A
+large one is reduced where backward has left it. So between ``backward`` and ``synchronize`` it has
+no value to rely on, and a gradient that the user keeps beyond ``step`` may change with the next, as
+under DDP with ``gradient_as_bucket_view``. Where gradients travel as another type, or are on a GPU,
+or a parameter is not contiguous, they are copied to the bucket and back.
 
 What all ranks must share
 -------------------------
@@ -41,6 +42,7 @@ import dataclasses
 import functools
 import threading
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,7 +92,8 @@ class Reducer:
         self._keeper = LayoutKeeper(options, names)
         self._round: Round | None = None
         self._failed: int | None = None
-        self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._arrived: deque[torch.Tensor] = deque()
+        self._hooks: dict[int, tuple[torch.Tensor, Any, bool]] = {}
         self._yielded: set[int] = set()
         # Backward may run in several threads where parameters are on several devices.
         self._lock = threading.Lock()
@@ -100,25 +103,35 @@ class Reducer:
     @property
     def pending(self) -> bool:
         """Whether gradients have arrived that are not reduced yet."""
+        if self._arrived:
+            return True
         round_ = self._round
         return round_ is not None and bool(round_.arrived) and not self._is_stale(round_)
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Take in that backward has accumulated into ``parameter.grad``."""
+        """Take in that backward has accumulated into ``parameter.grad``, and all before it."""
+        self._arrived.append(parameter)
         with self._lock:
             try:
-                round_ = self._present_round()
-                self.synchronized = False
-                gradient = parameter.grad
-                if gradient is None:
-                    raise CollectiveError(
-                        "a gradient was added to that of a step which an earlier generation left "
-                        "half-way; call optimizer.zero_grad() before backward()"
-                    )
-                round_.arrive(parameter, gradient)
+                self._take_in()
             except BaseException:
                 self._fail()
                 raise
+
+    def _take_in(self) -> None:
+        round_ = self._present_round()
+        round_.communicator.check()  # the rest of backward would be for nothing
+        self.synchronized = False
+        arrived = self._arrived
+        while arrived:
+            parameter = arrived.popleft()
+            gradient = parameter.grad
+            if gradient is None:
+                raise CollectiveError(
+                    "a gradient was added to that of a step which an earlier generation left "
+                    "half-way; call optimizer.zero_grad() before backward()"
+                )
+            round_.arrive(parameter, gradient)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -133,6 +146,8 @@ class Reducer:
         """
         with self._lock:
             try:
+                if self._arrived:
+                    self._take_in()
                 round_ = self._present_round()
                 round_.check_untouched(self._trained())
                 round_.finish()
@@ -140,6 +155,7 @@ class Reducer:
                 self._fail()
                 raise
             self._keeper.observe(round_.arrived)
+            self._hook(round_.parameters)
             self._round = None
             self.synchronized = True
 
@@ -214,13 +230,14 @@ class Reducer:
         return layout
 
     def _is_stale(self, round_: Round) -> bool:
+        """Return whether the rank is in another generation, or another context, by now."""
         return self._find_context().generation != round_.generation
 
     def _abandon(self) -> None:
         """Drop the round; where others wait for its buckets, be of no use to its generation."""
         round_, self._round = self._round, None
         self.synchronized = False
-        if round_ is not None and round_.launched:
+        if round_ is not None and round_.awaited:
             round_.discard()
             self._keeper.drop()
             self._failed = round_.communicator.generation
@@ -228,6 +245,7 @@ class Reducer:
     def _fail(self) -> None:
         """Drop the round and all gradients, of which some may have been reduced, others not."""
         self._abandon()
+        self._arrived.clear()
         for parameter in self._trained():
             parameter.grad = None
 
@@ -246,15 +264,29 @@ class Reducer:
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:
-        """Have autograd call back for `parameters` and no others, as long as this object lives."""
+        """Have autograd call back for `parameters` and no others, as long as this object lives.
+
+        Once it is known in which order gradients arrive, it need not be for each: most are only
+        noted, without Python's interpreter, until one that is worth it.
+        """
         keys = {id(parameter) for parameter in parameters}
         for key in self._hooks.keys() - keys:
             self._hooks.pop(key)[1].remove()
+        quiet = self._keeper.quiet()
         for parameter in parameters:
-            if id(parameter) not in self._hooks and id(parameter) not in self._yielded:
-                hook = functools.partial(_on_gradient, weakref.ref(self))
-                register: Any = parameter.register_post_accumulate_grad_hook
-                self._hooks[id(parameter)] = (parameter, register(hook))
+            key = id(parameter)
+            if key in self._yielded:
+                continue
+            known = self._hooks.get(key)
+            if known is not None and known[2] == (key in quiet):
+                continue
+            if known is not None:
+                known[1].remove()
+            hook: Any = functools.partial(_on_gradient, weakref.ref(self))
+            if key in quiet:
+                hook = self._arrived.append
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._hooks[key] = (parameter, register(hook), key in quiet)
 
     def _yield(self, keys: set[int]) -> None:
         """Leave the gradients of some parameters to a newer optimizer while backward runs."""

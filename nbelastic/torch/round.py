@@ -5,9 +5,13 @@ See :mod:`nbelastic.torch.reducer` for when rounds begin and end, and what happe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
+
+from nbelastic.torch.buckets import Bucket
+from nbelastic.torch.large import LargeBucket
+from nbelastic.torch.layout import HOT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,22 +27,10 @@ __all__ = ["Round"]
 _SMALL = 1 << 16
 
 
-class Arrival(NamedTuple):
-    """A gradient as it was when backward had computed it: where, and how often it was changed."""
-
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    version: int
-    address: int
-
-    def untouched(self) -> bool:
-        """Return whether the parameter has the same gradient with the same values."""
-        gradient = self.gradient
-        return (
-            self.parameter.grad is gradient
-            and gradient._version == self.version
-            and gradient.data_ptr() == self.address
-        )
+Arrival = tuple[torch.Tensor, torch.Tensor, int, int]
+"""A parameter, and its gradient as it was when backward had computed it: how often it had been
+changed in place, and where it lay. A plain tuple, since there is one for each gradient of a step.
+"""
 
 
 class Round:
@@ -83,16 +75,17 @@ class Round:
         self.arrived: dict[int, Arrival] = {}
         self.launched = 0
         self._layout = layout
+        self._eager = layout is not None and (communicator.overlaps or layout.on_device)
         self._options = options
         self._names = names
         self._passes_left = dict.fromkeys(map(id, parameters), options.passes)
         # Not everything counts as a change in place (``GradScaler`` does not). So one gradient
         # stays out of the buffers until the end, with a copy of some of its values: the first that
         # is small, or has to stay out anyway.
-        self._witness: tuple[Arrival, torch.Tensor] | None = None
+        self._witness: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def arrive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Count a backward pass; after the last, take the gradient and launch what is full.
+        """Count a backward pass; after the last, note the gradient and launch what is full.
 
         Raises
         ------
@@ -117,31 +110,73 @@ class Round:
         if gradient.layout is not torch.strided:
             gradient = self._dense(parameter, gradient)
         layout = self._layout
+        if self._witness is None and (gradient.numel() <= _SMALL or self._stays(parameter)):
+            if layout is not None and gradient is layout.view_of(parameter):
+                parameter.grad = gradient = gradient.clone()
+            self._witness = (parameter, _sample(gradient))
+        self._note(parameter, gradient)
         if layout is None:
-            self._note(key, parameter, gradient, stays=True)
             return
         bucket, position = layout.places[key]
-        view = bucket.views[position]
-        stays = view is None or gradient.requires_grad
-        if self._witness is None and gradient.numel() <= _SMALL:
-            stays = True
-            if gradient is view:
-                parameter.grad = gradient = gradient.clone()
-        bucket.put(position, gradient)
-        if not stays:
-            gradient = bucket.attach(position)
-        self._note(key, parameter, gradient, stays=stays)
-        if bucket.full:
+        bucket.expected -= 1
+        if isinstance(bucket, Bucket):
+            bucket.pending[position] = gradient
+            bucket.pending_bytes += gradient.nbytes
+            if bucket.expected == 0 or bucket.pending_bytes >= HOT_BYTES:
+                self._take_pending(bucket)
+        if self._eager:
             self._launch_full(layout)
 
-    def _note(
-        self, key: int, parameter: torch.Tensor, gradient: torch.Tensor, *, stays: bool
-    ) -> None:
-        """Remember a gradient as it is, out of the buffers until the end or not."""
-        arrival = Arrival(parameter, gradient, gradient._version, gradient.data_ptr())
-        self.arrived[key] = arrival
-        if stays and self._witness is None:
-            self._witness = (arrival, _sample(gradient))
+    def _note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Remember a gradient as it is."""
+        address = gradient.data_ptr()
+        self.arrived[id(parameter)] = (parameter, gradient, gradient._version, address)
+
+    def _stays(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient is what backward has made it until all are delivered."""
+        if self._layout is None:
+            return True
+        bucket, position = self._layout.places[id(parameter)]
+        if isinstance(bucket, Bucket):
+            return bucket.views[position] is None
+        return not self._eager
+
+    def _take_pending(self, bucket: Bucket) -> None:
+        """Copy what has arrived, and have it be there at once, so that it takes no memory twice."""
+        witness = None if self._witness is None else self._witness[0]
+        gradients, bucket.pending, bucket.pending_bytes = bucket.pending, {}, 0
+        bucket.put_all(gradients)
+        for position, gradient in gradients.items():
+            parameter = bucket.parameters[position]
+            stays = bucket.views[position] is None or gradient.requires_grad
+            if not stays and parameter is not witness and parameter.grad is gradient:
+                self._note(parameter, bucket.attach(position))
+
+    def _launch_full(self, layout: Layout) -> None:
+        for bucket in layout.buckets[self.launched :]:
+            if bucket.expected:
+                break
+            self._fill(bucket)
+            self._launch(layout)
+
+    def _fill(self, bucket: Bucket | LargeBucket) -> None:
+        """Put in all gradients that there are: those that have arrived, and those of before."""
+        gradients = {}
+        for position in bucket.missing():
+            parameter = bucket.parameters[position]
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                gradient = self._dense(parameter, gradient)
+            gradients[position] = gradient
+        bucket.put_all(gradients)
+        if (
+            isinstance(bucket, LargeBucket)
+            and gradients
+            and id(bucket.parameters[0]) in self.arrived
+        ):
+            self._note(bucket.parameters[0], gradients[0])  # it may have been divided
 
     def check_untouched(self, trained: list[torch.Tensor]) -> None:
         """Refuse to reduce gradients that somebody has worked on since backward.
@@ -156,12 +191,20 @@ class Round:
         RuntimeError
             A gradient or the set of parameters has changed.
         """
-        touched = [each for each in self.arrived.values() if not each.untouched()]
-        if self._witness is not None and not _alike(self._witness[1], self._witness[0].gradient):
-            touched.append(self._witness[0])
+        touched = [
+            parameter
+            for parameter, gradient, version, address in self.arrived.values()
+            if parameter.grad is not gradient
+            or gradient._version != version
+            or gradient.data_ptr() != address
+        ]
+        if self._witness is not None:
+            parameter, sample = self._witness
+            if not _alike(sample, self.arrived[id(parameter)][1]):
+                touched.append(parameter)
         if touched:
             raise RuntimeError(
-                f"the gradient of {self._name(touched[0].parameter)} was changed between "
+                f"the gradient of {self._name(touched[0])} was changed between "
                 "backward() and step(), when it was being reduced; to clip or unscale "
                 "gradients, call optimizer.synchronize() first and step in "
                 "`with optimizer.skip_synchronize():`"
@@ -187,34 +230,28 @@ class Round:
             return
         while self.launched < len(layout.buckets):
             bucket = layout.buckets[self.launched]
-            for position in bucket.missing():
-                parameter = bucket.parameters[position]
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if gradient.layout is not torch.strided:
-                    gradient = self._dense(parameter, gradient)
-                bucket.put(position, gradient)
+            self._fill(bucket)
             self._launch(layout)
         for bucket in layout.buckets:
             bucket.wait()
-            bucket.deliver()
-        if layout.buckets:
-            self.context.agree(layout.buckets[-1].rider(0) > 0)
+        self.context.agree(layout.deliver())
+
+    @property
+    def awaited(self) -> bool:
+        """Whether other ranks may be waiting for what this one has begun."""
+        late = self._layout is not None and not self._eager
+        return self.launched > 0 or (late and bool(self.arrived))
 
     def discard(self) -> None:
         """Drop the gradients that have arrived, unless there are others in their place."""
-        for arrival in self.arrived.values():
-            if arrival.parameter.grad is arrival.gradient:
-                arrival.parameter.grad = None
-
-    def _launch_full(self, layout: Layout) -> None:
-        while self.launched < len(layout.buckets) and layout.buckets[self.launched].full:
-            self._launch(layout)
+        for parameter, gradient, _, _ in self.arrived.values():
+            if parameter.grad is gradient:
+                parameter.grad = None
 
     def _launch(self, layout: Layout) -> None:
         bucket = layout.buckets[self.launched]
-        riders = [float(self.context.change_flag())] if bucket is layout.buckets[-1] else []
+        closing = bucket is layout.buckets[-1]
+        riders = layout.riders(self.context.change_flag()) if closing else []
         self.launched += 1
         bucket.launch(self.communicator, riders)
 

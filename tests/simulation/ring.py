@@ -82,12 +82,12 @@ class SimCommunicator(Communicator):
     # -- connecting ---------------------------------------------------------------------------
 
     def connect(self) -> SimCommunicator:
-        self._check()
+        self.check()
         store = self._exchange.stores.get(self._rendezvous.store)
         if store is None or not store.process.alive:
             self._fiber.sleep(self._network.delay())
             self.abort("connection refused")
-            self._check()
+            self.check()
         assert store is not None
         self._network.post(self.process, store.process, lambda: self._come(store))
         self.wait_for(lambda: self._ready, counts=False)
@@ -148,7 +148,7 @@ class SimCommunicator(Communicator):
         assert self._exchange.hub.current is self._fiber, "a communicator belongs to one thread"
         deadline = self._exchange.hub.now + self._rendezvous.timeout_s
         while True:
-            self._check()
+            self.check()
             if done():
                 return
             self._waiting = True
@@ -158,7 +158,7 @@ class SimCommunicator(Communicator):
             finally:
                 self._waiting = False
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self.broken is not None:
             raise CollectiveError(self.broken)
 
@@ -173,7 +173,7 @@ class SimCommunicator(Communicator):
     # -- operations ---------------------------------------------------------------------------
 
     def _begin(self, kind: str, part: Any, fill: Callable[[Operation], None]) -> Handle:
-        self._check()
+        self.check()
         assert self._ready, "an operation before the group has connected"
         group = self._group
         assert group is not None
@@ -222,7 +222,7 @@ class SimCommunicator(Communicator):
         return self._begin("barrier", None, lambda _: None)
 
     def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
-        self._check()
+        self.check()
         assert self._group is not None
         receiver = self._group.members[to]
         copy = tensor.clone()
@@ -239,7 +239,7 @@ class SimCommunicator(Communicator):
         return handle
 
     def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
-        self._check()
+        self.check()
         assert self._group is not None
         number = self._received[source] = self._received.get(source, -1) + 1
         return _Receipt(self, tensor, self._group.mail.setdefault((source, self.rank), {}), number)

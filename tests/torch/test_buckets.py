@@ -3,54 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbelastic.torch.buckets import (
-    BUCKET_BYTES,
-    FIRST_BUCKET_BYTES,
-    Bucket,
-    Scaling,
-    plan_buckets,
-)
-from nbelastic.torch.compression import Compression
+from nbelastic.torch.buckets import Bucket, Scaling
 from tests.torch.fakes import LendingCommunicator, TwinCommunicator
-
-MEGA = 1 << 20
-
-
-def tensors(*megabytes, dtype=torch.float32):
-    return [torch.empty(int(size * MEGA) // dtype.itemsize, dtype=dtype) for size in megabytes]
-
-
-def same(dtype):
-    return dtype
-
-
-def test_the_first_bucket_is_small_and_the_others_are_not():
-    assert (FIRST_BUCKET_BYTES, BUCKET_BYTES) == (MEGA, 25 * MEGA)
-    parameters = tensors(10, 10, 10, 10, 0.5, 0.5, 0.5)
-    order = [6, 5, 4, 3, 2, 1, 0]
-    assert plan_buckets(parameters, order, same) == [[6, 5], [4, 3, 2, 1], [0]]
-
-
-def test_a_bucket_has_one_type_on_the_wire():
-    parameters = [*tensors(1, 1), *tensors(1, 1, dtype=torch.float64)]
-    order = [0, 2, 1, 3]
-    assert plan_buckets(parameters, order, same) == [[0], [2], [1], [3]]
-    halved = Compression.fp16.wire_dtype
-    assert plan_buckets(parameters, order, halved) == [[0, 2, 1], [3]]
-
-
-def test_buckets_are_ordered_by_when_they_are_full():
-    parameters = tensors(0.1, 2, 2)
-    parameters[0] = parameters[0].double()
-    assert plan_buckets(parameters, [0, 1, 2], same) == [[0], [1], [2]]
-    assert plan_buckets(parameters, [1, 0, 2], same, groups=[[0, 2]]) == [[1], [0], [2]]
-    single = tensors(0.1, 2, 2)
-    assert plan_buckets(single, [0, 1, 2], same, groups=[[0, 2]]) == [[1], [0, 2]]
-
-
-def test_groups_have_any_size():
-    parameters = tensors(30, 30, 0.1, 0.1)
-    assert plan_buckets(parameters, [3, 2, 1, 0], same, [[3], [0, 1]]) == [[3], [2], [1, 0]]
 
 
 @pytest.fixture

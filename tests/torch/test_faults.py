@@ -11,9 +11,9 @@ import torch
 import nbelastic.torch as hvd
 from nbelastic.elastic.context import activate
 from nbelastic.errors import CollectiveError
-from nbelastic.torch import buckets
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator
+from tests.torch.modes import only
 from tests.torch.training import (
     assert_close,
     assert_equal,
@@ -26,10 +26,7 @@ from tests.torch.training import (
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch):
-    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 200)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 800)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 class Trainer:
@@ -100,6 +97,7 @@ def test_a_peer_that_dies_in_backward_costs_the_step_and_no_more():
     assert_close(results[0], train_alone(SGD, steps=3))
 
 
+@only("early")
 def test_a_failed_launch_leaves_backward_as_what_it_is():
     communicator = TwinCommunicator(generation=1, fail_at=1)
     context = ChangingContext(communicator)
@@ -123,6 +121,7 @@ def storages(communicator):
     return {tensor.untyped_storage().data_ptr() for tensor in communicator.lent}
 
 
+@only("early")
 @pytest.mark.parametrize("how", ["failure", "stale round", "reset"])
 def test_buffers_that_were_lent_are_not_used_again(how):
     old = TwinCommunicator(generation=1, fail_at=2 if how == "failure" else None)
@@ -146,6 +145,7 @@ def test_buffers_that_were_lent_are_not_used_again(how):
     assert not storages(old) & storages(new)
 
 
+@only("early")
 def test_buffers_are_used_again_for_the_next_step():
     communicator = TwinCommunicator(generation=1)
     context = ChangingContext(communicator)
@@ -160,6 +160,7 @@ def test_buffers_are_used_again_for_the_next_step():
         assert storages(communicator) <= used
 
 
+@only("early")
 def test_a_backward_without_step_is_forgotten_in_the_next_generation():
     context = ChangingContext(TwinCommunicator(generation=1))
     trainer = Trainer(context, backward_passes_per_step=2)
@@ -254,6 +255,7 @@ def test_the_first_gradient_makes_a_member_of_a_job_without_loop():
     assert context.communicator().lent
 
 
+@only("early")
 def test_hooks_find_their_rank_in_any_thread():
     twin = TwinCommunicator(generation=1)
     context = ChangingContext(twin)
@@ -263,3 +265,19 @@ def test_hooks_find_their_rank_in_any_thread():
         thread.start()
         thread.join()
     assert twin.lent
+
+
+@only("late")
+def test_a_backward_of_a_broken_generation_ends_early():
+    twin = TwinCommunicator(generation=1)
+    context = ChangingContext(twin)
+    trainer = Trainer(context)
+    with activate(context):
+        loss = loss_of(trainer.model, 0)
+        seen = []
+        trainer.model[0].bias.register_hook(seen.append)
+        trainer.model[4].bias.register_hook(lambda _: twin.abort("a peer is gone"))
+        with pytest.raises(CollectiveError, match="a peer is gone"):
+            loss.backward()
+    assert not seen
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())

@@ -8,9 +8,10 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.context import activate
-from nbelastic.torch import buckets
+from nbelastic.torch import bucket_plan
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator
+from tests.torch.modes import only
 from tests.torch.training import (
     STEPS,
     assert_close,
@@ -25,10 +26,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
-@pytest.fixture
-def small_buckets(monkeypatch):
-    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 200)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 800)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 def train(context, make_optimizer=SGD, before_step=None, **options):
@@ -57,7 +55,6 @@ def assert_as_alone(results, make_optimizer=SGD, **options):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("make_optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
-@pytest.mark.usefixtures("small_buckets")
 def test_ranks_together_train_like_one_process(size, make_optimizer):
     results = run_ranks(size, lambda context: train(context, make_optimizer))
     assert_as_alone(results, make_optimizer)
@@ -113,7 +110,6 @@ def test_fp16_halves_the_bytes_and_keeps_ranks_equal():
     assert {tensor.dtype for tensor in context.communicator().lent} == {torch.float16}
 
 
-@pytest.mark.usefixtures("small_buckets")
 def test_passes_accumulate_before_gradients_are_reduced():
     def rank_main(context):
         model = make_model()
@@ -129,7 +125,9 @@ def test_passes_accumulate_before_gradients_are_reduced():
     assert_as_alone(run_ranks(2, rank_main))
 
 
-def test_nothing_is_launched_before_the_last_pass():
+@only("early")
+def test_nothing_is_launched_before_the_last_pass(monkeypatch):
+    monkeypatch.setattr(bucket_plan, "BUCKET_BYTES", 1 << 20)
     communicator = TwinCommunicator(generation=1)
     model = make_model()
     with activate(ChangingContext(communicator)):
@@ -227,7 +225,7 @@ def test_skip_synchronize_without_synchronize_is_refused():
             optimizer.step()
 
 
-@pytest.mark.usefixtures("small_buckets")
+@only("early")
 def test_buckets_are_launched_while_backward_runs():
     communicator = TwinCommunicator(generation=1)
     model = make_model()
@@ -246,7 +244,7 @@ def test_buckets_are_launched_while_backward_runs():
             assert launched[-1] < events.index("backward done")
 
 
-@pytest.mark.usefixtures("small_buckets")
+@only("early")
 def test_buckets_follow_the_order_in_which_gradients_arrive():
     class Backwards(torch.nn.Module):
         """Uses its layers in the opposite order of their definition."""

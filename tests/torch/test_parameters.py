@@ -9,18 +9,17 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.context import activate
-from nbelastic.torch import buckets
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator
+from tests.torch.modes import set_mode
 from tests.torch.training import assert_close, assert_equal, loss_of, make_model, parameters_of
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 @pytest.fixture(autouse=True)
-def small_buckets(monkeypatch):
-    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 16)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 64)
+def small_buckets(monkeypatch, mode):
+    set_mode(monkeypatch, mode, 16, 64)
 
 
 def make_experts(count=4):

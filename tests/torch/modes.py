@@ -1,0 +1,30 @@
+"""The ways in which gradients go to be reduced; by turns, small as the tests' models are."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.collectives import Communicator
+from nbelastic.torch import bucket_plan, layout
+from tests.torch.fakes import LendingCommunicator
+
+# early: buckets are launched while backward runs; late: when they are waited for; large: gradients
+# of half a kilobyte or more are reduced where they are, early or late.
+MODES = ["early", "late", "large", "large late"]
+
+
+def set_mode(
+    monkeypatch: pytest.MonkeyPatch, mode: str, first_bytes: int, bucket_bytes: int
+) -> None:
+    """Have buckets of so many bytes, and gradients go as `mode` says."""
+    monkeypatch.setattr(bucket_plan, "FIRST_BUCKET_BYTES", first_bytes)
+    monkeypatch.setattr(bucket_plan, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(Communicator, "overlaps", "late" not in mode)
+    if "large" in mode:
+        monkeypatch.setattr(layout, "LARGE_BYTES", 512)
+        monkeypatch.setattr(LendingCommunicator, "strict", False)
+
+
+def only(mode: str) -> pytest.MarkDecorator:
+    """Return what has a test run in one way only."""
+    return pytest.mark.parametrize("mode", [mode], indirect=True)
