@@ -34,7 +34,7 @@ STEPS_PER_SECOND = 10
 
 
 class SimulatedLink:
-    """The cluster's end: 200 ranks that do what they are told."""
+    """The cluster's end: ranks that do what they are told."""
 
     status = "running"
     epoch = 1
@@ -68,19 +68,32 @@ class SimulatedLink:
     def submit(self, start: int, *_: Any, **__: Any) -> None:
         self.say(RankReady(start, 0, -1, 1, ("10.0.0.1", 4000 + start), False, ""))
 
+    def drives(self) -> bool:
+        return True
+
     def forget(self, start: int) -> None:
         pass
 
     def close(self) -> None:
         pass
 
-    def beat(self, beat: int) -> None:
-        """Send what 200 ranks send in half a second."""
+    def beat(self, beat: int, rows: int = 5) -> None:
+        """Send what the ranks send in half a second, or between any two heartbeats."""
         step = beat * STEPS_PER_SECOND // 2
         self.say(Beats(tuple(Beat(s, step << 32, False, step) for s in self.members)))
-        rows = [[step + i, 0, 1, None, {"loss": 1.0 / (step + i + 1)}] for i in range(5)]
-        vitals = [[s, [step, 32 * step, "cuda:0", 0, step, 9, 900, []], rows] for s in self.members]
+        row = [[step + i, 0, 1, None, {"loss": 1.0 / (step + i + 1)}] for i in range(rows)]
+        vitals = [
+            [s, [step, 32 * step, "cuda:0", 0, step, 9, 900, 0, 0, []], row] for s in self.members
+        ]
         self.tell("vitals", vitals=vitals)
+
+
+def slots_of(count: int) -> tuple[Slot, ...]:
+    """Return so many slots, four on each host."""
+    return tuple(
+        Slot(f"worker-{i}", f"tcp://10.0.{i // 200}.{i % 200}:40001", f"w{i}", f"node-{i // 4}")
+        for i in range(count)
+    )
 
 
 def main() -> int:
@@ -91,11 +104,7 @@ def main() -> int:
     driver = Driver("large", Options(np=RANKS, min_np=100), lambda: None)
     link.driver = driver
     driver.start(link)  # type: ignore[arg-type]
-    slots = [
-        Slot(f"worker-{i}", f"tcp://10.0.{i // 50}.{i}:40001", f"w{i}", f"node-{i // 4}")
-        for i in range(RANKS)
-    ]
-    link.say(SlotsFound(tuple(slots)))
+    link.say(SlotsFound(slots_of(RANKS)))
     job = Job(driver)
     panel = Panel(job)
     pause = threading.Event()

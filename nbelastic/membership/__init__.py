@@ -40,7 +40,7 @@ from .events import (
 from .machine import Machine
 from .model import FRESH, Limits, Member, Outcome, Place, Plan, Slot, over
 from .placement import arrange, place_of
-from .roster import Phase, Stage
+from .rank import Phase, Stage
 from .serial import from_dict, to_dict
 from .view import RankView, View, view
 from .watch import HELD_UP

@@ -28,13 +28,15 @@ from . import events as ev
 from .effects import Effect, EndRank
 from .model import over
 from .placement import arrange
-from .roster import Phase, Rank, Stage
+from .rank import Phase, Rank, Stage
 from .rules import Rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["Machine"]
+
+_HANDLERS = {kind: f"_on_{kind.__name__}" for kind in ev.Event.__subclasses__()}
 
 
 class Machine(Rules):
@@ -61,24 +63,61 @@ class Machine(Rules):
         self._chance, self._effects = chance, []
         self.roster.now = max(now, self.roster.now)
         if self.roster.phase != Phase.ENDED:
-            handler: Callable[[ev.Event], None] = getattr(self, f"_on_{type(event).__name__}")
+            handler: Callable[[ev.Event], None] = getattr(self, _HANDLERS[type(event)])
             handler(event)
-            self._advance()
+            if self._effects or self._now >= (self.deadline() or 0.0) or not self._is_idle(event):
+                self._deadline = None
+                self._advance()
         return self._effects
 
     def deadline(self) -> float | None:
         """Return when to hand in a ``Tick`` if nothing else happens; None after the end."""
-        return self.roster.deadline(self.roster.now)
+        if self._deadline is None:
+            self._deadline = self.roster.deadline(self.roster.now)
+        return self._deadline
+
+    def _is_idle(self, event: ev.Event) -> bool:
+        """Return whether an event calls for nothing more, since others like it are waited for.
+
+        Nothing is due, and nothing has come of the event yet. That spares the many messages of a
+        large job the rules; who leaves this out gets the same decisions, later.
+        """
+        roster, kind = self.roster, type(event)
+        if kind is ev.Beats:
+            in_generation = roster.phase in (Phase.RUNNING, Phase.FINISHING)
+            return in_generation and self._now < roster.still_since + roster.limits.stall_timeout
+        if kind is ev.SlotsFound:
+            waiting = roster.phase == Phase.GATHERING and roster.short_since is not None
+            short = waiting and roster.within_reach(self._now) < roster.needed()
+            return short and not roster.launched
+        if kind is ev.RankFormed:
+            return roster.phase == Phase.FORMING
+        if kind is ev.RankReady:
+            counted = roster.counted
+            starting = counted.first(Stage.STARTING)
+            founding = starting is not None and starting.start < roster.founders
+            awaited = roster.any_in(Stage.MEMBER, Stage.DONE) or (founding and not counted.synced)
+            alike = counted.loops if counted.loops else counted.ready_loops
+            return (
+                roster.phase == Phase.GATHERING
+                and awaited
+                and not roster.any_in(Stage.RETURNED)
+                and not counted.vacant
+                and not roster.broken_by_user
+                and alike.keys() == counted.ready_loops.keys()
+                and len(alike) == 1
+            )
+        return False
 
     # -- slots -------------------------------------------------------------------------------
 
     def _on_SlotsFound(self, event: ev.SlotsFound) -> None:  # noqa: N802
         for slot in event.slots:
             if slot.id not in self.roster.departing:
-                self.roster.slots[slot.id] = slot
+                self.roster.find_slot(slot)
 
     def _on_SlotBusy(self, event: ev.SlotBusy) -> None:  # noqa: N802
-        self.roster.slots.pop(event.slot, None)
+        self.roster.drop_slot(event.slot)
         for rank in self._on_slot(event.slot):
             if rank.stage in (Stage.STARTING, Stage.ENDING):
                 self.roster.ranks.pop(rank.start)
@@ -98,12 +137,12 @@ class Machine(Rules):
                 self._lose(rank, event.detail or "its worker is gone", process_gone=True)
 
     def _on_SlotSilent(self, event: ev.SlotSilent) -> None:  # noqa: N802
-        self.roster.slots.pop(event.slot, None)
+        self.roster.drop_slot(event.slot)
         running = [rank for rank in self._on_slot(event.slot) if rank.stage != Stage.RETURNED]
         self._evict(running, event.detail or "its worker sends no heartbeat")
 
     def _on_slot(self, slot: str) -> list[Rank]:
-        return [rank for rank in self.roster.ranks.values() if rank.slot.id == slot]
+        return list(self.roster.counted.on_slot.get(slot, {}).values())
 
     # -- ranks -------------------------------------------------------------------------------
 
@@ -114,9 +153,13 @@ class Machine(Rules):
         if event.left < rank.planned or event.left > self.roster.generation:
             return  # sent before the plan that it is in now
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
-        if rank.stage != Stage.READY:
-            rank.stage, rank.since = Stage.READY, self._now
-        rank.loop, rank.store, rank.unreached = event.loop, event.store, event.unreached
+        rank.change(
+            stage=Stage.READY,
+            since=rank.since if rank.stage == Stage.READY else self._now,
+            loop=event.loop,
+            store=event.store,
+            unreached=event.unreached,
+        )
         self._note_version(rank, event.version)
         if was_member:
             self._note_commits()
@@ -156,13 +199,14 @@ class Machine(Rules):
         if roster.phase != Phase.FORMING:
             return
         rank.formed = True
-        if all(member.formed for member in roster.members()):
+        if not roster.counted.unformed:
             for member in roster.members():
                 member.moved_at = member.heard_at = self._now
+            roster.still_since = self._now
             roster.forming_failures = 0
             roster.ran = roster.ran or (roster.plan is not None and roster.plan.loop > 0)
             self._enter(Phase.RUNNING)
-            size = len(roster.members())
+            size = roster.counted.present
             words = f"{size} rank{'s' * (size != 1)} {over(roster.backend)}"
             self._record("formed", detail=words.rstrip())
 
@@ -263,9 +307,15 @@ class Machine(Rules):
             self._note_commits()
 
     def _note_beat(self, rank: Rank, beat: ev.Beat) -> None:
-        rank.heard_at = self._now
         if beat.progress != rank.progress or beat.waiting != rank.waiting:
-            rank.progress, rank.waiting, rank.moved_at = beat.progress, beat.waiting, self._now
+            rank.change_uncounted(
+                heard_at=self._now,
+                moved_at=self._now,
+                progress=beat.progress,
+                waiting=beat.waiting,
+            )
+        else:
+            rank.change_uncounted(heard_at=self._now)
         if rank.stage == Stage.MEMBER:
             self._note_version(rank, beat.version)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 __all__ = ["FRESH", "Limits", "Member", "Outcome", "Place", "Plan", "Slot", "over"]
@@ -145,23 +146,26 @@ class Plan:
     @property
     def source(self) -> int:
         """Lowest rank that holds the newest version: where the state comes from."""
-        return [member.version for member in self.members].index(self.version)
+        newest = self.version
+        return next(r for r, member in enumerate(self.members) if member.version == newest)
 
     @property
     def behind(self) -> tuple[int, ...]:
         """Ranks that must receive the state."""
+        newest, source = self.version, self.source
         return tuple(
             rank
             for rank, member in enumerate(self.members)
-            if member.version != self.version or (self.version == FRESH and rank != self.source)
+            if member.version != newest or (newest == FRESH and rank != source)
         )
 
     def rank_of(self, start: int) -> int | None:
         """Return the rank of a start of the function, or None if it is no member."""
-        for rank, member in enumerate(self.members):
-            if member.start == start:
-                return rank
-        return None
+        return self._ranks.get(start)
+
+    @functools.cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {member.start: rank for rank, member in enumerate(self.members)}
 
 
 @dataclass(frozen=True)

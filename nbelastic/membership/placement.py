@@ -9,7 +9,7 @@ from .model import Place, Slot
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["arrange", "choose", "place_of", "spread"]
+__all__ = ["arrange", "choose", "place_of", "places_of", "spread"]
 
 
 class Located(Protocol):
@@ -86,6 +86,32 @@ def place_of(slots: Sequence[Slot], rank: int) -> Place:
         cross_rank=peers.index(host),
         cross_size=len(peers),
     )
+
+
+def places_of(slots: Sequence[Slot]) -> list[Place]:
+    """Return where each rank stands when the ranks run on `slots`: :func:`place_of` of all."""
+    crews = spread(slots)
+    sizes = [0] * max(crews.values(), default=0)  # by local rank: how many hosts have it
+    for crew in crews.values():
+        for local_rank in range(crew):
+            sizes[local_rank] += 1
+    local_ranks = dict.fromkeys(crews, 0)
+    before = [0] * len(sizes)
+    places = []
+    for rank, slot in enumerate(slots):
+        local_rank = local_ranks[slot.host]
+        place = Place(
+            rank=rank,
+            size=len(slots),
+            local_rank=local_rank,
+            local_size=crews[slot.host],
+            cross_rank=before[local_rank],
+            cross_size=sizes[local_rank],
+        )
+        places.append(place)
+        local_ranks[slot.host] += 1
+        before[local_rank] += 1
+    return places
 
 
 def spread(slots: Sequence[Slot]) -> dict[str, int]:

@@ -1,12 +1,14 @@
-"""All that the machine remembers, and what follows from it. Nothing here changes anything."""
+"""All that the machine remembers, and what follows from it. Nothing here decides anything."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 
 from .cooldown import Cooldown
-from .model import FRESH, Limits, Outcome, Plan, Slot
+from .model import Limits, Outcome, Plan, Slot
+from .placement import spread
+from .rank import Phase, Rank, Stage
+from .ranks import Ranks
 from .repeats import Repeats
 
 __all__ = [
@@ -15,10 +17,7 @@ __all__ = [
     "REST",
     "STRIKES",
     "STRIKE_WINDOW",
-    "Phase",
-    "Rank",
     "Roster",
-    "Stage",
 ]
 
 JOIN_WINDOW = 1.0
@@ -41,64 +40,6 @@ QUIET = 5.0
 
 STRIKE_WINDOW = 2.0
 """Seconds in which failures on a host count as one: a machine that goes takes all its workers."""
-
-
-class Phase(str, enum.Enum):
-    """Where a job stands.
-
-    ``GATHERING`` waits for ranks to be ready for the next generation, ``FORMING`` for the ranks of
-    a plan to connect; in ``RUNNING`` they train; in ``FINISHING`` all have left the elastic loop;
-    in ``ENDING`` the outcome is known and ranks are being ended; ``ENDED`` is for ever.
-    """
-
-    GATHERING = "gathering"
-    FORMING = "forming"
-    RUNNING = "running"
-    FINISHING = "finishing"
-    ENDING = "ending"
-    ENDED = "ended"
-
-
-class Stage(str, enum.Enum):
-    """Where a rank stands.
-
-    ``STARTING`` until it reports ready; ``READY`` without a generation; ``MEMBER`` of the present
-    one; ``DONE`` with its elastic loop, waiting for the others; ``RETURNED`` from its function;
-    ``ENDING``, told to end and not heard of since.
-    """
-
-    STARTING = "starting"
-    READY = "ready"
-    MEMBER = "member"
-    DONE = "done"
-    RETURNED = "returned"
-    ENDING = "ending"
-
-
-@dataclass
-class Rank:
-    """One start of the function. `planned` is the newest generation it was planned into."""
-
-    start: int
-    slot: Slot
-    since: float
-    stage: Stage = Stage.STARTING
-    version: float = FRESH
-    loop: int = 0
-    store: tuple[str, int] = ("", 0)
-    unreached: tuple[int, ...] = ()
-    planned: int = 0
-    formed: bool = False
-    leaving: bool = False
-    progress: int = 0
-    waiting: bool = False
-    moved_at: float = 0.0
-    heard_at: float = 0.0
-    version_at_join: float = 0
-
-    def waits(self, phase: Phase) -> bool:
-        """Return whether the rank waits for others, be it in a collective or at its loop's end."""
-        return self.waiting or (self.stage == Stage.DONE and phase == Phase.RUNNING)
 
 
 @dataclass
@@ -138,8 +79,8 @@ class Roster:
         The same, whoever the members.
     short_since : float or None
         Since when there has been no training because too few slots were there.
-    departing : list of str
-        Slots that are leaving or gone: nothing is ever started on them again.
+    departing : dict of str to float
+        Slots that are leaving or gone, and since when: nothing is ever started on them again.
     broken_by_user : dict of int to str
         What user code raised since the newest plan, by start.
     workers_out : Cooldown
@@ -154,6 +95,8 @@ class Roster:
         When the newest of them failed.
     repeats : Repeats
         Errors that members raised lately.
+    still_since : float
+        No member has moved before this; some have since.
     now : float
         Time of the newest event.
     """
@@ -185,7 +128,7 @@ class Roster:
     reset_causes: list[str] = field(default_factory=list)
     ranks: dict[int, Rank] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
-    departing: list[str] = field(default_factory=list)
+    departing: dict[str, float] = field(default_factory=dict)
     broken_by_user: dict[int, str] = field(default_factory=dict)
     workers_out: Cooldown = field(default_factory=Cooldown)
     resting: Cooldown = field(default_factory=Cooldown)
@@ -193,7 +136,12 @@ class Roster:
     host_strikes: dict[str, list[str]] = field(default_factory=dict)
     struck_at: dict[str, float] = field(default_factory=dict)
     repeats: Repeats = field(default_factory=Repeats)
+    still_since: float = 0.0
     outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        self.counted = Ranks(self.ranks.values(), self.slots, self.generation)
+        self.ranks = self.counted
 
     @property
     def ended(self) -> bool:
@@ -207,9 +155,15 @@ class Roster:
         order = [self.ranks.get(member.start) for member in self.plan.members]
         return [rank for rank in order if rank is not None and rank.stage != Stage.ENDING]
 
+    def any_in(self, *stages: Stage) -> bool:
+        """Return whether any rank is in any of `stages`."""
+        crews = self.counted.stages
+        return any(map(crews.__getitem__, stages))
+
     def in_stage(self, *stages: Stage) -> list[Rank]:
         """Return the ranks in any of `stages`, in the order of their starts."""
-        return [rank for rank in self.ranks.values() if rank.stage in stages]
+        ranks = [rank for stage in stages for rank in self.counted.stages[stage].values()]
+        return sorted(ranks, key=_start) if len(ranks) > 1 else ranks
 
     def awaited(self) -> list[Rank]:
         """Return members that have not left the generation yet."""
@@ -218,6 +172,17 @@ class Roster:
     def staying(self) -> list[Rank]:
         """Return the ranks that are there and not on their way out."""
         return [r for r in self.ranks.values() if r.stage != Stage.ENDING and not r.leaving]
+
+    def find_slot(self, slot: Slot) -> None:
+        """Note a slot, be it new or known."""
+        self.slots[slot.id] = slot
+        if slot.id not in self.counted.on_slot:
+            self.counted.vacant[slot.id] = None
+
+    def drop_slot(self, slot: str) -> None:
+        """Forget a slot, if it is known."""
+        self.slots.pop(slot, None)
+        self.counted.vacant.pop(slot, None)
 
     def worker_key(self, slot: Slot) -> str:
         """Return under which key a worker cools down: with a range, its name on its host."""
@@ -244,20 +209,19 @@ class Roster:
 
     def free_slots(self, now: float) -> list[Slot]:
         """Return the slots on which a rank could be started now, in the order of discovery."""
-        taken = {rank.slot.id for rank in self.ranks.values()}
-        crews: dict[str, int] = {}
-        for rank in self.staying():
-            crews[rank.slot.host] = crews.get(rank.slot.host, 0) + 1
+        vacant = [self.slots[id] for id in self.counted.vacant]
+        vacant = [slot for slot in vacant if not self.excluded(slot, now)]
+        if len(vacant) > 1:
+            ids = {slot.id for slot in vacant}
+            vacant = [slot for slot in self.slots.values() if slot.id in ids]
+        cap = self.limits.slots_per_host
+        if cap is None or not vacant:
+            return vacant
+        crews = spread([rank.slot for rank in self.staying()])
         free = []
-        for slot in self.slots.values():
+        for slot in vacant:
             crew = crews.get(slot.host, 0)
-            cap = self.limits.slots_per_host
-            if (
-                slot.id not in taken
-                and slot.id not in self.departing
-                and not self.excluded(slot, now)
-                and (cap is None or crew < cap)
-            ):
+            if crew < cap:
                 free.append(slot)
                 crews[slot.host] = crew + 1
         return free
@@ -267,22 +231,26 @@ class Roster:
 
         Newcomers start the function from the top: they can join those in loop 1, and nobody else.
         """
-        return max((rank.loop for rank in self.staying() if rank.planned), default=None)
+        return max(self.counted.loops, default=None)
 
     def may_hire(self) -> bool:
         """Return whether newcomers could join."""
         if self.ended or self.stopping or self.phase == Phase.FINISHING:
             return False
-        if self.in_stage(Stage.RETURNED):
+        if self.any_in(Stage.RETURNED):
             return False
-        return not self.staying() or (self.loop() in (None, 1) and not self.closed)
+        return not self.counted.staying or (self.loop() in (None, 1) and not self.closed)
 
     def within_reach(self, now: float) -> int:
         """Return how many ranks the job could have with what is there now."""
-        count = len(self.staying())
-        if self.may_hire():
-            count += len(self.free_slots(now))
-        return count if self.limits.max_np is None else min(count, self.limits.max_np)
+        count, most = self.counted.staying, self.limits.max_np
+        if self.may_hire() and (most is None or count < most):
+            plain = self.limits.slots_per_host is None
+            if plain and not self.workers_out.until and not self.resting.until:
+                count += len(self.counted.vacant)
+            else:
+                count += len(self.free_slots(now))
+        return count if most is None else min(count, most)
 
     def needed(self) -> int:
         """Return how many slots the job waits for."""
@@ -296,7 +264,7 @@ class Roster:
 
         If nobody is heard of, the messages are late, not the ranks.
         """
-        heard = [rank for rank in self.awaited() if now < rank.heard_at + quiet]
+        heard = {rank for rank in self.awaited() if now < rank.heard_at + quiet}
         return [rank for rank in ranks if rank not in heard] if heard else []
 
     def stall_suspects(self, now: float) -> list[Rank]:
@@ -308,7 +276,7 @@ class Roster:
         """
         members, limit = self.awaited(), self.limits.stall_timeout
         quiet = min(QUIET, limit / 2)  # one that froze while it waited has said last that it waits
-        lost = self.unheard(members, now, quiet)
+        lost = set(self.unheard(members, now, quiet))
         if not any(now < rank.heard_at + quiet for rank in members):
             return []
         still = [rank for rank in members if now >= rank.moved_at + limit]
@@ -320,23 +288,36 @@ class Roster:
         return members if len(still) == len(members) else []
 
     def deadline(self, now: float) -> float | None:
-        """Return when time alone will change something next; None only after the end."""
+        """Return when time alone may change something next; None only after the end."""
         if self.phase == Phase.ENDED:
             return None
-        times = [r.since + self.limits.ending_timeout for r in self.in_stage(Stage.ENDING)]
-        times += [r.since + self.limits.elastic_timeout for r in self.in_stage(Stage.STARTING)]
-        times.append(now + self.limits.stall_timeout)
+        limits = self.limits
+        times = [now + limits.stall_timeout]
+        times += self._oldest(Stage.ENDING, limits.ending_timeout)
+        times += self._oldest(Stage.STARTING, limits.elastic_timeout)
         if self.phase == Phase.FORMING:
-            times.append(self.phase_since + self.limits.forming_timeout)
-        elif self.phase == Phase.GATHERING and self.awaited():
-            times.append(self.phase_since + self.limits.stall_timeout)
+            times.append(self.phase_since + limits.forming_timeout)
+        elif self.phase == Phase.GATHERING and self.any_in(Stage.MEMBER, Stage.DONE):
+            times.append(self.phase_since + limits.stall_timeout)
         elif self.phase in (Phase.RUNNING, Phase.FINISHING):
-            times += [r.moved_at + self.limits.stall_timeout for r in self.awaited()]
-            times += [r.since + JOIN_WINDOW for r in self.in_stage(Stage.READY)]
+            still = [self.still_since]
+            if now >= self.still_since + limits.stall_timeout:
+                still = [rank.moved_at for rank in self.awaited()]
+            times += [since + limits.stall_timeout for since in still]
+            times += self._oldest(Stage.READY, JOIN_WINDOW)
         if self.short_since is not None:
-            times.append(self.short_since + self.limits.elastic_timeout)
+            times.append(self.short_since + limits.elastic_timeout)
         for out in (self.workers_out, self.resting):
-            end = out.next_end(now)
+            end = out.next_end(now) if out.until else None
             if end is not None:
                 times.append(end)
-        return min((time for time in times if time > now), default=now)
+        return min([time for time in times if time > now], default=now)
+
+    def _oldest(self, stage: Stage, limit: float) -> list[float]:
+        """Return when whoever is in `stage` the longest has been there for `limit` s."""
+        crew = self.counted.stages[stage]
+        return [next(iter(crew.values())).since + limit] if crew else []
+
+
+def _start(rank: Rank) -> int:
+    return rank.start

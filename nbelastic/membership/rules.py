@@ -7,7 +7,8 @@ import math
 from .effects import Notify, Release
 from .model import FRESH
 from .placement import arrange, choose
-from .roster import JOIN_WINDOW, Phase, Rank, Stage
+from .rank import Phase, Rank, Stage
+from .roster import JOIN_WINDOW
 from .separation import broken_pairs, outsiders
 from .watch import Watch
 
@@ -51,8 +52,8 @@ class Rules(Watch):
     def _note_finish(self) -> None:
         """See whether the members have come to their end: of the loop, or of the function."""
         roster = self.roster
-        if not roster.in_stage(Stage.RETURNED):
-            if roster.in_stage(Stage.MEMBER):
+        if not roster.any_in(Stage.RETURNED):
+            if roster.any_in(Stage.MEMBER):
                 return
             self._note_commits()
             starts = tuple(member.start for member in roster.members())
@@ -60,11 +61,12 @@ class Rules(Watch):
         self._enter(Phase.FINISHING)
         for rank in roster.awaited():
             rank.moved_at = self._now
+        roster.still_since = self._now
 
     def _note_commits(self) -> None:
         """Note the newest commit that all members hold."""
         roster = self.roster
-        common = min((rank.version for rank in roster.members()), default=FRESH)
+        common = min(roster.counted.versions, default=FRESH)
         if math.floor(common) > roster.version:
             roster.version = math.floor(common)
             roster.stalls = roster.fruitless = roster.barren = 0
@@ -74,9 +76,9 @@ class Rules(Watch):
         roster = self.roster
         for rank in roster.in_stage(Stage.STARTING, Stage.READY):
             self._end_rank(rank, "stop", "the job is finishing")
-        if roster.awaited():
+        if roster.any_in(Stage.MEMBER, Stage.DONE):
             return
-        if roster.in_stage(Stage.RETURNED):
+        if roster.any_in(Stage.RETURNED):
             self._conclude()
         else:
             self._enter(Phase.GATHERING)
@@ -86,30 +88,33 @@ class Rules(Watch):
     def _gather(self) -> None:
         """Make the next plan if all who belong to it are ready."""
         roster = self.roster
-        if roster.awaited():
+        if roster.any_in(Stage.MEMBER, Stage.DONE):
             return
         if roster.stopping:
             self._end("stopped", reason="stopped by its user at a commit")
             return
-        ready = [rank for rank in roster.in_stage(Stage.READY) if not rank.leaving]
-        if roster.in_stage(Stage.RETURNED):
-            self._gather_returned(ready)
+        if roster.any_in(Stage.RETURNED):
+            self._gather_returned(self._ready())
             return
-        synced = [rank for rank in ready if rank.version != FRESH]
+        synced = roster.counted.synced
         if roster.broken_by_user and not synced:
             reason = "; ".join(sorted(set(roster.broken_by_user.values())))
             self._end("failed", "rank_failed", reason)
             return
-        founders = [r for r in roster.in_stage(Stage.STARTING) if r.start < roster.founders]
-        if founders and not synced:
+        starting = roster.counted.first(Stage.STARTING)
+        if starting is not None and starting.start < roster.founders and not synced:
             return  # those who were started together take part from the first
-        self._plan(ready)
+        if roster.counted.ready >= roster.limits.min_np:
+            self._plan(self._ready())
+
+    def _ready(self) -> list[Rank]:
+        return [rank for rank in self.roster.in_stage(Stage.READY) if not rank.leaving]
 
     def _gather_returned(self, ready: list[Rank]) -> None:
         if ready:
             names = ", ".join(self._name(rank) for rank in ready)
             self._end("failed", "returned_early", f"ranks returned while others wait: {names}")
-        elif self.roster.plan is not None or not self.roster.in_stage(Stage.STARTING):
+        elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
             self._conclude()
 
     def _plan(self, ready: list[Rank]) -> None:
@@ -119,15 +124,16 @@ class Rules(Watch):
             ready = self._leave_out(ready)
         order = self._order(ready)
         if len(order) < limits.min_np:
-            if len(ready) >= limits.min_np and not roster.in_stage(Stage.STARTING):
+            if len(ready) >= limits.min_np and not roster.any_in(Stage.STARTING):
                 self._end("failed", "no_progress", "ranks wait at different places of the function")
         elif roster.forming_failures >= FORMING_FAILURES:
             self._give_up("the ranks could not connect")
         elif roster.plan is None or self._count_reset(order):
+            chosen = set(order)
             for rank in ready:
-                if rank not in order and rank.version != FRESH:
+                if rank not in chosen and rank.version != FRESH:
                     self._end_rank(rank, "leave", "the job was scaled down")
-            known = roster.crew
+            known = set(roster.crew)
             self._publish(order)
             for rank in order:
                 if rank.start not in known:
@@ -140,10 +146,11 @@ class Rules(Watch):
         """
         roster, limits = self.roster, self.roster.limits
         before = {start: rank for rank, start in enumerate(roster.crew)}
-        ready = [rank for rank in ready if rank.loop == max(r.loop for r in ready)]
+        loop = max((rank.loop for rank in ready), default=0)
+        ready = [rank for rank in ready if rank.loop == loop]
         ready.sort(key=lambda rank: (before.get(rank.start, len(before)), rank.start))
         by_worth = sorted(ready, key=lambda rank: -rank.version)
-        chosen = choose(by_worth, most=limits.max_np, per_host=limits.slots_per_host)
+        chosen = set(choose(by_worth, most=limits.max_np, per_host=limits.slots_per_host))
         survivors = [rank for rank in ready if rank in chosen and rank.start in before]
         newcomers = [rank for rank in ready if rank in chosen and rank.start not in before]
         return arrange(survivors, newcomers)
@@ -212,15 +219,19 @@ class Rules(Watch):
             reason = "the others are past where this rank is: nobody can join them there"
             self._end_rank(rank, "stop", reason)
         if limits.max_np is not None:
-            unsynced = roster.in_stage(Stage.STARTING, Stage.READY)
-            unsynced = [rank for rank in unsynced if rank.version == FRESH]
-            surplus = min(len(roster.staying()) - limits.max_np, len(unsynced))
-            for rank in unsynced[len(unsynced) - max(surplus, 0) :]:
-                self._end_rank(rank, "leave", "the job was scaled down")
+            surplus = roster.counted.staying - limits.max_np
+            if surplus > 0:
+                unsynced = roster.in_stage(Stage.STARTING, Stage.READY)
+                unsynced = [rank for rank in unsynced if rank.version == FRESH]
+                for rank in unsynced[max(len(unsynced) - surplus, 0) :]:
+                    self._end_rank(rank, "leave", "the job was scaled down")
 
     def _left_behind(self) -> list[Rank]:
         """Return ranks that cannot take part any more: the others are past where these are."""
         roster, loop = self.roster, self.roster.loop()
+        here = loop is None or all(ready == loop for ready in roster.counted.ready_loops)
+        if here and (loop in (None, 1) or not roster.counted.newcomers):
+            return []
         return [
             rank
             for rank in roster.in_stage(Stage.STARTING, Stage.READY)
@@ -235,11 +246,14 @@ class Rules(Watch):
             return
         if not roster.launched and roster.within_reach(self._now) < roster.needed():
             return
+        staying, most = roster.counted.staying, limits.max_np
+        if not roster.counted.vacant or (most is not None and staying >= most):
+            return
         free = roster.free_slots(self._now)
-        if limits.max_np is not None:
-            free = free[: max(0, limits.max_np - len(roster.staying()))]
+        if most is not None:
+            free = free[: most - staying]
         if free:
-            if not roster.staying():
+            if not staying:
                 roster.founders, roster.closed = roster.starts + len(free), False
             roster.launched = True
             self._start(free)
@@ -249,7 +263,9 @@ class Rules(Watch):
     def _announce_changes(self) -> None:
         """Tell the members of a change, once per generation."""
         roster, limits = self.roster, self.roster.limits
-        if roster.pending:
+        counted, most = roster.counted, limits.max_np
+        stay = counted.staying == len(roster.ranks) and (most is None or counted.staying <= most)
+        if roster.pending or (stay and not roster.stopping and not counted.ready):
             return
         members = roster.members()
         staying = [rank for rank in members if not rank.leaving]
@@ -265,10 +281,10 @@ class Rules(Watch):
     def _joiners(self, members: list[Rank]) -> bool:
         """Return whether newcomers should be taken in now."""
         roster, limits = self.roster, self.roster.limits
-        ready = [rank for rank in roster.in_stage(Stage.READY) if not rank.leaving]
+        ready = self._ready()
         if not ready:
             return False
         larger = choose([*members, *ready], most=limits.max_np, per_host=limits.slots_per_host)
         waited = self._now >= min(rank.since for rank in ready) + JOIN_WINDOW
-        alone = not roster.in_stage(Stage.STARTING)
+        alone = not roster.any_in(Stage.STARTING)
         return len(larger) > len(members) and (alone or waited)

@@ -17,9 +17,10 @@ from .effects import (
     StartRank,
 )
 from .model import FRESH, Limits, Member, Outcome, Plan, Slot
-from .placement import arrange, place_of
+from .placement import arrange, places_of
+from .rank import Phase, Rank, Stage
 from .repeats import BLOWS, Blow, count
-from .roster import REST, STRIKE_WINDOW, STRIKES, Phase, Rank, Roster, Stage
+from .roster import REST, STRIKE_WINDOW, STRIKES, Roster
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +36,7 @@ class Transitions:
         self.roster.workers_out.bounds = limits.cooldown
         self.roster.resting.bounds = limits.cooldown or REST
         self._chance = 0.0
+        self._deadline: float | None = None
         self._effects: list[Effect] = []
 
     @property
@@ -77,10 +79,9 @@ class Transitions:
         known = {rank.start for rank in members}
         others = [rank for rank in roster.staying() if rank.start not in known]
         order = arrange(members, others)
-        slots_in_order = [rank.slot for rank in order]
+        places = dict(zip(order, places_of([rank.slot for rank in order]), strict=True))
         for rank in newcomers:
-            place = place_of(slots_in_order, order.index(rank))
-            self._emit(StartRank(start=rank.start, slot=rank.slot, place=place))
+            self._emit(StartRank(start=rank.start, slot=rank.slot, place=places[rank]))
 
     def _end_rank(self, rank: Rank, how: str, reason: str) -> None:
         """Tell a rank to end, at once as far as the job is concerned."""
@@ -100,9 +101,8 @@ class Transitions:
 
     def _depart(self, slot: str) -> None:
         """Note that nothing can be started on a slot any more."""
-        self.roster.slots.pop(slot, None)
-        if slot not in self.roster.departing:
-            self.roster.departing.append(slot)
+        self.roster.drop_slot(slot)
+        self.roster.departing.setdefault(slot, self._now)
 
     def _drop(self, rank: Rank, cause: str) -> None:
         """Take a rank out of the job: it has ended, or does not count any more.
@@ -170,6 +170,8 @@ class Transitions:
     def _pardon(self, rank: Rank) -> None:
         """Forget what a rank's worker and host have failed: it has made progress."""
         roster = self.roster
+        if not (roster.strikes or roster.host_strikes or roster.resting.failures):
+            return
         roster.host_strikes.pop(rank.slot.host, None)
         roster.strikes.pop(rank.slot.lasting, None)
         for key in (rank.slot.host, rank.slot.lasting):
@@ -177,9 +179,10 @@ class Transitions:
 
     def _note_version(self, rank: Rank, version: float) -> None:
         """Note a rank's last commit, which never goes back."""
-        if version > max(rank.version, rank.version_at_join):
+        if version > rank.version_at_join and version > rank.version:
             self._pardon(rank)
-        rank.version = max(rank.version, version)
+        if version > rank.version:
+            self.roster.counted.hold(rank, version)
 
     def _blame_function(self, rank: Rank, error: str) -> None:
         """End the job if the same error came from one worker after another (:mod:`.repeats`).
@@ -233,19 +236,22 @@ class Transitions:
             return
         if roster.phase in (Phase.FORMING, Phase.RUNNING):
             self._enter(Phase.GATHERING)
-        for rank in roster.awaited():
-            rank.moved_at = self._now
+        elif roster.phase == Phase.FINISHING:
+            for rank in roster.awaited():
+                rank.moved_at = self._now
         self._abort_awaited(cause)
 
     def _regather(self) -> None:
         """End the present generation as planned: its members leave it at the same step."""
         self._enter(Phase.GATHERING)
-        if any(rank.stage == Stage.DONE for rank in self.roster.awaited()):
+        if self.roster.any_in(Stage.DONE):
             self._abort_awaited("ranks left their loop at different steps")
 
     def _abort_awaited(self, cause: str) -> None:
+        if self.roster.aborted:
+            return
         starts = tuple(rank.start for rank in self.roster.awaited())
-        if starts and not self.roster.aborted:
+        if starts:
             self.roster.aborted = True
             self._emit(Abort(generation=self.roster.generation, starts=starts, reason=cause))
 
@@ -254,20 +260,21 @@ class Transitions:
         roster = self.roster
         loop = max(rank.loop for rank in order)
         roster.generation += 1
+        roster.counted.begin(roster.generation)
         plan = Plan(
             generation=roster.generation,
             members=tuple(Member(r.start, r.slot, r.store, r.version) for r in order),
             loop=loop,
         )
-        if roster.version > max(plan.version, 0) or (roster.ran and plan.version == FRESH):
+        newest = plan.version
+        if roster.version > max(newest, 0) or (roster.ran and newest == FRESH):
             self._record("restarted", detail=f"no rank is left that holds commit {roster.version}")
-            roster.version = math.floor(max(plan.version, 0))
+            roster.version = math.floor(max(newest, 0))
         for rank in order:
-            rank.stage, rank.planned, rank.formed = Stage.MEMBER, plan.generation, False
+            rank.change(stage=Stage.MEMBER, planned=plan.generation, formed=False, waiting=False)
             rank.since = rank.moved_at = rank.heard_at = self._now
-            rank.waiting = False
             if rank.version == FRESH:
-                rank.version_at_join = max(plan.version, 0)
+                rank.version_at_join = max(newest, 0)
         roster.plan = plan
         roster.crew = [rank.start for rank in order]
         roster.aborted = roster.pending = False
@@ -311,7 +318,7 @@ class Transitions:
     def _close(self) -> None:
         """Say that it is over, once nothing runs any more."""
         roster = self.roster
-        if roster.in_stage(Stage.ENDING) or roster.outcome is None:
+        if roster.any_in(Stage.ENDING) or roster.outcome is None:
             return
         outcome = roster.outcome
         if outcome.error == "rank_failed":

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .roster import Phase, Rank, Roster, Stage
+from .rank import Phase, Rank, Stage
+from .roster import Roster
 
 if TYPE_CHECKING:
     from .machine import Machine

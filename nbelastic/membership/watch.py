@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .effects import RestartWorker
-from .roster import Phase, Stage
+from .rank import Phase, Stage
 from .transitions import Transitions
 
 __all__ = ["HELD_UP", "Watch"]
@@ -34,14 +34,20 @@ class Watch(Transitions):
 
     def _expire_ending(self) -> None:
         roster, limit = self.roster, self.roster.limits.ending_timeout
+        oldest = roster.counted.first(Stage.ENDING)
+        if oldest is None or self._now < oldest.since + limit:
+            return
         for rank in roster.in_stage(Stage.ENDING):
             if self._now >= rank.since + limit:
                 roster.ranks.pop(rank.start)
-                roster.slots.pop(rank.slot.id, None)
+                roster.drop_slot(rank.slot.id)
                 self._emit(RestartWorker(slot=rank.slot, reason="its rank did not end when told"))
 
     def _expire_starting(self) -> None:
         limit = self.roster.limits.elastic_timeout
+        oldest = self.roster.counted.first(Stage.STARTING)
+        if oldest is None or self._now < oldest.since + limit:
+            return
         starting = self.roster.in_stage(Stage.STARTING)
         late = [rank for rank in starting if self._now >= rank.since + limit]
         self._evict(late, f"not ready {limit:g} s after its start")
@@ -69,6 +75,10 @@ class Watch(Transitions):
 
     def _watch_for_stalls(self) -> None:
         roster, limit = self.roster, self.roster.limits.stall_timeout
+        if self._now < roster.still_since + limit:
+            return
+        still_since = min((rank.moved_at for rank in roster.awaited()), default=self._now)
+        roster.still_since = still_since
         suspects = roster.stall_suspects(self._now)
         if not suspects:
             return

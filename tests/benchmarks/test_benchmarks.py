@@ -26,6 +26,11 @@ from benchmarks.side_by_side import ROOT
         ),
         ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
         ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours"}}),
+        (
+            "control_plane",
+            [],
+            {"machine": {"100", "1000"}, "driver": {"2"}, "forming": {"gloo", "shm"}},
+        ),
         ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
     ],
 )

@@ -34,12 +34,20 @@ from nbelastic.membership import (
     from_dict,
     to_dict,
 )
+from nbelastic.membership.ranks import Ranks
 
 if TYPE_CHECKING:
     from nbelastic.membership import Outcome
 
 FAULTS = (SlotGone, SlotSilent, RankFailed, RankReady)
 OF_A_RANK = (RankReady, RankFormed, LoopDone, RankReturned, RankFailed, RankLeft)
+
+
+class Thorough(Machine):
+    """A machine that applies all rules after every event."""
+
+    def _is_idle(self, event: Event) -> bool:
+        return False
 
 
 class Checked:
@@ -70,10 +78,11 @@ class Checked:
 
     def replay(self) -> None:
         """The same events always lead to the same decisions."""
-        machine = Machine(self.limits)
-        for event, now, chance, effects in self.log:
-            assert machine.handle(event, now, chance) == effects
-        assert to_dict(machine) == to_dict(self.machine)
+        for kind in (Machine, Thorough):
+            machine = kind(self.limits)
+            for event, now, chance, effects in self.log:
+                assert machine.handle(event, now, chance) == effects
+            assert to_dict(machine) == to_dict(self.machine)
 
     def handle(self, event: Event, now: float, chance: float) -> list[Effect]:
         before = (self.roster.phase, self.roster.outcome)
@@ -106,6 +115,7 @@ class Checked:
                 self.check_4_start(effect)
         self.check_5_version(version, ranks, effects)
         self.check_6_deadline(now)
+        self.check_counts()
         self.check_7_end(before, effects)
         return effects
 
@@ -198,6 +208,17 @@ class Checked:
         else:
             assert deadline is not None
             assert deadline > now
+
+    def check_counts(self) -> None:
+        """What is counted over the ranks as they change is what counting them now gives."""
+        roster = self.roster
+        anew = Ranks(dict(roster.ranks).values(), roster.slots, roster.generation)
+        for rank in roster.ranks.values():
+            object.__setattr__(rank, "counted_by", roster.counted)
+        assert vars(roster.counted) == vars(anew)
+        for stage, crew in roster.counted.stages.items():
+            assert [rank.since for rank in crew.values()] == sorted(r.since for r in crew.values())
+            assert all(rank.stage == stage for rank in crew.values())
 
     def check_7_end(self, before: tuple[Phase, Outcome | None], effects: list[Effect]) -> None:
         """Success means that every rank of the last generation returned; after the end, no effect

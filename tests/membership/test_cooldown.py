@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nbelastic.membership import Limits, Machine, Slot, StartRank
 from nbelastic.membership.cooldown import JITTER, Cooldown
-from nbelastic.membership.roster import Rank
+from nbelastic.membership.rank import Rank
 
 from .crew import World
 from .ranks import Script

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbelastic.membership import FRESH, Member, Place, Plan, Slot, arrange, place_of
-from nbelastic.membership.placement import choose, spread
+from nbelastic.membership.placement import choose, places_of, spread
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def test_whatever_the_candidates(
 def test_places_are_consistent(everyone: list[str]) -> None:
     slots = [candidate.slot for candidate in arrange([], candidates(" ".join(everyone)))]
     all_places = [place_of(slots, rank) for rank in range(len(slots))]
+    assert places_of(slots) == all_places
     assert [place.rank for place in all_places] == list(range(len(slots)))
     assert {place.size for place in all_places} == {len(slots)}
     for place in all_places:
