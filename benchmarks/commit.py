@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import statistics
 import sys
 from typing import Any
@@ -37,8 +38,11 @@ def main() -> int:
 
 def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Return, by model, the milliseconds of rank 0 in each round."""
+    quiet = logging.ERROR  # Dask warns of workers that take a while to end, which is no news
     with (
-        LocalCluster(n_workers=ranks, threads_per_worker=1, dashboard_address=":0") as cluster,
+        LocalCluster(
+            n_workers=ranks, threads_per_worker=1, dashboard_address=":0", silence_logs=quiet
+        ) as cluster,
         Client(cluster) as client,
     ):
         worlds = {}

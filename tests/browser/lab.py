@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import FloatRect, Locator, Page
 
     from tests.browser.server import LabServer
 
@@ -149,7 +149,12 @@ class Lab:
         self._pictures.mkdir(parents=True, exist_ok=True)
         path = self._pictures / f"{name}.png"
         where.scroll_into_view_if_needed()
-        where.screenshot(path=path, animations="disabled")
+        # Of the page, cut out: JupyterLab takes cells out of the page and back while it lays it
+        # out anew, as after a change of theme, and a picture of an element needs it to stay.
+        box = where.bounding_box()
+        assert box is not None
+        clip: FloatRect = {key: box[key] for key in ("x", "y", "width", "height")}
+        self.page.screenshot(path=path, animations="disabled", clip=clip, full_page=True)
         return path
 
     def _command_mode(self) -> None:

@@ -149,7 +149,7 @@ def test_a_data_loaders_processes_do_not_hide_the_death_of_their_rank(crew, tmp_
 
 
 SCRIPT = """
-import os, signal, sys, threading, time
+import faulthandler, os, signal, sys, threading, time
 from pathlib import Path
 from distributed import Client, LocalCluster
 import nbelastic
@@ -157,6 +157,7 @@ from nbelastic.errors import JobInterrupted
 from tests.support.training import Workload
 
 def main():
+    faulthandler.dump_traceback_later(120, exit=True)  # of a hang, where everybody stands
     marks = Path(sys.argv[1])
     before = signal.getsignal(signal.SIGINT)
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, \\
