@@ -2,7 +2,8 @@
 
 Ranks train with Adam; again and again one worker more is started, and taken away again when its
 rank has joined. Of the older ranks the longest time between two steps counts, from the start of the
-worker to some steps after its rank has joined, an ordinary step left out. It is held against the
+worker to some steps after its rank has joined, less an ordinary step of as many ranks as train then
+(on a machine with fewer processors than ranks it is longer than one before). It is held against the
 time that the state needs to be copied once, measured in the same run. Prints milliseconds; exits
 with 1 if a target is missed.
 """
@@ -56,11 +57,11 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def one_join(crew: Ours, timeline: Timeline, ranks: int) -> dict[str, float]:
-    ordinary = timeline.wait_for_steps(ranks)
+    timeline.wait_for_steps(ranks)
     old = timeline.trained
     begin = time.monotonic()
     crew.cluster.scale(ranks + 1)
-    timeline.wait_for_steps(ranks + 1)
+    ordinary = timeline.wait_for_steps(ranks + 1)
     gaps, joins = [], []
     for pid in old:
         steps = [m for m in timeline.of(pid) if m.what == "step" and m.time > begin]

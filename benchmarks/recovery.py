@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import math
 import sys
 import tempfile
@@ -71,9 +72,10 @@ def there_is(peer: str) -> bool:
     return True
 
 
-def one_kill(crew: Any, timeline: Timeline, ranks: int) -> dict[str, float]:
+def one_kill(crew: Any, timeline: Timeline, ranks: int) -> dict[str, Any]:
     """Kill a rank when all train; return what came of it, in milliseconds."""
     ordinary = timeline.wait_for_steps(ranks)
+    before = len(crew.recoveries()) if isinstance(crew, Ours) else 0
     moment, others = crew.kill()
     found = {
         "step": 1e3 * ordinary,
@@ -81,10 +83,12 @@ def one_kill(crew: Any, timeline: Timeline, ranks: int) -> dict[str, float]:
     }
     if isinstance(crew, Ours):
         found["overhead"] = 1e3 * outage(timeline, moment, others)
+        timeline.until(lambda: len(crew.recoveries()) > before, "word of the phases")
+        found["phases"] = crew.recoveries()[-1]
     return found
 
 
-def of(rows: list[dict[str, float]], what: str) -> list[float]:
+def of(rows: list[dict[str, Any]], what: str) -> list[Any]:
     return [row[what] for row in rows if what in row]
 
 
@@ -107,6 +111,14 @@ def show(ranks: int, worlds: dict[str, Any]) -> None:
                 ]
             )
     print(table(head, rows), flush=True)
+    print("\nPhases of our recoveries, on the new rank 0, milliseconds each: median")
+    for model, world in worlds.items():
+        phases: dict[str, list[float]] = {}
+        for found in of(world["ours"], "phases"):
+            for (_, begin), (phase, end) in itertools.pairwise(found.items()):
+                phases.setdefault(phase, []).append(end - begin)
+        words = (f"{phase} {quartiles(times).median:.1f}" for phase, times in phases.items())
+        print(f"{model}: {', '.join(words)}", flush=True)
 
 
 def aims(ranks: int, worlds: dict[str, Any]) -> list[Target]:

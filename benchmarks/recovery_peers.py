@@ -6,6 +6,7 @@ import abc
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -114,6 +115,12 @@ class Ours(Peer):
 
     def pids(self) -> list[int]:
         return self._noted()
+
+    def recoveries(self) -> list[dict[str, float]]:
+        """Return, for each recovery so far, after how many milliseconds its phases were over."""
+        notes = [event.detail for event in self.job.history if event.kind == "phases"]
+        found = [dict(re.findall(r"(\w+) ([\d.]+)", note)) for note in notes]
+        return [{k: float(v) for k, v in each.items()} for each in found if "restored" in each]
 
     def alive(self) -> None:
         if self.job.done():

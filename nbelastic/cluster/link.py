@@ -273,6 +273,7 @@ class Link:
         operation_timeout_s: float,
         backend: str = "auto",
         checkpoint: dict[str, Any] | None = None,
+        state_bytes: int | None = None,
     ) -> None:
         """Start a rank on a slot that was granted: a task pinned to its worker."""
         self._futures[start] = self._client.submit(
@@ -284,6 +285,7 @@ class Link:
             operation_timeout_s,
             backend,
             None if checkpoint is None else {**checkpoint, "run": self._uid},
+            state_bytes,
             key=f"{RANK_KEY}{self._uid}-{start}",
             workers=[slot["worker"]],
             allow_other_workers=False,

@@ -37,6 +37,7 @@ def run_rank(
     operation_timeout_s: float,
     backend: str = "auto",
     checkpoint: dict[str, Any] | None = None,
+    state_bytes: int | None = None,
 ) -> None:
     """Run a job's function as one of its ranks.
 
@@ -57,6 +58,8 @@ def run_rank(
         How tensors are to travel between the ranks.
     checkpoint : dict, optional
         The fields of a :class:`~nbelastic.elastic.checkpoint.CheckpointSpec`.
+    state_bytes : int, optional
+        How large a state will come from those who train, if others do.
     """
     worker = get_worker()
     agent = cast("Agent | None", worker.plugins.get(PLUGIN))
@@ -70,6 +73,7 @@ def run_rank(
         operation_timeout_s=operation_timeout_s,
         backend=backend,
         checkpoint=None if checkpoint is None else CheckpointSpec(**checkpoint),
+        state_bytes=state_bytes,
     )
     _Rank(agent, spec).run()
 

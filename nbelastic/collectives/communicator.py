@@ -123,6 +123,12 @@ class Communicator(abc.ABC):
     anywhere: bool = True
     """Whether large tensors are reduced where they are, not copied to memory of its own first."""
 
+    lets_go: bool = False
+    """Whether nobody receives any more what is sent of a tensor once an operation has failed.
+
+    If not, a tensor that is changed then may arrive half changed with those who have not failed.
+    """
+
     rank: int
     size: int
     generation: int
@@ -189,6 +195,12 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
         """Send `tensor` to rank `to`, which receives it."""
+
+    def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        """Send `parts`, vectors of one type, as one: to be received as one tensor."""
+        import torch
+
+        return self.send_async(torch.cat(list(parts)), to)
 
     @abc.abstractmethod
     def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:

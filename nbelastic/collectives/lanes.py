@@ -123,6 +123,8 @@ class Lane:
                 work.wait(self._timeout)  # Gloo's own limit is that of forming
             except RuntimeError as error:
                 flight.land(first_sentence(error))
+            except Exception as error:  # a mistake of ours: whoever waits must hear of it
+                flight.land(repr(error))
             else:
                 flight.land(None)
             del work, flight

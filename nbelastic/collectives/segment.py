@@ -82,17 +82,29 @@ class Ticket:
 
 
 class Message:
-    """A message to be moved by a lane."""
+    """A message to be moved by a lane.
 
-    def __init__(self, move: Callable[..., None], buffer: torch.Tensor, peer: int) -> None:
+    Parameters
+    ----------
+    move : callable
+        What moves it.
+    arguments : tuple
+        What that is called with.
+    lent : object
+        The memory that it moves, kept until then.
+    """
+
+    def __init__(
+        self, move: Callable[..., None], arguments: tuple[object, ...], lent: object
+    ) -> None:
         self._move = move
-        self._buffer = buffer
-        self._peer = peer
+        self._arguments = arguments
+        self._lent = lent
 
     def wait(self, _timeout: object) -> None:
         """Move it. The segment has a limit of its own."""
         try:
-            self._move(*piece_of(self._buffer), self._peer)
+            self._move(*self._arguments)
         except core.Broken as error:
             raise RuntimeError(str(error)) from None
 

@@ -72,6 +72,7 @@ class SharedMemoryCommunicator(LandingCommunicator):
     """
 
     name = "shm"
+    lets_go = True
 
     def __init__(self, rendezvous: Rendezvous, group: Group, alarm: Alarm) -> None:
         super().__init__(rendezvous, alarm)
@@ -206,8 +207,19 @@ class SharedMemoryCommunicator(LandingCommunicator):
         check_peer(to, self.rank, self.size, "to")
         if tensor.numel() == 0:
             return self._nothing()
-        buffer = on_host(tensor)
-        return FlightHandle(self, self._post(f"to-{to}", self._group.send, buffer, to), None)
+        return self._send([tensor], to)
+
+    def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        """Send `parts` as one message, without copying them together."""
+        check_peer(to, self.rank, self.size, "to")
+        return self._send(parts, to)
+
+    def _send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        buffers = [on_host(part) for part in parts]
+        arguments = ([piece_of(buffer) for buffer in buffers], to)
+        return FlightHandle(
+            self, self._post(f"to-{to}", self._group.send, arguments, buffers), None
+        )
 
     def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
         """Fill `tensor` with what rank `source` sends."""
@@ -216,7 +228,8 @@ class SharedMemoryCommunicator(LandingCommunicator):
         if tensor.numel() == 0:
             return self._nothing()
         buffer = on_host(tensor, load=False)
-        flight = self._post(f"from-{source}", self._group.receive, buffer, source)
+        arguments = (*piece_of(buffer), source)
+        flight = self._post(f"from-{source}", self._group.receive, arguments, buffer)
         return FlightHandle(self, flight, lambda: return_to(tensor, buffer))
 
     # -- state -----------------------------------------------------------------------------------
@@ -280,14 +293,14 @@ class SharedMemoryCommunicator(LandingCommunicator):
         self._let_go()
 
     def _post(
-        self, lane: str, move: Callable[..., None], buffer: torch.Tensor, peer: int
+        self, lane: str, move: Callable[..., None], arguments: tuple[object, ...], lent: object
     ) -> MessageFlight:
-        """Send or receive `buffer` in a lane."""
+        """Send or receive in a lane."""
         self._alarm.check()
         if lane not in self._lanes:
             name = f"nbelastic-shm-{self.generation}-{self.rank}-{lane}"
             self._lanes[lane] = Lane(name, self._timeout_s)
-        return self._lanes[lane].put(Message(move, buffer, peer))
+        return self._lanes[lane].put(Message(move, arguments, lent))
 
     def _joined(self, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
         """Return a copy of all `tensors`, one after the other, in the segment."""

@@ -36,13 +36,16 @@ class RankGauge:
     batch: int = 0
     epochs: int = 0
     batches: int = 0
+    state_bytes: int = 0
+    copied_bytes: int = 0
     line: list[Any] = field(default_factory=list)
     seen: deque[tuple[float, int]] = field(default_factory=deque)
 
     def update(self, now: float, figures: list[Any]) -> None:
         """Take in new figures."""
         self.step, self.samples, self.device = figures[:3]
-        self.epoch, self.batch, self.epochs, self.batches, self.line = figures[3:]
+        self.epoch, self.batch, self.epochs, self.batches = figures[3:7]
+        self.state_bytes, self.copied_bytes, self.line = figures[7:]
         if not self.samples:
             self.seen.clear()  # still setting up
         self.seen.append((now, self.samples))
@@ -127,6 +130,11 @@ class Gauges:
         """Return the figures of a start of the function."""
         with self._lock:
             return self._ranks.get(start, RankGauge())
+
+    def state_bytes(self) -> int:
+        """Return the size of the largest state that a rank has told of; 0 while none has."""
+        with self._lock:
+            return max((gauge.state_bytes for gauge in self._ranks.values()), default=0)
 
     def total(self, starts: Iterable[int]) -> float | None:
         """Return the speed of several ranks together; None where it is not known."""

@@ -247,6 +247,8 @@ class Job:
             step=gauge.step,
             samples_per_s=gauge.samples_per_s,
             device=gauge.device,
+            state_bytes=gauge.state_bytes,
+            copied_bytes=gauge.copied_bytes,
         )
 
     @property

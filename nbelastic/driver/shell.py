@@ -320,6 +320,7 @@ class Driver:
             operation_timeout_s=self._options.stall_timeout * 1.5 + 30.0,
             backend=self._options.backend,
             checkpoint=self._options.checkpoints(),
+            state_bytes=self.books.gauges.state_bytes() if self._machine.roster.ran else None,
         )
 
     def _forget_slot(self, slot: str) -> None:

@@ -30,6 +30,11 @@ class RankStatus:
         How fast it goes; None while that is not known.
     device : str
         What it computes on, as torch names it; empty while that is not known.
+    state_bytes : int
+        Size of the tensors in its state; 0 while that is not known.
+    copied_bytes : int
+        Memory that copies of them take, for going back to a commit: none where a commit follows
+        each step.
     """
 
     rank: int | None
@@ -40,6 +45,8 @@ class RankStatus:
     step: int = 0
     samples_per_s: float | None = None
     device: str = ""
+    state_bytes: int = 0
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,9 +168,10 @@ class HistoryEvent:
     time : float
         Seconds since the epoch.
     kind : str
-        ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``cooldown``, ``restarted``,
-        ``backend``, ``checkpoint``, ``refused``, ``waiting``, ``abandoned``, ``attached``,
-        ``finished``, ``failed`` or ``stopped``.
+        ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``phases`` (where the time of a
+        reset went, on the rank that became 0), ``cooldown``, ``restarted``, ``backend``,
+        ``checkpoint``, ``refused``, ``waiting``, ``abandoned``, ``attached``, ``finished``,
+        ``failed`` or ``stopped``.
     worker : str or None
         Address of the worker that it happened to.
     rank : int or None

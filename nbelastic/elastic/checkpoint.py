@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 from nbelastic.elastic.checkpoint_files import CheckpointFiles
 from nbelastic.elastic.checkpoint_format import Header
 from nbelastic.elastic.checkpoint_writer import Writer
+from nbelastic.elastic.parcel import Parcel, flatten, unflatten
 from nbelastic.elastic.state import ObjectState
-from nbelastic.elastic.transfer import Parcel, allgather_object, flatten, unflatten
+from nbelastic.elastic.transfer import allgather_object
 from nbelastic.errors import NbelasticError, OptionError, Stopped
 from nbelastic.membership import FRESH, RankNote
 
@@ -290,7 +291,7 @@ class Checkpoints:
         devices = parcel.devices or [tensor.device.type for tensor in parcel.tensors]
         tensors = [tensor.detach().to("cpu", copy=True) for tensor in parcel.tensors]
         head = pickle.dumps((parcel.head, [deal.pack() for deal in deals]))
-        index, length, pieces = flatten(Parcel(head, tensors, devices))
+        index, lengths, pieces = flatten(Parcel(head, tensors, devices))
         header = Header(
             job=session.spec.job,
             loop=self._loop,
@@ -298,7 +299,7 @@ class Checkpoints:
             version=session.version,
             size=session.size,
             index=index,
-            payload=length,
+            payload=sum(lengths),
         )
         return header, (piece.numpy().data for piece in pieces)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbelastic.collectives import Communicator
+    from nbelastic.elastic.room import Room
 
 __all__ = ["Context", "LocalContext", "activate", "current", "initialize", "shutdown"]
 
@@ -61,6 +62,8 @@ class Context(abc.ABC):
         How often the communicator was asked for: something is sent soon after.
     before_exchange : tuple of callables
         Called each time before that.
+    room : Room or None
+        Memory for a state to arrive in.
     """
 
     rank: int
@@ -76,6 +79,12 @@ class Context(abc.ABC):
     ahead = False
     exchanges = 0
     before_exchange: tuple[Callable[[], None], ...] = ()
+    room: Room | None = None
+
+    def take_room(self) -> Room | None:
+        """Return memory that was made ready for a state to arrive in; once."""
+        room, self.room = self.room, None
+        return room
 
     def about_to_exchange(self) -> None:
         """Tell who wants to know. Every :meth:`communicator` calls this."""

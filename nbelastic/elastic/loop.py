@@ -92,16 +92,21 @@ def _train_on(
             checkpoints.finish()
             return result
         except HostsUpdatedInterrupt:
+            session.phases.begin()
+            session.phases.note("aborted")
             failure = _leave(session, state)
             if failure is None:
                 checkpoints.left()
         except CollectiveError as error:
             failure = error
+            session.phases.begin()
+            session.phases.note("aborted")
         if failure is not None:
             # Without its traceback, whose frames would keep the generation's buffers alive.
             failure = failure.with_traceback(None)
             if session.version != FRESH:
                 state.restore()
+                session.phases.note("restored")
 
 
 def _leave(session: Session, state: State) -> CollectiveError | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nbelastic.collectives import Rendezvous, connect, open_store
 from nbelastic.collectives.reach import unreachable
 from nbelastic.elastic.interrupt import Interrupt
+from nbelastic.elastic.rehearsal import rehearse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ class Means:
     probe : callable
         Returns the places of those in a sequence of stores' addresses that do not answer; by
         default it does not look.
+    rehearse : callable
+        Does once, with nobody else, what a rank does with others; by default nothing.
     """
 
     connect: Callable[[Rendezvous], Communicator] = connect
@@ -48,9 +51,10 @@ class Means:
     condition: Callable[[], Any] = threading.Condition
     interrupt: Callable[[], Any] = Interrupt
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
+    rehearse: Callable[[Rendezvous], None] = lambda _rendezvous: None
 
 
-REAL = Means(probe=unreachable)
+REAL = Means(probe=unreachable, rehearse=rehearse)
 """Threads, sockets and all."""
 
 
@@ -84,6 +88,9 @@ class RankSpec:
         How tensors are to travel between the ranks.
     checkpoint : CheckpointSpec or None
         Which commits are written to disk, and where; None for none.
+    state_bytes : int or None
+        How large a state will come from those who train, 0 where that is not known; None where
+        nobody trains yet.
     """
 
     job: str
@@ -93,6 +100,20 @@ class RankSpec:
     operation_timeout_s: float = 120.0
     backend: str = "auto"
     checkpoint: CheckpointSpec | None = None
+    state_bytes: int | None = None
+
+    def alone(self, store: tuple[str, int], secret: bytes) -> Rendezvous:
+        """Return how this rank would meet others at its own store, in a job of its own."""
+        return Rendezvous(
+            job=f"{self.job}-{self.start}",
+            generation=0,
+            rank=0,
+            size=1,
+            store=store,
+            bind=self.bind,
+            backend=self.backend,
+            secret=secret,
+        )
 
     def rendezvous(self, plan: Plan, secret: bytes) -> Rendezvous:
         """Return how this rank meets the other members of a plan, who know the same `secret`."""

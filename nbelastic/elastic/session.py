@@ -32,7 +32,9 @@ from typing import TYPE_CHECKING
 from nbelastic.collectives import Op, connect
 from nbelastic.elastic.context import Context
 from nbelastic.elastic.doubts import Doubts
+from nbelastic.elastic.phases import Phases
 from nbelastic.elastic.port import REAL
+from nbelastic.elastic.room import Room
 from nbelastic.elastic.vitals import Vitals
 from nbelastic.errors import (
     CollectiveError,
@@ -49,6 +51,7 @@ from nbelastic.membership import (
     Place,
     Plan,
     RankFormed,
+    RankNote,
     RankReady,
     place_of,
 )
@@ -86,6 +89,7 @@ class Session(Context):
         self._carried: bool | None = None
         self._doubts = Doubts(means.probe)
         self._loops = self.moves = 0
+        self.phases = Phases()
         self.plan: Plan | None = None
         self.version = FRESH
         self.generation = self.source = 0
@@ -109,6 +113,7 @@ class Session(Context):
             if self._next_plan is not None and self._next_plan.generation <= generation:
                 self._next_plan = None
             if self.generation <= generation and self._communicator is not None:
+                self.phases.begin()
                 self._communicator.abort(reason)
             self._member = self._member and self.generation > generation
             self._changed.notify_all()
@@ -194,6 +199,7 @@ class Session(Context):
         self._drop_communicator()
         if self._store is None:
             self._store = self._means.open_store(self.spec.bind, self.secret)
+            self._prepare(self._store.address)  # for what comes: here, while others train
         while True:
             plan = self._await_plan(loop, failed, detail)
             try:
@@ -214,6 +220,7 @@ class Session(Context):
                 self._obey()
                 plan, self._next_plan = self._next_plan, None
                 if plan is not None and reported >= 0:
+                    self.phases.note("planned")
                     return plan
                 if self._heard != reported:
                     reported = self._heard
@@ -229,6 +236,7 @@ class Session(Context):
                             unreached=self._doubts.unreached,
                         )
                     )
+                    self.phases.note("ready")
                 self._changed.wait()
 
     def _connect(self, plan: Plan) -> None:
@@ -243,11 +251,19 @@ class Session(Context):
             self._obey()
             self._member = True
         chosen = self._communicator = communicator.connect()  # an abort of the first reaches it
+        self.phases.note("connected")
         self._carried = None
         self._take_place(place_of([member.slot for member in plan.members], terms.rank))
         self.moves += 1
         report = RankFormed(self.spec.start, plan.generation, chosen.name, chosen.remark)
         self.port.report(report)
+
+    def _prepare(self, store: tuple[str, int]) -> None:
+        expected = self.spec.state_bytes
+        if expected:
+            self.room = Room.for_state(expected)
+        if expected is not None or self.size == 1:
+            self._means.rehearse(self.spec.alone(store, self.secret))
 
     def _drop_communicator(self) -> None:
         with self._changed:
@@ -263,6 +279,8 @@ class Session(Context):
         """Note that this rank has the state of the generation."""
         self.version = max(math.ceil(plan.version), 0)
         self.ahead = False
+        self.room = None
+        self.phases.note("synchronised")
         self.moves += 1
 
     def finish_loop(self) -> None:
@@ -328,6 +346,10 @@ class Session(Context):
                 return
             if not self._member:
                 raise CollectiveError(f"generation {self.generation} is over")
+        if self.phases.under_way:
+            words = self.phases.end()
+            if self.rank == 0:  # once for all members
+                self.port.report(RankNote(self.spec.start, about="phases", detail=words))
         changed, self._carried = self._carried, None
         if self._ask_all() if changed is None else changed:
             raise HostsUpdatedInterrupt

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING
 
+from nbelastic.elastic.parcel import Parcel
 from nbelastic.elastic.shards import choose_root
-from nbelastic.elastic.transfer import Parcel, allgather_object, spread
+from nbelastic.elastic.transfer import allgather_object, spread
 from nbelastic.errors import NbelasticError
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from nbelastic.elastic.context import current
-from nbelastic.elastic.transfer import Parcel, spread
+from nbelastic.elastic.parcel import Parcel
+from nbelastic.elastic.transfer import spread
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ class ObjectState(State):
         if context.rank in receivers or (receivers and context.rank == context.source):
             members = [context.source, *receivers]
             parcel = self._pack() if context.rank == context.source else None
-            parcel = spread(context.communicator(), members, parcel)
+            parcel = spread(context.communicator(), members, parcel, context.take_room())
             if context.rank != context.source:
                 self._unpack(parcel)
         for sampler, deal in zip(samplers, deals, strict=True):

@@ -3,9 +3,10 @@
 What travels is a :class:`Parcel`. It goes along a binomial tree, in chunks that each rank passes on
 while the next is still on its way, so that depth costs little. Ranks outside the tree take no part.
 
-Nothing of the user's is ever lent to a communicator: the sender copies chunk by chunk into buffers
-of its own, a receiver takes everything into one new buffer and returns only when all of it has
-arrived and been passed on. A failure on the way leaves both as they were.
+Nothing of the user's is lent to a communicator that might read it after a failure, while it is
+changed: there the sender copies chunk by chunk into buffers of its own. A receiver takes everything
+into one new piece of memory and returns only when all of it has arrived and been passed on. A
+failure on the way leaves both as they were.
 """
 
 from __future__ import annotations
@@ -13,45 +14,27 @@ from __future__ import annotations
 import math
 import pickle
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from nbelastic.elastic.parcel import Parcel, flatten, unflatten
+from nbelastic.elastic.room import Room
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
     from nbelastic.collectives import Communicator, Handle
 
-__all__ = ["Parcel", "allgather_object", "flatten", "spread", "tree", "unflatten"]
+__all__ = ["allgather_object", "spread", "tree"]
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 16 << 20
 """How much is sent at a time."""
 
-_ALIGNMENT = 16
 _SLOT_BYTES = 1024
 _LENGTH_BYTES = 8
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """What is sent.
-
-    Attributes
-    ----------
-    head : bytes
-        Whatever describes the contents to the receiver.
-    tensors : sequence of torch.Tensor
-        Dense tensors of any shapes and types. They arrive on the CPU.
-    devices : sequence of str
-        For each tensor the type of the device that it came from.
-    """
-
-    head: bytes
-    tensors: Sequence[torch.Tensor] = ()
-    devices: Sequence[str] = ()
 
 
 def tree(members: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
@@ -83,7 +66,10 @@ def tree(members: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
 
 
 def spread(
-    communicator: Communicator, members: Sequence[int], parcel: Parcel | None = None
+    communicator: Communicator,
+    members: Sequence[int],
+    parcel: Parcel | None = None,
+    room: Room | None = None,
 ) -> Parcel:
     """Bring the parcel of ``members[0]`` to all `members`; only they call this.
 
@@ -95,6 +81,8 @@ def spread(
         The sender first, then the receivers; the same on all of them.
     parcel : Parcel, optional
         On the sender, what to send.
+    room : Room, optional
+        On a receiver, memory that is there for it; new memory is taken if it is too small.
 
     Returns
     -------
@@ -108,7 +96,7 @@ def spread(
     """
     parent, children = tree(members, communicator.rank)
     if parent is not None:
-        return _pass_on(communicator, parent, children)
+        return _pass_on(communicator, parent, children, room)
     if parcel is None:
         raise ValueError(f"rank {communicator.rank} is to send, but has nothing")
     if children:
@@ -143,80 +131,69 @@ def _allgather_bytes(communicator: Communicator, data: bytes, length: int) -> li
     return [output.numpy().tobytes() for output in outputs]
 
 
-# On the wire: two integers (length of the index, length of everything), then everything: the index
-# (head, shapes and types) and the tensors' bytes, each padded to where the next may start.
-
-
-def flatten(parcel: Parcel) -> tuple[int, int, Iterator[torch.Tensor]]:
-    """Return a parcel as bytes: the index's length, the length of all, and all, in pieces."""
-    devices = parcel.devices or [tensor.device.type for tensor in parcel.tensors]
-    kinds = [
-        (tuple(tensor.shape), tensor.dtype, device, _nbytes(tensor))
-        for tensor, device in zip(parcel.tensors, devices, strict=True)
-    ]
-    index = pickle.dumps((parcel.head, kinds))
-    total = _padded(len(index)) + sum(_padded(kind[3]) for kind in kinds)
-    return len(index), total, _pieces(index, parcel.tensors)
-
-
-def unflatten(everything: torch.Tensor, length: int) -> Parcel:
-    """Return the parcel that was flattened to `everything`, whose tensors go on using it."""
-    import torch
-
-    head, kinds = pickle.loads(everything[:length].numpy().tobytes())
-    tensors = []
-    start = _padded(length)
-    for shape, dtype, _, nbytes in kinds:
-        piece = everything[start : start + nbytes]
-        tensors.append(piece.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype))
-        start += _padded(nbytes)
-    return Parcel(head, tensors, [kind[2] for kind in kinds])
+# On the wire: two integers (length of the index, length of everything), then everything in chunks.
 
 
 def _serve(communicator: Communicator, children: Sequence[int], parcel: Parcel) -> None:
     import torch
 
-    length, total, pieces = flatten(parcel)
-    header = torch.tensor([length, total], dtype=torch.int64)
+    length, lengths, pieces = flatten(parcel)
+    total = sum(lengths)
     flight = _Flight(communicator, children)
-    flight.send(header)
-    for chunk in _chunks(pieces, total):
-        flight.send(chunk)
+    flight.send([torch.tensor([length, total], dtype=torch.int64)])
+    buffers: list[torch.Tensor] = []
+    if not communicator.lets_go:
+        most = min(total, CHUNK_BYTES)
+        buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(_Flight.limit + 1)]
+    for number, parts in enumerate(_chunks(pieces, total)):
+        if buffers:
+            chunk = buffers[number % len(buffers)][: sum(map(len, parts))]
+            parts = [torch.cat(parts, out=chunk)]  # noqa: PLW2901
+        flight.send(parts)
     flight.land()
 
 
-def _pass_on(communicator: Communicator, parent: int, children: Sequence[int]) -> Parcel:
+def _pass_on(
+    communicator: Communicator, parent: int, children: Sequence[int], room: Room | None
+) -> Parcel:
     import torch
 
     flight = _Flight(communicator, children, limit=None)
     header = torch.zeros(2, dtype=torch.int64)
     communicator.receive(header, parent)
-    flight.send(header)
+    flight.send([header])
     length, total = header.tolist()
-    everything = torch.empty(total, dtype=torch.uint8)
+    if room is None or len(room.bytes) < total:
+        room = Room(total)
     for start in range(0, total, CHUNK_BYTES):
-        chunk = everything[start : start + CHUNK_BYTES]
+        chunk = room.bytes[start : min(start + CHUNK_BYTES, total)]
         communicator.receive(chunk, parent)
-        flight.send(chunk)
+        flight.send([chunk])
     flight.land()
-    return unflatten(everything, length)
+    return unflatten(room.bytes, length, room)
 
 
 class _Flight:
     """Chunks on their way to the same ranks, at most `limit` at a time."""
 
+    limit = 2
+
     def __init__(
-        self, communicator: Communicator, children: Sequence[int], limit: int | None = 2
+        self, communicator: Communicator, children: Sequence[int], limit: int | None = limit
     ) -> None:
         self._communicator = communicator
         self._children = children
         self._limit = math.inf if limit is None else limit
         self._under_way: deque[list[Handle]] = deque()
 
-    def send(self, chunk: torch.Tensor) -> None:
+    def send(self, parts: list[torch.Tensor]) -> None:
         while len(self._under_way) >= self._limit:
             self._land_one()
-        self._under_way.append([self._communicator.send_async(chunk, to) for to in self._children])
+        if len(parts) == 1:
+            handles = [self._communicator.send_async(parts[0], to) for to in self._children]
+        else:
+            handles = [self._communicator.send_parts_async(parts, to) for to in self._children]
+        self._under_way.append(handles)
 
     def land(self) -> None:
         while self._under_way:
@@ -227,41 +204,17 @@ class _Flight:
             handle.wait()
 
 
-def _chunks(pieces: Iterable[torch.Tensor], total: int) -> Iterator[torch.Tensor]:
-    """Yield everything, copied into new buffers of at most ``CHUNK_BYTES``."""
-    import torch
-
-    left = total
-    chunk = torch.empty(min(CHUNK_BYTES, left), dtype=torch.uint8)
-    filled = 0
-    for piece in pieces:
-        start = 0
-        while start < len(piece):
-            step = min(len(piece) - start, len(chunk) - filled)
-            chunk[filled : filled + step] = piece[start : start + step]
-            start, filled, left = start + step, filled + step, left - step
-            if filled == len(chunk):
-                yield chunk
-                chunk = torch.empty(min(CHUNK_BYTES, left), dtype=torch.uint8)
-                filled = 0
-
-
-def _pieces(index: bytes, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield everything as bytes, padding included, a tensor at a time."""
-    import torch
-
-    yield torch.frombuffer(bytearray(index), dtype=torch.uint8)
-    yield torch.zeros(_padded(len(index)) - len(index), dtype=torch.uint8)
-    for tensor in tensors:
-        nbytes = _nbytes(tensor)
-        if nbytes:
-            yield tensor.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
-            yield torch.zeros(_padded(nbytes) - nbytes, dtype=torch.uint8)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def _chunks(pieces: Iterator[torch.Tensor], total: int) -> Iterator[list[torch.Tensor]]:
+    """Yield everything in chunks: for each, the parts of pieces that it consists of."""
+    piece = next(pieces)
+    for start in range(0, total, CHUNK_BYTES):
+        left = min(CHUNK_BYTES, total - start)
+        parts: list[torch.Tensor] = []
+        while left:
+            if not len(piece):
+                piece = next(pieces)
+            part, piece = piece[:left], piece[left:]
+            if len(part):
+                parts.append(part)
+                left -= len(part)
+        yield parts

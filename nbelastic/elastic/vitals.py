@@ -47,6 +47,8 @@ class Vitals:
         Epoch and batch that its state is at.
     total : tuple of (int, int)
         Epochs in all and batches in an epoch; 0 where not declared.
+    memory : tuple of (int, int)
+        Bytes of tensors in its state, and of those that are copied at commits, as far as known.
     passer : Passer or None
         Who wants to know of every batch.
     """
@@ -57,6 +59,7 @@ class Vitals:
         self.device = ""
         self.place = (0, 0)
         self.total = (0, 0)
+        self.memory = (0, 0)
         self.passer: Passer | None = None
         self._recording = False
         self._thread = threading.get_ident()
@@ -103,7 +106,8 @@ class Vitals:
             rows, self._rows = self._rows, []
         line = stands_at(self._thread) if self.steps == self._sent else []
         self._sent = self.steps
-        return [self.steps, self.samples, self.device, *self.place, *self.total, line], rows
+        figures = [self.steps, self.samples, self.device, *self.place, *self.total, *self.memory]
+        return [*figures, line], rows
 
 
 def as_numbers(values: dict[str, Any]) -> dict[str, float]:

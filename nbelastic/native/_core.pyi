@@ -87,8 +87,11 @@ class Group:
         """Pairs are an address and a number of bytes, one pair per rank."""
 
     def barrier_async(self) -> int: ...
-    def send(self, ptr: int, nbytes: int, to: int) -> None:
-        """Send, and wait until it is taken. One thread at a time for each `to`; not `abort`'s."""
+    def send(self, parts: list[tuple[int, int]], to: int) -> None:
+        """Send parts as one message, and wait until it is taken.
+
+        Pairs are an address and a number of bytes. One thread at a time for each `to`.
+        """
 
     def receive(self, ptr: int, nbytes: int, source: int) -> None:
         """Wait for a message. One thread at a time for each `source`."""

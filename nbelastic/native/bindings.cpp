@@ -128,9 +128,9 @@ public:
 
     std::uint64_t barrier_async() { return executor_->begin({.kind = Kind::barrier}); }
 
-    void send(Address data, std::size_t bytes, std::uint32_t to) {
+    void send(const Pieces& parts, std::uint32_t to) {
         check_peer(to);
-        nbelastic::send(team_, pointer(data), bytes, to);
+        nbelastic::send(team_, pieces(parts), to);
     }
 
     void receive(Address data, std::size_t bytes, std::uint32_t source) {
@@ -261,7 +261,7 @@ NB_MODULE(_core, m) {
         .def("all_to_all_async", &Group::all_to_all_async, nb::arg("outputs"), nb::arg("inputs"),
              NoGil())
         .def("barrier_async", &Group::barrier_async, NoGil())
-        .def("send", &Group::send, nb::arg("ptr"), nb::arg("nbytes"), nb::arg("to"), NoGil())
+        .def("send", &Group::send, nb::arg("parts"), nb::arg("to"), NoGil())
         .def("receive", &Group::receive, nb::arg("ptr"), nb::arg("nbytes"), nb::arg("source"),
              NoGil())
         .def("done", &Group::done, nb::arg("ticket"))

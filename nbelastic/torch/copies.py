@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "nbytes_of"]
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return how many bytes a tensor's elements take."""
+    return tensor.numel() * tensor.element_size()
 
 
 class Copies:
@@ -32,7 +37,7 @@ class Copies:
     def nbytes(self) -> int:
         """How much memory the copies take."""
         copies = (each for index, each in enumerate(self.values) if index not in self._held)
-        return sum(copied.numel() * copied.element_size() for copied in copies)
+        return sum(map(nbytes_of, copies))
 
     def take(self, tensors: Sequence[torch.Tensor], held: AbstractSet[int] = frozenset()) -> None:
         """Copy `tensors`, but for those with ids in `held`; what was copied before is gone."""

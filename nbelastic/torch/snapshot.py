@@ -177,7 +177,7 @@ class Builder:
     Parameters
     ----------
     values : sequence of torch.Tensor
-        For each slot the value; only read.
+        For each slot the value; only read, unless they may be kept.
     things : sequence of object
         This rank's things, in the order in which they were numbered.
     change : callable
@@ -188,6 +188,13 @@ class Builder:
         For each owner where its data was.
     devices : sequence of str, optional
         For each slot on which type of device it was, where that was on another rank.
+    keep : bool, default False
+        Whether values are to be used themselves where there is no tensor yet to take them in.
+
+    Attributes
+    ----------
+    kept : set of int
+        Slots whose values are used themselves.
     """
 
     def __init__(
@@ -199,7 +206,9 @@ class Builder:
         owners: Sequence[torch.Tensor] | None = None,
         addresses: Sequence[int] = (),
         devices: Sequence[str] = (),
+        keep: bool = False,
     ) -> None:
+        self._keep = keep
         self._values = values
         self._things = things
         self._change = change
@@ -211,6 +220,7 @@ class Builder:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._copies: dict[int, Any] = {id(thing): thing for thing in things}
+        self.kept: set[int] = set()
 
     @property
     def local(self) -> bool:
@@ -256,6 +266,9 @@ class Builder:
         target = self._owners[slot] if self._owners is not None else live
         if target is value:
             pass  # it has it still
+        elif target is None and self._keep and self._device(slot, None) == "cpu":
+            self.kept.add(slot)
+            target = value
         elif target is None or target.is_inference():
             target = value.to(self._device(slot, target), copy=True)
         elif self._fits(target, slot):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from nbelastic.elastic.context import current
+from nbelastic.elastic.parcel import Parcel
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState
-from nbelastic.elastic.transfer import Parcel
 from nbelastic.errors import NbelasticError, NotInitialized
 from nbelastic.torch.commit import put_together, take_apart
-from nbelastic.torch.copies import Copies
+from nbelastic.torch.copies import Copies, nbytes_of
 from nbelastic.torch.deferral import Deferral
 from nbelastic.torch.handlers import change, note, things_in
 from nbelastic.torch.snapshot import Builder, Recorder
@@ -85,6 +85,7 @@ class TorchState(ObjectState):
         self._deferral = Deferral(self._note_boundary, self._stand_in)
         self._boundary: Commit | None = None
         self._boundary_copies = Copies()
+        self._told: tuple[object, ...] = ()
         super().__init__(model=model, optimizer=optimizer, **values)
 
     def save(self) -> None:
@@ -93,6 +94,16 @@ class TorchState(ObjectState):
         held = self._deferral.commit(commit.things, _context(), copy=self.always_copy)
         self._copies.take(commit.owners, held)
         self._commit, self._boundary = commit, None
+        self._tell_memory(len(held))
+
+    def _tell_memory(self, held: int) -> None:
+        """Let people know how much memory state and copies take, if it may have changed."""
+        context, tensors = _context(), self._commit.owners
+        told = (context, len(tensors), held)
+        if context is not None and told != self._told:
+            self._told = told
+            copied = self._copies.nbytes + self._boundary_copies.nbytes
+            context.vitals.memory = (sum(map(nbytes_of, tensors)), copied)
 
     def restore(self) -> None:
         """Go back to exactly the last commit, or to what stands in for it."""
@@ -160,8 +171,13 @@ class TorchState(ObjectState):
                 f"the state of this rank holds {_kinds(things)}, that of the others {kinds}: "
                 "build the same state on all ranks"
             )
-        builder = Builder(parcel.tensors, things, change, devices=parcel.devices)
+        keep = parcel.room is not None
+        builder = Builder(parcel.tensors, things, change, devices=parcel.devices, keep=keep)
         self.__dict__.update(put_together(builder, noted, nodes))
+        if parcel.room is not None:
+            for slot, tensor in enumerate(parcel.tensors):
+                if slot not in builder.kept:
+                    parcel.room.give_back(tensor)
 
 
 def _context() -> Context | None:

@@ -8,7 +8,7 @@ from nbelastic.driver.gauges import MOST_POINTS, Gauges
 
 
 def figures(step=0, samples=0, epoch=0, batch=0, epochs=0, batches=0, device="cpu"):
-    return [step, samples, device, epoch, batch, epochs, batches, []]
+    return [step, samples, device, epoch, batch, epochs, batches, 0, 0, []]
 
 
 def test_a_metric_is_the_mean_over_the_ranks_that_report_it():

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbelastic.elastic import transfer
-from nbelastic.elastic.transfer import Parcel, allgather_object, spread, tree
+from nbelastic.elastic.parcel import Parcel
+from nbelastic.elastic.transfer import allgather_object, spread, tree
 from nbelastic.errors import CollectiveError
 from tests.support.world import StaticContext, run_ranks
 
@@ -55,7 +56,7 @@ def test_a_parcel_arrives_whole_at_members_and_nobody_else_takes_part(
     run_ranks(5, main)
 
 
-def test_what_is_sent_is_never_lent() -> None:
+def test_what_is_sent_is_not_lent_to_a_communicator_that_may_not_let_go() -> None:
     lent: list[torch.Tensor] = []
 
     class Done:
@@ -64,6 +65,7 @@ def test_what_is_sent_is_never_lent() -> None:
 
     class Spy:
         rank = 0
+        lets_go = False
 
         def send_async(self, tensor: torch.Tensor, to: int) -> Done:
             lent.append(tensor)

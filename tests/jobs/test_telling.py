@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 
@@ -72,6 +73,30 @@ def test_status_tells_steps_speed_device_and_progress(crew, tmp_path):
     assert middle.progress.epochs == 40 and 0 < middle.progress.fraction < 1
     assert any(status.progress.remaining_s for status in running)
     assert job.pace()
+
+
+PHASES = ["aborted", "restored", "ready", "planned", "connected", "synchronised", "stepped"]
+
+
+def test_the_history_tells_where_the_time_of_a_recovery_went(crew, tmp_path):
+    work = Workload(
+        tmp_path, epochs=6, optimizer="adamw", faults=(Fault(rank=1, epoch=1, batch=1),)
+    )
+    job = crew.fit(work, np=4, min_np=2, block=False)
+    seen = []
+    while not job.wait(0.05):
+        seen.append(job.status)
+    check(job.results(), work)
+    told = [event for event in job.history if event.kind == "phases"]
+    assert {event.rank for event in told} == {0}
+    recoveries = [event.detail for event in told if "restored" in event.detail]
+    assert len(recoveries) == 1
+    phases = re.findall(r"([a-z]+) ([\d.]+)", recoveries[0])
+    assert [name for name, _ in phases] == ["noticed", *PHASES]
+    times = [float(time) for _, time in phases]
+    assert times == sorted(times)
+    sizes = {rank.state_bytes for status in seen for rank in status.ranks} - {0}
+    assert len(sizes) <= 2 and max(sizes) > 1000  # without and with the optimizer's state
 
 
 def test_output_comes_in_pieces_and_the_logs_hold_all_of_it(crew, tmp_path):

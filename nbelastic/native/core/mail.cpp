@@ -10,6 +10,7 @@ using std::chrono::steady_clock;
 
 constexpr auto kNap = std::chrono::milliseconds(50);  // after it: has the other rank left?
 constexpr int kSpins = 500;
+constexpr std::size_t kPiece = kRingBytes / 4;  // so that one end writes while the other reads
 constexpr std::uint32_t kCount = kBroken - 1;
 
 // One end of a ring: `own` is what this rank moves on, `other` what it waits for.
@@ -28,7 +29,7 @@ public:
             const std::uint32_t at = own_.load(std::memory_order_relaxed) & kCount;
             const std::size_t free = wait(at);
             const std::size_t begin = at % kRingBytes;
-            const std::size_t n = std::min({bytes, free, kRingBytes - begin});
+            const std::size_t n = std::min({bytes, free, kRingBytes - begin, kPiece});
             if (writes_) {
                 std::memcpy(box_.ring + begin, data, n);
             } else {
@@ -83,12 +84,13 @@ private:
 
 }  // namespace
 
-void send(Team& team, const std::byte* data, std::size_t bytes, std::uint32_t to) {
+void send(Team& team, const std::vector<Piece>& pieces, std::uint32_t to) {
     team.check();
     End end(team, team.segment().mailbox(team.rank(), to), true, to);
-    std::uint64_t length = bytes;
+    std::uint64_t length = 0;
+    for (const auto& [data, bytes] : pieces) length += bytes;
     end.move(reinterpret_cast<std::byte*>(&length), sizeof length);
-    end.move(const_cast<std::byte*>(data), bytes);  // only read: this end writes to the ring
+    for (const auto& [data, bytes] : pieces) end.move(data, bytes);  // only read: it is the writer
 }
 
 void receive(Team& team, std::byte* data, std::size_t bytes, std::uint32_t source) {

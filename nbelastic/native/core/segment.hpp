@@ -17,7 +17,7 @@ namespace nbelastic {
 inline constexpr std::size_t kLine = 64;
 inline constexpr std::size_t kSmallBytes = 16 << 10;
 inline constexpr std::size_t kStagingBytes = 1 << 20;
-inline constexpr std::size_t kRingBytes = 64 << 10;
+inline constexpr std::size_t kRingBytes = 256 << 10;
 inline constexpr std::size_t kReasonBytes = 512;
 inline constexpr std::uint32_t kMostRanks = 256;
 
