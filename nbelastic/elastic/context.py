@@ -23,7 +23,7 @@ import contextvars
 import threading
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives import SoloCommunicator
+from nbelastic.collectives import Op, SoloCommunicator
 from nbelastic.elastic.vitals import Vitals
 from nbelastic.errors import NotInitialized
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.room import Room
 
-__all__ = ["Context", "LocalContext", "activate", "current", "initialize", "shutdown"]
+__all__ = ["Context", "LocalContext", "activate", "current", "initialize", "one_of_all", "shutdown"]
 
 
 class Context(abc.ABC):
@@ -123,6 +123,17 @@ class Context(abc.ABC):
         Leaving, Stopped, Evicted
             This rank ends here.
         """
+
+
+def one_of_all(context: Context, mine: bool) -> bool:
+    """Return whether any rank says so; all ask."""
+    if context.size == 1:
+        return mine
+    import torch
+
+    flag = torch.tensor([mine], dtype=torch.int32)
+    context.communicator().allreduce(flag, Op.MAX)
+    return bool(flag.item())
 
 
 class LocalContext(Context):

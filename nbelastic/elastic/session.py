@@ -29,12 +29,12 @@ import contextlib
 import math
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives import Op, connect
-from nbelastic.elastic.context import Context
+from nbelastic.collectives import connect
+from nbelastic.elastic.context import Context, one_of_all
 from nbelastic.elastic.doubts import Doubts
 from nbelastic.elastic.phases import Phases
 from nbelastic.elastic.port import REAL
-from nbelastic.elastic.room import Room
+from nbelastic.elastic.preparation import prepare
 from nbelastic.elastic.vitals import Vitals
 from nbelastic.errors import (
     CollectiveError,
@@ -80,10 +80,8 @@ class Session(Context):
         self._changed = means.condition()
         self._store: Store | None = None
         self._communicator: Communicator | None = None
-        self._heard = self._aborted = 0
+        self._heard = self._aborted = self._released = self._noticed = 0
         self._next_plan: Plan | None = None
-        self._released = 0
-        self._noticed = 0
         self._end: tuple[str, str] | None = None
         self._member = self._parked = False
         self._carried: bool | None = None
@@ -199,7 +197,7 @@ class Session(Context):
         self._drop_communicator()
         if self._store is None:
             self._store = self._means.open_store(self.spec.bind, self.secret)
-            self._prepare(self._store.address)  # for what comes: here, while others train
+            self.room = prepare(self.spec, self.secret, self._store.address, self._means.rehearse)
         while True:
             plan = self._await_plan(loop, failed, detail)
             try:
@@ -257,13 +255,6 @@ class Session(Context):
         self.moves += 1
         report = RankFormed(self.spec.start, plan.generation, chosen.name, chosen.remark)
         self.port.report(report)
-
-    def _prepare(self, store: tuple[str, int]) -> None:
-        expected = self.spec.state_bytes
-        if expected:
-            self.room = Room.for_state(expected)
-        if expected is not None or self.size == 1:
-            self._means.rehearse(self.spec.alone(store, self.secret))
 
     def _drop_communicator(self) -> None:
         with self._changed:
@@ -355,10 +346,4 @@ class Session(Context):
             raise HostsUpdatedInterrupt
 
     def _ask_all(self) -> bool:
-        if self.size == 1:
-            return self.change_flag()
-        import torch
-
-        flag = torch.tensor([self.change_flag()], dtype=torch.int32)
-        self.communicator().allreduce(flag, Op.MAX)
-        return bool(flag.item())
+        return one_of_all(self, self.change_flag())
