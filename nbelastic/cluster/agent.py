@@ -22,6 +22,7 @@ from nbelastic.membership import RankLeft, pack_event, unpack_plan
 
 from .environment import host_identity, versions
 from .harm import Harm
+from .haste import hasten
 from .look import own_process
 from .protocol import BEAT_INTERVAL, PLUGIN, Message
 from .tether import Tether
@@ -72,6 +73,7 @@ class Agent(WorkerPlugin):
             "name": str(worker.name),
             "host": host_identity(),
         }
+        hasten(worker.batched_stream)
         self._send("nbelastic-hello", slot=slot, versions=versions(), process=own_process())
 
     async def teardown(self, worker: Worker) -> None:

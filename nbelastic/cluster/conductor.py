@@ -143,7 +143,7 @@ class Conductor:
     def _apply(self, event: Event, now: float, chance: float) -> None:
         machine = self._record.machine
         for effect in machine.handle(event, now, chance):
-            size = 0 if machine.roster.ended else len(machine.roster.members())
+            size = 0 if machine.roster.ended else machine.roster.counted.present
             self._record.archive.note_effect(effect, size)
             self._carry_out(effect)
 
@@ -190,7 +190,7 @@ class Conductor:
 
     def _note(self, kind: str, detail: str) -> None:
         generation = self._record.machine.roster.generation
-        size = len(self._record.machine.roster.members())
+        size = self._record.machine.roster.counted.present
         self._record.archive.record(kind, generation=generation, size=size, detail=detail)
 
     def _drain(self) -> None:

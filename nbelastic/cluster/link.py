@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import ClusterLost, OptionError
 
+from .haste import hasten
 from .plugin import ElasticPlugin
 from .protocol import Message
 from .rank import run_rank
@@ -73,6 +74,7 @@ class Link:
             The connection was lost meanwhile.
         """
         self._subscribe()
+        hasten(self._client.scheduler_comm)
         self.epoch = 1
         problem = self._client.sync(
             self._scheduler.nbelastic_open,
@@ -107,6 +109,7 @@ class Link:
             The scheduler does not answer. Try again, or :meth:`give_up`.
         """
         again = self.epoch > 0
+        hasten(self._client.scheduler_comm)
         if not again:
             self._subscribe()
         try:

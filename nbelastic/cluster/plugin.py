@@ -20,6 +20,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from nbelastic.membership import SlotBusy, SlotGone, pack_place
 
 from .desk import Desk
+from .haste import hasten
 from .install import Installer
 from .manners import Manners
 from .protocol import PLUGIN, Message
@@ -142,6 +143,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._hosts[slot["id"]] = Host(slot=slot, versions=versions, process=process)
         self._addresses[worker] = slot["id"]
         self._installer.arrived(worker)
+        hasten(self._scheduler.stream_comms.get(worker))
         self._pulse.acquaint(slot["id"])
         for name in self.jobs:
             self._announce(name, [slot["id"]])

@@ -198,7 +198,7 @@ class Driver:
             self._now, chance = self._clock.now(), self._chance()
             effects = self._machine.handle(event, self._now, chance)
             roster = self._machine.roster
-            size = 0 if roster.ended else len(roster.members())
+            size = 0 if roster.ended else roster.counted.present
         outcome = next((each.outcome for each in effects if isinstance(each, End)), None)
         if outcome is not None and isinstance(event, Tick) and not self._is_over():
             return
