@@ -74,7 +74,7 @@ class Link:
             The connection was lost meanwhile.
         """
         self._subscribe()
-        hasten(self._client.scheduler_comm)
+        hasten(getattr(self._client, "scheduler_comm", None))
         self.epoch = 1
         problem = self._client.sync(
             self._scheduler.nbelastic_open,
@@ -109,7 +109,7 @@ class Link:
             The scheduler does not answer. Try again, or :meth:`give_up`.
         """
         again = self.epoch > 0
-        hasten(self._client.scheduler_comm)
+        hasten(getattr(self._client, "scheduler_comm", None))
         if not again:
             self._subscribe()
         try:
