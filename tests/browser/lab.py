@@ -148,7 +148,8 @@ class Lab:
         """Take a picture of a part of the page; return its file."""
         self._pictures.mkdir(parents=True, exist_ok=True)
         path = self._pictures / f"{name}.png"
-        where.scroll_into_view_if_needed()
+        expect(where).to_be_visible()
+        where.evaluate("element => element.scrollIntoView({block: 'nearest'})")
         # Of the page, cut out: JupyterLab takes cells out of the page and back while it lays it
         # out anew, as after a change of theme, and a picture of an element needs it to stay.
         box = where.bounding_box()
