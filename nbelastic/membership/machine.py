@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from . import events as ev
 from .effects import Effect, EndRank
+from .idle import is_idle
 from .model import over
 from .placement import arrange
 from .rank import Phase, Rank, Stage
@@ -77,37 +78,8 @@ class Machine(Rules):
         return self._deadline
 
     def _is_idle(self, event: ev.Event) -> bool:
-        """Return whether an event calls for nothing more, since others like it are waited for.
-
-        Nothing is due, and nothing has come of the event yet. That spares the many messages of a
-        large job the rules; who leaves this out gets the same decisions, later.
-        """
-        roster, kind = self.roster, type(event)
-        if kind is ev.Beats:
-            in_generation = roster.phase in (Phase.RUNNING, Phase.FINISHING)
-            return in_generation and self._now < roster.still_since + roster.limits.stall_timeout
-        if kind is ev.SlotsFound:
-            waiting = roster.phase == Phase.GATHERING and roster.short_since is not None
-            short = waiting and roster.within_reach(self._now) < roster.needed()
-            return short and not roster.launched
-        if kind is ev.RankFormed:
-            return roster.phase == Phase.FORMING
-        if kind is ev.RankReady:
-            counted = roster.counted
-            starting = counted.first(Stage.STARTING)
-            founding = starting is not None and starting.start < roster.founders
-            awaited = roster.any_in(Stage.MEMBER, Stage.DONE) or (founding and not counted.synced)
-            alike = counted.loops if counted.loops else counted.ready_loops
-            return (
-                roster.phase == Phase.GATHERING
-                and awaited
-                and not roster.any_in(Stage.RETURNED)
-                and not counted.vacant
-                and not roster.broken_by_user
-                and alike.keys() == counted.ready_loops.keys()
-                and len(alike) == 1
-            )
-        return False
+        """Return whether the rules can be spared; who applies them gets the same decisions."""
+        return is_idle(self.roster, event)
 
     # -- slots -------------------------------------------------------------------------------
 
