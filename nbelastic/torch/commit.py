@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.torch.generators import GeneratorStates
 from nbelastic.torch.handlers import change, note, things_in
-from nbelastic.torch.outline import outline, renote
+from nbelastic.torch.outline import Outlined, outline, renote
 from nbelastic.torch.snapshot import Builder, Recorder, Thing
 
 if TYPE_CHECKING:
@@ -27,20 +26,22 @@ __all__ = ["Commit", "put_together", "take_apart"]
 class Commit:
     """All of a state but its tensors' values, which are kept elsewhere or where they are.
 
-    The tensors of models and optimizers, whose `outlines` tell whether they have changed, come
-    first; so much of a commit need not be looked for again in the next one.
+    The tensors of models and optimizers that are `outlined` come first; so much of a commit need
+    not be looked for again in the next one.
     """
 
     nodes: dict[str, Node]
     noted: list[Thing]
-    things: list[object]
+    outlined: Outlined
     owners: list[torch.Tensor]
     addresses: list[int]
     samplers: list[tuple[ShardSampler, SamplerSnapshot]]
     generators: GeneratorStates
-    outlines: list[object]
-    outlined: list[Thing]
-    n_outlined: int
+
+    @property
+    def things(self) -> list[object]:
+        """Models, optimizers and all else with a handler."""
+        return self.outlined.things
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Make everything as it was; return the values by name.
@@ -65,33 +66,27 @@ def take_apart(values: Mapping[str, Any], before: Commit | None = None) -> Commi
     things = things_in(values.values())
     outlines = [outline(thing) for thing in things]
     recorder = Recorder(things, note)
-    if before is not None and before.outlines == outlines and _same(before.things, things):
-        recorder.resume(before.owners[: before.n_outlined])
-        for node in before.outlined:
+    known = None if before is None else before.outlined
+    if known is not None and known.still(things, outlines):
+        recorder.resume(known.tensors, known.slots)
+        for node in known.noted:
             thing = things[node.number]
             recorder.adopt(thing, Thing(node.number, renote(recorder, thing, node.content)))
     else:
-        for thing, known in zip(things, outlines, strict=True):
-            if known is not None:
+        for thing, has_outline in zip(things, outlines, strict=True):
+            if has_outline is not None:
                 recorder.record(thing)
-    outlined, n_outlined = list(recorder.noted), len(recorder.tensors)
+        known = Outlined(things, outlines, list(recorder.noted), list(recorder.tensors))
     nodes = {name: recorder.record(value) for name, value in values.items()}
     return Commit(
         nodes,
         recorder.noted,
-        things,
+        known,
         recorder.tensors,
         [owner.data_ptr() for owner in recorder.tensors],
         [(each, each.snapshot()) for each in things if isinstance(each, ShardSampler)],
-        GeneratorStates(),
-        outlines,
-        outlined,
-        n_outlined,
+        GeneratorStates(None if before is None else before.generators),
     )
-
-
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def put_together(builder: Builder, noted: list[Thing], nodes: dict[str, Node]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.elastic.context import Context
+    from nbelastic.torch.outline import Outlined
 
 __all__ = ["LEARNED", "Deferral", "Rhythm"]
 
@@ -112,6 +113,7 @@ class Deferral:
         self._on_break = broken
         self._context: Context | None = None
         self._exchanges = self._generation = 0
+        self._outlined: Outlined | None = None
         self._tensors: list[torch.Tensor] = []
         self._marks: Marks = []
         self._watcher = _Hook(weakref.ref(self), "_before_exchange")
@@ -127,12 +129,12 @@ class Deferral:
         """Whether the tensors are as the last commit, or the step since, has left them."""
         return _marks_of(self._tensors) == self._marks
 
-    def commit(self, things: Sequence[object], context: Context | None, *, copy: bool) -> set[int]:
+    def commit(self, outlined: Outlined, context: Context | None, *, copy: bool) -> set[int]:
         """Take in that there is a commit; return the ids of the tensors not to copy.
 
         Parameters
         ----------
-        things : sequence of object
+        outlined : Outlined
             All models, optimizers and so on of the state.
         context : Context or None
             Of this rank, which says when operations begin; None if there is none yet.
@@ -140,18 +142,22 @@ class Deferral:
             Whether to copy in any case.
         """
         generation = 0 if context is None else context.generation
+        untouched = self.untouched
         if generation == self._generation:
-            self._observe()
+            self._observe(untouched)
             self.rhythm.commit()
         else:  # tensors have changed, and much was sent, for reasons of the membership
             self.rhythm.stepped = False
         self._rest()
         self._context, self._generation = context, generation
-        optimizers = [each for each in things if isinstance(each, torch.optim.Optimizer)]
-        for optimizer in optimizers:
-            self._hook(optimizer)
-        self._tensors = _tensors_of(optimizers)
-        self._marks = _marks_of(self._tensors)
+        if outlined is not self._outlined or not outlined.whole:
+            self._outlined, untouched = outlined, False
+            optimizers = [e for e in outlined.things if isinstance(e, torch.optim.Optimizer)]
+            for optimizer in optimizers:
+                self._hook(optimizer)
+            self._tensors = _tensors_of(optimizers)
+        if not untouched:
+            self._marks = _marks_of(self._tensors)
         self.held = self.rhythm.known and context is not None and not copy
         if not self.held:
             return set()
@@ -177,10 +183,10 @@ class Deferral:
 
     # -- what happens between commits ------------------------------------------------------------
 
-    def _observe(self) -> None:
+    def _observe(self, untouched: bool) -> None:
         """Look back at the end of the time between two commits."""
         operations = self._context is not None and self._context.exchanges != self._exchanges
-        if not self.untouched or (self.rhythm.stepped and operations):
+        if not untouched or (self.rhythm.stepped and operations):
             self.rhythm.disturb()
 
     def _before_step(self) -> None:

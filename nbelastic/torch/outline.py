@@ -7,19 +7,70 @@ alive still, as a commit keeps them.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbelastic.torch.handlers import options_of
-from nbelastic.torch.snapshot import ATOMS
+from nbelastic.torch.snapshot import ATOMS, Slot
 
 if TYPE_CHECKING:
-    from nbelastic.torch.snapshot import Recorder
+    from collections.abc import Sequence
 
-__all__ = ["outline", "renote"]
+    from nbelastic.torch.snapshot import Recorder, Thing
+
+__all__ = ["Outlined", "outline", "renote"]
 
 _USUAL = (torch.Tensor, torch.nn.Parameter)
+
+
+class Outlined:
+    """What was noted of things with outlines. The same object stands for it as long as it holds.
+
+    Parameters
+    ----------
+    things : list of object
+        All objects with a handler.
+    outlines : list
+        For each its outline.
+    noted : list of Thing
+        The nodes of those that have one.
+    tensors : list of torch.Tensor
+        Theirs, for each slot one.
+
+    Attributes
+    ----------
+    slots : dict of int to Slot
+        For the id of each tensor its slot.
+    whole : bool
+        Whether no optimizer is without an outline.
+    """
+
+    def __init__(
+        self,
+        things: list[object],
+        outlines: list[object],
+        noted: list[Thing],
+        tensors: list[torch.Tensor],
+    ) -> None:
+        self.things = things
+        self.noted = noted
+        self.tensors = tensors
+        self.slots = {id(tensor): Slot(n) for n, tensor in enumerate(tensors)}
+        self.whole = not any(
+            found is None and isinstance(thing, torch.optim.Optimizer)
+            for thing, found in zip(things, outlines, strict=True)
+        )
+        self._outlines = outlines
+
+    def still(self, things: Sequence[object], outlines: Sequence[object]) -> bool:
+        """Return whether things are the same, and have the same tensors in the same places."""
+        return (
+            self._outlines == outlines
+            and len(self.things) == len(things)
+            and all(map(operator.is_, self.things, things))
+        )
 
 
 def outline(thing: object) -> object:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = [
     "ATOMS",
@@ -152,10 +152,10 @@ class Recorder:
             return items
         return self._know(value, Plain(self._copy(value, flat=False)))
 
-    def resume(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin with tensors of which all are known."""
+    def resume(self, tensors: Sequence[torch.Tensor], slots: Mapping[int, Slot]) -> None:
+        """Begin with tensors, and the slot of each by its id."""
         self.tensors.extend(tensors)
-        self._known.update((id(tensor), Slot(n)) for n, tensor in enumerate(tensors))
+        self._known.update(slots)
 
     def adopt(self, thing: object, node: Thing) -> None:
         """Take the node of a thing as noted."""

@@ -91,7 +91,7 @@ class TorchState(ObjectState):
     def save(self) -> None:
         """Keep the present values as the last commit, in the memory of the one before."""
         commit = take_apart(self._values(), self.__dict__.get("_commit"))
-        held = self._deferral.commit(commit.things, _context(), copy=self.always_copy)
+        held = self._deferral.commit(commit.outlined, _context(), copy=self.always_copy)
         self._copies.take(commit.owners, held)
         self._commit, self._boundary = commit, None
         self._tell_memory(len(held))
