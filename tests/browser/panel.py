@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from typing import TYPE_CHECKING
 
 from playwright.sync_api import expect
@@ -68,6 +70,19 @@ class PanelView:
     def watch_worlds(self) -> None:
         """Note from now on which sizes the page shows, and when."""
         self.lab.page.evaluate(WATCH)
+
+    def wait_for_worlds(self, sizes: list[int], timeout_s: float = ENOUGH_S) -> None:
+        """Wait until what was noted begins with these sizes, however short each was shown."""
+        deadline = time.monotonic() + timeout_s
+        while self.sizes()[: len(sizes)] != sizes:
+            assert time.monotonic() < deadline, f"{self.sizes()} was shown, not {sizes}"
+            self.lab.page.wait_for_timeout(100)
+        self.wait_for_world(sizes[-1])
+
+    def sizes(self) -> list[int]:
+        """Return the sizes that the page has shown; it is 0 while a generation forms."""
+        formed = [size for _, size in self.worlds() if size]
+        return [size for size, _ in itertools.groupby(formed)]
 
     def worlds(self) -> list[tuple[float, int]]:
         """Return what was noted: seconds since the epoch, and the size shown from then on."""

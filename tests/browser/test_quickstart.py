@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import TYPE_CHECKING
 
@@ -109,12 +108,6 @@ def train(options: str, before: str = "") -> str:
     return TRAIN.format(options=options, before=before).strip()
 
 
-def sizes(panel: PanelView) -> list[int]:
-    """Return the sizes that the page has shown; it is 0 while a generation forms."""
-    formed = [size for _, size in panel.worlds() if size]
-    return [size for size, _ in itertools.groupby(formed)]
-
-
 def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> None:
     lab.open("01_quickstart.ipynb")
     code = [(i, cell) for i, cell in enumerate(lab.read().cells) if cell.cell_type == "code"]
@@ -124,10 +117,7 @@ def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> N
     panel.watch_worlds()
     for index in [i for i, _ in code if i <= killing]:
         lab.run_cell(index)
-    panel.wait_for_world(4)
-    panel.wait_for_world(3)
-    panel.wait_for_world(4)
-    assert sizes(panel) == [4, 3, 4]
+    panel.wait_for_worlds([4, 3, 4])
     expect(panel.area.get_by_role("progressbar")).to_be_visible()
     panel.pictures("quickstart")
     panel.lower_the_most()

@@ -10,7 +10,7 @@ import torch
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.errors import CollectiveError
-from tests.collectives.worlds import PATIENCE_S, World, eventually
+from tests.collectives.worlds import PATIENCE_S, World, eventually, gone
 
 OPERATIONS = {
     "allreduce": lambda c: c.allreduce_async(torch.ones(3)),
@@ -134,7 +134,7 @@ def test_abort_frees_who_connects(make):
         # Rank 1 may have seen rank 0 leave before it was aborted itself.
         assert re.fullmatch("enough|.*rank 0 left before all had come", failure(connecting[1]))
         assert failure(world.start(2, lambda c: c.connect())) == "enough"
-        eventually(lambda: not threads_of_communicators(), "the end of all threads")
+        gone(threads_of_communicators, "threads of communicators")
 
 
 def test_one_that_leaves_frees_the_others_who_connect(make):

@@ -15,7 +15,7 @@ from nbelastic.collectives.flights import first_sentence
 from nbelastic.errors import CollectiveError
 from tests.collectives.guests import visit
 from tests.collectives.test_abort import OPERATIONS
-from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, World, eventually
+from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, World, eventually, gone
 
 
 def keepers():
@@ -60,7 +60,7 @@ def test_abort_frees_who_connects_to_a_peer_that_does_not_answer(monkeypatch):
         error = connecting.exception(PATIENCE_S)
         assert isinstance(error, CollectiveError)
         assert str(error) == "enough"
-        eventually(lambda: not keepers(), "the end of what was abandoned")
+        gone(keepers, "keepers")
 
 
 def test_without_severing_abort_still_frees_and_what_is_stuck_ends_with_its_timeout(monkeypatch):
@@ -74,7 +74,7 @@ def test_without_severing_abort_still_frees_and_what_is_stuck_ends_with_its_time
         world.wait_until_waiting(range(2))
         world.abort("enough")
         assert {str(future.exception(PATIENCE_S)) for future in waiting} == {"enough"}
-    eventually(lambda: not keepers(), "the end of what was abandoned")
+    gone(keepers, "keepers")
 
 
 def test_abort_frees_who_sends_what_nobody_receives():
@@ -83,7 +83,7 @@ def test_abort_frees_who_sends_what_nobody_receives():
         world.wait_until_waiting([0])
         world[0].abort("enough")
         assert isinstance(waiter.exception(PATIENCE_S), CollectiveError)
-    eventually(lambda: not keepers(), "the end of all keepers")
+    gone(keepers, "keepers")
 
 
 def test_severing_leaves_other_sockets_alone():

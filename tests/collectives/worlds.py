@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,16 @@ def eventually(condition: Callable[[], Any], what: str = "the condition") -> Non
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come to hold"
+        time.sleep(0.001)
+
+
+def gone(threads: Callable[[], list[str]], what: str) -> None:
+    """Wait until no such threads are left; if some are, say which, and where they stand."""
+    deadline = time.monotonic() + PATIENCE_S
+    while names := threads():
+        if time.monotonic() > deadline:
+            faulthandler.dump_traceback(all_threads=True)
+            raise AssertionError(f"{what} have not ended: {names}")
         time.sleep(0.001)
 
 

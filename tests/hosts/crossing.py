@@ -76,7 +76,7 @@ def rank_main(terms):
     found["digests"] = [average(communicator) for _ in range(2)]
     communicator.barrier()
     communicator.close()
-    print(json.dumps(found), flush=True)
+    os.write(1, (json.dumps(found) + "\n").encode())  # at once: the ranks of a host share it
     os._exit(0)  # it takes seconds to take torch apart in a fork
 
 
