@@ -52,9 +52,9 @@ def ours(folder: str, task: str) -> None:
                 torch.nn.functional.cross_entropy(model(inputs), labels).backward()
                 log("back", hvd.size())
                 optimizer.step()
+                log("step", hvd.size())  # it counts, even where the commit ends the generation
                 state.batch += 1
                 state.commit()
-                log("step", hvd.size())
         except CollectiveError:
             log("fail", hvd.size())
             raise

@@ -18,6 +18,10 @@ constexpr int kSpins = 100;   // a microsecond or two; more, if the other waits 
 constexpr int kYields = 100;  // costs little where nobody else wants it
 constexpr int kBackground = 20;
 
+// Whoever was given the processor for so long is no rank that is about to arrive. To go on giving it
+// away would count against this one: Linux (since 6.6) puts off who yields again and again.
+constexpr auto kTaken = std::chrono::microseconds(200);
+
 int processors() {
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
@@ -108,16 +112,18 @@ void Team::advance(std::uint32_t target) noexcept {
 bool Team::wait_awake(std::uint32_t target, Patience patience) const {
     const bool eager = patience == Patience::eager;
     const int spins = eager ? spins_ : kBackground;
-    const int turns = spins + (eager ? yields_ : 1);
+    int turns = spins + (eager ? yields_ : 1);
     for (int turn = 0; turn < turns; ++turn) {
         const std::uint32_t word = control_.word.load(std::memory_order_acquire);
         if (word & kBroken) throw Broken(reason());
         if ((word & kPhase) == target) return true;
         if (turn < spins) {
             relax();
-        } else {
-            sched_yield();
+            continue;
         }
+        const auto begin = steady_clock::now();
+        sched_yield();
+        if (steady_clock::now() - begin > kTaken) turns = std::min(turns, turn + 2);
     }
     return false;
 }
