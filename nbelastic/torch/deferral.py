@@ -21,6 +21,8 @@ commit: a rank that restores it is ahead of one that restores the commit
 (:meth:`~nbelastic.elastic.context.Context.stood_in`). The next regular commits count less: it takes
 four times as many to trust the rhythm again.
 
+A rank that receives its state from one that knows the rhythm trusts it from the first commit on.
+
 What is not noticed: values changed through ``tensor.data`` by others than optimizers, once the
 rhythm is trusted. Then the tensors are restored as they are.
 """
@@ -66,6 +68,10 @@ class Rhythm:
     def known(self) -> bool:
         """Whether the next step will be committed before anything can fail."""
         return self._in_a_row >= self._needed
+
+    def trust(self) -> None:
+        """Take the word of another rank, which knows it, that steps are followed by commits."""
+        self._in_a_row = max(self._in_a_row, self._needed)
 
     def step(self) -> None:
         """Note the step of an optimizer."""

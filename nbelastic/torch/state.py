@@ -151,12 +151,14 @@ class TorchState(ObjectState):
         things = things_in(values.values())
         recorder = Recorder(things, note, duplicate=False)
         nodes = {name: recorder.record(value) for name, value in values.items()}
-        return Parcel(_dump((_kinds(things), recorder.noted, nodes), things), recorder.tensors)
+        trusted = self._deferral.rhythm.known
+        head = _dump((_kinds(things), recorder.noted, nodes, trusted), things)
+        return Parcel(head, recorder.tensors)
 
     def _pack_commit(self) -> Parcel:
         self._settle()
         commit = self._commit
-        head = _dump((_kinds(commit.things), commit.noted, commit.nodes), commit.things)
+        head = _dump((_kinds(commit.things), commit.noted, commit.nodes, False), commit.things)
         devices = [owner.device.type for owner in commit.owners]
         return Parcel(head, self._copies.values, devices)
 
@@ -165,7 +167,7 @@ class TorchState(ObjectState):
 
     def _unpack(self, parcel: Parcel) -> None:
         things = things_in(self._values().values())
-        kinds, noted, nodes = _load(parcel.head, things)
+        kinds, noted, nodes, trusted = _load(parcel.head, things)
         if kinds != _kinds(things):
             raise NbelasticError(
                 f"the state of this rank holds {_kinds(things)}, that of the others {kinds}: "
@@ -178,6 +180,8 @@ class TorchState(ObjectState):
             for slot, tensor in enumerate(parcel.tensors):
                 if slot not in builder.kept:
                     parcel.room.give_back(tensor)
+        if trusted:  # this rank runs the same function
+            self._deferral.rhythm.trust()
 
 
 def _context() -> Context | None:
