@@ -69,14 +69,15 @@ def take_apart(values: Mapping[str, Any], before: Commit | None = None) -> Commi
     known = None if before is None else before.outlined
     if known is not None and known.still(things, outlines):
         recorder.resume(known.tensors, known.slots)
-        for node in known.noted:
+        for node, options in zip(known.noted, known.options, strict=True):
             thing = things[node.number]
-            recorder.adopt(thing, Thing(node.number, renote(recorder, thing, node.content)))
+            recorder.adopt(thing, renote(recorder, thing, node, options))
     else:
-        for thing, has_outline in zip(things, outlines, strict=True):
-            if has_outline is not None:
+        known = Outlined(things, outlines)
+        for thing, told in zip(things, known.told, strict=True):
+            if told:
                 recorder.record(thing)
-        known = Outlined(things, outlines, list(recorder.noted), list(recorder.tensors))
+        known.fill(recorder.noted, recorder.tensors)
     nodes = {name: recorder.record(value) for name, value in values.items()}
     return Commit(
         nodes,

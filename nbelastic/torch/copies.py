@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,8 @@ class Copies:
     def __init__(self) -> None:
         self.values: list[torch.Tensor] = []
         self._held: set[int] = set()
+        self._held_ids: AbstractSet[int] = frozenset()
+        self._tensors: Sequence[torch.Tensor] = ()
         self._spilled = False
 
     @property
@@ -41,6 +44,26 @@ class Copies:
 
     def take(self, tensors: Sequence[torch.Tensor], held: AbstractSet[int] = frozenset()) -> None:
         """Copy `tensors`, but for those with ids in `held`; what was copied before is gone."""
+        if not self._take_again(tensors, held):
+            self._take_anew(tensors, held)
+        self._tensors, self._held_ids = (tensors if held else ()), held
+
+    def _take_again(self, tensors: Sequence[torch.Tensor], held: AbstractSet[int]) -> bool:
+        """Copy what was copied before, if it is the same; else return False."""
+        if not held or held is not self._held_ids or len(tensors) != len(self._tensors):
+            return False
+        if not all(map(operator.is_, tensors, self._tensors)):
+            return False
+        copied = [n for n in range(len(tensors)) if n not in self._held]
+        pairs = [(self.values[n], tensors[n]) for n in copied]
+        if not all(self._suits(copy, tensor) for copy, tensor in pairs):
+            return False
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([copy for copy, _ in pairs], [each for _, each in pairs])
+        return True
+
+    def _take_anew(self, tensors: Sequence[torch.Tensor], held: AbstractSet[int]) -> None:
         old = [None if index in self._held else copied for index, copied in enumerate(self.values)]
         self.values, self._held = [], set()
         targets, sources = [], []
@@ -65,7 +88,7 @@ class Copies:
         with torch.no_grad():
             for index in self._held:
                 self.values[index] = self._clone(self.values[index])
-        self._held = set()
+        self._held, self._tensors = set(), ()
 
     def _suits(self, copied: torch.Tensor, tensor: torch.Tensor) -> bool:
         return (

@@ -110,11 +110,14 @@ class Deferral:
     ----------
     held : bool
         Whether the last commit has no copies of the optimizers' tensors.
+    tensors : frozenset of int
+        The ids of the tensors that optimizers change; the same object as long as they are the same.
     """
 
     def __init__(self, stepped: Callable[[], None], broken: Callable[[bool], None]) -> None:
         self.rhythm = Rhythm()
         self.held = False
+        self.tensors: frozenset[int] = frozenset()
         self._on_step = stepped
         self._on_break = broken
         self._context: Context | None = None
@@ -135,7 +138,7 @@ class Deferral:
         """Whether the tensors are as the last commit, or the step since, has left them."""
         return _marks_of(self._tensors) == self._marks
 
-    def commit(self, outlined: Outlined, context: Context | None, *, copy: bool) -> set[int]:
+    def commit(self, outlined: Outlined, context: Context | None, *, copy: bool) -> frozenset[int]:
         """Take in that there is a commit; return the ids of the tensors not to copy.
 
         Parameters
@@ -162,18 +165,14 @@ class Deferral:
             for optimizer in optimizers:
                 self._hook(optimizer)
             self._tensors = _tensors_of(optimizers)
+            self.tensors = frozenset(map(id, self._tensors))
         if not untouched:
             self._marks = _marks_of(self._tensors)
         self.held = self.rhythm.known and context is not None and not copy
         if not self.held:
-            return set()
+            return frozenset()
         self._watch()
         return self.tensors
-
-    @property
-    def tensors(self) -> set[int]:
-        """The ids of the tensors that optimizers change."""
-        return {id(tensor) for tensor in self._tensors}
 
     def copied(self) -> None:
         """Take in that the last commit has copies now."""
