@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     if options.quick:
-        options.rounds = 2
+        options.rounds = 1
     return run(options.ranks, options.json, functools.partial(measure, options), show, aims)
 
 

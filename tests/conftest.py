@@ -36,13 +36,26 @@ class ByFile(LoadScopeScheduling):
         return "tests/browser" if file.startswith("tests/browser/") else file
 
 
-LONGEST = "tests/jobs/test_many_kills.py"
+LONGEST = (
+    "tests/jobs/test_many_kills.py",
+    "tests/browser/",
+    "tests/hosts/test_partitions.py",
+    "tests/chaos/test_chaos.py",
+    "tests/benchmarks/test_benchmarks.py",
+    "tests/jobs/",
+)
+"""Minutes each, one test after the other: whoever begins them last is waited for by all."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest; then files with many tests, of which most are short."""
     files = Counter(str(item.path) for item in items)
-    items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), -files[str(item.path)]))
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        found = [n for n, start in enumerate(LONGEST) if item.nodeid.startswith(start)]
+        return min(found, default=len(LONGEST)), -files[str(item.path)]
+
+    items.sort(key=place)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
