@@ -7,8 +7,10 @@ repeated and long out of date.
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -39,6 +41,18 @@ from nbelastic.membership import (
 
 from .crew import Worker, World
 from .ranks import Script
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_else_to_collect() -> Iterator[None]:
+    """Keep what other tests have left in memory out of collections: there are thousands."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 numbers = st.integers(0, 50)
 flags = st.booleans()
