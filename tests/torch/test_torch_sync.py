@@ -9,7 +9,6 @@ from torch import nn
 from nbelastic.elastic import transfer
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError, NbelasticError
-from nbelastic.torch.deferral import LEARNED
 from nbelastic.torch.optimizer import DistributedOptimizer
 from nbelastic.torch.state import TorchState
 from tests.support.world import StaticContext, run_ranks
@@ -57,41 +56,6 @@ def test_N5_newcomers_are_equal_bit_for_bit_without_a_dummy_step(
         assert result[:2] == results[0][:2]
         if rank not in behind and rank != source:
             assert result[2] == 0  # takes no part
-
-
-@pytest.mark.parametrize("commits", [0, LEARNED + 1])
-def test_a_newcomer_copies_as_little_as_the_others_do(commits: int) -> None:
-    nets = [new_net(rank) for rank in range(2)]
-
-    def main(context: StaticContext) -> object:
-        generation, context.generation = context.generation, 0
-        net = nets[context.rank]
-        optimizer = adam(net)
-        state = TorchState(net, optimizer, steps=0)
-
-        def steps_with_commits(count: int) -> None:
-            for _ in range(count):
-                train(net, optimizer, seed=state.steps)
-                state.steps += 1
-                state.commit()
-
-        if context.rank == 0:
-            steps_with_commits(commits)
-        context.generation = generation
-        state.align([1])
-        state.save()
-        copied = [state._deferral.held]
-        received = everything(state)
-        train(net, optimizer)
-        train(net, optimizer)
-        state.restore()  # two steps and no commit: the second had copies made
-        steps_with_commits(1)
-        copied.append(state._deferral.held)
-        return copied, received, everything(state)
-
-    first, second = run_ranks(2, main)
-    assert first == second
-    assert first[0][0] == bool(commits)
 
 
 def test_generators_stay_each_ranks_own() -> None:
