@@ -75,9 +75,10 @@ class PanelView:
         """Wait until what was noted begins with these sizes, however short each was shown."""
         deadline = time.monotonic() + timeout_s
         while self.sizes()[: len(sizes)] != sizes:
-            assert time.monotonic() < deadline, f"{self.sizes()} was shown, not {sizes}"
+            assert time.monotonic() < deadline, (
+                f"{self.sizes()} was shown, not {sizes}: {' '.join(self.area.all_inner_texts())}"
+            )
             self.lab.page.wait_for_timeout(100)
-        self.wait_for_world(sizes[-1])
 
     def sizes(self) -> list[int]:
         """Return the sizes that the page has shown; it is 0 while a generation forms."""

@@ -121,7 +121,10 @@ def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> N
     panel.watch_worlds()
     for index in [i for i, _ in code if i <= killing]:
         lab.run_cell(index)
-    panel.wait_for_worlds([4, 3, 4])
+    panel.wait_for_worlds([4])  # a cluster and four ranks started,
+    panel.wait_for_worlds([4, 3])  # thirty commits and a kill,
+    panel.wait_for_worlds([4, 3, 4])  # a worker and a rank started: each may take its time
+    panel.wait_for_world(4)
     expect(panel.area.get_by_role("progressbar")).to_be_visible()
     panel.pictures("quickstart")
     panel.lower_the_most()
