@@ -65,7 +65,8 @@ async def _ask_workers(
 ) -> dict[str, Any]:
     """Run `probe` on all workers; one that does not answer is not waited for for long.
 
-    It is not used until it has told its versions, and refused if they differ.
+    Nor is one to which the connection breaks: it may just be dying. Neither is used until it has
+    told its versions, and it is refused if they differ.
     """
     asked = [_ask(client, probe, address) for address in addresses]
     answers = await asyncio.gather(*asked)
@@ -79,7 +80,7 @@ async def _ask(client: Client, probe: Callable[[], dict[str, str]], address: str
         )
     except asyncio.TimeoutError:
         return {}
-    return answer
+    return {where: found for where, found in answer.items() if not isinstance(found, OSError)}
 
 
 def _differences(
