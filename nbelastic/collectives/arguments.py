@@ -23,6 +23,7 @@ __all__ = [
     "check_per_rank",
     "check_rank",
     "check_scatter",
+    "check_together",
 ]
 
 _REDUCIBLE = {
@@ -57,6 +58,15 @@ def check_op(tensor: torch.Tensor, op: Op) -> None:
         raise ValueError(
             f"Op.AVERAGE is for floating point, not {tensor.dtype}; use Op.SUM and divide"
         )
+
+
+def check_together(tensors: Sequence[torch.Tensor], op: Op) -> None:
+    """Refuse tensors that cannot be reduced as one: there must be some, of one type."""
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) != 1:
+        raise ValueError(f"tensors must be of one dtype and device, not {_list(kinds)}")
+    check_op(tensors[0], op)
+    check_contiguous(*tensors)
 
 
 def check_rank(rank: int, size: int, name: str) -> None:

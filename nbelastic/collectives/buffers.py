@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["as_bytes", "join", "on_host", "return_to"]
+__all__ = ["as_bytes", "join", "on_host", "return_to", "returning"]
 
 
 def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
@@ -44,6 +44,18 @@ def return_to(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
     if not _is_on_host(tensor):
         # The allocator of pinned memory keeps it until the stream has passed the copy.
         tensor.detach().copy_(buffer, non_blocking=True)
+
+
+def returning(
+    tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+) -> Callable[[], None]:
+    """Return what brings each of `buffers` to the tensor whose place it took."""
+
+    def land() -> None:
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            return_to(tensor, buffer)
+
+    return land
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -123,6 +123,9 @@ class Communicator(abc.ABC):
     anywhere: bool = True
     """Whether large tensors are reduced where they are, not copied to memory of its own first."""
 
+    coalesces: bool = False
+    """Whether many tensors are reduced at once, where they are, at the price of one."""
+
     lets_go: bool = False
     """Whether nobody receives any more what is sent of a tensor once an operation has failed.
 
@@ -168,6 +171,13 @@ class Communicator(abc.ABC):
         ``Op.AVERAGE`` is for floating point only.
         """
 
+    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
+        """Reduce `tensors`, at least one and all of one type, over all ranks, in place.
+
+        How the values are cut into tensors may differ between ranks where :attr:`coalesces`.
+        """
+        return _Handles([self.allreduce_async(tensor, op) for tensor in tensors])
+
     @abc.abstractmethod
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         """Copy the `tensor` of rank `root` into that of all others."""
@@ -209,6 +219,10 @@ class Communicator(abc.ABC):
     def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
         """Reduce `tensor` over all ranks and wait for it."""
         self.allreduce_async(tensor, op).wait()
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
+        """Reduce `tensors` over all ranks and wait for it."""
+        self.allreduce_coalesced_async(tensors, op).wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Broadcast `tensor` from rank `root` and wait for it."""
@@ -276,3 +290,17 @@ class Communicator(abc.ABC):
         Returns at once; what cannot be freed yet (operations stuck in a transport) is freed in
         the background.
         """
+
+
+class _Handles:
+    """Operations that are waited for together."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def done(self) -> bool:
+        return all(handle.done() for handle in self._handles)
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()

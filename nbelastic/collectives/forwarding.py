@@ -30,6 +30,10 @@ class ForwardingCommunicator(Communicator):
         """Reduce `tensor` over all ranks, in place."""
         return self._target().allreduce_async(tensor, op)
 
+    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
+        """Reduce `tensors` over all ranks, in place, as one operation."""
+        return self._target().allreduce_coalesced_async(tensors, op)
+
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         """Copy the `tensor` of rank `root` into that of all others."""
         return self._target().broadcast_async(tensor, root)

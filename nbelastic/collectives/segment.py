@@ -13,12 +13,24 @@ from nbelastic.collectives.flights import OperationFailed
 from nbelastic.native import core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.alarm import Alarm
     from nbelastic.native._core import Group
 
-__all__ = ["OPS", "TYPES", "Message", "Ticket", "break_with", "codes_of", "piece_of", "room_in"]
+__all__ = [
+    "OPS",
+    "TYPES",
+    "Message",
+    "Ticket",
+    "break_with",
+    "codes_of",
+    "joined_in",
+    "piece_of",
+    "processors",
+    "room_in",
+    "together",
+]
 
 TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in core.TYPES.items()}
 OPS = core.OPS
@@ -39,6 +51,15 @@ def room_in(group: Group, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     block: torch.Tensor = from_dlpack(group.empty(count * dtype.itemsize))
     return block.view(dtype)
+
+
+def joined_in(group: Group, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a copy of all `tensors`, one after the other, in a rank's part of a segment."""
+    counts = [tensor.numel() for tensor in tensors]
+    joined = room_in(group, sum(counts), tensors[0].dtype)
+    for piece, tensor in zip(torch.split(joined, counts), tensors, strict=True):
+        piece.copy_(tensor.detach().view(-1))
+    return joined
 
 
 def break_with(group: Group, alarm: Alarm, rank: int) -> None:
@@ -112,3 +133,15 @@ class Message:
 def piece_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return where the memory of a tensor is, and how many bytes it has."""
     return tensor.data_ptr(), tensor.nbytes
+
+
+def together(tensors: Sequence[torch.Tensor], op: Op) -> tuple[list[tuple[int, int]], int, int]:
+    """Return where the values of `tensors`, of one type, are; and the codes to reduce them by."""
+    return [(each.data_ptr(), each.numel()) for each in tensors], *codes_of(tensors[0].dtype, op)
+
+
+def processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -27,8 +27,9 @@ from nbelastic.collectives.arguments import (
     check_peer,
     check_rank,
     check_scatter,
+    check_together,
 )
-from nbelastic.collectives.buffers import on_host, return_to
+from nbelastic.collectives.buffers import on_host, return_to, returning
 from nbelastic.collectives.communicator import Handle, Op, Rendezvous
 from nbelastic.collectives.landing import FlightHandle, LandingCommunicator
 from nbelastic.collectives.lanes import Lane
@@ -39,8 +40,11 @@ from nbelastic.collectives.segment import (
     Ticket,
     break_with,
     codes_of,
+    joined_in,
     piece_of,
+    processors,
     room_in,
+    together,
 )
 from nbelastic.native import core
 
@@ -72,12 +76,13 @@ class SharedMemoryCommunicator(LandingCommunicator):
     """
 
     name = "shm"
+    coalesces = True
     lets_go = True
 
     def __init__(self, rendezvous: Rendezvous, group: Group, alarm: Alarm) -> None:
         super().__init__(rendezvous, alarm)
         # Sums are this processor's work: beside other work only if there is another one for them.
-        self.overlaps = _processors() >= 2 * self.size
+        self.overlaps = processors() >= 2 * self.size
         self._timeout_s = rendezvous.timeout_s
         self._group = group
         self._lent: deque[tuple[Ticket, object]] = deque()
@@ -137,6 +142,29 @@ class SharedMemoryCommunicator(LandingCommunicator):
             lambda: return_to(tensor, buffer),
         )
 
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
+        """Reduce `tensors` over all ranks and wait for it: the short way, where there is one."""
+        check_together(tensors, op)
+        if self._lent or self._closed or not all(tensor.is_cpu for tensor in tensors):
+            self.allreduce_coalesced_async(tensors, op).wait()
+            return
+        try:
+            self._group.allreduce_coalesced(*together(tensors, op))
+        except core.Broken as error:
+            self._fail(str(error))
+        self._completed += 1
+
+    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
+        """Reduce `tensors` over all ranks, in place, as one operation."""
+        check_together(tensors, op)
+        buffers = [on_host(tensor) for tensor in tensors]
+        return self._begin(
+            self._group.allreduce_coalesced_async,
+            together(buffers, op),
+            buffers,
+            returning(tensors, buffers),
+        )
+
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         """Copy the `tensor` of rank `root` into that of all others."""
         check_contiguous(tensor)
@@ -162,7 +190,7 @@ class SharedMemoryCommunicator(LandingCommunicator):
             self._group.allgather_async,
             ([buffer.data_ptr() for buffer in buffers], *piece_of(source)),
             (source, buffers),
-            _returning(outputs, buffers),
+            returning(outputs, buffers),
         )
 
     def reduce_scatter_async(
@@ -173,12 +201,15 @@ class SharedMemoryCommunicator(LandingCommunicator):
         counts = [tensor.numel() for tensor in inputs]
         if not any(counts):
             return self._nothing()
-        source = self._joined(inputs, counts)
+        self._alarm.check()
+        try:
+            source = joined_in(self._group, inputs)
+        except MemoryError as error:
+            self._fail(f"no room in shared memory: {error}")
         buffer = on_host(output, load=False)
-        addresses = (buffer.data_ptr(), source.data_ptr(), counts)
         return self._begin(
             self._group.reduce_scatter_async,
-            (*addresses, *codes_of(output.dtype, op)),
+            (buffer.data_ptr(), source.data_ptr(), counts, *codes_of(output.dtype, op)),
             (source, buffer),
             lambda: return_to(output, buffer),
         )
@@ -194,7 +225,7 @@ class SharedMemoryCommunicator(LandingCommunicator):
             self._group.all_to_all_async,
             ([piece_of(buffer) for buffer in buffers], [piece_of(source) for source in sources]),
             (sources, buffers),
-            _returning(outputs, buffers),
+            returning(outputs, buffers),
         )
 
     def barrier_async(self) -> Handle:
@@ -301,34 +332,6 @@ class SharedMemoryCommunicator(LandingCommunicator):
             name = f"nbelastic-shm-{self.generation}-{self.rank}-{lane}"
             self._lanes[lane] = Lane(name, self._timeout_s)
         return self._lanes[lane].put(Message(move, arguments, lent))
-
-    def _joined(self, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
-        """Return a copy of all `tensors`, one after the other, in the segment."""
-        self._alarm.check()
-        try:
-            joined = room_in(self._group, sum(counts), tensors[0].dtype)
-        except MemoryError as error:
-            self._fail(f"no room in shared memory: {error}")
-        for piece, tensor in zip(torch.split(joined, list(counts)), tensors, strict=True):
-            piece.copy_(tensor.detach().view(-1))
-        return joined
-
-
-def _processors() -> int:
-    """Return how many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _returning(
-    outputs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
-) -> Callable[[], None]:
-    def land() -> None:
-        for output, buffer in zip(outputs, buffers, strict=True):
-            return_to(output, buffer)
-
-    return land
 
 
 _living: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()

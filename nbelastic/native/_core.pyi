@@ -68,6 +68,13 @@ class Group:
     def allreduce_async(self, ptr: int, count: int, type: int, op: int) -> int:
         """In place. Without copies, where all ranks' memory is in the segment."""
 
+    def allreduce_coalesced(self, parts: list[tuple[int, int]], type: int, op: int) -> None: ...
+    def allreduce_coalesced_async(self, parts: list[tuple[int, int]], type: int, op: int) -> int:
+        """In place, of memory in several places, as if it were in one.
+
+        Pairs are an address and a number of elements; how they are cut may differ between ranks.
+        """
+
     def reduce_scatter_async(
         self, output: int, input: int, counts: list[int], type: int, op: int
     ) -> int:

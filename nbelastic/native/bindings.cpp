@@ -86,6 +86,15 @@ public:
         return executor_->begin(reduction(Kind::allreduce, data, count, type, op));
     }
 
+    void allreduce_coalesced(const Pieces& parts, std::uint32_t type, std::uint32_t op) {
+        executor_->run(reduction_of(parts, type, op));
+    }
+
+    std::uint64_t allreduce_coalesced_async(const Pieces& parts, std::uint32_t type,
+                                            std::uint32_t op) {
+        return executor_->begin(reduction_of(parts, type, op));
+    }
+
     std::uint64_t reduce_scatter_async(Address output, Address input, Lengths counts,
                                        std::uint32_t type, std::uint32_t op) {
         Operation its = in_parts(Kind::reduce_scatter, input, std::move(counts), type, op);
@@ -176,7 +185,19 @@ private:
                 .type = static_cast<Type>(type),
                 .op = static_cast<Op>(op),
                 .data = pointer(data),
-                .count = count};
+                .count = count,
+                .inputs = {{pointer(data), count * bytes_of(static_cast<Type>(type))}}};
+    }
+
+    static Operation reduction_of(const Pieces& parts, std::uint32_t type, std::uint32_t op) {
+        Operation its = reduction(Kind::allreduce, 0, 0, type, op);
+        its.inputs.clear();
+        for (const auto& [address, count] : parts) {
+            if (count == 0) continue;
+            its.inputs.push_back({pointer(address), count * bytes_of(its.type)});
+            its.count += count;
+        }
+        return its;
     }
 
     Operation in_parts(Kind kind, Address data, Lengths counts, std::uint32_t type,
@@ -247,6 +268,10 @@ NB_MODULE(_core, m) {
         .def("allreduce", &Group::allreduce, nb::arg("ptr"), nb::arg("count"), nb::arg("type"),
              nb::arg("op"), NoGil())
         .def("allreduce_async", &Group::allreduce_async, nb::arg("ptr"), nb::arg("count"),
+             nb::arg("type"), nb::arg("op"), NoGil())
+        .def("allreduce_coalesced", &Group::allreduce_coalesced, nb::arg("parts"), nb::arg("type"),
+             nb::arg("op"), NoGil())
+        .def("allreduce_coalesced_async", &Group::allreduce_coalesced_async, nb::arg("parts"),
              nb::arg("type"), nb::arg("op"), NoGil())
         .def("reduce_scatter_async", &Group::reduce_scatter_async, nb::arg("output"),
              nb::arg("input"), nb::arg("counts"), nb::arg("type"), nb::arg("op"), NoGil())

@@ -1,7 +1,8 @@
 """Which gradients share a bucket: a pure function, so equal on ranks that agree on all else.
 
-Small gradients share buckets, since each operation has a price of its own. Large ones are reduced
-where they are, each by itself: there is nothing to gain for them, and a copy to lose.
+Gradients share buckets, since each operation has a price of its own. Large ones are reduced where
+they are, each by itself: there is nothing to gain for them, and a copy to lose. Where one operation
+reduces many that are anywhere, all but the small ones are.
 """
 
 from __future__ import annotations
@@ -13,20 +14,29 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "LARGE_BYTES", "Planned", "plan_buckets"]
+__all__ = [
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "LARGE_BYTES",
+    "PIECE_BYTES",
+    "Planned",
+    "plan_buckets",
+]
 
 BUCKET_BYTES = 25 << 20
 # Of a model that fills several, the first is small: the network has something to do early.
 FIRST_BUCKET_BYTES = 1 << 20
 # More than fits a processor's own cache: what is copied is fetched from memory again.
 LARGE_BYTES = 8 << 20
+# Of one operation on many: less is sooner copied than dealt with by itself.
+PIECE_BYTES = 16 << 10
 
 
 class Planned(NamedTuple):
-    """One bucket: the indices of its parameters, and whether it is a large gradient's own."""
+    """One bucket: the indices of its parameters, and whether gradients stay where they are."""
 
     indices: list[int]
-    large: bool = False
+    in_place: bool = False
 
 
 def plan_buckets(
@@ -35,7 +45,8 @@ def plan_buckets(
     wire_dtype: Callable[[torch.dtype], torch.dtype],
     groups: Iterable[Sequence[int]] = (),
     *,
-    large_bytes: float = LARGE_BYTES,
+    in_place_bytes: float = LARGE_BYTES,
+    coalesces: bool = False,
 ) -> list[Planned]:
     """Distribute parameters over buckets.
 
@@ -50,15 +61,17 @@ def plan_buckets(
     groups : iterable of sequences of int, optional
         Indices that share a bucket whatever their size. The others share buckets of
         :data:`BUCKET_BYTES`, the first of :data:`FIRST_BUCKET_BYTES` if there are several.
-    large_bytes : float, default LARGE_BYTES
-        From how many bytes on a gradient is by itself, if it is on the CPU, in no group, and
-        travels as what it is.
+    in_place_bytes : float, default LARGE_BYTES
+        From how many bytes on a gradient is reduced where it is, if it is on the CPU, in no group,
+        and travels as what it is.
+    coalesces : bool, default False
+        Whether such gradients share buckets, too, or each has its own.
 
     Returns
     -------
     list of Planned
-        In the order in which they are expected to be full, but for the last one that is shared: it
-        comes last of all. If all are large, an empty one does.
+        In the order in which they are expected to be full, but for the last one that is shared and
+        not in place: it comes last of all. If there is none, an empty one does.
     """
     expected = {index: place for place, index in enumerate(order)}
     group_of = {index: number for number, group in enumerate(groups) for index in group}
@@ -66,33 +79,32 @@ def plan_buckets(
     def bytes_of(index: int) -> int:
         return parameters[index].numel() * wire_dtype(parameters[index].dtype).itemsize
 
-    def is_large(index: int) -> bool:
+    def stays(index: int) -> bool:
         parameter = parameters[index]
         as_it_is = wire_dtype(parameter.dtype) == parameter.dtype and not parameter.is_complex()
         on_host = parameter.device.type == "cpu"
-        return as_it_is and on_host and index not in group_of and bytes_of(index) >= large_bytes
+        return as_it_is and on_host and index not in group_of and bytes_of(index) >= in_place_bytes
 
-    large = [Planned([index], large=True) for index in order if is_large(index)]
-    alone = {planned.indices[0] for planned in large}
+    done = [Planned([index], in_place=True) for index in order if stays(index) and not coalesces]
+    alone = {planned.indices[0] for planned in done}
     shared = [index for index in order if index not in alone]
     several = sum(bytes_of(index) for index in shared if index not in group_of) > BUCKET_BYTES
-    done: list[list[int]] = []
-    filling: dict[tuple[object, ...], list[int]] = {}
+    filling: dict[tuple[object, ...], Planned] = {}
     seen: set[tuple[object, ...]] = set()
     for index in shared:
         parameter = parameters[index]
-        key = (group_of.get(index), parameter.device, wire_dtype(parameter.dtype))
-        bucket = filling.setdefault(key, [])
-        bucket.append(index)
+        key = (group_of.get(index), parameter.device, wire_dtype(parameter.dtype), stays(index))
+        bucket = filling.setdefault(key, Planned([], stays(index)))
+        bucket.indices.append(index)
         if key[0] is None:
-            first = several and key not in seen
-            if sum(map(bytes_of, bucket)) >= (FIRST_BUCKET_BYTES if first else BUCKET_BYTES):
+            enough = FIRST_BUCKET_BYTES if several and key not in seen else BUCKET_BYTES
+            if sum(map(bytes_of, bucket.indices)) >= enough:
                 seen.add(key)
                 done.append(filling.pop(key))
 
     def when_full(planned: Planned) -> int:
         return max(expected[index] for index in planned.indices)
 
-    packed = sorted((Planned(each) for each in [*done, *filling.values()]), key=when_full)
-    closing = packed.pop() if packed else Planned([])
-    return [*sorted([*packed, *large], key=when_full), closing]
+    planned = sorted([*done, *filling.values()], key=when_full)
+    closing = next((each for each in reversed(planned) if not each.in_place), Planned([]))
+    return [*(each for each in planned if each is not closing), closing]

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.bucket_plan import LARGE_BYTES, plan_buckets
+from nbelastic.torch.bucket_plan import LARGE_BYTES, PIECE_BYTES, plan_buckets
 from nbelastic.torch.buckets import Bucket, Scaling
-from nbelastic.torch.large import LargeBucket
+from nbelastic.torch.in_place import InPlaceBucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +32,8 @@ __all__ = ["HOT_BYTES", "Layout", "LayoutKeeper", "ReduceOptions"]
 _AVERAGING = ("shm", "hierarchical")
 # So many bytes are still in the processor's cache when they are copied.
 HOT_BYTES = 256 << 10
+# Of a model that has no more, all gradients are copied together: that takes one operation.
+SMALL_MODEL_BYTES = 256 << 10
 _ROOMY = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -62,7 +64,7 @@ class ReduceOptions:
     groups: int | tuple[tuple[torch.Tensor, ...], ...]
     sparse_as_dense: bool
 
-    def scaling(self, communicator: Communicator, bucket: Bucket | LargeBucket) -> Scaling:
+    def scaling(self, communicator: Communicator, bucket: Bucket | InPlaceBucket) -> Scaling:
         """Return how the gradients in `bucket` become an average, on all ranks in the same way.
 
         Without a passage over memory of its own: in the reduction, or when they are copied.
@@ -86,13 +88,13 @@ class Layout:
         In the order of the optimizer.
     order : list of int
         Their indices in the order in which gradients are expected.
-    anywhere : bool
-        Whether large gradients are reduced where they are.
+    made_for : tuple of (float, bool)
+        From what size on gradients are reduced where they are, and whether many at once are.
     on_device : bool
         Whether any parameter is not on the CPU.
-    buckets : list of Bucket or LargeBucket
-        The last is a Bucket and has riders: the flag of a change, and of each large bucket in turn
-        whether it is used.
+    buckets : list of Bucket or InPlaceBucket
+        The last is a Bucket and has riders: the flag of a change, and of each gradient that is
+        reduced where it is, in turn, whether there is one.
     places : dict
         From the id of a parameter to its bucket, and its position there.
     """
@@ -103,33 +105,39 @@ class Layout:
         order: list[int],
         options: ReduceOptions,
         *,
-        anywhere: bool,
+        in_place_bytes: float,
+        coalesces: bool,
     ) -> None:
         self.parameters = parameters
         self.order = order
-        self.anywhere = anywhere
+        self.made_for = in_place_bytes, coalesces
         wire_dtype = options.compression.wire_dtype
         groups = _groups(parameters, order, options.groups)
         self.on_device = any(parameter.device.type != "cpu" for parameter in parameters)
-        in_place = anywhere and isinstance(options.op, Op)
-        large_bytes = LARGE_BYTES if in_place else math.inf
-        plan = plan_buckets(parameters, order, wire_dtype, groups, large_bytes=large_bytes)
-        self._large = [LargeBucket(parameters[each.indices[0]]) for each in plan if each.large]
-        self.buckets: list[Bucket | LargeBucket] = []
-        self.places: dict[int, tuple[Bucket | LargeBucket, int]] = {}
-        large = iter(self._large)
+        plan = plan_buckets(
+            parameters,
+            order,
+            wire_dtype,
+            groups,
+            in_place_bytes=in_place_bytes if isinstance(options.op, Op) else math.inf,
+            coalesces=coalesces,
+        )
+        count = sum(len(planned.indices) for planned in plan if planned.in_place)
+        self.buckets: list[Bucket | InPlaceBucket] = []
+        self.places: dict[int, tuple[Bucket | InPlaceBucket, int]] = {}
         for planned in plan:
             members = [parameters[index] for index in planned.indices]
-            bucket: Bucket | LargeBucket
-            if planned.large:
-                bucket = next(large)
+            bucket: Bucket | InPlaceBucket
+            if planned.in_place:
+                bucket = InPlaceBucket(members)
             else:
-                riders = 1 + len(self._large) if planned is plan[-1] else 0
+                riders = 1 + count if planned is plan[-1] else 0
                 dtype = wire_dtype(members[0].dtype) if members else torch.float32
                 bucket = Bucket(members, dtype, riders)
             self.buckets.append(bucket)
             for position, parameter in enumerate(members):
                 self.places[id(parameter)] = (bucket, position)
+        self._in_place = [each for each in self.buckets if isinstance(each, InPlaceBucket)]
 
     @functools.cached_property
     def quiet(self) -> set[int]:
@@ -145,7 +153,7 @@ class Layout:
             parameter = self.parameters[index]
             bucket, _ = self.places[id(parameter)]
             left[id(bucket)] -= 1
-            gathered += parameter.nbytes
+            gathered += parameter.nbytes if isinstance(bucket, Bucket) else 0
             if left[id(bucket)] == 0 or gathered >= HOT_BYTES:
                 gathered = 0
             else:
@@ -159,14 +167,17 @@ class Layout:
 
     def riders(self, change_flag: bool) -> list[float]:
         """Return what the last bucket says beside its gradients, once the others are launched."""
-        return [float(change_flag), *(float(each.full) for each in self._large)]
+        filled = [float(each) for bucket in self._in_place for each in bucket.filled()]
+        return [float(change_flag), *filled]
 
     def deliver(self) -> bool:
         """Make the reduced gradients those of the parameters; return whether any flag was set."""
         closing = self.buckets[-1]
         assert isinstance(closing, Bucket)
-        for number, large in enumerate(self._large, 1):
-            large.used = closing.rider(number) > 0
+        number = 1
+        for each in self._in_place:
+            each.used = [closing.rider(number + i) > 0 for i in range(len(each.parameters))]
+            number += len(each.parameters)
         for bucket in self.buckets:
             bucket.deliver()
         return closing.rider(0) > 0
@@ -230,9 +241,11 @@ class LayoutKeeper:
         elif not self._settled and not self._observing:
             order = self._order_of_root(communicator, default)
             self._settled = True
-        anywhere = communicator.anywhere
-        if layout is None or layout.order != order or layout.anywhere is not anywhere:
-            layout = Layout(parameters, order, self._options, anywhere=anywhere)
+        coalesces, least = communicator.coalesces, _least_in_place(communicator, parameters)
+        if layout is None or layout.order != order or layout.made_for != (least, coalesces):
+            layout = Layout(
+                parameters, order, self._options, in_place_bytes=least, coalesces=coalesces
+            )
         self._layout, self._generation = layout, communicator.generation
         return layout
 
@@ -292,6 +305,17 @@ class LayoutKeeper:
         communicator.broadcast(message, 0)
         order: list[int] = message.tolist()
         return order
+
+
+def _least_in_place(communicator: Communicator, parameters: Sequence[torch.Tensor]) -> float:
+    """Return from how many bytes on gradients are reduced where they are."""
+    if not communicator.anywhere:
+        return math.inf
+    if not communicator.coalesces:
+        return LARGE_BYTES
+    if sum(parameter.nbytes for parameter in parameters) <= SMALL_MODEL_BYTES:
+        return math.inf
+    return PIECE_BYTES
 
 
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

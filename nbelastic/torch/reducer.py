@@ -10,12 +10,13 @@ same buckets in the same order, whichever parameters they have used.
 
 Where gradients are
 -------------------
-Once it has been put there a gradient *is* its part of the bucket (``parameter.grad`` refers to it),
-and the next backward finds it there if nobody has set it to None: it is copied at most once. A
-large one is reduced where backward has left it. So between ``backward`` and ``synchronize`` it has
-no value to rely on, and a gradient that the user keeps beyond ``step`` may change with the next, as
-under DDP with ``gradient_as_bucket_view``. Where gradients travel as another type, or are on a GPU,
-or a parameter is not contiguous, they are copied to the bucket and back.
+Most are reduced where backward has left them (see :mod:`nbelastic.torch.bucket_plan`). Another is
+copied to its bucket, at most once: from then on it *is* its part of it (``parameter.grad`` refers
+to it), and the next backward finds it there if nobody has set it to None. So between ``backward``
+and ``synchronize`` a gradient has no value to rely on, and one that the user keeps beyond ``step``
+may change with the next, as under DDP with ``gradient_as_bucket_view``. Where gradients travel as
+another type, or are on a GPU, or a parameter is not contiguous, they are copied to the bucket and
+back.
 
 What all ranks must share
 -------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.torch.buckets import Bucket
-from nbelastic.torch.large import LargeBucket
+from nbelastic.torch.in_place import InPlaceBucket
 from nbelastic.torch.layout import HOT_BYTES
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Round:
             self._fill(bucket)
             self._launch(layout)
 
-    def _fill(self, bucket: Bucket | LargeBucket) -> None:
+    def _fill(self, bucket: Bucket | InPlaceBucket) -> None:
         """Put in all gradients that there are: those that have arrived, and those of before."""
         gradients = {}
         for position in bucket.missing():
@@ -171,12 +171,10 @@ class Round:
                 gradient = self._dense(parameter, gradient)
             gradients[position] = gradient
         bucket.put_all(gradients)
-        if (
-            isinstance(bucket, LargeBucket)
-            and gradients
-            and id(bucket.parameters[0]) in self.arrived
-        ):
-            self._note(bucket.parameters[0], gradients[0])  # it may have been divided
+        if isinstance(bucket, InPlaceBucket):
+            for position, gradient in gradients.items():
+                if id(bucket.parameters[position]) in self.arrived:
+                    self._note(bucket.parameters[position], gradient)  # it may have been divided
 
     def check_untouched(self, trained: list[torch.Tensor]) -> None:
         """Refuse to reduce gradients that somebody has worked on since backward.

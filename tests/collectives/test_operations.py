@@ -99,6 +99,33 @@ def test_a_large_allreduce_is_the_same_on_all_ranks(world, dtype):
         same(actual, first)
 
 
+@by_reduced
+def test_tensors_in_many_places_are_reduced_as_one(world, dtype):
+    shapes = [(3, 5), (0,), (1,), (70_000,), (2, 3)], [(6,), (8, 1)], [(150_000,)]
+
+    def rank_main(communicator):
+        outcomes = []
+        for op in ops_of(dtype):
+            for some in shapes:
+                tensors = [values(communicator.rank, shape, dtype) for shape in some]
+                communicator.allreduce_coalesced(tensors, op)
+                later = [values(communicator.rank, shape, dtype, seed=1) for shape in some]
+                communicator.allreduce_coalesced_async(later, op).wait()
+                outcomes += [*tensors, *later]
+        return outcomes
+
+    expected = [
+        reduced(op, [values(rank, shape, dtype, seed) for rank in range(world.size)])
+        for op in ops_of(dtype)
+        for some in shapes
+        for seed in (0, 1)
+        for shape in some
+    ]
+    for outcomes in world.run(rank_main):
+        for outcome, whole in zip(outcomes, expected, strict=True):
+            same(outcome, whole)
+
+
 @by_moved
 def test_broadcast(world, dtype):
     def rank_main(communicator):

@@ -117,9 +117,10 @@ def test_where_the_segment_is_full_there_is_other_memory(monkeypatch):
     def full(*_):
         raise MemoryError("full")
 
-    from nbelastic.collectives import shared  # there is none without the part in C++
+    from nbelastic.collectives import segment, shared  # there is none without the part in C++
 
     with World(MAKERS["shm"], 2) as world:
+        monkeypatch.setattr(segment, "room_in", full)
         monkeypatch.setattr(shared, "room_in", full)
         vectors = world.run(lambda c: c.empty(1000, torch.float32).fill_(1.0))
         world.run(lambda c: c.allreduce(vectors[c.rank]))

@@ -9,8 +9,8 @@ from nbelastic.torch import bucket_plan, layout
 from tests.torch.fakes import LendingCommunicator
 
 # early: buckets are launched while backward runs; late: when they are waited for; large: gradients
-# of half a kilobyte or more are reduced where they are, early or late.
-MODES = ["early", "late", "large", "large late"]
+# of half a kilobyte or more are reduced where they are, early or late; coalesced: several at once.
+MODES = ["early", "late", "large", "large late", "coalesced", "coalesced late"]
 
 
 def set_mode(
@@ -20,6 +20,11 @@ def set_mode(
     monkeypatch.setattr(bucket_plan, "FIRST_BUCKET_BYTES", first_bytes)
     monkeypatch.setattr(bucket_plan, "BUCKET_BYTES", bucket_bytes)
     monkeypatch.setattr(Communicator, "overlaps", "late" not in mode)
+    if "coalesced" in mode:
+        monkeypatch.setattr(Communicator, "coalesces", True)
+        monkeypatch.setattr(layout, "SMALL_MODEL_BYTES", 0)
+        monkeypatch.setattr(layout, "PIECE_BYTES", 64)
+        monkeypatch.setattr(LendingCommunicator, "strict", False)
     if "large" in mode:
         monkeypatch.setattr(layout, "LARGE_BYTES", 512)
         monkeypatch.setattr(LendingCommunicator, "strict", False)

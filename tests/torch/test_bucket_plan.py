@@ -24,8 +24,8 @@ def same(dtype):
 
 
 def packed(parameters, order, wire_dtype=same, groups=()):
-    plan = plan_buckets(parameters, order, wire_dtype, groups, large_bytes=math.inf)
-    assert not any(each.large for each in plan)
+    plan = plan_buckets(parameters, order, wire_dtype, groups, in_place_bytes=math.inf)
+    assert not any(each.in_place for each in plan)
     return [each.indices for each in plan]
 
 
@@ -74,9 +74,22 @@ def test_what_all_share_comes_last_even_if_all_are_large():
     assert [tuple(each) for each in plan] == [([3], False), ([1], True), ([2, 0], False)]
 
 
+def test_where_many_are_reduced_at_once_they_share_buckets_wherever_they_are():
+    parameters = tensors(20, 0.01, 10, 20, 0.01)
+    plan = plan_buckets(parameters, [4, 3, 2, 1, 0], same, in_place_bytes=MEGA, coalesces=True)
+    assert [tuple(each) for each in plan] == [([3], True), ([2, 0], True), ([4, 1], False)]
+    plan = plan_buckets(parameters, [3, 2, 1, 0, 4], same, groups=[[2, 1]], coalesces=True)
+    assert [tuple(each) for each in plan] == [
+        ([3], True),
+        ([2, 1], False),
+        ([0], True),
+        ([4], False),
+    ]
+
+
 def test_what_is_changed_on_the_wire_or_is_elsewhere_is_not_large():
     parameters = tensors(20)
-    assert not plan_buckets(parameters, [0], Compression.fp16.wire_dtype)[0].large
+    assert not plan_buckets(parameters, [0], Compression.fp16.wire_dtype)[0].in_place
     on_device = [torch.empty(20 * MEGA, device="meta")]
-    assert not plan_buckets(on_device, [0], same)[0].large
-    assert not plan_buckets([torch.empty(20 * MEGA, dtype=torch.complex64)], [0], same)[0].large
+    assert not plan_buckets(on_device, [0], same)[0].in_place
+    assert not plan_buckets([torch.empty(20 * MEGA, dtype=torch.complex64)], [0], same)[0].in_place

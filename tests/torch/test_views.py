@@ -43,8 +43,9 @@ def context():
 
 def views_of(context, model):
     """Return for each parameter whether its gradient lies where it was reduced."""
-    holds = context.communicator().holds
-    return [holds(p.grad) or p.grad.nbytes >= layout.LARGE_BYTES for p in model.parameters()]
+    communicator = context.communicator()
+    in_place = layout.PIECE_BYTES if communicator.coalesces else layout.LARGE_BYTES
+    return [communicator.holds(p.grad) or p.grad.nbytes >= in_place for p in model.parameters()]
 
 
 @only("early")

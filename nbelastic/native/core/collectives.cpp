@@ -32,6 +32,9 @@ std::string told(std::uint32_t rank, const Post& post) {
            std::to_string(post.count) + " values of type " + std::to_string(post.type);
 }
 
+// Whether a rank's buffer is in the segment.
+bool is_in_segment(const Post& post) { return post.where >= 0; }
+
 std::size_t before(const std::vector<std::size_t>& counts, std::uint32_t rank) {
     return std::accumulate(counts.begin(), counts.begin() + rank, std::size_t{0});
 }
@@ -81,9 +84,16 @@ const Post& Collectives::post(std::uint32_t rank) const { return segment_.seat(r
 
 bool Collectives::all_in_segment() const {
     for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
-        if (post(rank).where < 0) return false;
+        if (!is_in_segment(post(rank))) return false;
     }
     return true;
+}
+
+bool Collectives::any_in_segment() const {
+    for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+        if (is_in_segment(post(rank))) return true;
+    }
+    return false;
 }
 
 bool Collectives::is_small(std::size_t bytes) const {
@@ -117,52 +127,91 @@ void Collectives::copy(std::byte* to, const std::byte* from, std::size_t bytes) 
     }
 }
 
-// Where all ranks' buffers are, one piece after the other: the whole, where all are in the segment.
-struct Collectives::Window {
+// Memory in several pieces, which is read, or written, from its beginning to its end.
+class Collectives::Parts {
+public:
+    explicit Parts(const std::vector<Piece>& pieces) : piece_(pieces.data()) {}
+
+    void read(std::byte* to, std::size_t bytes) {
+        walk(bytes, [&to](std::byte* piece, std::size_t length) {
+            std::memcpy(to, piece, length);
+            to += length;
+        });
+    }
+    void write(const std::byte* from, std::size_t bytes) {
+        walk(bytes, [&from](std::byte* piece, std::size_t length) {
+            std::memcpy(piece, from, length);
+            from += length;
+        });
+    }
+
+private:
+    template <class Each>
+    void walk(std::size_t bytes, Each each) {
+        while (bytes > 0) {
+            const std::size_t length = std::min(bytes, piece_->bytes - done_);
+            each(piece_->data + done_, length);
+            bytes -= length;
+            done_ += length;
+            if (done_ == piece_->bytes) {
+                ++piece_;
+                done_ = 0;
+            }
+        }
+    }
+
+    const Piece* piece_;
+    std::size_t done_ = 0;  // of this piece
+};
+
+// What all ranks read of each other, one stretch after the other: all at once, where it is in the
+// segment. What is not goes through staging memory, of which one half is filled while the other is
+// read.
+class Collectives::Window {
+public:
+    // Before the post. Ranks that have no `data` have nothing to be read.
     Window(Collectives& all, std::byte* data, std::size_t bytes, bool in_segment)
-        : all_(all), data_(data), bytes_(bytes), staged_(!in_segment) {}
+        : all_(all), data_(in_segment ? nullptr : data), bytes_(bytes) {
+        stage(0);
+    }
 
-    // To be called before the post.
-    void open() { stage(); }
-
-    bool done() const { return first_ >= bytes_; }
-
-    // To be called after it, and for each piece.
-    void look() {
-        const std::size_t most = all_.all_in_segment() ? bytes_ : kStagingBytes;
-        length_ = std::min(most, bytes_ - first_);
+    // After it, and for each stretch.
+    bool open() {
+        if (first_ >= bytes_) return false;
+        length_ = std::min(all_.all_in_segment() ? bytes_ : kHalf, bytes_ - first_);
+        stage(first_ + length_);
+        return true;
     }
     std::size_t length() const { return length_; }
     std::size_t first() const { return first_; }
 
-    std::byte* of(std::uint32_t rank) const {
+    const std::byte* of(std::uint32_t rank) const {
         const Post& post = all_.post(rank);
-        if (post.where < 0) return all_.segment_.staging(rank);
+        if (!is_in_segment(post)) return half(rank, first_);
         return all_.segment_.base() + post.where + first_;
     }
 
-    // Goes on to the next piece, when nobody needs this one any more.
-    void next() {
+    // When it has been read.
+    void close() {
         first_ += length_;
-        if (done()) return;
-        stage();
         all_.step();
-    }
-    void fetch() {
-        if (staged_) all_.copy(data_ + first_, all_.segment_.staging(all_.team_.rank()), length_);
     }
 
 private:
-    void stage() {
-        if (!staged_ || data_ == nullptr) return;
-        const std::size_t length = std::min(kStagingBytes, bytes_ - first_);
-        all_.copy(all_.segment_.staging(all_.team_.rank()), data_ + first_, length);
+    static constexpr std::size_t kHalf = kStagingBytes / 2;
+
+    std::byte* half(std::uint32_t rank, std::size_t first) const {
+        return all_.segment_.staging(rank) + first / kHalf % 2 * kHalf;
+    }
+    void stage(std::size_t first) {
+        if (data_ == nullptr || first >= bytes_) return;
+        const std::size_t length = std::min(kHalf, bytes_ - first);
+        all_.copy(half(all_.team_.rank(), first), data_ + first, length);
     }
 
     Collectives& all_;
     std::byte* data_;
     std::size_t bytes_;
-    bool staged_;
     std::size_t first_ = 0;
     std::size_t length_ = 0;
 };
@@ -170,36 +219,71 @@ private:
 // -- reductions -----------------------------------------------------------------------------------
 
 void Collectives::allreduce(const Operation& operation) {
-    const std::size_t value = bytes_of(operation.type);
-    const std::size_t bytes = operation.count * value;
+    const std::size_t bytes = operation.count * bytes_of(operation.type);
     if (is_small(bytes)) return allreduce_small(operation, bytes);
-    const std::int64_t where = segment_.place(team_.rank(), operation.data, bytes);
-    Window window(*this, operation.data, bytes, where >= 0);
-    window.open();
+    const bool whole = operation.inputs.size() == 1;
+    const std::int64_t where =
+        whole ? segment_.place(team_.rank(), operation.inputs[0].data, bytes) : -1;
+    Parts from(operation.inputs);
+    const std::size_t first = std::min(kWindowBytes, bytes);
+    if (where < 0) stage(from, first);
     publish(operation, where);
-    std::vector<std::byte*> buffers(team_.size());
-    for (; !window.done(); window.next()) {
-        window.look();
-        const Share share(window.length() / value, value, team_.rank(), team_.size());
-        for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
-            buffers[rank] = window.of(rank) + share.first * value;
-        }
-        reduce(operation, buffers, buffers, share.count);
+    if (all_in_segment()) return allreduce_in_place(operation);
+    if (any_in_segment()) {
+        if (where >= 0) stage(from, first);
         step();
-        window.fetch();
     }
+    allreduce_staged(operation, from, bytes);
 }
 
 void Collectives::allreduce_small(const Operation& operation, std::size_t bytes) {
-    std::memcpy(small(team_.rank()), operation.data, bytes);
+    Parts(operation.inputs).read(small(team_.rank()), bytes);
     publish(operation, -1);
     const std::uint32_t size = team_.size();
     std::byte* inputs[kMostRanks];
     for (std::uint32_t rank = 0; rank < size; ++rank) inputs[rank] = small(rank);
-    std::byte* output = operation.data;
+    alignas(kLine) std::byte room[kSmallBytes];
+    const bool whole = operation.inputs.size() == 1;
+    std::byte* output = whole ? operation.inputs[0].data : room;
     const Reduce function = kernels().of[static_cast<std::uint32_t>(operation.type)]
                                         [static_cast<std::uint32_t>(operation.op)];
     function(&output, 1, inputs, size, operation.count, size);
+    if (!whole) Parts(operation.inputs).write(room, bytes);
+}
+
+void Collectives::allreduce_in_place(const Operation& operation) {
+    const std::size_t value = bytes_of(operation.type);
+    const Share share(operation.count, value, team_.rank(), team_.size());
+    std::vector<std::byte*> buffers(team_.size());
+    for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+        buffers[rank] = segment_.base() + post(rank).where + share.first * value;
+    }
+    reduce(operation, buffers, buffers, share.count);
+    step();
+}
+
+void Collectives::allreduce_staged(const Operation& operation, Parts& from, std::size_t bytes) {
+    const std::size_t value = bytes_of(operation.type);
+    Parts to(operation.inputs);
+    std::vector<std::byte*> buffers(team_.size());
+    for (std::size_t first = 0; first < bytes; first += kWindowBytes) {
+        if (first > 0) step();
+        const std::size_t length = std::min(kWindowBytes, bytes - first);
+        const Share share(length / value, value, team_.rank(), team_.size());
+        for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+            buffers[rank] = segment_.staging(rank) + share.first * value;
+        }
+        reduce(operation, buffers, buffers, share.count);
+        step();
+        to.write(segment_.staging(team_.rank()), length);
+        const std::size_t next = first + length;
+        if (next < bytes) stage(from, std::min(kWindowBytes, bytes - next));
+    }
+}
+
+void Collectives::stage(Parts& from, std::size_t bytes) {
+    team_.check();
+    from.read(segment_.staging(team_.rank()), bytes);
 }
 
 void Collectives::reduce_parts(const Operation& operation, bool in_place) {
@@ -242,12 +326,9 @@ void Collectives::broadcast(const Operation& operation) {
     const std::int64_t where =
         root ? segment_.place(operation.root, operation.data, operation.count) : 0;
     Window window(*this, root ? operation.data : nullptr, operation.count, where >= 0 && root);
-    window.open();
     publish(operation, where);
-    for (; !window.done(); window.next()) {
-        window.look();
+    for (; window.open(); window.close()) {
         if (!root) copy(operation.data + window.first(), window.of(operation.root), window.length());
-        step();
     }
 }
 
@@ -264,16 +345,13 @@ void Collectives::allgather(const Operation& operation) {
     }
     const std::int64_t where = segment_.place(rank, operation.data, bytes);
     Window window(*this, operation.data, bytes, where >= 0);
-    window.open();
     publish(operation, where);
-    for (; !window.done(); window.next()) {
-        window.look();
+    for (; window.open(); window.close()) {
         for (std::uint32_t each = 0; each < team_.size(); ++each) {
             std::byte* to = operation.outputs[each].data + window.first();
             copy(to, each == rank ? operation.data + window.first() : window.of(each),
                  window.length());
         }
-        step();
     }
 }
 

@@ -7,7 +7,8 @@
 // are used in turns: who writes one again has seen all others arrive at the collective between.
 // Others are reduced where they are, if they are in the segment: each rank reduces its share of all
 // buffers, and writes it to all of them; a step says that all have. What is not in the segment goes
-// through the rank's staging memory, piece by piece, in the same way.
+// through the rank's staging memory, window by window, in the same way. Of an allreduce, that may be
+// values in many places.
 #pragma once
 
 #include <vector>
@@ -44,7 +45,7 @@ struct Operation {
     std::byte* output = nullptr;
     std::vector<std::size_t> counts;  // values in the part of each rank
     std::vector<Piece> outputs;
-    std::vector<Piece> inputs;
+    std::vector<Piece> inputs;  // of an allreduce: where the values are
 };
 
 class Collectives {
@@ -55,17 +56,22 @@ public:
     void perform(const Operation& operation, Patience patience);
 
 private:
-    struct Window;
+    class Window;
+    class Parts;
 
     void publish(const Operation& operation, std::int64_t where, std::uint64_t rounds = 0);
     void agree(const Post& own);
     const Post& post(std::uint32_t rank) const;
     bool all_in_segment() const;
+    bool any_in_segment() const;
     bool is_small(std::size_t bytes) const;
     std::byte* small(std::uint32_t rank) const;
 
     void allreduce(const Operation& operation);
     void allreduce_small(const Operation& operation, std::size_t bytes);
+    void allreduce_in_place(const Operation& operation);
+    void allreduce_staged(const Operation& operation, Parts& from, std::size_t bytes);
+    void stage(Parts& from, std::size_t bytes);
     void reduce_parts(const Operation& operation, bool in_place);
     void gather_parts(const Operation& operation);
     void broadcast(const Operation& operation);

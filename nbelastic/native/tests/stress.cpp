@@ -118,8 +118,16 @@ private:
         auto* bytes = reinterpret_cast<std::byte*>(data);
         auto kept = std::move(blocks_);  // the result is read before they are given back
         blocks_.clear();
-        run({.kind = Kind::allreduce, .type = type, .op = Op::sum, .data = bytes, .count = count},
-            begun);
+        Operation its{.kind = Kind::allreduce, .type = type, .op = Op::sum, .data = bytes,
+                      .count = count};
+        Random own(random_() + me());  // in one piece or several, as each rank likes
+        for (std::size_t done = 0; done < count;) {
+            const bool all = draw(own, 1) == 0;
+            const std::size_t n = all ? count - done : 1 + draw(own, count - done - 1);
+            its.inputs.push_back({bytes + done * sizeof(T), n * sizeof(T)});
+            done += n;
+        }
+        run(std::move(its), begun);
         const std::uint32_t extra = n() * (n() - 1) / 2;
         for (std::size_t i = 0; i < count; ++i) {
             require(data[i] == static_cast<T>(i % 7 * n() + extra), "allreduce");
