@@ -15,6 +15,7 @@ from nbelastic.elastic.session import Session
 from nbelastic.errors import CollectiveError, RankExit
 from nbelastic.membership import RankFailed, RankLeft, RankReturned, unpack_place
 
+from .allocator import steady_memory
 from .capture import captured
 from .environment import prepared
 from .preflight import unpack_function
@@ -97,6 +98,7 @@ class _Rank:
             return
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(steady_memory())
                 stack.enter_context(prepared(self._agent.threads))
                 stack.enter_context(captured(self._print))
                 stack.enter_context(activate(session))
