@@ -1,11 +1,13 @@
 """How often training in a Dask worker asks the system for memory that it had before."""
 
+import os
 import platform
 import subprocess
 import sys
 
 import pytest
 
+from nbelastic.cluster import allocator
 from nbelastic.cluster.allocator import steady_memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no glibc")
@@ -79,3 +81,16 @@ def test_without_an_environment_nothing_is_touched(monkeypatch):
     monkeypatch.setattr("nbelastic.cluster.allocator._glibc", lambda: pytest.fail("was asked for"))
     with steady_memory():
         pass
+
+
+def users():
+    return allocator._steady._users
+
+
+def test_each_rank_of_a_job_runs_in_steady_memory(crew):
+    crew.client.run(lambda: os.environ.update(MALLOC_TRIM_THRESHOLD_="65536"))
+    try:
+        assert crew.fit(users, np=2).results() == [1, 1]
+        assert set(crew.client.run(users).values()) == {0}
+    finally:
+        crew.client.run(lambda: os.environ.pop("MALLOC_TRIM_THRESHOLD_", None))
