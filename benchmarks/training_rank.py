@@ -39,10 +39,10 @@ class Member(LocalContext):
 class Way:
     """A model that is trained in one way."""
 
-    def __init__(self, name: str, way: str, context: LocalContext | None) -> None:
+    def __init__(self, name: str, way: str, context: LocalContext | None, device: str) -> None:
         task = TASKS[name]
         torch.manual_seed(0)
-        self.model = task.model()
+        self.model = task.model().to(device)
         self.forward: Any = self.model
         self.optimizer = task.optimizer(self.model.parameters())
         self._context = context
@@ -71,8 +71,13 @@ class Way:
 class Trainer:
     """One rank of all ways."""
 
-    def __init__(self, rank: int, size: int, backends: Sequence[str], place: Place) -> None:
+    def __init__(
+        self, rank: int, size: int, backends: Sequence[str], place: Place, device: str = "cpu"
+    ) -> None:
         self._rank = rank
+        self._device = device
+        # So that what differs between the ways is what they do.
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
         self._dist = meet_over_gloo(rank, size, place)
         self._communicators = {each: meet(rank, size, each, place) for each in backends}
         self._ways: dict[str, Way] = {}
@@ -84,20 +89,24 @@ class Trainer:
         self._ways.clear()
         gc.collect()
         dice = torch.Generator().manual_seed(self._rank)
-        self._batches = [TASKS[name].batch(dice) for _ in range(BATCHES)]
+        batches = [TASKS[name].batch(dice) for _ in range(BATCHES)]
+        device = self._device
+        self._batches = [(inputs.to(device), labels.to(device)) for inputs, labels in batches]
         for way in (ALONE, DDP):
-            self._ways[way] = Way(name, way, None)
+            self._ways[way] = Way(name, way, None, device)
         for backend, communicator in self._communicators.items():
-            self._ways[backend] = Way(name, backend, Member(communicator))
+            self._ways[backend] = Way(name, backend, Member(communicator), device)
         self._start = parameters_of(self._ways[DDP].model)
         return self._start.numel()
 
     def train(self, way: str, steps: int) -> None:
         self._ways[way].train(self._batches, steps)
+        if self._device == "cuda":
+            torch.cuda.synchronize()
 
     def digest(self, way: str) -> str:
         """Return what tells other parameters apart."""
-        parameters = parameters_of(self._ways[way].model).numpy()
+        parameters = parameters_of(self._ways[way].model).cpu().numpy()
         return hashlib.sha256(parameters.tobytes()).hexdigest()
 
     def apart(self, way: str) -> float:

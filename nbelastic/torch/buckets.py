@@ -19,6 +19,7 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.adasum import adasum_async
+from nbelastic.torch.staging import Staging, is_staged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,16 +56,20 @@ class Bucket:
 
     Attributes
     ----------
+    device : torch.device
+        Where the parameters are.
     expected : int
         How many gradients have not arrived yet; for whoever fills it.
     pending : dict of int to Tensor
         What has arrived but is not in it yet, of so many `pending_bytes`; for whoever fills it.
     plain : bool
         Whether gradients travel as what they are.
+    staged : bool
+        Whether they are on an accelerator, and have to be brought to the host first.
     views : list of Tensor or None
         For each parameter the tensor that its gradient is to be: part of the buffer. None where
-        gradients are copied to the buffer and back: those of another type or device, and those of
-        parameters that are not contiguous, since another rank's may be.
+        gradients are copied to the buffer and back: those of another type, and those of parameters
+        that are not contiguous, since another rank's may be.
     """
 
     def __init__(
@@ -77,9 +82,12 @@ class Bucket:
         self._counts = [parameter.numel() for parameter in parameters]
         self._starts = list(itertools.accumulate(self._counts, initial=0))
         self._tail_length = len(parameters) + riders
-        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.staged = is_staged(self.device)
         self._maker: weakref.ref[Communicator] | None = None
         self._wire: torch.Tensor | None = None
+        self._flat: torch.Tensor | None = None
+        self._staging: Staging | None = None
         self._parts: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._tail: torch.Tensor | None = None
@@ -87,6 +95,7 @@ class Bucket:
         self._factor: torch.Tensor | None = None
         self._handle: Handle | None = None
         self._filled: list[bool] = []
+        self._sealed = False
         self.expected = self._left = self.pending_bytes = 0
         self.pending: dict[int, torch.Tensor] = {}
         self._sums: list[complex] = []
@@ -102,6 +111,7 @@ class Bucket:
         # A tensor without dimensions is a number that need not be made into one each time.
         self._factor = None if before == 1.0 else torch.tensor(1 / before, dtype=torch.float64)
         self._filled = [False] * len(self.parameters)
+        self._sealed = False
         self.expected = self._left = len(self.parameters)
         self.pending, self.pending_bytes = {}, 0
         self._sums = []
@@ -164,22 +174,38 @@ class Bucket:
         """Return the positions whose gradients have not been put."""
         return [position for position, filled in enumerate(self._filled) if not filled]
 
-    def launch(self, communicator: Communicator, riders: Sequence[float] = ()) -> None:
-        """Begin the reduction; what is missing counts as zero.
+    def seal(self) -> None:
+        """Take in that no more gradients come; what is missing counts as zero.
 
-        Where nothing would go on beside the rank's own computing, it ends in here as well.
+        Those on an accelerator are on their way to the host from here on.
         """
-        assert self._wire is not None
-        assert self._tail is not None
+        if self._sealed:
+            return
+        self._sealed = True
         if self._left:
             for position in self.missing():
                 part = self._parts[position]
                 moved = part.data_ptr() != self._addresses[position]
                 (self._put_up(position) if moved else part).zero_()
+        if self._staging is not None:
+            self._staging.fetch()
+
+    def launch(self, communicator: Communicator, riders: Sequence[float] = ()) -> None:
+        """Begin the reduction.
+
+        Where nothing would go on beside the rank's own computing, it ends in here as well.
+        """
+        self.seal()
+        assert self._wire is not None
+        assert self._tail is not None
+        if self._staging is not None:
+            self._staging.land()
         self._tail.copy_(torch.tensor([*map(float, self._filled), *riders], dtype=self.dtype))
         op = self._scaling.op
-        if isinstance(op, Op) and self._wire.is_cpu and not communicator.overlaps:
+        if isinstance(op, Op) and not communicator.overlaps:
             communicator.allreduce(self._wire, op)
+            if self._staging is not None:
+                self._staging.send_back()
         elif isinstance(op, Op):
             self._handle = communicator.allreduce_async(self._wire, op)
         else:
@@ -198,7 +224,11 @@ class Bucket:
         assert self._tail is not None
         if self._handle is not None:
             self._handle.wait()
+            if self._staging is not None:
+                self._staging.send_back()
         self._handle = None
+        if self._staging is not None:
+            self._staging.settle()
         self._sums = self._tail.tolist()
 
     def used(self, position: int) -> bool:
@@ -244,40 +274,40 @@ class Bucket:
         self._forget()
 
     def _forget(self) -> None:
-        self._maker = self._wire = self._tail = self._handle = None
+        self._maker = self._wire = self._flat = self._tail = self._handle = self._staging = None
         self.views, self._parts, self._addresses, self.pending = [], [], [], {}
         self._filled, self._sums = [], []
 
     def _allocate(self, communicator: Communicator) -> None:
-        count, dtype = self._starts[-1] + self._tail_length, self.dtype
-        if dtype.is_complex:
-            count, dtype = 2 * count, dtype.to_real()
-        if self._device.type == "cpu":
-            self._wire = communicator.empty(count, dtype)
+        width, dtype = (2, self.dtype.to_real()) if self.dtype.is_complex else (1, self.dtype)
+        if self.staged:
+            count = width * self._starts[-1]
+            home = torch.empty(count, dtype=dtype, device=self.device)
+            self._staging = Staging(communicator, home, width * self._tail_length)
+            self._wire = self._staging.host
         else:
-            self._wire = torch.empty(count, dtype=dtype, device=self._device)
-        self._tail = self._flat()[self._starts[-1] :]
+            home = self._wire = communicator.empty(
+                width * (self._starts[-1] + self._tail_length), dtype
+            )
+        self._flat = self._shaped(home)
+        self._tail = self._shaped(self._wire)[self._starts[-1] :]
         self._parts = list(self.parameters)
         self.views = [None] * len(self.parameters)
         self._addresses = [0] * len(self.parameters)
         for position in range(len(self.parameters)):
             self._put_up(position)
 
-    def _flat(self) -> torch.Tensor:
-        assert self._wire is not None
-        return (
-            torch.view_as_complex(self._wire.view(-1, 2)) if self.dtype.is_complex else self._wire
-        )
+    def _shaped(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return memory as elements of the type on the wire."""
+        return torch.view_as_complex(memory.view(-1, 2)) if self.dtype.is_complex else memory
 
     def _put_up(self, position: int) -> torch.Tensor:
         """Return a new tensor for a part of the buffer."""
-        flat, parameter = self._flat(), self.parameters[position]
-        start = self._starts[position]
-        part = flat[start : start + self._counts[position]].view(parameter.shape)
-        fits = (
-            parameter.is_contiguous()
-            and parameter.device.type == "cpu"
-            and parameter.dtype == self.dtype == getattr(parameter, "grad_dtype", self.dtype)
+        assert self._flat is not None
+        parameter, start = self.parameters[position], self._starts[position]
+        part = self._flat[start : start + self._counts[position]].view(parameter.shape)
+        fits = parameter.is_contiguous() and parameter.dtype == self.dtype == getattr(
+            parameter, "grad_dtype", self.dtype
         )
         if fits:  # strides of dimensions of length 1 may be anything
             part = part.as_strided(part.shape, parameter.stride(), part.storage_offset())

@@ -18,6 +18,7 @@ from nbelastic.collectives import Op
 from nbelastic.torch.bucket_plan import LARGE_BYTES, PIECE_BYTES, plan_buckets
 from nbelastic.torch.buckets import Bucket, Scaling
 from nbelastic.torch.in_place import InPlaceBucket
+from nbelastic.torch.staging import is_staged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -90,8 +91,8 @@ class Layout:
         Their indices in the order in which gradients are expected.
     made_for : tuple of (float, bool)
         From what size on gradients are reduced where they are, and whether many at once are.
-    on_device : bool
-        Whether any parameter is not on the CPU.
+    staged : bool
+        Whether any gradients have to be brought to the host first.
     buckets : list of Bucket or InPlaceBucket
         The last is a Bucket and has riders: the flag of a change, and of each gradient that is
         reduced where it is, in turn, whether there is one.
@@ -113,7 +114,7 @@ class Layout:
         self.made_for = in_place_bytes, coalesces
         wire_dtype = options.compression.wire_dtype
         groups = _groups(parameters, order, options.groups)
-        self.on_device = any(parameter.device.type != "cpu" for parameter in parameters)
+        self.staged = any(is_staged(parameter.device) for parameter in parameters)
         plan = plan_buckets(
             parameters,
             order,
@@ -153,7 +154,7 @@ class Layout:
             parameter = self.parameters[index]
             bucket, _ = self.places[id(parameter)]
             left[id(bucket)] -= 1
-            gathered += parameter.nbytes if isinstance(bucket, Bucket) else 0
+            gathered += parameter.nbytes if isinstance(bucket, Bucket) and not bucket.staged else 0
             if left[id(bucket)] == 0 or gathered >= HOT_BYTES:
                 gathered = 0
             else:

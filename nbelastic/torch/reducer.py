@@ -15,8 +15,9 @@ copied to its bucket, at most once: from then on it *is* its part of it (``param
 to it), and the next backward finds it there if nobody has set it to None. So between ``backward``
 and ``synchronize`` a gradient has no value to rely on, and one that the user keeps beyond ``step``
 may change with the next, as under DDP with ``gradient_as_bucket_view``. Where gradients travel as
-another type, or are on a GPU, or a parameter is not contiguous, they are copied to the bucket and
-back.
+another type, or a parameter is not contiguous, they are copied to the bucket and back. The bucket
+of a GPU's parameters is on the GPU, and has a place on the host in which it is reduced (see
+:mod:`nbelastic.torch.staging`).
 
 What all ranks must share
 -------------------------
@@ -52,6 +53,7 @@ from nbelastic.elastic.context import current
 from nbelastic.errors import CollectiveError, NotInitialized
 from nbelastic.torch.layout import LayoutKeeper
 from nbelastic.torch.round import Round
+from nbelastic.torch.staging import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,6 +96,7 @@ class Reducer:
         self._round: Round | None = None
         self._failed: int | None = None
         self._arrived: deque[torch.Tensor] = deque()
+        self._streams = Streams()
         self._hooks: dict[int, tuple[torch.Tensor, Any, bool]] = {}
         self._yielded: set[int] = set()
         # Backward may run in several threads where parameters are on several devices.
@@ -216,7 +219,9 @@ class Reducer:
             layout = self._ready_layout(communicator, parameters)
         else:
             self._keeper.release()
-        self._round = Round(context, communicator, parameters, layout, self._options, self._names)
+        self._round = Round(
+            context, communicator, parameters, layout, self._options, self._names, self._streams
+        )
         return self._round
 
     def _ready_layout(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
@@ -287,7 +292,8 @@ class Reducer:
             if key in quiet:
                 hook = self._arrived.append
             register: Any = parameter.register_post_accumulate_grad_hook
-            self._hooks[key] = (parameter, register(hook), key in quiet)
+            handle = register(self._streams.noting(parameter, hook))
+            self._hooks[key] = (parameter, handle, key in quiet)
 
     def _yield(self, keys: set[int]) -> None:
         """Leave the gradients of some parameters to a newer optimizer while backward runs."""

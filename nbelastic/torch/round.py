@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
     from nbelastic.torch.layout import Layout, ReduceOptions
+    from nbelastic.torch.staging import Streams
 
 __all__ = ["Round"]
 
@@ -50,6 +51,8 @@ class Round:
         How gradients are reduced.
     names : mapping of int to str
         Names of parameters by their ids, for messages.
+    streams : Streams
+        On which gradients of accelerators have been computed.
 
     Attributes
     ----------
@@ -67,6 +70,7 @@ class Round:
         layout: Layout | None,
         options: ReduceOptions,
         names: Mapping[int, str],
+        streams: Streams,
     ) -> None:
         self.context = context
         self.communicator = communicator
@@ -75,14 +79,17 @@ class Round:
         self.arrived: dict[int, Arrival] = {}
         self.launched = 0
         self._layout = layout
-        self._eager = layout is not None and (communicator.overlaps or layout.on_device)
+        # What is on its way from an accelerator is not waited for while backward runs.
+        self._eager = layout is not None and communicator.overlaps and not layout.staged
         self._options = options
         self._names = names
+        self._streams = streams
         self._passes_left = dict.fromkeys(map(id, parameters), options.passes)
         # Not everything counts as a change in place (``GradScaler`` does not). So one gradient
         # stays out of the buffers until the end, with a copy of some of its values: the first that
         # is small, or has to stay out anyway.
         self._witness: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._verdict: torch.Tensor | bool | None = None
 
     def arrive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Count a backward pass; after the last, note the gradient and launch what is full.
@@ -107,10 +114,12 @@ class Round:
         self._passes_left[key] = left - 1
         if left > 1:
             return
-        if gradient.layout is not torch.strided:
-            gradient = self._dense(parameter, gradient)
         layout = self._layout
-        if self._witness is None and (gradient.numel() <= _SMALL or self._stays(parameter)):
+        if gradient.layout is not torch.strided:
+            self._streams.join(gradient.device, [])
+            gradient = self._dense(parameter, gradient)
+        if self._is_witness(parameter, gradient):
+            self._streams.join(gradient.device, [gradient])
             if layout is not None and gradient is layout.view_of(parameter):
                 parameter.grad = gradient = gradient.clone()
             self._witness = (parameter, _sample(gradient))
@@ -122,10 +131,17 @@ class Round:
         if isinstance(bucket, Bucket):
             bucket.pending[position] = gradient
             bucket.pending_bytes += gradient.nbytes
-            if bucket.expected == 0 or bucket.pending_bytes >= HOT_BYTES:
+            if bucket.expected == 0 or (bucket.pending_bytes >= HOT_BYTES and not bucket.staged):
                 self._take_pending(bucket)
+            if bucket.expected == 0 and bucket.staged:
+                bucket.seal()
         if self._eager:
             self._launch_full(layout)
+
+    def _is_witness(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        if self._witness is not None or (self._layout is None and not gradient.is_cpu):
+            return False
+        return gradient.numel() <= _SMALL or self._stays(parameter)
 
     def _note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Remember a gradient as it is."""
@@ -145,6 +161,8 @@ class Round:
         """Copy what has arrived, and have it be there at once, so that it takes no memory twice."""
         witness = None if self._witness is None else self._witness[0]
         gradients, bucket.pending, bucket.pending_bytes = bucket.pending, {}, 0
+        if bucket.staged:
+            self._streams.join(bucket.device, gradients.values())
         bucket.put_all(gradients)
         for position, gradient in gradients.items():
             parameter = bucket.parameters[position]
@@ -170,6 +188,8 @@ class Round:
             if gradient.layout is not torch.strided:
                 gradient = self._dense(parameter, gradient)
             gradients[position] = gradient
+        if gradients and isinstance(bucket, Bucket) and bucket.staged:
+            self._streams.join(bucket.device, gradients.values())
         bucket.put_all(gradients)
         if isinstance(bucket, InPlaceBucket):
             for position, gradient in gradients.items():
@@ -196,23 +216,32 @@ class Round:
             or gradient._version != version
             or gradient.data_ptr() != address
         ]
+        if touched:
+            raise self._touched(touched[0])
         if self._witness is not None:
             parameter, sample = self._witness
-            if not _alike(sample, self.arrived[id(parameter)][1]):
-                touched.append(parameter)
-        if touched:
-            raise RuntimeError(
-                f"the gradient of {self._name(touched[0])} was changed between "
-                "backward() and step(), when it was being reduced; to clip or unscale "
-                "gradients, call optimizer.synchronize() first and step in "
-                "`with optimizer.skip_synchronize():`"
-            )
+            self._verdict = _alike(sample, self.arrived[id(parameter)][1])
+            if isinstance(self._verdict, bool):
+                self._judge()
         for parameter in trained:
             if id(parameter) not in self._passes_left and parameter.grad is not None:
                 raise RuntimeError(
                     f"{self._name(parameter)} was added or unfrozen between a backward() and its "
                     "step(); do it after step()"
                 )
+
+    def _judge(self) -> None:
+        """Read what became of the witness. On an accelerator that waits for it: late, then."""
+        verdict, self._verdict = self._verdict, None
+        if self._witness is not None and verdict is not None and not verdict:
+            raise self._touched(self._witness[0])
+
+    def _touched(self, parameter: torch.Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {self._name(parameter)} was changed between backward() and step(), "
+            "when it was being reduced; to clip or unscale gradients, call "
+            "optimizer.synchronize() first and step in `with optimizer.skip_synchronize():`"
+        )
 
     def finish(self) -> None:
         """Launch what has not been launched, wait, and write the reduced gradients.
@@ -221,18 +250,31 @@ class Round:
         ------
         CollectiveError
             A peer is gone, or the generation is over.
+        RuntimeError
+            Gradients are not those that backward has left.
         """
         layout = self._layout
         if layout is None:
             self.context.agree(self.context.change_flag())
             return
+        if layout.staged:
+            self._send_off(layout)
         while self.launched < len(layout.buckets):
             bucket = layout.buckets[self.launched]
+            if bucket is layout.buckets[-1]:
+                self._judge()
             self._fill(bucket)
             self._launch(layout)
         for bucket in layout.buckets:
             bucket.wait()
         self.context.agree(layout.deliver())
+
+    def _send_off(self, layout: Layout) -> None:
+        """Have all gradients on accelerators be on their way before the first is waited for."""
+        for bucket in layout.buckets[self.launched :]:
+            self._fill(bucket)
+            if isinstance(bucket, Bucket):
+                bucket.seal()
 
     @property
     def awaited(self) -> bool:
@@ -270,7 +312,9 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.detach().flatten()[:16].clone()
 
 
-def _alike(some: torch.Tensor, others: torch.Tensor) -> bool:
+def _alike(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor | bool:
     """Whether a sample equals that of other values, NaN being equal to NaN."""
-    now = _sample(others)
-    return torch.equal(some, now) or bool(((some == now) | now.isnan()).all())
+    now = others.detach().flatten()[:16]
+    if some.is_cpu:
+        return torch.equal(some, now) or bool(((some == now) | now.isnan()).all())
+    return torch.isclose(some, now, rtol=0, atol=0, equal_nan=True).all()

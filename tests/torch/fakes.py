@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from nbelastic.collectives import Handle, Op, SoloCommunicator
 from nbelastic.elastic.context import LocalContext
 from nbelastic.errors import CollectiveError
+from nbelastic.torch.staging import Staging
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,15 @@ class LendingCommunicator(TwinCommunicator):
         if op is Op.AVERAGE:
             tensor.div_(2)
         return handle
+
+
+class NotedStaging(Staging):
+    """Staging whose buffers count as memory that a lending communicator has made."""
+
+    def __init__(self, communicator: Communicator, buffer: torch.Tensor, room: int) -> None:
+        super().__init__(communicator, buffer, room)
+        if isinstance(communicator, LendingCommunicator):
+            communicator.made.append(buffer)
 
 
 class UnreachableCommunicator(SoloCommunicator):

@@ -5,12 +5,22 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.collectives import Communicator
-from nbelastic.torch import bucket_plan, layout
-from tests.torch.fakes import LendingCommunicator
+from nbelastic.torch import bucket_plan, buckets, layout
+from tests.torch.fakes import LendingCommunicator, NotedStaging
 
 # early: buckets are launched while backward runs; late: when they are waited for; large: gradients
-# of half a kilobyte or more are reduced where they are, early or late; coalesced: several at once.
-MODES = ["early", "late", "large", "large late", "coalesced", "coalesced late"]
+# of half a kilobyte or more are reduced where they are, early or late; coalesced: several at once;
+# staged: as if they were on an accelerator.
+MODES = [
+    "early",
+    "late",
+    "large",
+    "large late",
+    "coalesced",
+    "coalesced late",
+    "staged",
+    "staged late",
+]
 
 
 def set_mode(
@@ -20,6 +30,10 @@ def set_mode(
     monkeypatch.setattr(bucket_plan, "FIRST_BUCKET_BYTES", first_bytes)
     monkeypatch.setattr(bucket_plan, "BUCKET_BYTES", bucket_bytes)
     monkeypatch.setattr(Communicator, "overlaps", "late" not in mode)
+    if "staged" in mode:
+        monkeypatch.setattr(buckets, "is_staged", lambda device: True)
+        monkeypatch.setattr(layout, "is_staged", lambda device: True)
+        monkeypatch.setattr(buckets, "Staging", NotedStaging)
     if "coalesced" in mode:
         monkeypatch.setattr(Communicator, "coalesces", True)
         monkeypatch.setattr(layout, "SMALL_MODEL_BYTES", 0)
