@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.torch.generators import GeneratorStates
 from nbelastic.torch.handlers import change, note, things_in
-from nbelastic.torch.outline import Outlined, outline, renote
+from nbelastic.torch.outline import Outlined, renote
 from nbelastic.torch.snapshot import Builder, Recorder, Thing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from nbelastic.elastic.sampler import SamplerSnapshot
     from nbelastic.torch.snapshot import Node
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["Commit", "put_together", "take_apart"]
 
 
-@dataclass(frozen=True)
+_address_of = torch.Tensor.data_ptr
+
+
+@dataclass(slots=True)
 class Commit:
     """All of a state but its tensors' values, which are kept elsewhere or where they are.
 
@@ -64,16 +67,15 @@ class Commit:
 def take_apart(values: Mapping[str, Any], before: Commit | None = None) -> Commit:
     """Return what there is to know of `values` now; `before` is a commit to learn from."""
     things = things_in(values.values())
-    outlines = [outline(thing) for thing in things]
     recorder = Recorder(things, note)
     known = None if before is None else before.outlined
-    if known is not None and known.still(things, outlines):
+    if known is not None and known.still(things):
         recorder.resume(known.tensors, known.slots)
         for node, options in zip(known.noted, known.options, strict=True):
             thing = things[node.number]
             recorder.adopt(thing, renote(recorder, thing, node, options))
     else:
-        known = Outlined(things, outlines)
+        known = Outlined(things)
         for thing, told in zip(things, known.told, strict=True):
             if told:
                 recorder.record(thing)
@@ -84,7 +86,7 @@ def take_apart(values: Mapping[str, Any], before: Commit | None = None) -> Commi
         recorder.noted,
         known,
         recorder.tensors,
-        [owner.data_ptr() for owner in recorder.tensors],
+        list(map(_address_of, recorder.tensors)),
         [(each, each.snapshot()) for each in things if isinstance(each, ShardSampler)],
         GeneratorStates(None if before is None else before.generators),
     )

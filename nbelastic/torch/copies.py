@@ -32,6 +32,7 @@ class Copies:
     def __init__(self) -> None:
         self.values: list[torch.Tensor] = []
         self._held: set[int] = set()
+        self._copied: list[int] = []
         self._held_ids: AbstractSet[int] = frozenset()
         self._tensors: Sequence[torch.Tensor] = ()
         self._spilled = False
@@ -39,8 +40,7 @@ class Copies:
     @property
     def nbytes(self) -> int:
         """How much memory the copies take."""
-        copies = (each for index, each in enumerate(self.values) if index not in self._held)
-        return sum(map(nbytes_of, copies))
+        return sum(nbytes_of(self.values[index]) for index in self._copied)
 
     def take(self, tensors: Sequence[torch.Tensor], held: AbstractSet[int] = frozenset()) -> None:
         """Copy `tensors`, but for those with ids in `held`; what was copied before is gone."""
@@ -54,8 +54,7 @@ class Copies:
             return False
         if not all(map(operator.is_, tensors, self._tensors)):
             return False
-        copied = [n for n in range(len(tensors)) if n not in self._held]
-        pairs = [(self.values[n], tensors[n]) for n in copied]
+        pairs = [(self.values[n], tensors[n]) for n in self._copied]
         if not all(self._suits(copy, tensor) for copy, tensor in pairs):
             return False
         if pairs:
@@ -82,13 +81,14 @@ class Copies:
                 self.values.append(copied)
             if targets:
                 torch._foreach_copy_(targets, sources)
+        self._copied = [index for index in range(len(tensors)) if index not in self._held]
 
     def complete(self) -> None:
         """Copy those that were held, as they are now."""
         with torch.no_grad():
             for index in self._held:
                 self.values[index] = self._clone(self.values[index])
-        self._held, self._tensors = set(), ()
+        self._held, self._tensors, self._copied = set(), (), list(range(len(self.values)))
 
     def _suits(self, copied: torch.Tensor, tensor: torch.Tensor) -> bool:
         return (

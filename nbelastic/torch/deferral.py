@@ -29,6 +29,7 @@ rhythm is trusted. Then the tensors are restored as they are.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,9 @@ class Rhythm:
             self._in_a_row += 1
         self.stepped, self._regular = False, True
 
+
+_address_of = torch.Tensor.data_ptr
+_version_of = operator.attrgetter("_version")
 
 Marks = list[tuple[int, int]]
 """For each tensor where its data is, and how often it was changed in place."""
@@ -157,7 +161,8 @@ class Deferral:
             self.rhythm.commit()
         else:  # tensors have changed, and much was sent, for reasons of the membership
             self.rhythm.stepped = False
-        self._rest()
+        if context is not self._context:
+            self._rest()
         self._context, self._generation = context, generation
         if outlined is not self._outlined or not outlined.whole:
             self._outlined, untouched = outlined, False
@@ -170,6 +175,7 @@ class Deferral:
             self._marks = _marks_of(self._tensors)
         self.held = self.rhythm.known and context is not None and not copy
         if not self.held:
+            self._rest()
             return frozenset()
         self._watch()
         return self.tensors
@@ -217,14 +223,14 @@ class Deferral:
             self._on_break(untouched)
 
     def _watch(self) -> None:
-        self._rest()
-        if self._context is not None:
-            self._context.before_exchange += (self._watcher,)
+        context, watcher = self._context, self._watcher
+        if context is not None and watcher not in context.before_exchange:
+            context.before_exchange += (watcher,)
 
     def _rest(self) -> None:
-        if self._context is not None:
-            watchers = self._context.before_exchange
-            self._context.before_exchange = tuple(w for w in watchers if w is not self._watcher)
+        context, watcher = self._context, self._watcher
+        if context is not None and watcher in context.before_exchange:
+            context.before_exchange = tuple(w for w in context.before_exchange if w is not watcher)
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._hooked:
@@ -264,4 +270,4 @@ def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tenso
 
 
 def _marks_of(tensors: Sequence[torch.Tensor]) -> Marks:
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    return list(zip(map(_address_of, tensors), map(_version_of, tensors), strict=True))

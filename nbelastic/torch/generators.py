@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import random
 import sys
@@ -25,7 +26,9 @@ class GeneratorStates:
     """
 
     def __init__(self, before: GeneratorStates | None = None) -> None:
-        self._python = random.getstate()
+        self._python: Any = None
+        self._python_words: bytes | None = None
+        self._take_python(before)
         self._numpy: Any = None
         self._words: bytes | None = None
         self._cuda: tuple[int, torch.Tensor] | None = None
@@ -36,6 +39,17 @@ class GeneratorStates:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             device = torch.cuda.current_device()
             self._cuda = (device, torch.cuda.get_rng_state(device))
+
+    def _take_python(self, before: GeneratorStates | None) -> None:
+        """Take Python's state, a tuple of 625 numbers, if it has changed."""
+        if _GLOBAL is not None:
+            self._python_words = _words_behind(_GLOBAL)
+            if before is not None and self._python_words == before._python_words:
+                left_over = before._python[2]
+                if left_over is _GLOBAL.gauss_next:
+                    self._python = before._python
+                    return
+        self._python = random.getstate()
 
     def _take_numpy(self, numpy_random: Any, before: GeneratorStates | None) -> None:
         """Take NumPy's state, which takes it as long as all others together, if it has changed."""
@@ -60,7 +74,32 @@ class GeneratorStates:
 
 
 _MERSENNE_TWISTER_BYTES = 625 * 4
-"""The size of what ``numpy.random.MT19937`` shows of its state: 624 words, and which is next."""
+"""The size of the state that Python's and NumPy's generators have: 624 words, and which is next."""
+
+
+def _words_behind(generator: random.Random) -> bytes:
+    """Return what one of Python's generators consists of: in CPython it follows the object's head.
+
+    Good for comparing only, and only where :func:`_follows` has found it there.
+    """
+    return ctypes.string_at(id(generator) + object.__basicsize__, _MERSENNE_TWISTER_BYTES)
+
+
+def _follows() -> bool:
+    """Return whether this Python keeps the state of a generator where it is looked for."""
+    room = random.Random.__base__.__basicsize__ - object.__basicsize__  # type: ignore[union-attr]
+    if sys.implementation.name != "cpython" or room < _MERSENNE_TWISTER_BYTES:
+        return False
+    for probe in (random.Random(1), random.Random(2)):
+        probe.random()
+        *words, following = probe.getstate()[1]
+        if _words_behind(probe) != array.array("I", [following, *words]).tobytes():
+            return False
+    return True
+
+
+_GLOBAL: Any = getattr(random.getstate, "__self__", None) if _follows() else None
+"""The generator behind the functions of ``random``."""
 
 
 def _words_of(numpy_random: Any) -> bytes | None:
