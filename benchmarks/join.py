@@ -4,8 +4,9 @@ Ranks train with Adam; again and again one worker more is started, and taken awa
 rank has joined. Of the older ranks the longest time between two steps counts, from the start of the
 worker to some steps after its rank has joined, less an ordinary step of as many ranks as train then
 (on a machine with fewer processors than ranks it is longer than one before). It is held against the
-time that the state needs to be copied once, measured in the same run. Prints milliseconds; exits
-with 1 if a target is missed.
+time that the state needs to be copied once, measured in the same run. Beside it stands the same of
+steps at whose time nobody joined: what a machine makes of steps by itself. Prints milliseconds;
+exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, quartiles, table
 from benchmarks.recovery_peers import Ours
-from benchmarks.timeline import Timeline
+from benchmarks.timeline import STEPS, Timeline
 
 MODELS = {"mlp-1m": "mlp-1m-adam", "mlp-25m": "mlp-25m-adam"}
 FIXED_MS = 50.0
@@ -62,17 +63,19 @@ def one_join(crew: Ours, timeline: Timeline, ranks: int) -> dict[str, float]:
     begin = time.monotonic()
     crew.cluster.scale(ranks + 1)
     ordinary = timeline.wait_for_steps(ranks + 1)
-    gaps, joins = [], []
+    gaps, joins, later = [], [], []
     for pid in old:
         steps = [m for m in timeline.of(pid) if m.what == "step" and m.time > begin]
         pairs = list(itertools.pairwise(steps))
         gaps.append(max(after.time - before.time for before, after in pairs))
         joins += [b.time - a.time for a, b in pairs if (a.size, b.size) == (ranks, ranks + 1)]
+        later += [b.time - a.time for a, b in pairs[-STEPS + 1 :]]
     crew.cluster.scale(ranks)
     return {
         "step": 1e3 * ordinary,
         "gap": 1e3 * (max(gaps) - ordinary),
         "join": 1e3 * (max(joins) - ordinary),
+        "later": 1e3 * (max(later) - ordinary),
     }
 
 
@@ -93,10 +96,21 @@ def state_of(model: str) -> dict[str, float]:
 
 def show(ranks: int, worlds: dict[str, Any]) -> None:
     print(f"\n{ranks} ranks and one more, milliseconds: median (quartiles), worst")
-    head = ["", "joins", "longest gap", "worst", "at the join", "a step", "copying the state"]
+    head = [
+        "",
+        "joins",
+        "longest gap",
+        "worst",
+        "at the join",
+        "later",
+        "a step",
+        "copying the state",
+    ]
     rows = []
     for name, world in worlds.items():
-        gaps, joins, steps = ([row[w] for row in world["joins"]] for w in ("gap", "join", "step"))
+        gaps, joins, later, steps = (
+            [row[what] for row in world["joins"]] for what in ("gap", "join", "later", "step")
+        )
         rows.append(
             [
                 f"{name}, {world['state']['bytes'] / 1e6:.0f} MB",
@@ -104,6 +118,7 @@ def show(ranks: int, worlds: dict[str, Any]) -> None:
                 quartiles(gaps).show(1),
                 f"{max(gaps):.0f}",
                 quartiles(joins).show(1),
+                quartiles(later).show(1),
                 f"{quartiles(steps).median:.1f}",
                 f"{world['state']['copy']:.1f}",
             ]
