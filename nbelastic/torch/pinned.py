@@ -37,6 +37,8 @@ class Pinned:
         How many elements.
     dtype : torch.dtype
         Of what type.
+    device : torch.device
+        The GPU.
     streams : sequence of torch.cuda.Stream
         What copies it: awaited before the memory is let go of.
 
@@ -51,6 +53,7 @@ class Pinned:
         communicator: Communicator,
         count: int,
         dtype: torch.dtype,
+        device: torch.device,
         streams: Sequence[torch.cuda.Stream],
     ) -> None:
         page = mmap.PAGESIZE
@@ -59,33 +62,39 @@ class Pinned:
         whole = communicator.empty((nbytes + page) // dtype.itemsize, dtype)
         start = -whole.data_ptr() % page
         self.memory = whole[start // dtype.itemsize :][:count]
-        if _register(self.memory.data_ptr(), nbytes):
+        address = self.memory.data_ptr()
+        if count == 0:
+            return
+        if _register(address, nbytes, device):
             release = weakref.finalize(
-                self, _release, whole, self.memory.data_ptr(), tuple(streams), os.getpid()
+                self, _release, whole, address, device, tuple(streams), os.getpid()
             )
             release.atexit = False  # a process that ends gives everything back
         else:
             self.memory = torch.empty(count, dtype=dtype, pin_memory=True)
 
 
-def _register(address: int, nbytes: int) -> bool:
-    if nbytes == 0:
-        return True
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
-    if int(error) == 0:
-        return True
+def _register(address: int, nbytes: int, device: torch.device) -> bool:
+    with torch.cuda.device(device):  # on no other GPU anything is to be set up for this process
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(address, nbytes, _PORTABLE)) == 0:
+            return True
     with contextlib.suppress(RuntimeError):  # the error is reported once more, and forgotten
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=device)
     return False
 
 
 def _release(
-    _whole: torch.Tensor, address: int, streams: Sequence[torch.cuda.Stream], process: int
+    _whole: torch.Tensor,
+    address: int,
+    device: torch.device,
+    streams: Sequence[torch.cuda.Stream],
+    process: int,
 ) -> None:
     if os.getpid() != process:  # a fork's copy is not the GPU's
         return
     for stream in streams:
         stream.synchronize()
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    runtime.cudaHostUnregister(address)
+    with torch.cuda.device(device):
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(address)

@@ -104,7 +104,7 @@ class Staging:
             self._homeward = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
             self._fetched = torch.cuda.Event()  # type: ignore[no-untyped-call]
             streams = (self._outward, self._homeward)
-            self._pinned = Pinned(communicator, count + room, dtype, streams)
+            self._pinned = Pinned(communicator, count + room, dtype, buffer.device, streams)
             self.host = self._pinned.memory
         else:
             self.host = communicator.empty(count + room, dtype)
