@@ -106,7 +106,7 @@ def sizes(job: nbelastic.Job) -> list[int]:
     return [int(e.detail.split()[0]) for e in job.history if e.kind == "formed"]
 
 
-def main(epochs: int = 40) -> int:
+def main(epochs: int = 100) -> int:
     """Run the job, kill a worker in the middle, and report."""
     with (
         LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
