@@ -7,8 +7,8 @@ STAMP := $(VENV)/.installed
 NATIVE := build/native/.built
 NATIVE_SOURCES := nbelastic/native/CMakeLists.txt $(wildcard $(addprefix nbelastic/native/, \
 	*.cpp core/*.cpp core/*.hpp core/*.inc))
-# Processes that run tests: those wait more than they compute, so three keep two processors busy.
-JOBS ?= 3
+# Processes that run tests; much of a test is waiting.
+JOBS ?= 2
 
 .PHONY: test demo native lint chaos simulate sanitize clean
 
