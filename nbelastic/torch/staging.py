@@ -60,7 +60,9 @@ class Streams:
         if not self._noted or device.type != "cuda":
             return
         present = torch.cuda.current_stream(device)
-        here = {each for each in self._noted if each[1] == device.index}
+        # Threads of other devices go on noting. What they note from here on is left for the next.
+        here = {each for each in self._noted.copy() if each[1] == device.index}
+        self._noted -= here
         for stream_id, device_index, device_type in here:
             stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
                 stream_id=stream_id, device_index=device_index, device_type=device_type
@@ -70,7 +72,6 @@ class Streams:
                 for gradient in gradients:
                     gradient.record_stream(present)
         # The next may do so on yet another stream: it has this one to wait for.
-        self._noted -= here
         self._noted.add((present.stream_id, present.device_index, present.device_type))
 
 

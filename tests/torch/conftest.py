@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from tests.collectives.worlds import KINDS
+from tests.support.processes import Ranks
 from tests.torch.modes import MODES, set_mode
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Ranks in processes: backward has one thread for a GPU in each, so they cannot be threads."""
+    with Ranks(3) as ranks:
+        yield ranks
 
 
 @pytest.fixture(params=MODES)
