@@ -144,8 +144,11 @@ public:
             from += length;
         });
     }
+    void skip(std::size_t bytes) {
+        walk(bytes, [](std::byte*, std::size_t) {});
+    }
 
-private:
+    // Calls `each` with what lies together of the next `bytes`.
     template <class Each>
     void walk(std::size_t bytes, Each each) {
         while (bytes > 0) {
@@ -160,6 +163,7 @@ private:
         }
     }
 
+private:
     const Piece* piece_;
     std::size_t done_ = 0;  // of this piece
 };
@@ -226,11 +230,11 @@ void Collectives::allreduce(const Operation& operation) {
         whole ? segment_.place(team_.rank(), operation.inputs[0].data, bytes) : -1;
     Parts from(operation.inputs);
     const std::size_t first = std::min(kWindowBytes, bytes);
-    if (where < 0) stage(from, first);
+    if (where < 0) stage(operation, from, first);
     publish(operation, where);
     if (all_in_segment()) return allreduce_in_place(operation);
     if (any_in_segment()) {
-        if (where >= 0) stage(from, first);
+        if (where >= 0) stage(operation, from, first);
         step();
     }
     allreduce_staged(operation, from, bytes);
@@ -264,26 +268,56 @@ void Collectives::allreduce_in_place(const Operation& operation) {
 
 void Collectives::allreduce_staged(const Operation& operation, Parts& from, std::size_t bytes) {
     const std::size_t value = bytes_of(operation.type);
+    const std::uint32_t rank = team_.rank();
     Parts to(operation.inputs);
-    std::vector<std::byte*> buffers(team_.size());
     for (std::size_t first = 0; first < bytes; first += kWindowBytes) {
         if (first > 0) step();
         const std::size_t length = std::min(kWindowBytes, bytes - first);
-        const Share share(length / value, value, team_.rank(), team_.size());
-        for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
-            buffers[rank] = segment_.staging(rank) + share.first * value;
-        }
-        reduce(operation, buffers, buffers, share.count);
+        reduce_share(operation, to, length / value);
         step();
-        to.write(segment_.staging(team_.rank()), length);
-        const std::size_t next = first + length;
-        if (next < bytes) stage(from, std::min(kWindowBytes, bytes - next));
+        for (std::uint32_t each = 0; each < team_.size(); ++each) {
+            const Share share(length / value, value, each, team_.size());
+            if (each == rank) {
+                to.skip(share.count * value);
+            } else {
+                to.write(segment_.staging(rank) + share.first * value, share.count * value);
+            }
+        }
+        if (const std::size_t next = first + length; next < bytes) {
+            stage(operation, from, std::min(kWindowBytes, bytes - next));
+        }
     }
 }
 
-void Collectives::stage(Parts& from, std::size_t bytes) {
+// Reduces this rank's share of a window: all others' in their staging memory, its own where it is.
+void Collectives::reduce_share(const Operation& operation, Parts window, std::size_t count) {
+    const std::size_t value = bytes_of(operation.type);
+    const std::uint32_t rank = team_.rank();
+    const Share share(count, value, rank, team_.size());
+    std::vector<std::byte*> inputs(team_.size());
+    for (std::uint32_t each = 0; each < team_.size(); ++each) {
+        inputs[each] = segment_.staging(each) + share.first * value;
+    }
+    window.skip(share.first * value);
+    window.walk(share.count * value, [&](std::byte* piece, std::size_t length) {
+        inputs[rank] = piece;
+        reduce(operation, inputs, inputs, length / value);
+        for (auto& each : inputs) each += length;
+    });
+}
+
+// Brings to staging memory what other ranks are to reduce of the next `bytes`.
+void Collectives::stage(const Operation& operation, Parts& from, std::size_t bytes) {
     team_.check();
-    from.read(segment_.staging(team_.rank()), bytes);
+    const std::size_t value = bytes_of(operation.type);
+    for (std::uint32_t each = 0; each < team_.size(); ++each) {
+        const Share share(bytes / value, value, each, team_.size());
+        if (each == team_.rank()) {
+            from.skip(share.count * value);
+        } else {
+            from.read(segment_.staging(team_.rank()) + share.first * value, share.count * value);
+        }
+    }
 }
 
 void Collectives::reduce_parts(const Operation& operation, bool in_place) {

@@ -7,8 +7,8 @@
 // are used in turns: who writes one again has seen all others arrive at the collective between.
 // Others are reduced where they are, if they are in the segment: each rank reduces its share of all
 // buffers, and writes it to all of them; a step says that all have. What is not in the segment goes
-// through the rank's staging memory, window by window, in the same way. Of an allreduce, that may be
-// values in many places.
+// through the rank's staging memory, window by window, in the same way: of an allreduce, which may
+// be of values in many places, only what is others' share; the rank's own is reduced where it is.
 #pragma once
 
 #include <vector>
@@ -71,7 +71,8 @@ private:
     void allreduce_small(const Operation& operation, std::size_t bytes);
     void allreduce_in_place(const Operation& operation);
     void allreduce_staged(const Operation& operation, Parts& from, std::size_t bytes);
-    void stage(Parts& from, std::size_t bytes);
+    void reduce_share(const Operation& operation, Parts window, std::size_t count);
+    void stage(const Operation& operation, Parts& from, std::size_t bytes);
     void reduce_parts(const Operation& operation, bool in_place);
     void gather_parts(const Operation& operation);
     void broadcast(const Operation& operation);
