@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.training_models import TASKS, parameters_of
+from nbelastic.cluster.allocator import steady_memory
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.torch import DistributedOptimizer
 
@@ -76,6 +78,10 @@ class Trainer:
     ) -> None:
         self._rank = rank
         self._device = device
+        # All ways have memory as a rank of a job has it, in a process that Dask's nanny has made.
+        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
+        self._memory = contextlib.ExitStack()
+        self._memory.enter_context(steady_memory())
         # So that what differs between the ways is what they do.
         torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
         self._dist = meet_over_gloo(rank, size, place)
@@ -121,3 +127,4 @@ class Trainer:
         for communicator in self._communicators.values():
             communicator.close()
         self._dist.destroy_process_group()
+        self._memory.close()

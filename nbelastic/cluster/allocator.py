@@ -1,10 +1,10 @@
 """Memory that training gives back and takes again, step by step.
 
 Dask's nanny has its workers give freed memory back to the system as soon as there are 64 KB of it
-(``MALLOC_TRIM_THRESHOLD_``). That also keeps glibc from learning, as it would by itself, which
-sizes are taken again and again: every gradient then comes from the system page by page, in each
-step. So while a rank runs, its process keeps as much as glibc would have come to keep; afterwards
-it is as it was, and what is free is given back.
+(``MALLOC_TRIM_THRESHOLD_``), and glibc takes large blocks from the system in any case: every
+gradient then comes from there page by page, in each step. So while a rank trains, its process keeps
+what it has had; afterwards it is as it was, and what is free is given back. (A thread's blocks of
+more than 64 MB always come from the system.)
 
 See https://distributed.dask.org/en/stable/worker-memory.html and the manual page ``mallopt(3)``.
 """
@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["steady_memory"]
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
+# Parameters of mallopt(3).
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
-# From what size on memory comes from the system: glibc's own default, and the most that it learns.
-_FIRST_BYTES, _MOST_BYTES = 128 << 10, 32 << 20
-# How much may lie free at the end of the heap: twice that, as glibc has it.
-_FREE_BYTES = 2 * _MOST_BYTES
+# How many blocks may come from the system by themselves, and how much glibc asks for in advance:
+# its own defaults.
+_MMAPS, _PAD_BYTES = 65536, 128 << 10
+# As much as one of the heaps of a thread can have: those that have become empty stay, too.
+_HEAP_BYTES = 64 << 20
+_NEVER = (1 << 31) - 1
+
+_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 
 class _Steady:
@@ -41,14 +46,16 @@ class _Steady:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                libc.mallopt(_MMAP_THRESHOLD, _MOST_BYTES)
-                libc.mallopt(_TRIM_THRESHOLD, _FREE_BYTES)
+                libc.mallopt(_MMAP_MAX, 0)
+                libc.mallopt(_TOP_PAD, _HEAP_BYTES)
+                libc.mallopt(_TRIM_THRESHOLD, _NEVER)
 
     def end(self, libc: Any, trim_threshold: int) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                libc.mallopt(_MMAP_THRESHOLD, _FIRST_BYTES)
+                libc.mallopt(_MMAP_MAX, _MMAPS)
+                libc.mallopt(_TOP_PAD, _PAD_BYTES)
                 libc.mallopt(_TRIM_THRESHOLD, trim_threshold)
                 libc.malloc_trim(0)
 
@@ -58,7 +65,7 @@ _steady = _Steady()
 
 @contextlib.contextmanager
 def steady_memory() -> Iterator[None]:
-    """Have this process keep freed memory for the next step, as long as any rank runs in it.
+    """Have this process keep freed memory for the next step, as long as any rank trains in it.
 
     Where nobody has told glibc to give it back, or there is no glibc, nothing is changed.
     """
@@ -76,7 +83,7 @@ def steady_memory() -> Iterator[None]:
 
 def _given_back_from() -> int | None:
     """Return from how many bytes on memory is given back; None if that is not for us to change."""
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+    if any(name in os.environ for name in _CHOICES):
         return None  # somebody has thought about it
     text = os.environ.get("MALLOC_TRIM_THRESHOLD_", "")
     return int(text) if text.isdecimal() else None

@@ -13,7 +13,7 @@ from nbelastic.elastic.context import activate
 from nbelastic.elastic.port import RankSpec
 from nbelastic.elastic.session import Session
 from nbelastic.errors import CollectiveError, RankExit
-from nbelastic.membership import RankFailed, RankLeft, RankReturned, unpack_place
+from nbelastic.membership import RankFailed, RankLeft, RankReady, RankReturned, unpack_place
 
 from .allocator import steady_memory
 from .capture import captured
@@ -86,9 +86,15 @@ class _Rank:
         self._agent = agent
         self._spec = spec
         self._key = (spec.job, spec.start)
+        self._memory = contextlib.ExitStack()
+        self._steady = False
 
     def report(self, event: Event, attachment: object = None) -> None:
         """Send an event to the driver."""
+        if isinstance(event, RankReady) and not self._steady:
+            # Not before: what setting up needs once is given back.
+            self._steady = True
+            self._memory.enter_context(steady_memory())
         self._agent.report(self._key, event, attachment)
 
     def run(self) -> None:
@@ -97,8 +103,7 @@ class _Rank:
         if not self._agent.attach(self._key, session):
             return
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(steady_memory())
+            with self._memory, contextlib.ExitStack() as stack:
                 stack.enter_context(prepared(self._agent.threads))
                 stack.enter_context(captured(self._print))
                 stack.enter_context(activate(session))
