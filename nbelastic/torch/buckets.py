@@ -190,28 +190,37 @@ class Bucket:
         if self._staging is not None:
             self._staging.fetch()
 
-    def launch(self, communicator: Communicator, riders: Sequence[float] = ()) -> None:
-        """Begin the reduction.
+    @property
+    def op(self) -> Op | GradientOp:
+        """How the gradients are reduced."""
+        return self._scaling.op
 
-        Where nothing would go on beside the rank's own computing, it ends in here as well.
-        """
+    def values(self, riders: Sequence[float] = ()) -> list[torch.Tensor]:
+        """Return what is to be reduced: the buffer, complete."""
         self.seal()
         assert self._wire is not None
         assert self._tail is not None
         if self._staging is not None:
             self._staging.land()
         self._tail.copy_(torch.tensor([*map(float, self._filled), *riders], dtype=self.dtype))
-        op = self._scaling.op
+        return [self._wire]
+
+    def launch(self, communicator: Communicator, riders: Sequence[float] = ()) -> None:
+        """Begin the reduction.
+
+        Where nothing would go on beside the rank's own computing, it ends in here as well.
+        """
+        op, (wire,) = self.op, self.values(riders)
         if isinstance(op, Op) and not communicator.overlaps:
-            communicator.allreduce(self._wire, op)
+            communicator.allreduce(wire, op)
             if self._staging is not None:
                 self._staging.send_back()
         elif isinstance(op, Op):
-            self._handle = communicator.allreduce_async(self._wire, op)
+            self._handle = communicator.allreduce_async(wire, op)
         else:
-            width = self._wire.numel() // (self._starts[-1] + self._tail_length)
+            width = wire.numel() // (self._starts[-1] + self._tail_length)
             lengths = [count * width for count in self._counts]
-            self._handle = adasum_async(communicator, self._wire, lengths)
+            self._handle = adasum_async(communicator, wire, lengths)
 
     def wait(self) -> None:
         """Wait until the reduced gradients are there.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nbelastic.collectives import Communicator, Handle
+    from nbelastic.torch.adasum import GradientOp
 
 __all__ = ["InPlaceBucket"]
 
@@ -84,15 +85,23 @@ class InPlaceBucket:
             self._gradients[position] = mine
             self._filled[position] = True
 
-    def launch(self, communicator: Communicator, _riders: Sequence[float] = ()) -> None:
-        """Begin the reduction; a gradient that is missing counts as zero."""
+    @property
+    def op(self) -> Op | GradientOp:
+        """How the gradients are reduced."""
+        return self._scaling.op
+
+    def values(self, _riders: Sequence[float] = ()) -> list[torch.Tensor]:
+        """Return what is to be reduced; a gradient that is missing counts as zero."""
         for position in self.missing():
             shape = self.parameters[position].shape
             self._gradients[position] = torch.zeros(shape, dtype=self.dtype)
-        op = self._scaling.op
-        assert isinstance(op, Op)
         # In an order that is the same on all ranks; `data` counts changes in place by itself.
-        values = [self._gradients[position].data for position in range(len(self.parameters))]
+        return [self._gradients[position].data for position in range(len(self.parameters))]
+
+    def launch(self, communicator: Communicator, _riders: Sequence[float] = ()) -> None:
+        """Begin the reduction."""
+        op, values = self.op, self.values()
+        assert isinstance(op, Op)
         if communicator.overlaps:
             self._handle = communicator.allreduce_coalesced_async(values, op)
         else:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.torch.handlers import options_of
+from nbelastic.torch.identity import same
 from nbelastic.torch.snapshot import ATOMS, Slot, Thing, is_flat
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Outlined:
 
     def still(self, things: Sequence[object]) -> bool:
         """Return whether things are the same, and have the same tensors in the same places."""
-        return _same(self.things, things) and all(map(_holds, self._outlines))
+        return same(self.things, things) and all(map(_holds, self._outlines))
 
 
 class _OfModule:
@@ -103,7 +104,7 @@ class _OfModule:
             and not any(self._empty)
             and [*map(type, self._modules)] == self._types
             and [*_all_of(self._full)] == self._names
-            and _same([*_all_of(map(dict.values, self._full))], self._values)
+            and same([*_all_of(map(dict.values, self._full))], self._values)
             and [*map(_requires_grad, self._parameters)] == self._flags
         )
 
@@ -117,7 +118,7 @@ class _OfOptimizer:
         self._names = self._look_at_names()
 
     def holds(self) -> bool:
-        return self._look_at_names() == self._names and _same(self._row, self._look())
+        return self._look_at_names() == self._names and same(self._row, self._look())
 
     def _look_at_names(self) -> list[str]:
         return [*_all_of(self._optimizer.state.values())]
@@ -155,7 +156,7 @@ def renote(recorder: Recorder, thing: object, node: Thing, known: Row) -> Thing:
     """
     if not isinstance(thing, torch.optim.Optimizer):
         return node
-    if known and _same(known, _options_in(thing)):
+    if known and same(known, _options_in(thing)):
         return node
     groups, state = node.content
     pairs = zip(groups, thing.param_groups, strict=True)
@@ -178,10 +179,6 @@ def _plain_options_in(thing: object) -> Row:
             if name != "params" and not plain:
                 return []
     return _options_in(thing)
-
-
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _modules_of(thing: torch.nn.Module) -> list[torch.nn.Module]:

@@ -6,7 +6,8 @@ A *round* is one such passage. It begins with the first gradient (or with
 their buckets soon after they have arrived. A bucket is launched when all of it has arrived and all
 buckets before it have been; :meth:`Reducer.synchronize` launches the rest, and all of them where
 nothing goes on beside a rank's own computing (``Communicator.overlaps``). So all ranks launch the
-same buckets in the same order, whichever parameters they have used.
+same buckets in the same order, whichever parameters they have used. Where nothing goes on beside
+that of rank 0, and one operation can reduce many tensors, all ranks reduce all buckets by one.
 
 Where gradients are
 -------------------
@@ -51,7 +52,8 @@ import torch
 
 from nbelastic.elastic.context import current
 from nbelastic.errors import CollectiveError, NotInitialized
-from nbelastic.torch.layout import LayoutKeeper
+from nbelastic.torch.identity import same
+from nbelastic.torch.layout_keeper import LayoutKeeper
 from nbelastic.torch.round import Round
 from nbelastic.torch.staging import Streams
 
@@ -98,6 +100,7 @@ class Reducer:
         self._arrived: deque[torch.Tensor] = deque()
         self._streams = Streams()
         self._hooks: dict[int, tuple[torch.Tensor, Any, bool]] = {}
+        self._hooked: tuple[list[torch.Tensor], set[int]] = ([], set())
         self._yielded: set[int] = set()
         # Backward may run in several threads where parameters are on several devices.
         self._lock = threading.Lock()
@@ -126,7 +129,7 @@ class Reducer:
         round_ = self._present_round()
         round_.communicator.check()  # the rest of backward would be for nothing
         self.synchronized = False
-        arrived = self._arrived
+        arrived, arrive = self._arrived, round_.arrive
         while arrived:
             parameter = arrived.popleft()
             gradient = parameter.grad
@@ -135,7 +138,7 @@ class Reducer:
                     "a gradient was added to that of a step which an earlier generation left "
                     "half-way; call optimizer.zero_grad() before backward()"
                 )
-            round_.arrive(parameter, gradient)
+            arrive(parameter, gradient)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -275,19 +278,23 @@ class Reducer:
         Once it is known in which order gradients arrive, it need not be for each: most are only
         noted, without Python's interpreter, until one that is worth it.
         """
+        quiet = self._keeper.quiet()
+        known, as_quiet = self._hooked
+        if quiet is as_quiet and same(known, parameters):
+            return
+        self._hooked = parameters, quiet
         keys = {id(parameter) for parameter in parameters}
         for key in self._hooks.keys() - keys:
             self._hooks.pop(key)[1].remove()
-        quiet = self._keeper.quiet()
         for parameter in parameters:
             key = id(parameter)
             if key in self._yielded:
                 continue
-            known = self._hooks.get(key)
-            if known is not None and known[2] == (key in quiet):
+            hooked = self._hooks.get(key)
+            if hooked is not None and hooked[2] == (key in quiet):
                 continue
-            if known is not None:
-                known[1].remove()
+            if hooked is not None:
+                hooked[1].remove()
             hook: Any = functools.partial(_on_gradient, weakref.ref(self))
             if key in quiet:
                 hook = self._arrived.append

@@ -80,7 +80,9 @@ class Round:
         self.launched = 0
         self._layout = layout
         # What is on its way from an accelerator is not waited for while backward runs.
-        self._eager = layout is not None and communicator.overlaps and not layout.staged
+        self._eager = (
+            layout is not None and communicator.overlaps and not (layout.staged or layout.together)
+        )
         self._options = options
         self._names = names
         self._streams = streams
@@ -118,7 +120,7 @@ class Round:
         if gradient.layout is not torch.strided:
             self._streams.join(gradient.device, [])
             gradient = self._dense(parameter, gradient)
-        if self._is_witness(parameter, gradient):
+        if self._witness is None and self._is_witness(parameter, gradient):
             self._streams.join(gradient.device, [gradient])
             if layout is not None and gradient is layout.view_of(parameter):
                 parameter.grad = gradient = gradient.clone()
@@ -139,7 +141,7 @@ class Round:
             self._launch_full(layout)
 
     def _is_witness(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        if self._witness is not None or (self._layout is None and not gradient.is_cpu):
+        if self._layout is None and not gradient.is_cpu:
             return False
         return gradient.numel() <= _SMALL or self._stays(parameter)
 
@@ -257,7 +259,9 @@ class Round:
         if layout is None:
             self.context.agree(self.context.change_flag())
             return
-        if layout.staged:
+        if layout.together:
+            self._reduce_together(layout)
+        elif layout.staged:
             self._send_off(layout)
         while self.launched < len(layout.buckets):
             bucket = layout.buckets[self.launched]
@@ -268,6 +272,13 @@ class Round:
         for bucket in layout.buckets:
             bucket.wait()
         self.context.agree(layout.deliver())
+
+    def _reduce_together(self, layout: Layout) -> None:
+        self._judge()
+        for bucket in layout.buckets:
+            self._fill(bucket)
+        self.launched = len(layout.buckets)
+        layout.reduce(self.communicator, self.context.change_flag())
 
     def _send_off(self, layout: Layout) -> None:
         """Have all gradients on accelerators be on their way before the first is waited for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.collectives import Communicator
-from nbelastic.torch import bucket_plan, buckets, layout
+from nbelastic.torch import bucket_plan, buckets, layout, layout_keeper
 from tests.torch.fakes import LendingCommunicator, NotedStaging
 
 # early: buckets are launched while backward runs; late: when they are waited for; large: gradients
@@ -36,11 +36,11 @@ def set_mode(
         monkeypatch.setattr(buckets, "Staging", NotedStaging)
     if "coalesced" in mode:
         monkeypatch.setattr(Communicator, "coalesces", True)
-        monkeypatch.setattr(layout, "SMALL_MODEL_BYTES", 0)
-        monkeypatch.setattr(layout, "PIECE_BYTES", 64)
+        monkeypatch.setattr(layout_keeper, "SMALL_MODEL_BYTES", 0)
+        monkeypatch.setattr(layout_keeper, "PIECE_BYTES", 64)
         monkeypatch.setattr(LendingCommunicator, "strict", False)
     if "large" in mode:
-        monkeypatch.setattr(layout, "LARGE_BYTES", 512)
+        monkeypatch.setattr(layout_keeper, "LARGE_BYTES", 512)
         monkeypatch.setattr(LendingCommunicator, "strict", False)
 
 

@@ -244,6 +244,29 @@ def test_buckets_are_launched_while_backward_runs():
             assert launched[-1] < events.index("backward done")
 
 
+@only("coalesced")
+@pytest.mark.parametrize("late", [[True, False], [False, True]], ids=["of rank 0", "of rank 1"])
+def test_what_all_do_does_not_depend_on_the_processors_of_one(late):
+    def rank_main(context):
+        communicator = context.communicator()
+        communicator.overlaps = not late[context.rank]
+        operations = []
+        for name in ("allreduce_async", "allreduce_coalesced_async", "allreduce_coalesced"):
+            original = getattr(communicator, name)
+
+            def noted(*arguments, name=name, original=original):
+                operations.append(name)
+                return original(*arguments)
+
+            setattr(communicator, name, noted)
+        return train(context), operations
+
+    (one, operations), (other, _) = run_ranks(2, rank_main)
+    assert_as_alone([one, other])
+    at_once = operations.count("allreduce_coalesced")
+    assert at_once == (STEPS if late[0] else 0)
+
+
 @only("early")
 def test_buckets_follow_the_order_in_which_gradients_arrive():
     class Backwards(torch.nn.Module):

@@ -13,7 +13,7 @@ import nbelastic.torch as hvd
 from nbelastic.collectives import Op
 from nbelastic.elastic.context import activate
 from nbelastic.errors import CollectiveError
-from nbelastic.torch import layout
+from nbelastic.torch import layout_keeper
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, LendingCommunicator, UnreachableCommunicator
 from tests.torch.modes import only
@@ -44,7 +44,7 @@ def context():
 def views_of(context, model):
     """Return for each parameter whether its gradient lies where it was reduced."""
     communicator = context.communicator()
-    in_place = layout.PIECE_BYTES if communicator.coalesces else layout.LARGE_BYTES
+    in_place = layout_keeper.PIECE_BYTES if communicator.coalesces else layout_keeper.LARGE_BYTES
     return [communicator.holds(p.grad) or p.grad.nbytes >= in_place for p in model.parameters()]
 
 

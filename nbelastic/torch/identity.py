@@ -1,0 +1,16 @@
+"""Whether things are the same ones; equal they may be without that, and tensors have no answer."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["same"]
+
+
+def same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Return whether two sequences are of the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
