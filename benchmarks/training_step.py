@@ -44,7 +44,7 @@ Round = dict[str, float]
 def main() -> int:
     parser = options_of("training_step", __doc__, rounds=25, budget=25.0)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--block", type=float, default=0.12, help="seconds of a sample (0.12)")
+    parser.add_argument("--block", type=float, default=0.5, help="seconds of a sample (0.5)")
     parser.add_argument(
         "--backends", nargs="+", default=[GLOO, "shm"], help="what of ours to measure (gloo shm)"
     )
