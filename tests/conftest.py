@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import dask
 import pytest
 from distributed import Client, LocalCluster
-from distributed.utils import get_mp_context
 from xdist.scheduler import LoadScopeScheduling
+
+import tests.support.forking  # noqa: F401 -- workers start in a tenth of the time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
 # Some seconds after a worker is lost, a LocalCluster looks whether its name is back, and if not
 # closes its nanny for good. Where workers are killed again and again it looks in the wrong moment.
 dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"})
-
-# Workers here are forked from a process that has imported what they need, which takes seconds each
-# time. Clusters of notebooks, examples and benchmarks start theirs as Dask does by default.
-dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
-get_mp_context().set_forkserver_preload(["distributed", "torch", "nbelastic.torch.elastic"])
 
 
 class ByFile(LoadScopeScheduling):

@@ -1,0 +1,14 @@
+"""Workers forked from a process that has imported what they need.
+
+Torch takes seconds to import, and the compiler that the first optimizer of a process imports takes
+as long again. Imported before clusters are made, this module has their workers forked from one
+that has it all. Clusters of notebooks, examples, benchmarks and several hosts start as Dask does.
+"""
+
+from __future__ import annotations
+
+import dask
+from distributed.utils import get_mp_context
+
+dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+get_mp_context().set_forkserver_preload(["distributed", "torch._dynamo", "nbelastic.torch.elastic"])
