@@ -48,4 +48,5 @@ def _others_are_to_come(roster: Roster) -> bool:
         and not roster.broken_by_user
         and alike.keys() == counted.ready_loops.keys()
         and len(alike) == 1
+        and (roster.short_since is not None or roster.within_reach(roster.now) >= roster.needed())
     )

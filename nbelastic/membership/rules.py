@@ -40,6 +40,8 @@ class Rules(Watch):
             self._note_shortage()
         if self.roster.phase == Phase.GATHERING:
             self._gather()
+            if self.roster.phase == Phase.FORMING:
+                self._trim()  # whom the plan has left behind
         if not self.roster.ended:
             self._hire()
         if self.roster.phase == Phase.RUNNING:
