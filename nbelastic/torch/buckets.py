@@ -106,10 +106,12 @@ class Bucket:
             self._forget()
             self._maker = weakref.ref(communicator)
             self._allocate(communicator)
-        self._scaling = scaling or Scaling()
-        before = self._scaling.before
-        # A tensor without dimensions is a number that need not be made into one each time.
-        self._factor = None if before == 1.0 else torch.tensor(1 / before, dtype=torch.float64)
+        scaling = scaling or Scaling()
+        if scaling != self._scaling:
+            # A tensor without dimensions is a number that need not be made into one each time.
+            before = scaling.before
+            self._factor = None if before == 1.0 else torch.tensor(1 / before, dtype=torch.float64)
+            self._scaling = scaling
         self._filled = [False] * len(self.parameters)
         self._sealed = False
         self.expected = self._left = len(self.parameters)
@@ -142,18 +144,25 @@ class Bucket:
     def put_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Take several gradients, by the positions of their parameters."""
         parts, sources = [], []
+        # One by one what is divided passes through the processor once, not twice; an accelerator
+        # would rather begin few operations.
+        factor = None if self.staged else self._factor
         for position, gradient in gradients.items():
             part = self._parts[position]
-            if gradient is part or gradient.dtype != part.dtype or gradient.device != part.device:
+            if gradient is part or self.views[position] is None:
                 self.put(position, gradient)
                 continue
-            parts.append(part)
-            sources.append(gradient.detach() if gradient.requires_grad else gradient)
+            source = gradient.detach() if gradient.requires_grad else gradient
             self._filled[position] = True
             self._left -= 1
+            if factor is None:
+                parts.append(part)
+                sources.append(source)
+            else:
+                torch.mul(source, factor, out=part)
         if parts:
             torch._foreach_copy_(parts, sources)
-            if self._scaling.before != 1.0:
+            if self._factor is not None:
                 torch._foreach_mul_(parts, 1 / self._scaling.before)
 
     def attach(self, position: int) -> torch.Tensor:
@@ -251,10 +260,10 @@ class Bucket:
     def deliver(self) -> None:
         """Make the reduced gradient that of each parameter that any rank had one for."""
         after = self._scaling.after
-        for position, parameter in enumerate(self.parameters):
+        for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if not self.used(position):
                 continue
-            part, view = self._parts[position], self.views[position]
+            part = self._parts[position]
             if view is not None:
                 if after != 1.0:
                     part.div_(after)

@@ -63,6 +63,8 @@ class LayoutKeeper:
         layout = self._layout
         if layout is None or not same(layout.parameters, parameters):
             layout = self._observed = self._generation = None
+        elif self._settled and self._generation == communicator.generation:
+            return layout
         default = list(reversed(range(len(parameters))))
         order = default if layout is None else layout.order
         compared, self._generation = self._generation == communicator.generation, None

@@ -129,16 +129,8 @@ class Reducer:
         round_ = self._present_round()
         round_.communicator.check()  # the rest of backward would be for nothing
         self.synchronized = False
-        arrived, arrive = self._arrived, round_.arrive
-        while arrived:
-            parameter = arrived.popleft()
-            gradient = parameter.grad
-            if gradient is None:
-                raise CollectiveError(
-                    "a gradient was added to that of a step which an earlier generation left "
-                    "half-way; call optimizer.zero_grad() before backward()"
-                )
-            arrive(parameter, gradient)
+        arrived = self._arrived
+        round_.arrive([arrived.popleft() for _ in range(len(arrived))])
 
     @torch.no_grad()
     def synchronize(self) -> None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nbelastic.errors import CollectiveError
 from nbelastic.torch.buckets import Bucket
 from nbelastic.torch.in_place import InPlaceBucket
 from nbelastic.torch.layout import HOT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
@@ -93,62 +94,72 @@ class Round:
         self._witness: tuple[torch.Tensor, torch.Tensor] | None = None
         self._verdict: torch.Tensor | bool | None = None
 
-    def arrive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Count a backward pass; after the last, note the gradient and launch what is full.
+    def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count a backward pass of each; after the last, note the gradient; launch what is full.
 
         Raises
         ------
         CollectiveError
-            A bucket cannot be launched.
+            A gradient is gone, or a bucket cannot be launched.
         RuntimeError
             There have been more passes than announced.
         """
-        key = id(parameter)
-        left = self._passes_left.get(key)
-        if left is None:
-            return  # not this optimizer's any more; or check_untouched() finds out
-        if left == 0:
-            raise RuntimeError(
-                f"a gradient of {self._name(parameter)} was computed more than "
-                f"backward_passes_per_step={self._options.passes} times before step(); increase "
-                "it to accumulate gradients over several backward passes"
+        layout, arrived, passes_left = self._layout, self.arrived, self._passes_left
+        for parameter in parameters:
+            key = id(parameter)
+            left = passes_left.get(key)
+            if left is None:
+                continue  # not this optimizer's any more; or check_untouched() finds out
+            gradient = parameter.grad
+            if gradient is None or left == 0:
+                raise self._unexpected(parameter)
+            passes_left[key] = left - 1
+            if left > 1:
+                continue
+            if gradient.layout is not torch.strided:
+                self._streams.join(gradient.device, [])
+                gradient = self._dense(parameter, gradient)
+            if self._witness is None and self._is_witness(parameter, gradient):
+                gradient = self._call_witness(parameter, gradient)
+            arrived[key] = (parameter, gradient, gradient._version, gradient.data_ptr())
+            if layout is None:
+                continue
+            bucket, position = layout.places[key]
+            bucket.expected = expected = bucket.expected - 1
+            if isinstance(bucket, Bucket):
+                bucket.pending[position] = gradient
+                bucket.pending_bytes += parameter.nbytes
+                if expected == 0 or (bucket.pending_bytes >= HOT_BYTES and not bucket.staged):
+                    self._take_pending(bucket)
+                if expected == 0 and bucket.staged:
+                    bucket.seal()
+            if expected == 0 and self._eager:
+                self._launch_full(layout)
+
+    def _unexpected(self, parameter: torch.Tensor) -> Exception:
+        if parameter.grad is None:
+            return CollectiveError(
+                "a gradient was added to that of a step which an earlier generation left half-way; "
+                "call optimizer.zero_grad() before backward()"
             )
-        self._passes_left[key] = left - 1
-        if left > 1:
-            return
-        layout = self._layout
-        if gradient.layout is not torch.strided:
-            self._streams.join(gradient.device, [])
-            gradient = self._dense(parameter, gradient)
-        if self._witness is None and self._is_witness(parameter, gradient):
-            self._streams.join(gradient.device, [gradient])
-            if layout is not None and gradient is layout.view_of(parameter):
-                parameter.grad = gradient = gradient.clone()
-            self._witness = (parameter, _sample(gradient))
-        self._note(parameter, gradient)
-        if layout is None:
-            return
-        bucket, position = layout.places[key]
-        bucket.expected -= 1
-        if isinstance(bucket, Bucket):
-            bucket.pending[position] = gradient
-            bucket.pending_bytes += gradient.nbytes
-            if bucket.expected == 0 or (bucket.pending_bytes >= HOT_BYTES and not bucket.staged):
-                self._take_pending(bucket)
-            if bucket.expected == 0 and bucket.staged:
-                bucket.seal()
-        if self._eager:
-            self._launch_full(layout)
+        return RuntimeError(
+            f"a gradient of {self._name(parameter)} was computed more than "
+            f"backward_passes_per_step={self._options.passes} times before step(); increase "
+            "it to accumulate gradients over several backward passes"
+        )
+
+    def _call_witness(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Keep some values of a gradient, which is to stay out of the buffers; return it."""
+        self._streams.join(gradient.device, [gradient])
+        if self._layout is not None and gradient is self._layout.view_of(parameter):
+            parameter.grad = gradient = gradient.clone()
+        self._witness = (parameter, _sample(gradient))
+        return gradient
 
     def _is_witness(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         if self._layout is None and not gradient.is_cpu:
             return False
         return gradient.numel() <= _SMALL or self._stays(parameter)
-
-    def _note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Remember a gradient as it is."""
-        address = gradient.data_ptr()
-        self.arrived[id(parameter)] = (parameter, gradient, gradient._version, address)
 
     def _stays(self, parameter: torch.Tensor) -> bool:
         """Whether a gradient is what backward has made it until all are delivered."""
@@ -170,7 +181,8 @@ class Round:
             parameter = bucket.parameters[position]
             stays = bucket.views[position] is None or gradient.requires_grad
             if not stays and parameter is not witness and parameter.grad is gradient:
-                self._note(parameter, bucket.attach(position))
+                view = bucket.attach(position)
+                self.arrived[id(parameter)] = (parameter, view, view._version, view.data_ptr())
 
     def _launch_full(self, layout: Layout) -> None:
         for bucket in layout.buckets[self.launched :]:
@@ -195,8 +207,10 @@ class Round:
         bucket.put_all(gradients)
         if isinstance(bucket, InPlaceBucket):
             for position, gradient in gradients.items():
-                if id(bucket.parameters[position]) in self.arrived:
-                    self._note(bucket.parameters[position], gradient)  # it may have been divided
+                parameter = bucket.parameters[position]
+                if id(parameter) in self.arrived:  # it may have been divided
+                    noted = (parameter, gradient, gradient._version, gradient.data_ptr())
+                    self.arrived[id(parameter)] = noted
 
     def check_untouched(self, trained: list[torch.Tensor]) -> None:
         """Refuse to reduce gradients that somebody has worked on since backward.
