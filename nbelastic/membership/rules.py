@@ -40,8 +40,6 @@ class Rules(Watch):
             self._note_shortage()
         if self.roster.phase == Phase.GATHERING:
             self._gather()
-            if self.roster.phase == Phase.FORMING:
-                self._trim()  # whom the plan has left behind
         if not self.roster.ended:
             self._hire()
         if self.roster.phase == Phase.RUNNING:
@@ -133,13 +131,14 @@ class Rules(Watch):
         elif roster.plan is None or self._count_reset(order):
             chosen = set(order)
             for rank in ready:
-                if rank not in chosen and rank.version != FRESH:
+                if rank not in chosen and (rank.version != FRESH or rank.planned):
                     self._end_rank(rank, "leave", "the job was scaled down")
             known = set(roster.crew)
             self._publish(order)
             for rank in order:
                 if rank.start not in known:
                     self._record("joined", rank)
+            self._trim()  # those whom the plan has left behind
 
     def _order(self, ready: list[Rank]) -> list[Rank]:
         """Choose members and put them in the order of their ranks.
@@ -223,9 +222,9 @@ class Rules(Watch):
         if limits.max_np is not None:
             surplus = roster.counted.staying - limits.max_np
             if surplus > 0:
-                unsynced = roster.in_stage(Stage.STARTING, Stage.READY)
-                unsynced = [rank for rank in unsynced if rank.version == FRESH]
-                for rank in unsynced[max(len(unsynced) - surplus, 0) :]:
+                waiting = roster.in_stage(Stage.STARTING, Stage.READY)
+                new = [rank for rank in waiting if rank.version == FRESH and not rank.planned]
+                for rank in new[max(len(new) - surplus, 0) :]:
                     self._end_rank(rank, "leave", "the job was scaled down")
 
     def _left_behind(self) -> list[Rank]:
