@@ -62,11 +62,12 @@ class Machine(Rules):
             A random number from 0 up to 1, for the random part of an exclusion.
         """
         self._chance, self._effects = chance, []
+        due = self.deadline()  # asked first, so that what is due at this very moment counts
         self.roster.now = max(now, self.roster.now)
         if self.roster.phase != Phase.ENDED:
             handler: Callable[[ev.Event], None] = getattr(self, _HANDLERS[type(event)])
             handler(event)
-            if self._effects or self._now >= (self.deadline() or 0.0) or not self._is_idle(event):
+            if self._effects or self._now >= (due or 0.0) or not self._is_idle(event):
                 self._deadline = None
                 self._advance()
         return self._effects

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nbelastic.membership import (
+    End,
     EndRank,
     Limits,
     LimitsChanged,
+    Machine,
     Publish,
     RankFormed,
     RankReady,
@@ -85,3 +87,10 @@ def test_who_is_one_too_many_before_a_first_commit_is_told_with_the_plan() -> No
     assert any(isinstance(effect, Publish) for effect in effects)
     assert [effect.start for effect in effects if isinstance(effect, EndRank)] == [2]
     log.replay()
+
+
+def test_what_is_due_at_the_very_moment_of_a_message_is_done() -> None:
+    machine = Machine(Limits(np=3, min_np=3, elastic_timeout=1.0))
+    machine.handle(SlotsFound((slot("A0"),)), 1.0)
+    effects = machine.handle(SlotsFound((slot("B0"),)), 2.0)  # and nobody has asked what is due
+    assert any(isinstance(effect, End) for effect in effects)
