@@ -20,11 +20,11 @@ from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.torch import DistributedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator
 
-ALONE, DDP = "alone", "ddp"
+ALONE, DDP, BARRIER = "alone", "ddp", "barrier"
 BATCHES = 8
 
 
@@ -48,6 +48,7 @@ class Way:
         self.forward: Any = self.model
         self.optimizer = task.optimizer(self.model.parameters())
         self._context = context
+        self.meet: Callable[[], object] = lambda: None
         if way == DDP:
             # Buffers of a norm are each rank's own, as they are in the other ways.
             with warnings.catch_warnings():
@@ -67,6 +68,7 @@ class Way:
                 self.optimizer.zero_grad()
                 functional.cross_entropy(self.forward(inputs), labels).backward()
                 self.optimizer.step()
+                self.meet()
         self._done += steps
 
 
@@ -98,8 +100,9 @@ class Trainer:
         batches = [TASKS[name].batch(dice) for _ in range(BATCHES)]
         device = self._device
         self._batches = [(inputs.to(device), labels.to(device)) for inputs, labels in batches]
-        for way in (ALONE, DDP):
+        for way in (ALONE, DDP, BARRIER):
             self._ways[way] = Way(name, way, None, device)
+        self._ways[BARRIER].meet = next(reversed(self._communicators.values())).barrier
         for backend, communicator in self._communicators.items():
             self._ways[backend] = Way(name, backend, Member(communicator), device)
         self._start = parameters_of(self._ways[DDP].model)

@@ -26,7 +26,7 @@ from benchmarks.side_by_side import Crew, Failed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ALONE, DDP, GLOO = "alone", "ddp", "gloo"
+ALONE, DDP, BARRIER, GLOO = "alone", "ddp", "barrier", "gloo"
 MODELS = ["mlp-1m", "mlp-25m", "cnn", "transformer"]
 WARM_UP = 3
 TOLERANCE = 1e-2
@@ -51,6 +51,9 @@ def main() -> int:
     parser.add_argument(
         "--device", default="cpu", choices=["cpu", "cuda"], help="which all ranks share (cpu)"
     )
+    parser.add_argument(
+        "--barrier", action="store_true", help="measure waiting for each other by itself, too"
+    )
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.block, options.budget = 6, 0.03, 2.0
@@ -74,7 +77,7 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 def by_turns(crew: Crew, model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train `model` in all ways by turns; return the milliseconds of a step in each round."""
-    ways = [ALONE, DDP, *options.backends]
+    ways = [ALONE, DDP, *options.backends, *([BARRIER] if options.barrier else [])]
     count = crew.ask("prepare", model)[0]
     paces: dict[str, float] = {}
     first = COMPARED[options.device]
@@ -103,14 +106,14 @@ def by_turns(crew: Crew, model: str, options: argparse.Namespace) -> dict[str, A
 def check(crew: Crew, model: str, ways: Sequence[str], steps: int) -> None:
     """Compare ours with DDP early on: later, what rounding made of a ReLU has grown."""
     check_ranks(crew, model, ways)
-    for way in ways[2:]:
+    for way in set(ways) - {ALONE, BARRIER, DDP}:
         apart = max(crew.ask("apart", way))
         if not apart <= TOLERANCE:
             raise Failed(f"{model}, {way}: {apart:.2%} away from DDP after step {steps}")
 
 
 def check_ranks(crew: Crew, model: str, ways: Sequence[str]) -> None:
-    for way in ways[1:]:
+    for way in set(ways) - {ALONE, BARRIER}:
         if len(set(crew.ask("digest", way))) > 1:
             raise Failed(f"{model}, {way}: parameters are not the same on all ranks")
 

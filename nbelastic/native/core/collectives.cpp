@@ -230,11 +230,11 @@ void Collectives::allreduce(const Operation& operation) {
         whole ? segment_.place(team_.rank(), operation.inputs[0].data, bytes) : -1;
     Parts from(operation.inputs);
     const std::size_t first = std::min(kWindowBytes, bytes);
-    if (where < 0) stage(operation, from, first);
+    if (where < 0) stage(operation, from, first, 0);
     publish(operation, where);
     if (all_in_segment()) return allreduce_in_place(operation);
     if (any_in_segment()) {
-        if (where >= 0) stage(operation, from, first);
+        if (where >= 0) stage(operation, from, first, 0);
         step();
     }
     allreduce_staged(operation, from, bytes);
@@ -266,37 +266,38 @@ void Collectives::allreduce_in_place(const Operation& operation) {
     step();
 }
 
+// One window after the other. Between two meetings of all ranks each reduces its share of a window,
+// takes home what became of the one before, and brings what others need of the next: the two halves
+// of the staging memory are used in turn.
 void Collectives::allreduce_staged(const Operation& operation, Parts& from, std::size_t bytes) {
-    const std::size_t value = bytes_of(operation.type);
-    const std::uint32_t rank = team_.rank();
-    Parts to(operation.inputs);
-    for (std::size_t first = 0; first < bytes; first += kWindowBytes) {
-        if (first > 0) step();
+    Parts own(operation.inputs);
+    Parts home(operation.inputs);
+    std::size_t first = 0;
+    for (std::uint32_t turn = 0;; ++turn) {
         const std::size_t length = std::min(kWindowBytes, bytes - first);
-        reduce_share(operation, to, length / value);
+        first += length;
+        reduce_share(operation, own, length, turn);
+        own.skip(length);
+        if (turn > 0) take_home(operation, home, kWindowBytes, turn - 1);
+        stage(operation, from, std::min(kWindowBytes, bytes - first), turn + 1);
         step();
-        for (std::uint32_t each = 0; each < team_.size(); ++each) {
-            const Share share(length / value, value, each, team_.size());
-            if (each == rank) {
-                to.skip(share.count * value);
-            } else {
-                to.write(segment_.staging(rank) + share.first * value, share.count * value);
-            }
-        }
-        if (const std::size_t next = first + length; next < bytes) {
-            stage(operation, from, std::min(kWindowBytes, bytes - next));
-        }
+        if (first == bytes) return take_home(operation, home, length, turn);
     }
 }
 
+std::byte* Collectives::staged(std::uint32_t rank, std::uint32_t turn) const {
+    return segment_.staging(rank) + turn % 2 * (kStagingBytes / 2);
+}
+
 // Reduces this rank's share of a window: all others' in their staging memory, its own where it is.
-void Collectives::reduce_share(const Operation& operation, Parts window, std::size_t count) {
+void Collectives::reduce_share(const Operation& operation, Parts window, std::size_t bytes,
+                               std::uint32_t turn) {
     const std::size_t value = bytes_of(operation.type);
     const std::uint32_t rank = team_.rank();
-    const Share share(count, value, rank, team_.size());
+    const Share share(bytes / value, value, rank, team_.size());
     std::vector<std::byte*> inputs(team_.size());
     for (std::uint32_t each = 0; each < team_.size(); ++each) {
-        inputs[each] = segment_.staging(each) + share.first * value;
+        inputs[each] = staged(each, turn) + share.first * value;
     }
     window.skip(share.first * value);
     window.walk(share.count * value, [&](std::byte* piece, std::size_t length) {
@@ -306,18 +307,32 @@ void Collectives::reduce_share(const Operation& operation, Parts window, std::si
     });
 }
 
-// Brings to staging memory what other ranks are to reduce of the next `bytes`.
-void Collectives::stage(const Operation& operation, Parts& from, std::size_t bytes) {
+// Walks along a window, but for this rank's share of it; `each` is told where others' are staged.
+template <class Each>
+void Collectives::others_of(const Operation& operation, Parts& window, std::size_t bytes,
+                            std::uint32_t turn, Each each) {
     team_.check();
     const std::size_t value = bytes_of(operation.type);
-    for (std::uint32_t each = 0; each < team_.size(); ++each) {
-        const Share share(bytes / value, value, each, team_.size());
-        if (each == team_.rank()) {
-            from.skip(share.count * value);
-        } else {
-            from.read(segment_.staging(team_.rank()) + share.first * value, share.count * value);
-        }
-    }
+    const Share share(bytes / value, value, team_.rank(), team_.size());
+    const std::size_t begin = share.first * value, end = begin + share.count * value;
+    std::byte* staging = staged(team_.rank(), turn);
+    each(staging, begin);
+    window.skip(end - begin);
+    each(staging + end, bytes - end);
+}
+
+// Brings to staging memory what other ranks are to reduce of the next `bytes`.
+void Collectives::stage(const Operation& operation, Parts& from, std::size_t bytes,
+                        std::uint32_t turn) {
+    others_of(operation, from, bytes, turn,
+              [&from](std::byte* to, std::size_t length) { from.read(to, length); });
+}
+
+// Takes what others have reduced of the next `bytes` to where it belongs.
+void Collectives::take_home(const Operation& operation, Parts& to, std::size_t bytes,
+                            std::uint32_t turn) {
+    others_of(operation, to, bytes, turn,
+              [&to](const std::byte* from, std::size_t length) { to.write(from, length); });
 }
 
 void Collectives::reduce_parts(const Operation& operation, bool in_place) {

@@ -71,8 +71,13 @@ private:
     void allreduce_small(const Operation& operation, std::size_t bytes);
     void allreduce_in_place(const Operation& operation);
     void allreduce_staged(const Operation& operation, Parts& from, std::size_t bytes);
-    void reduce_share(const Operation& operation, Parts window, std::size_t count);
-    void stage(const Operation& operation, Parts& from, std::size_t bytes);
+    std::byte* staged(std::uint32_t rank, std::uint32_t turn) const;
+    void reduce_share(const Operation& operation, Parts window, std::size_t bytes, std::uint32_t turn);
+    template <class Each>
+    void others_of(const Operation& operation, Parts& window, std::size_t bytes, std::uint32_t turn,
+                   Each each);
+    void stage(const Operation& operation, Parts& from, std::size_t bytes, std::uint32_t turn);
+    void take_home(const Operation& operation, Parts& to, std::size_t bytes, std::uint32_t turn);
     void reduce_parts(const Operation& operation, bool in_place);
     void gather_parts(const Operation& operation);
     void broadcast(const Operation& operation);
