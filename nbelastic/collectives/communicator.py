@@ -271,6 +271,11 @@ class Communicator(abc.ABC):
         Read by other threads, to see progress.
         """
 
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks whose processes are known to have ended. Others may have ended, too."""
+        return ()
+
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
         """Break the communicator: whoever waits is freed within milliseconds.

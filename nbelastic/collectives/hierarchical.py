@@ -73,6 +73,7 @@ class HierarchicalCommunicator(LandingCommunicator, ForwardingCommunicator):
         super().__init__(rendezvous, alarm)
         self._process = os.getpid()
         self._group = group
+        self._neighbours = layout.neighbours(rendezvous.rank)
         self._flat = GlooCommunicator(rendezvous, alarm)
         self._cross = _across(rendezvous, layout, alarm)
         self._stages = _Stages(rendezvous, layout, group, self._cross)
@@ -131,6 +132,12 @@ class HierarchicalCommunicator(LandingCommunicator, ForwardingCommunicator):
     def completed(self) -> int:
         """How many operations have been waited for with success."""
         return self._completed + self._flat.completed
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks of this host whose processes are known to have ended."""
+        dead = () if self._group is None else self._group.dead
+        return tuple(self._neighbours[place] for place in dead)
 
     def cut(self) -> int:
         """Cut the connections to other hosts, as a broken network would; return how many."""

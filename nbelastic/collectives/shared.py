@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 __all__ = ["SharedMemoryCommunicator"]
 
 EXIT_LIMIT_S = 2.0
-
 _AVERAGE = Op.AVERAGE
 
 
@@ -248,9 +247,8 @@ class SharedMemoryCommunicator(LandingCommunicator):
     def _send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
         buffers = [on_host(part) for part in parts]
         arguments = ([piece_of(buffer) for buffer in buffers], to)
-        return FlightHandle(
-            self, self._post(f"to-{to}", self._group.send, arguments, buffers), None
-        )
+        flight = self._post(f"to-{to}", self._group.send, arguments, buffers)
+        return FlightHandle(self, flight, None)
 
     def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
         """Fill `tensor` with what rank `source` sends."""
@@ -270,6 +268,11 @@ class SharedMemoryCommunicator(LandingCommunicator):
         """Whether the rank's thread waits for an operation now."""
         return self._waiting or self._group.waiting
 
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks whose processes are known to have ended."""
+        return tuple(self._group.dead)
+
     def cut(self) -> int:
         """Break the segment, as a peer that vanishes would; return from how many others."""
         if self._closed or self._group.failure is not None:
@@ -282,8 +285,8 @@ class SharedMemoryCommunicator(LandingCommunicator):
         if self._closed or self._process != os.getpid():
             return  # a fork has neither the group's threads nor its place among the ranks
         self._closed = True
-        idle = all(ticket.done() for ticket, _ in self._lent)
-        idle = idle and all(lane.idle for lane in self._lanes.values())
+        lent = [ticket for ticket, _ in self._lent]
+        idle = all(each.done() for each in lent) and all(a.idle for a in self._lanes.values())
         self._alarm.raise_("the communicator is closed", gentle=idle)
         for lane in self._lanes.values():
             lane.join()
@@ -309,7 +312,6 @@ class SharedMemoryCommunicator(LandingCommunicator):
             ticket = Ticket(self._group, start(*arguments))
         except core.Broken as error:
             self._fail(str(error))
-            raise  # never: the alarm has been raised
         self._lent.append((ticket, lent))
         return FlightHandle(self, ticket, land)
 

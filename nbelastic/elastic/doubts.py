@@ -1,4 +1,4 @@
-"""Whom a rank cannot reach, when its plans do not form."""
+"""Whom a rank cannot reach, when its plans do not form, and who it knows is gone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE = 2
 
 
 class Doubts:
-    """What a rank thinks of the other members of plans that do not form.
+    """What a rank thinks of the other members of its plans.
 
     Parameters
     ----------
@@ -27,16 +27,23 @@ class Doubts:
     ----------
     unreached : tuple of int
         Starts of members that this rank could not reach, to be reported.
+    gone : tuple of int
+        Starts of members whose processes had ended when it left its last generation.
     """
 
     def __init__(self, probe: Callable[[Sequence[tuple[str, int]]], list[int]]) -> None:
         self._probe = probe
         self._failures = 0
         self.unreached: tuple[int, ...] = ()
+        self.gone: tuple[int, ...] = ()
 
     def clear(self) -> None:
         """Note that a plan has formed."""
-        self._failures, self.unreached = 0, ()
+        self._failures, self.unreached, self.gone = 0, (), ()
+
+    def note_gone(self, plan: Plan | None, ranks: Sequence[int]) -> None:
+        """Note which ranks of a plan have ended."""
+        self.gone = tuple(plan.members[rank].start for rank in ranks) if plan else ()
 
     def raise_for(self, plan: Plan, start: int) -> None:
         """Note that a plan has not formed for the rank with this start."""

@@ -232,6 +232,7 @@ class Session(Context):
                             failed=failed,
                             detail=detail,
                             unreached=self._doubts.unreached,
+                            gone=self._doubts.gone,
                         )
                     )
                     self.phases.note("ready")
@@ -253,13 +254,13 @@ class Session(Context):
         self._carried = None
         self._take_place(place_of([member.slot for member in plan.members], terms.rank))
         self.moves += 1
-        report = RankFormed(self.spec.start, plan.generation, chosen.name, chosen.remark)
-        self.port.report(report)
+        self.port.report(RankFormed(self.spec.start, plan.generation, chosen.name, chosen.remark))
 
     def _drop_communicator(self) -> None:
         with self._changed:
             communicator, self._communicator = self._communicator, None
         if communicator is not None:
+            self._doubts.note_gone(self.plan, communicator.gone)
             communicator.close()
 
     def _take_place(self, place: Place) -> None:

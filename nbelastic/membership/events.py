@@ -94,6 +94,9 @@ class RankReady(Event):
         What failed.
     unreached : tuple of int
         Starts of those that it could not reach, where plans in a row have not formed.
+    gone : tuple of int
+        Starts of members of the generation that it has left whose processes have ended: it has
+        that from the system, which tells the scheduler later, when their memory is given back.
     """
 
     start: int
@@ -104,6 +107,7 @@ class RankReady(Event):
     failed: bool = False
     detail: str = ""
     unreached: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -136,9 +136,19 @@ class Machine(Rules):
         self._note_version(rank, event.version)
         if was_member:
             self._note_commits()
+            self._bury(rank, event.gone)
             self._left_generation(rank, event)
         if rank.leaving:
             self._end_rank(rank, "leave", "its worker was asked to leave")
+
+    def _bury(self, witness: Rank, gone: tuple[int, ...]) -> None:
+        """Take out members whose processes have ended; a neighbour has it from the system."""
+        for start in gone:
+            rank = self.roster.ranks.get(start)
+            if rank is None or rank.stage not in (Stage.MEMBER, Stage.DONE) or rank is witness:
+                continue  # it is known already
+            self._depart(rank.slot.id)
+            self._lose(rank, "its process has ended", process_gone=True)
 
     def _left_generation(self, rank: Rank, event: ev.RankReady) -> None:
         roster = self.roster

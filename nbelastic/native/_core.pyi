@@ -39,10 +39,10 @@ class Block:
 class Group:
     """One rank's part in a segment.
 
-    The thread that made it calls everything but `abort`, `failure`, `waiting` and `completed`.
-    Operations begun (``…_async``) return a ticket and happen in their order, in a thread of the
-    group's own, or in that of whoever waits for them. Memory handed in stays the caller's to keep
-    until the operation has ended.
+    The thread that made it calls everything but `abort`, `failure`, `dead`, `waiting` and
+    `completed`. Operations begun (``…_async``) return a ticket and happen in their order, in a
+    thread of the group's own, or in that of whoever waits for them. Memory handed in stays the
+    caller's to keep until the operation has ended.
     """
 
     def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
@@ -123,6 +123,10 @@ class Group:
     @property
     def failure(self) -> str | None:
         """Why the segment is broken, or None."""
+
+    @property
+    def dead(self) -> list[int]:
+        """The ranks whose processes are known to have ended without leaving."""
 
     def abort(self, reason: str) -> None:
         """Break the segment for all ranks, and wake all who wait. The first reason stays."""

@@ -15,6 +15,7 @@
 
 #include "core/arena.hpp"
 #include "core/executor.hpp"
+#include "core/lifeline.hpp"
 #include "core/mail.hpp"
 #include "core/watcher.hpp"
 
@@ -45,6 +46,7 @@ public:
           arena_(std::make_shared<Arena>(segment_, rank)),
           executor_(std::make_unique<Executor>(team_)),
           watcher_(std::make_unique<Watcher>(team_)),
+          lifeline_(std::make_unique<Lifeline>(team_, *segment_)),
           process_(getpid()) {
         if (segment_->size() != size) throw std::invalid_argument("a segment of another size");
     }
@@ -52,11 +54,15 @@ public:
         if (forked()) {  // their threads are the parent's
             executor_.release();
             watcher_.release();
+            lifeline_.release();
         }
         close();
     }
 
-    void watch(const std::vector<std::pair<std::uint32_t, int>>& peers) { watcher_->start(peers); }
+    void watch(const std::vector<std::pair<std::uint32_t, int>>& peers) {
+        watcher_->start(peers);
+        lifeline_->start();
+    }
 
     Bytes empty(std::size_t bytes) {
         struct Owner {
@@ -160,6 +166,8 @@ public:
 
     void abort(const std::string& reason) { team_.abort(reason); }
 
+    std::vector<std::uint32_t> dead() const { return lifeline_->dead(); }
+
     void close() {
         if (closed_ || forked()) return;
         closed_ = true;
@@ -171,6 +179,7 @@ public:
         }
         executor_->close();
         watcher_->stop();
+        lifeline_->stop();
     }
 
 private:
@@ -226,6 +235,7 @@ private:
     std::shared_ptr<Arena> arena_;
     std::unique_ptr<Executor> executor_;
     std::unique_ptr<Watcher> watcher_;
+    std::unique_ptr<Lifeline> lifeline_;
     pid_t process_;
     bool closed_ = false;
 };
@@ -295,6 +305,7 @@ NB_MODULE(_core, m) {
         .def_prop_ro("waiting", &Group::waiting)
         .def_prop_ro("completed", &Group::completed)
         .def_prop_ro("failure", &Group::failure)
+        .def_prop_ro("dead", &Group::dead)
         .def("abort", &Group::abort, nb::arg("reason"))
         .def("close", &Group::close, NoGil());
 }

@@ -47,3 +47,10 @@ def test_a_plan_that_forms_takes_all_doubts_away(doubts, asked):
     assert doubts.unreached == ()
     doubts.raise_for(plan(3, 5), 5)
     assert len(asked) == 1
+
+
+def test_who_is_gone_is_told_by_its_start_until_a_plan_has_formed(doubts):
+    doubts.note_gone(plan(3, 5, 7), (2, 0))
+    assert doubts.gone == (7, 3)
+    doubts.clear()
+    assert doubts.gone == ()

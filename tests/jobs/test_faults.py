@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import signal
 
 import pytest
 
@@ -123,10 +125,13 @@ def test_N20_a_newcomer_warms_up_beside_the_others(crew, tmp_path):
 
 
 def test_all_ranks_killed_at_once_start_over_and_say_so(crew, tmp_path):
-    faults = tuple(Fault(rank=rank, epoch=1, batch=1) for rank in range(4))
-    work = Workload(tmp_path, epochs=2, faults=faults)
-    job = crew.fit(work, np=4, min_np=2, elastic_timeout=60)
-    check(job.results(), work)
+    work = Workload(tmp_path, epochs=40)
+    processes = crew.workers().values()
+    job = crew.fit(work, np=4, min_np=2, elastic_timeout=60, block=False)
+    until(lambda: job.status.commits > 0 or job.done(), "a commit")
+    for process in processes:  # from outside: each would survive hearing of the first in time
+        os.kill(process, signal.SIGKILL)
+    check(job.results(120), work)
     assert "restarted" in kinds(job)
 
 

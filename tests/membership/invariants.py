@@ -248,7 +248,8 @@ class Checked:
         effects: list[Effect],
     ) -> None:
         """A fault on one worker never costs another worker more than the batch in flight: no
-        other rank is ended for it, unless the job ends."""
+        other rank is ended for it, unless the job ends. (Who is said to be gone is a fault, too.)
+        """
         if isinstance(event, RankReady) and not event.failed:
             return
         by_time = machine.handle(Tick(), now, chance)
@@ -261,4 +262,5 @@ class Checked:
                 left_out = "cannot connect to this rank" in effect.reason
                 assert effect.slot.id == slot or left_out or effect in by_time
         for start in set(ranks) & set(machine.roster.ranks):
-            assert ranks[start][0] == slot or start in self.roster.ranks
+            gone = start in getattr(event, "gone", ())
+            assert ranks[start][0] == slot or gone or start in self.roster.ranks

@@ -8,6 +8,7 @@ repeated and long out of date.
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -217,6 +218,7 @@ class FaultyWorld(RuleBasedStateMachine):
         forgeries = [
             lambda: ready,
             lambda: RankReady(start, generation, FRESH, 1, ("X", start), failed),
+            lambda: replace(ready, gone=(number % (roster.starts + 1),)),
             lambda: RankFormed(start, generation),
             lambda: LoopDone(start, generation, version),
             lambda: RankReturned(start),

@@ -75,7 +75,7 @@ def test_a_new_machine_survives_the_round_trip() -> None:
     "event",
     [
         SlotsFound((Slot("1", "tcp://a", "a", "A"),)),
-        RankReady(3, 2, FRESH, 1, ("host", 80), failed=True, detail="broken"),
+        RankReady(3, 2, FRESH, 1, ("host", 80), failed=True, detail="broken", gone=(4,)),
         LoopDone(1, 2, 3),
         RankNote(1, "checkpoint", "commit 3 is in a file"),
         RankFailed(1, "ValueError: x", collective=True, version=4),

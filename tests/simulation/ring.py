@@ -170,6 +170,14 @@ class SimCommunicator(Communicator):
     def completed(self) -> int:
         return self._completed
 
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks of this host whose processes have ended: the system says so at once."""
+        members = {} if self._group is None else self._group.members
+        host = self.process.host
+        its = [each for each in members.values() if each.process.host == host]
+        return tuple(each.rank for each in its if not each.process.alive)
+
     # -- operations ---------------------------------------------------------------------------
 
     def _begin(self, kind: str, part: Any, fill: Callable[[Operation], None]) -> Handle:

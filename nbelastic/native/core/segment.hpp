@@ -56,6 +56,7 @@ struct alignas(kLine) Seat {
     Post posts[2];  // of this collective and the one before, in turns
     Word steps;     // how many steps it has arrived at
     Word left;      // whether it has left in good order
+    Word alive;     // held by a thread of it; see lifeline.hpp
 };
 
 // Messages from one rank to another, through a ring. Counts are of bytes; bit 31: broken.

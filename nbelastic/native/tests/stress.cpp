@@ -16,6 +16,7 @@
 
 #include "../core/arena.hpp"
 #include "../core/executor.hpp"
+#include "../core/lifeline.hpp"
 #include "../core/mail.hpp"
 
 using namespace nbelastic;
@@ -44,10 +45,13 @@ std::size_t some_count(Random& random) {
 class Member {
 public:
     Member(std::shared_ptr<Segment> segment, std::uint32_t rank, std::uint64_t seed)
-        : team_(segment, rank, 60.0), arena_(std::move(segment), rank), executor_(team_),
-          random_(seed) {}
+        : team_(segment, rank, 60.0), lifeline_(team_, *segment),
+          arena_(std::move(segment), rank), executor_(team_), random_(seed) {
+        lifeline_.start();
+    }
 
     Team& team() { return team_; }
+    std::vector<std::uint32_t> dead() const { return lifeline_.dead(); }
 
     void play(std::size_t operations, bool leaves_early) {
         try {
@@ -221,6 +225,7 @@ private:
     }
 
     Team team_;
+    Lifeline lifeline_;
     Arena arena_;
     Executor executor_;
     Random random_;
@@ -252,6 +257,7 @@ void round(Random& random) {
     for (auto& thread : threads) thread.join();
     if (fate < 2) {
         for (const auto& member : members) require(!member->broken(), "nobody broke this one");
+        require(members[0]->dead().empty(), "nobody has died");
     }
     if (fate == 2) {
         for (std::uint32_t rank = 1; rank < size; ++rank) {

@@ -1,0 +1,42 @@
+// Word of a process's death before its memory is given back.
+//
+// The system closes a dead process's sockets, and tells whoever watches it, only when it has given
+// back its memory: some 50 ms for a gigabyte. What its threads held locked it lets go before (robust
+// futexes). So each rank has a thread that holds a word of its seat, and waits for that of the next
+// rank. Which ranks are dead anybody can read there.
+// See https://www.kernel.org/doc/html/latest/locking/robust-futexes.html.
+#pragma once
+
+#include <thread>
+#include <vector>
+
+#include "team.hpp"
+
+namespace nbelastic {
+
+class Lifeline {
+public:
+    Lifeline(Team& team, Segment& segment) : team_(team), segment_(segment) {}
+    ~Lifeline() { stop(); }
+    Lifeline(const Lifeline&) = delete;
+    Lifeline& operator=(const Lifeline&) = delete;
+
+    // Where the system does not know how, nothing happens.
+    void start();
+    void stop();
+
+    // The ranks whose processes have ended without leaving.
+    std::vector<std::uint32_t> dead() const;
+
+private:
+    void hold();
+    void watch();
+    bool is_dead(std::uint32_t rank) const noexcept;
+
+    Team& team_;
+    Segment& segment_;
+    Word stop_{0};
+    std::thread thread_;
+};
+
+}  // namespace nbelastic
