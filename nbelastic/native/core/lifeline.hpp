@@ -1,7 +1,7 @@
 // Word of a process's death before its memory is given back.
 //
 // The system closes a dead process's sockets, and tells whoever watches it, only when it has given
-// back its memory: some 50 ms for a gigabyte. What its threads held locked it lets go before (robust
+// back its memory, the later the more it had. What its threads held locked it lets go before (robust
 // futexes). So each rank has a thread that holds a word of its seat, and waits for that of the next
 // rank. Which ranks are dead anybody can read there.
 // See https://www.kernel.org/doc/html/latest/locking/robust-futexes.html.
