@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
@@ -13,7 +15,7 @@ from nbelastic.elastic.context import activate
 from nbelastic.elastic.port import RankSpec
 from nbelastic.elastic.session import Session
 from nbelastic.errors import CollectiveError, RankExit
-from nbelastic.membership import RankFailed, RankLeft, RankReady, RankReturned, unpack_place
+from nbelastic.membership import RankFailed, RankLeft, RankReturned, unpack_place
 
 from .allocator import steady_memory
 from .capture import captured
@@ -87,19 +89,16 @@ class _Rank:
         self._spec = spec
         self._key = (spec.job, spec.start)
         self._memory = contextlib.ExitStack()
-        self._steady = False
 
     def report(self, event: Event, attachment: object = None) -> None:
         """Send an event to the driver."""
-        if isinstance(event, RankReady) and not self._steady:
-            # Not before: what setting up needs once is given back.
-            self._steady = True
-            self._memory.enter_context(steady_memory())
         self._agent.report(self._key, event, attachment)
 
     def run(self) -> None:
         """Run the function and report how it ended."""
-        session = Session(self._spec, self, self._agent.means)
+        # Memory is not kept before: what setting up needs once is given back.
+        settled = functools.partial(self._memory.enter_context, steady_memory())
+        session = Session(self._spec, self, replace(self._agent.means, settled=settled))
         if not self._agent.attach(self._key, session):
             return
         try:

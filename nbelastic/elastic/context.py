@@ -64,6 +64,8 @@ class Context(abc.ABC):
         Called each time before that.
     room : Room or None
         Memory for a state to arrive in.
+    warm_up : callable or None
+        Has the state do what costs time only once.
     """
 
     rank: int
@@ -80,6 +82,7 @@ class Context(abc.ABC):
     exchanges = 0
     before_exchange: tuple[Callable[[], None], ...] = ()
     room: Room | None = None
+    warm_up: Callable[[], None] | None = None
 
     def take_room(self) -> Room | None:
         """Return memory that was made ready for a state to arrive in; once."""

@@ -71,6 +71,7 @@ def _train_on(
     loop: int,
     checkpoints: Checkpoints,
 ) -> object:
+    session.warm_up = state.warm_up
     foreseen = (session.rank, session.size)
     failure: CollectiveError | None = None
     first = True

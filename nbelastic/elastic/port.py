@@ -44,6 +44,9 @@ class Means:
         default it does not look.
     rehearse : callable
         Does once, with nobody else, what a rank does with others; by default nothing.
+    settled : callable
+        Is called once, when the user's code has set up: what the rank takes from then on it needs
+        in each step. By default it does nothing.
     """
 
     connect: Callable[[Rendezvous], Communicator] = connect
@@ -52,6 +55,7 @@ class Means:
     interrupt: Callable[[], Any] = Interrupt
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
     rehearse: Callable[[Rendezvous], None] = lambda _rendezvous: None
+    settled: Callable[[], None] = lambda: None
 
 
 REAL = Means(probe=unreachable, rehearse=rehearse)

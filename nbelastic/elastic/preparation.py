@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbelastic.collectives import Rendezvous
-    from nbelastic.elastic.port import RankSpec
+    from nbelastic.elastic.port import Means, RankSpec
 
 __all__ = ["prepare"]
 
 
 def prepare(
     spec: RankSpec,
-    secret: bytes,
-    store: tuple[str, int],
-    rehearse: Callable[[Rendezvous], None],
+    alone: Rendezvous,
+    means: Means,
+    warm_up: Callable[[], None] | None,
 ) -> Room | None:
     """Get ready to join others who train, or to be joined where a rank is to train alone.
 
@@ -27,19 +27,24 @@ def prepare(
     ----------
     spec : RankSpec
         What the rank was told.
-    secret : bytes
-        The job's.
-    store : tuple of (str, int)
-        Address of the rank's own store.
-    rehearse : callable
-        See :class:`~nbelastic.elastic.port.Means`.
+    alone : Rendezvous
+        How it meets nobody.
+    means : Means
+        What the rank meets others with.
+    warm_up : callable or None
+        Has the rank's state do what it does for the first time, if others train already.
 
     Returns
     -------
     Room or None
         Memory for the state that will come, if one will.
     """
-    room = Room.for_state(spec.state_bytes) if spec.state_bytes else None
+    means.settled()
+    room = None
+    if spec.state_bytes:
+        room = Room.for_state(spec.state_bytes)
+        if warm_up is not None:
+            warm_up()
     if spec.state_bytes is not None or spec.place.size == 1:
-        rehearse(spec.alone(store, secret))
+        means.rehearse(alone)
     return room

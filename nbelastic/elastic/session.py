@@ -75,7 +75,7 @@ class Session(Context):
         self.port = port
         self._means = means
         self.secret = b""  # the job's: it comes with the function, before any of it runs
-        self.vitals = Vitals()
+        self.vitals, self.phases = Vitals(), Phases()
         self._interrupt = means.interrupt()
         self._changed = means.condition()
         self._store: Store | None = None
@@ -87,7 +87,6 @@ class Session(Context):
         self._carried: bool | None = None
         self._doubts = Doubts(means.probe)
         self._loops = self.moves = 0
-        self.phases = Phases()
         self.plan: Plan | None = None
         self.version = FRESH
         self.generation = self.source = 0
@@ -196,8 +195,9 @@ class Session(Context):
         """
         self._drop_communicator()
         if self._store is None:
-            self._store = self._means.open_store(self.spec.bind, self.secret)
-            self.room = prepare(self.spec, self.secret, self._store.address, self._means.rehearse)
+            self._store = store = self._means.open_store(self.spec.bind, self.secret)
+            terms = self.spec.alone(store.address, self.secret)
+            self.room = prepare(self.spec, terms, self._means, self.warm_up)
         while True:
             plan = self._await_plan(loop, failed, detail)
             try:

@@ -111,6 +111,9 @@ class State:
         context.vitals.place = (_count(self, "epoch"), _count(self, "batch"))
         context.check_membership()
 
+    def warm_up(self) -> None:
+        """Do what costs time only once, before others wait for it. Called on newcomers."""
+
     def align(self, behind: Sequence[int]) -> None:
         """Bring all members of a new generation to the same state. Called by the elastic loop.
 

@@ -7,6 +7,8 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import torch
+from torch.nn import Module
 
 from nbelastic.elastic.context import current
 from nbelastic.elastic.parcel import Parcel
@@ -110,6 +112,14 @@ class TorchState(ObjectState):
         self._settle()
         self.__dict__.update(self._commit.restore(self._copies.values))
         self._deferral.restored()
+
+    def warm_up(self) -> None:
+        """Touch as much memory as the first gradients take; what a rank has had, it keeps."""
+        models = [each for each in things_in(self._values().values()) if isinstance(each, Module)]
+        trained = [p for model in models for p in model.parameters() if p.requires_grad]
+        for _ in range(3):  # until all of it lies where it fits
+            for_gradients = [torch.zeros_like(p) for p in trained if p.grad is None and p.is_cpu]
+            del for_gradients
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
