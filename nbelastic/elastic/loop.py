@@ -71,7 +71,7 @@ def _train_on(
     loop: int,
     checkpoints: Checkpoints,
 ) -> object:
-    session.warm_up = state.warm_up
+    session.warm_up = state.prepare_to_join
     foreseen = (session.rank, session.size)
     failure: CollectiveError | None = None
     first = True

@@ -111,7 +111,7 @@ class State:
         context.vitals.place = (_count(self, "epoch"), _count(self, "batch"))
         context.check_membership()
 
-    def warm_up(self) -> None:
+    def prepare_to_join(self) -> None:
         """Do what costs time only once, before others wait for it. Called on newcomers."""
 
     def align(self, behind: Sequence[int]) -> None:

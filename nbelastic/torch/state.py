@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from nbelastic.elastic.context import current
 from nbelastic.elastic.parcel import Parcel
@@ -22,7 +23,7 @@ from nbelastic.torch.handlers import change, note, things_in
 from nbelastic.torch.snapshot import Builder, Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from nbelastic.elastic.context import Context
     from nbelastic.elastic.sampler import SamplerSnapshot
@@ -113,13 +114,13 @@ class TorchState(ObjectState):
         self.__dict__.update(self._commit.restore(self._copies.values))
         self._deferral.restored()
 
-    def warm_up(self) -> None:
+    def prepare_to_join(self) -> None:
         """Touch as much memory as the first gradients take; what a rank has had, it keeps."""
         models = [each for each in things_in(self._values().values()) if isinstance(each, Module)]
-        trained = [p for model in models for p in model.parameters() if p.requires_grad]
+        expected = _dense_gradients(models)
         for _ in range(3):  # until all of it lies where it fits
-            for_gradients = [torch.zeros_like(p) for p in trained if p.grad is None and p.is_cpu]
-            del for_gradients
+            gradients = [torch.zeros_like(parameter) for parameter in expected]
+            del gradients
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
@@ -192,6 +193,18 @@ class TorchState(ObjectState):
                     parcel.room.give_back(tensor)
         if trusted:  # this rank runs the same function
             self._deferral.rhythm.trust()
+
+
+def _dense_gradients(models: Iterable[Module]) -> set[Parameter]:
+    """Return the parameters that will have a gradient of their size, in the host's memory."""
+    parts = {part for model in models for part in model.modules()}
+    return {
+        parameter
+        for part in parts
+        if not getattr(part, "sparse", False)  # an embedding's may be much smaller
+        for parameter in part.parameters(recurse=False)
+        if parameter.requires_grad and parameter.is_cpu and not is_lazy(parameter)
+    }
 
 
 def _context() -> Context | None:

@@ -317,3 +317,15 @@ def test_lazy_modules_become_part_once_they_have_parameters() -> None:
 def test_names_that_a_state_needs_itself_are_refused(name: str) -> None:
     with pytest.raises(OptionError, match=name):
         TorchState(**{name: 1})
+
+
+def test_to_join_it_touches_what_gradients_will_take_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Embedding(1000, 8, sparse=True), nn.Linear(8, 3), nn.Linear(3, 2))
+    model[2].weight.requires_grad_(False)
+    state = TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), lazy=nn.LazyLinear(4))
+    touched: list[torch.Size] = []
+    monkeypatch.setattr(torch, "zeros_like", lambda tensor: touched.append(tensor.shape))
+    state.prepare_to_join()
+    assert sorted(set(touched)) == [(2,), (3,), (3, 8)]
