@@ -144,4 +144,4 @@ def taught(marks):
 def test_what_a_newcomer_needs_for_gradients_it_has_before_others_wait_for_it(crew, tmp_path):
     old, new = crew.fit(taught, args=[tmp_path], np=2, min_np=1).results()
     assert old[0] > PAGES  # that it is not by chance
-    assert max(new) < PAGES / 2
+    assert new[0] < PAGES / 2
