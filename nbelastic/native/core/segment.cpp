@@ -17,9 +17,13 @@ namespace nbelastic {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6c6c61206f672073;
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersion = 3;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kGiB = std::size_t{1} << 30;
+
+// Between two arenas: addresses that are alike but for high bits are one and the same to the first
+// cache of some processors (AMD since Zen), and a sum is of the same place in all arenas.
+constexpr std::size_t kApart = kPage;
 
 constexpr std::size_t up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -68,7 +72,7 @@ private:
 int Segment::create(std::uint32_t size) {
     if (size < 1 || size > kMostRanks) throw std::invalid_argument("1 to 256 ranks share a segment");
     const std::size_t arena = room();
-    const std::size_t total = Offsets(size).arenas + size * arena;
+    const std::size_t total = Offsets(size).arenas + size * (arena + kApart);
     rlimit limit{};
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < total) {
         errno = EFBIG;  // instead of the signal that ends the process
@@ -103,7 +107,7 @@ Segment::Segment(int fd) {
     const Control& its = control();
     const bool valid = its.magic == kMagic && its.version == kVersion && its.size >= 1 &&
                        its.size <= kMostRanks &&
-                       Offsets(its.size).arenas + its.size * its.arena_bytes == total_;
+                       Offsets(its.size).arenas + its.size * (its.arena_bytes + kApart) == total_;
     if (!valid) {
         munmap(base_, total_);
         throw std::invalid_argument("not a segment of this version");
@@ -138,7 +142,7 @@ std::byte* Segment::staging(std::uint32_t rank) const noexcept {
 }
 
 std::byte* Segment::arena(std::uint32_t rank) const noexcept {
-    return base_ + Offsets(size_).arenas + rank * arena_bytes_;
+    return base_ + Offsets(size_).arenas + rank * (arena_bytes_ + kApart);
 }
 
 std::int64_t Segment::place(std::uint32_t rank, const void* data, std::size_t bytes) const noexcept {
