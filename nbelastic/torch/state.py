@@ -10,6 +10,7 @@ import cloudpickle
 import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from nbelastic.elastic.context import current
 from nbelastic.elastic.parcel import Parcel
@@ -115,11 +116,16 @@ class TorchState(ObjectState):
         self._deferral.restored()
 
     def prepare_to_join(self) -> None:
-        """Touch as much memory as the first gradients take; what a rank has had, it keeps."""
-        models = [each for each in things_in(self._values().values()) if isinstance(each, Module)]
-        expected = _dense_gradients(models)
+        """Touch as much memory as the first step takes; what a rank has had, it keeps."""
+        things = things_in(self._values().values())
+        expected = _dense_gradients([each for each in things if isinstance(each, Module)])
+        steps = any(isinstance(each, Optimizer) for each in things)
         for _ in range(3):  # until all of it lies where it fits
             gradients = [torch.zeros_like(parameter) for parameter in expected]
+            for each in gradients if steps else []:
+                # What the likes of Adam compute on the way; memory that is gone by the next.
+                on_the_way = [torch.zeros_like(each) for _ in range(2)]
+                del on_the_way
             del gradients
 
     def _values(self) -> dict[str, Any]:

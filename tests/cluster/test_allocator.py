@@ -119,17 +119,20 @@ PAGES = 3 * 2048 * 2048 * 4 // 4096
 def taught(marks):
     nbt.init()
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)))
-    optimizer = nbt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    optimizer = nbt.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     state = nbt.elastic.TorchState(model, optimizer, whole=0)
     taken = []
+
+    def faults():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
     @nbt.elastic.run
     def train(state):
         while state.whole < 3:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            before = faults()
             model(torch.ones(4, 2048)).sum().backward()
-            taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
             optimizer.step()
+            taken.append(faults() - before)
             optimizer.zero_grad()
             if nbt.rank() == 1 and not (marks / "killed").exists():
                 (marks / "killed").touch()
@@ -141,7 +144,7 @@ def taught(marks):
     return taken
 
 
-def test_what_a_newcomer_needs_for_gradients_it_has_before_others_wait_for_it(crew, tmp_path):
+def test_what_a_newcomer_needs_for_a_step_it_has_before_others_wait_for_it(crew, tmp_path):
     old, new = crew.fit(taught, args=[tmp_path], np=2, min_np=1).results()
-    assert old[0] > PAGES  # that it is not by chance
-    assert new[0] < PAGES / 2
+    assert old[0] > 2 * PAGES  # that it is not by chance
+    assert new[0] < PAGES / 2  # what Adam computes on the way alone would be more

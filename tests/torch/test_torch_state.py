@@ -319,13 +319,20 @@ def test_names_that_a_state_needs_itself_are_refused(name: str) -> None:
         TorchState(**{name: 1})
 
 
-def test_to_join_it_touches_what_gradients_will_take_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("steps", "times"), [(True, 3), (False, 1)])
+def test_to_join_it_touches_what_a_step_will_take_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, steps: bool, times: int
 ) -> None:
     model = nn.Sequential(nn.Embedding(1000, 8, sparse=True), nn.Linear(8, 3), nn.Linear(3, 2))
     model[2].weight.requires_grad_(False)
-    state = TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), lazy=nn.LazyLinear(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if steps else None
+    state = TorchState(model, optimizer, lazy=nn.LazyLinear(4))
     touched: list[torch.Size] = []
-    monkeypatch.setattr(torch, "zeros_like", lambda tensor: touched.append(tensor.shape))
+
+    def touch(tensor: torch.Tensor) -> torch.Tensor:
+        touched.append(tensor.shape)
+        return tensor
+
+    monkeypatch.setattr(torch, "zeros_like", touch)
     state.prepare_to_join()
-    assert sorted(set(touched)) == [(2,), (3,), (3, 8)]
+    assert sorted(touched) == sorted(3 * times * [(2,), (3,), (3, 8)])
