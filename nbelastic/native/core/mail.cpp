@@ -10,7 +10,7 @@ using std::chrono::steady_clock;
 
 constexpr auto kNap = std::chrono::milliseconds(50);  // after it: has the other rank left?
 constexpr int kSpins = 500;
-constexpr std::size_t kPiece = kRingBytes / 4;  // so that one end writes while the other reads
+constexpr std::size_t kPiece = kRingBytes / 16;  // so that one end writes while the other reads
 constexpr std::uint32_t kCount = kBroken - 1;
 
 // One end of a ring: `own` is what this rank moves on, `other` what it waits for.

@@ -20,7 +20,7 @@ inline constexpr std::size_t kStagingBytes = 1 << 20;
 // How much is reduced at a time in staging memory: what stays in a processor's own cache beside
 // where it comes from and goes to.
 inline constexpr std::size_t kWindowBytes = kStagingBytes / 2;
-inline constexpr std::size_t kRingBytes = 256 << 10;
+inline constexpr std::size_t kRingBytes = 2 << 20;
 inline constexpr std::size_t kReasonBytes = 512;
 inline constexpr std::uint32_t kMostRanks = 256;
 
