@@ -50,6 +50,11 @@ class LayoutKeeper:
         self._settled = False
         self._observing = False
 
+    @property
+    def generation(self) -> int | None:
+        """For which generation the layout is, if it is known to be that of all ranks."""
+        return self._generation
+
     def arrange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
         """Return the layout for the next round. All ranks call it at the same point.
 

@@ -22,10 +22,12 @@ of a GPU's parameters is on the GPU, and has a place on the host in which it is 
 
 What all ranks must share
 -------------------------
-Buckets are laid out for a generation. Before its first round rank 0 tells the others what it
-trains, so that a rank with another model finds out instead of hanging, and in which order it has
-seen gradients arrive, if it has. If not, the first round uses the reverse order of the parameters
-and the second the order that rank 0 has then seen. After that nothing is exchanged but gradients.
+Buckets are laid out for a generation. In its first round (before it, where buckets are launched
+while backward runs; else when it has ended, so that nobody waits for a newcomer's first batch
+instead of computing) rank 0 tells the others what it trains, so that a rank with another model
+finds out instead of hanging, and in which order it has seen gradients arrive, if it has. If not,
+the first round uses the reverse order of the parameters and the second the order that rank 0 has
+then seen. After that nothing is exchanged but gradients.
 
 When something fails
 --------------------
@@ -149,6 +151,8 @@ class Reducer:
                     self._take_in()
                 round_ = self._present_round()
                 round_.check_untouched(self._trained())
+                if round_.unmet:
+                    round_.meet(self._ready_layout(round_.communicator, round_.parameters))
                 round_.finish()
             except BaseException:
                 self._fail()
@@ -209,13 +213,22 @@ class Reducer:
         communicator = context.communicator()
         parameters = self._trained()
         self._hook(parameters)
-        layout = None
-        if communicator.size > 1:
+        layout, unmet = None, False
+        if communicator.size == 1:
+            self._keeper.release()
+        elif communicator.overlaps or self._keeper.generation == communicator.generation:
             layout = self._ready_layout(communicator, parameters)
         else:
-            self._keeper.release()
+            unmet = True
         self._round = Round(
-            context, communicator, parameters, layout, self._options, self._names, self._streams
+            context,
+            communicator,
+            parameters,
+            layout,
+            self._options,
+            self._names,
+            self._streams,
+            unmet=unmet,
         )
         return self._round
 

@@ -24,15 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Round"]
 
-
 # Gradients of so many elements are cheap to look at.
 _SMALL = 1 << 16
 
-
 Arrival = tuple[torch.Tensor, torch.Tensor, int, int]
-"""A parameter, and its gradient as it was when backward had computed it: how often it had been
-changed in place, and where it lay. A plain tuple, since there is one for each gradient of a step.
-"""
+"""A parameter, and its gradient when backward had computed it: its version, and where it lay."""
 
 
 class Round:
@@ -47,13 +43,15 @@ class Round:
     parameters : list of Tensor
         What is trained.
     layout : Layout or None
-        Their buckets, ready to be filled; None in a world of one, where nothing is exchanged.
+        Their buckets, ready to be filled; None until :meth:`meet`, and in a world of one.
     options : ReduceOptions
         How gradients are reduced.
     names : mapping of int to str
         Names of parameters by their ids, for messages.
     streams : Streams
         On which gradients of accelerators have been computed.
+    unmet : bool, default False
+        Whether a layout will be there when backward has ended.
 
     Attributes
     ----------
@@ -72,6 +70,8 @@ class Round:
         options: ReduceOptions,
         names: Mapping[int, str],
         streams: Streams,
+        *,
+        unmet: bool = False,
     ) -> None:
         self.context = context
         self.communicator = communicator
@@ -79,6 +79,7 @@ class Round:
         self.parameters = parameters
         self.arrived: dict[int, Arrival] = {}
         self.launched = 0
+        self.unmet = unmet
         self._layout = layout
         # What is on its way from an accelerator is not waited for while backward runs.
         self._eager = (
@@ -88,9 +89,8 @@ class Round:
         self._names = names
         self._streams = streams
         self._passes_left = dict.fromkeys(map(id, parameters), options.passes)
-        # Not everything counts as a change in place (``GradScaler`` does not). So one gradient
-        # stays out of the buffers until the end, with a copy of some of its values: the first that
-        # is small, or has to stay out anyway.
+        # Not everything counts as a change in place (``GradScaler`` does not): so one gradient is
+        # kept out of the buffers, with a copy of some values: the first that is small, or is out.
         self._witness: tuple[torch.Tensor, torch.Tensor] | None = None
         self._verdict: torch.Tensor | bool | None = None
 
@@ -259,6 +259,10 @@ class Round:
             "optimizer.synchronize() first and step in `with optimizer.skip_synchronize():`"
         )
 
+    def meet(self, layout: Layout) -> None:
+        """Have a layout, which all ranks have come to share meanwhile."""
+        self._layout, self.unmet = layout, False
+
     def finish(self) -> None:
         """Launch what has not been launched, wait, and write the reduced gradients.
 
@@ -304,7 +308,7 @@ class Round:
     @property
     def awaited(self) -> bool:
         """Whether other ranks may be waiting for what this one has begun."""
-        late = self._layout is not None and not self._eager
+        late = self.unmet or (self._layout is not None and not self._eager)
         return self.launched > 0 or (late and bool(self.arrived))
 
     def discard(self) -> None:

@@ -34,9 +34,9 @@ def test_room_for_a_state_is_there_before_it_comes_and_goes_piece_by_piece() -> 
     kept.fill_(7)
     room.give_back(other)
     assert resident() - before < 0.7 * MANY
-    assert (kept == 7).all()
+    assert kept.min() == kept.max() == 7  # without memory for it, which malloc might keep
     del room, other
-    assert (kept == 7).all()
+    assert kept.min() == kept.max() == 7  # without memory for it, which malloc might keep
     del kept
     assert resident() - before < 0.2 * MANY
 

@@ -245,6 +245,23 @@ def test_buckets_are_launched_while_backward_runs():
 
 
 @only("coalesced")
+@only("late")
+def test_nobody_waits_in_backward_for_one_that_has_not_begun():
+    ended = threading.Event()
+
+    def one_step(context):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), model.named_parameters())
+        assert context.rank == 0 or ended.wait(10)
+        loss_of(model, 0, context.rank, context.size).backward()
+        ended.set()
+        optimizer.step()
+        return parameters_of(model)
+
+    first, second = run_ranks(2, one_step)
+    assert_equal(first, second)
+
+
 @pytest.mark.parametrize("late", [[True, False], [False, True]], ids=["of rank 0", "of rank 1"])
 def test_what_all_do_does_not_depend_on_the_processors_of_one(late):
     def rank_main(context):
