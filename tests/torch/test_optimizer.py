@@ -244,7 +244,6 @@ def test_buckets_are_launched_while_backward_runs():
             assert launched[-1] < events.index("backward done")
 
 
-@only("coalesced")
 @only("late")
 def test_nobody_waits_in_backward_for_one_that_has_not_begun():
     ended = threading.Event()
@@ -262,6 +261,7 @@ def test_nobody_waits_in_backward_for_one_that_has_not_begun():
     assert_equal(first, second)
 
 
+@only("coalesced")
 @pytest.mark.parametrize("late", [[True, False], [False, True]], ids=["of rank 0", "of rank 1"])
 def test_what_all_do_does_not_depend_on_the_processors_of_one(late):
     def rank_main(context):
