@@ -191,14 +191,18 @@ def _stopped() -> int:
 
 
 def _await_nothing_left(crew: Crew, before: dict[str, int]) -> None:
+    seen: dict[str, int] = {}
+
     def more() -> dict[str, int]:
+        nonlocal seen
         refill(crew)
-        return {k: v for k, v in footprint(crew).items() if v > before.get(k, 0)}
+        seen = {k: v for k, v in footprint(crew).items() if v > before.get(k, 0)}
+        return seen
 
     try:
         until(lambda: not more(), "nothing is left", 30)
     except AssertionError:
-        raise AssertionError(f"left behind: {more()}") from None
+        raise AssertionError(f"left behind: {seen}") from None
 
 
 def trace(job: Job) -> str:
