@@ -73,9 +73,13 @@ def _four_workers() -> Iterator[Crew]:
 
 @pytest.fixture
 def crew(_four_workers: Crew) -> Iterator[Crew]:
-    """Four workers of one thread each; whatever a test kills is back before the next."""
+    """Four workers of one thread each; whatever a test kills is back before the next.
+
+    Jobs that a failed test leaves behind, which can do without their kernel, end with it.
+    """
     _four_workers.wait_until_whole(4)
     yield _four_workers
+    _four_workers.end_jobs()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         left = [t.name for t in threading.enumerate() if t.name.startswith("nbelastic")]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Client, LocalCluster
 
 import nbelastic
+from nbelastic.notebook.render.picture import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,11 +52,23 @@ class Crew:
     def wait_until_whole(self, count: int) -> None:
         """Wait until `count` workers are there and idle."""
 
-        def whole() -> bool:
-            state = self.client.run_on_scheduler(_idle_workers)
-            return state == (count, count)
+        tasks: dict[str, list[str]] = {}
 
-        until(whole, f"{count} idle workers")
+        def whole() -> bool:
+            tasks.clear()
+            tasks.update(self.client.run_on_scheduler(_tasks))
+            return len(tasks) == count and not any(tasks.values())
+
+        try:
+            until(whole, f"{count} idle workers")
+        except AssertionError as error:
+            raise AssertionError(f"{error}, but {tasks}") from None
+
+    def end_jobs(self) -> None:
+        """End the jobs that are still there, whoever has them."""
+        for info in nbelastic.jobs(self.client):
+            if info.state not in ENDED:
+                nbelastic.attach(info.name, cluster=self.client).cancel()
 
     def kill(self, address: str) -> bool:
         """Send SIGKILL to a worker's process; return whether it was there."""
@@ -73,9 +86,11 @@ def _tell(job: nbelastic.Job) -> None:
         print(f"  {event.time:.3f} {event.kind} {event.rank} {event.worker} {event.detail}")
 
 
-def _idle_workers(dask_scheduler: Any) -> tuple[int, int]:
-    workers = list(dask_scheduler.workers.values())
-    return len(workers), sum(1 for ws in workers if not ws.processing)
+def _tasks(dask_scheduler: Any) -> dict[str, list[str]]:
+    return {
+        address: [task.key for task in worker.processing]
+        for address, worker in dask_scheduler.workers.items()
+    }
 
 
 def kinds(job: nbelastic.Job) -> list[str]:

@@ -19,7 +19,8 @@ class Fault:
     Attributes
     ----------
     rank, epoch, batch : int
-        Who does it, and when (after the optimizer's step, before the commit).
+        Who does it, and when (after the optimizer's step, before the commit). Ranks that do the
+        same in the same batch do it together.
     kind : str
         ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for
         ever in Python code); for some seconds: ``pause`` (SIGSTOP, then SIGCONT), ``hold``
@@ -211,6 +212,7 @@ def _kill_one_per_generation(work: Workload) -> None:
 
 
 def _do_harm(work: Workload, state: Any, rank: int) -> None:
+    import contextlib
     import signal
     import time
 
@@ -218,10 +220,14 @@ def _do_harm(work: Workload, state: Any, rank: int) -> None:
         where = (fault.rank, fault.epoch, fault.batch)
         if where != (rank, state.epoch, state.batch):
             continue
-        if not work.once(f"fault-{fault.kind}-{rank}-{state.epoch}-{state.batch}"):
+        if not work.once(_mark(fault)):
             continue
+        processes = _gather(work, fault)
         if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            for process in processes:  # each would survive hearing of another's end in time
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(60)
         elif fault.kind == "stop":
             (work.marks / "stopped").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -232,6 +238,29 @@ def _do_harm(work: Workload, state: Any, rank: int) -> None:
                 time.sleep(0.1)
         else:
             _keep_busy(fault, work.marks)
+
+
+def _mark(fault: Fault) -> str:
+    return f"fault-{fault.kind}-{fault.rank}-{fault.epoch}-{fault.batch}"
+
+
+def _gather(work: Workload, fault: Fault) -> list[int]:
+    """Wait until all are there that this is to happen to at once; return their processes,
+    its own last.
+
+    Who leaves a collective first would else be gone while another is still in it.
+    """
+    import time
+
+    (work.marks / f"{_mark(fault)}-by").write_text(f"{os.getpid()}\n")
+    processes = []
+    for other in work.faults:
+        if (other.epoch, other.batch, other.kind) == (fault.epoch, fault.batch, fault.kind):
+            file = work.marks / f"{_mark(other)}-by"
+            while not (file.exists() and file.read_text().endswith("\n")):
+                time.sleep(0.001)
+            processes.append(int(file.read_text()))
+    return sorted(processes, key=os.getpid().__eq__)
 
 
 def _keep_busy(fault: Fault, marks: Path) -> None:
