@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Client
 
 import nbelastic
-from tests.support.clusters import _idle_workers
+from tests.support.clusters import tasks_of_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +49,9 @@ class Ending:
 
 def _run(client: Client, folder: Path) -> None:
     order: Order = pickle.loads((folder / ORDER).read_bytes())
-    whole = (order.workers, order.workers)
+    idle = [[]] * order.workers
     deadline = time.monotonic() + WHOLE_TIMEOUT
-    while client.run_on_scheduler(_idle_workers) != whole:
+    while list(client.run_on_scheduler(tasks_of_workers).values()) != idle:
         if time.monotonic() > deadline:
             raise TimeoutError(f"there were no {order.workers} idle workers in {WHOLE_TIMEOUT:g} s")
         time.sleep(POLL)

@@ -56,7 +56,7 @@ class Crew:
 
         def whole() -> bool:
             tasks.clear()
-            tasks.update(self.client.run_on_scheduler(_tasks))
+            tasks.update(self.client.run_on_scheduler(tasks_of_workers))
             return len(tasks) == count and not any(tasks.values())
 
         try:
@@ -86,7 +86,8 @@ def _tell(job: nbelastic.Job) -> None:
         print(f"  {event.time:.3f} {event.kind} {event.rank} {event.worker} {event.detail}")
 
 
-def _tasks(dask_scheduler: Any) -> dict[str, list[str]]:
+def tasks_of_workers(dask_scheduler: Any) -> dict[str, list[str]]:
+    """Return what each worker is to do, by address; for ``run_on_scheduler``."""
     return {
         address: [task.key for task in worker.processing]
         for address, worker in dask_scheduler.workers.items()
