@@ -165,9 +165,12 @@ def _pass_on(
     length, total = header.tolist()
     if room is None or len(room.bytes) < total:
         room = Room(total)
-    for start in range(0, total, CHUNK_BYTES):
-        chunk = room.bytes[start : min(start + CHUNK_BYTES, total)]
-        communicator.receive(chunk, parent)
+    chunks = [room.bytes[at : min(at + CHUNK_BYTES, total)] for at in range(0, total, CHUNK_BYTES)]
+    arriving: deque[Handle] = deque()
+    for number, chunk in enumerate(chunks):
+        for later in chunks[number + len(arriving) : number + _Flight.limit]:
+            arriving.append(communicator.receive_async(later, parent))
+        arriving.popleft().wait()
         flight.send([chunk])
     flight.land()
     return unflatten(room.bytes, length, room)

@@ -170,10 +170,13 @@ class Faulty:
         return getattr(self._communicator, name)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
+        self.receive_async(tensor, source).wait()
+
+    def receive_async(self, tensor: torch.Tensor, source: int) -> object:
         if self._good == 0:
             raise CollectiveError("a peer is gone")
         self._good -= 1
-        self._communicator.receive(tensor, source)
+        return self._communicator.receive_async(tensor, source)
 
 
 @pytest.mark.parametrize("good", [0, 1, 2, 5])
