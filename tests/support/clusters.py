@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Client, LocalCluster
 
 import nbelastic
+from nbelastic.errors import OptionError
 from nbelastic.notebook.render.picture import ENDED
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class Crew:
         """End the jobs that are still there, whoever has them."""
         for info in nbelastic.jobs(self.client):
             if info.state not in ENDED:
-                nbelastic.attach(info.name, cluster=self.client).cancel()
+                with contextlib.suppress(OptionError):  # it has ended by itself meanwhile
+                    nbelastic.attach(info.name, cluster=self.client).cancel()
 
     def kill(self, address: str) -> bool:
         """Send SIGKILL to a worker's process; return whether it was there."""

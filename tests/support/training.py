@@ -245,10 +245,10 @@ def _mark(fault: Fault) -> str:
 
 
 def _gather(work: Workload, fault: Fault) -> list[int]:
-    """Wait until all are there that this is to happen to at once; return their processes,
-    its own last.
+    """Wait until all are there that this is to happen to at once; return their processes.
 
-    Who leaves a collective first would else be gone while another is still in it.
+    Its own is the last. Who leaves a collective first would else be gone while another is still
+    in it.
     """
     import time
 
@@ -260,7 +260,7 @@ def _gather(work: Workload, fault: Fault) -> list[int]:
             while not (file.exists() and file.read_text().endswith("\n")):
                 time.sleep(0.001)
             processes.append(int(file.read_text()))
-    return sorted(processes, key=os.getpid().__eq__)
+    return sorted(processes, key=lambda process: process == os.getpid())
 
 
 def _keep_busy(fault: Fault, marks: Path) -> None:
