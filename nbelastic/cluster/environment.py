@@ -91,6 +91,19 @@ def prepared(threads: int) -> Iterator[None]:
         if torch is not None:
             torch.set_num_threads(before)
         _leave()
+        if torch is not None:
+            _forget_backward(torch)
+
+
+def _forget_backward(torch: Any) -> None:
+    """Have autograd let go of what a backward pass that was interrupted has left in this thread.
+
+    That is the rest of its graph, with all the memory of it, and stays until the thread's next
+    pass. A thread that ends with it needs the interpreter to free it, and takes a process that is
+    exiting down with it.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        (torch.zeros((), device="cpu", requires_grad=True) * 1).backward()
 
 
 def _enter() -> None:

@@ -203,3 +203,44 @@ def test_N12_an_interrupt_stops_the_job_frees_the_workers_and_it_runs_again(tmp_
         "handler kept: True",
         "again: [2, 2]",
     ], done.stderr
+
+
+def test_a_backward_pass_that_was_interrupted_keeps_no_memory(crew):
+    def interrupted():
+        import sys
+        import weakref
+
+        import torch
+
+        class Memory:
+            pass
+
+        class Node(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, inputs):
+                ctx.memory = Memory()
+                sys.nbelastic_test_memories = [weakref.ref(ctx.memory)]
+                return inputs * 1
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient
+
+        def refuse(_):
+            raise ValueError("interrupted")
+
+        weights = torch.ones(3, requires_grad=True)
+        weights.register_post_accumulate_grad_hook(refuse)  # before the node has had its turn
+        (Node.apply(torch.ones(3, requires_grad=True)) * weights).sum().backward()
+
+    def kept():
+        import gc
+        import sys
+
+        gc.collect()
+        return sum(memory() is not None for memory in vars(sys).pop("nbelastic_test_memories", []))
+
+    with pytest.raises(ValueError, match="interrupted"):
+        crew.fit(interrupted, np=2)
+    crew.wait_until_whole(4)
+    assert crew.client.run(kept) == dict.fromkeys(crew.workers(), 0)
