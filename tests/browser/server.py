@@ -15,14 +15,14 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tests.support.clusters import until
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).parents[2]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "@jupyterlab/apputils-extension:notification": {
@@ -43,6 +43,17 @@ OPTIONS = (
     "--ServerApp.open_browser=False",
     "--KernelManager.shutdown_wait_time=5",
 )
+
+
+STARTUP = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT)!r})
+import tests.support.forking
+
+sys.path.pop(0)
+"""
+"""What kernels run first: clusters of notebooks start here beside other tests, many at once."""
 
 
 class LabServer:
@@ -163,6 +174,9 @@ def _write_settings(home: Path) -> dict[str, str]:
     labconfig = home / "config" / "labconfig"
     labconfig.mkdir()
     (labconfig / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
+    startup = home / "ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "00-forking.py").write_text(STARTUP)
     kernel = home / "data" / "kernels" / "python3"
     kernel.mkdir(parents=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
