@@ -35,6 +35,8 @@ SETTINGS = {
     # What takes the interpreter for seconds happens before a worker is there to be missed.
     # (An optimizer's first step imports Dynamo.)
     "DASK_DISTRIBUTED__WORKER__PRELOAD": "['nbelastic.torch', 'torch._dynamo']",
+    # And on each host it happens once, however many workers are lost there.
+    "DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.support.forking']",
     "OMP_NUM_THREADS": "1",
 }
 
