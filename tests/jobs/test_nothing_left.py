@@ -154,6 +154,7 @@ from pathlib import Path
 from distributed import Client, LocalCluster
 import nbelastic
 from nbelastic.errors import JobInterrupted
+import tests.support.forking
 from tests.support.training import Workload
 
 def main():

@@ -218,8 +218,9 @@ def test_a_killed_scheduler_fails_the_job_and_its_ranks_end(tmp_path):
     )
     until(where.exists, "a scheduler", 60)
     dask = [sys.executable, "-m", "distributed.cli.dask_worker", "--no-dashboard"]
+    forked = ["--preload-nanny", "tests.support.forking"]
     workers = subprocess.Popen(
-        [*dask, "--nworkers", "2", "--nthreads", "1", "--scheduler-file", where],
+        [*dask, *forked, "--nworkers", "2", "--nthreads", "1", "--scheduler-file", where],
         env=environment,
         cwd=tmp_path,
         **quiet,
