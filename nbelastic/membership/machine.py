@@ -62,12 +62,13 @@ class Machine(Rules):
             A random number from 0 up to 1, for the random part of an exclusion.
         """
         self._chance, self._effects = chance, []
+        roster = self.roster
         due = self.deadline()  # asked first, so that what is due at this very moment counts
-        self.roster.now = max(now, self.roster.now)
-        if self.roster.phase != Phase.ENDED:
+        roster.now = max(now, roster.now)
+        if roster.phase != Phase.ENDED:
             handler: Callable[[ev.Event], None] = getattr(self, _HANDLERS[type(event)])
             handler(event)
-            if self._effects or self._now >= (due or 0.0) or not self._is_idle(event):
+            if self._effects or roster.now >= (due or 0.0) or not self._is_idle(event):
                 self._deadline = None
                 self._advance()
         return self._effects
@@ -282,23 +283,16 @@ class Machine(Rules):
     # -- beats -------------------------------------------------------------------------------
 
     def _on_Beats(self, event: ev.Beats) -> None:  # noqa: N802
+        roster = self.roster
         for beat in event.beats:
-            rank = self.roster.ranks.get(beat.start)
+            rank = roster.ranks.get(beat.start)
             if rank is not None:
                 self._note_beat(rank, beat)
-        if self.roster.phase == Phase.RUNNING:
+        if roster.phase == Phase.RUNNING:
             self._note_commits()
 
     def _note_beat(self, rank: Rank, beat: ev.Beat) -> None:
-        if beat.progress != rank.progress or beat.waiting != rank.waiting:
-            rank.change_uncounted(
-                heard_at=self._now,
-                moved_at=self._now,
-                progress=beat.progress,
-                waiting=beat.waiting,
-            )
-        else:
-            rank.change_uncounted(heard_at=self._now)
+        rank.hear(self.roster.now, beat.progress, beat.waiting)
         if rank.stage == Stage.MEMBER:
             self._note_version(rank, beat.version)
 

@@ -96,9 +96,18 @@ class Rank:
         if ranks is not None:
             ranks.count(self)
 
-    def change_uncounted(self, **fields: object) -> None:
-        """Change several fields that are not counted: the short way."""
-        self.__dict__.update(fields)
+    def hear(self, now: float, progress: int, waiting: bool) -> None:
+        """Take in a heartbeat. Nothing of it is counted: the short way."""
+        fields = self.__dict__
+        fields["heard_at"] = now
+        if progress != fields["progress"] or waiting != fields["waiting"]:
+            fields["moved_at"] = now
+            fields["progress"] = progress
+            fields["waiting"] = waiting
+
+    def hold(self, version: float) -> None:
+        """Note its last commit, for who has seen to the counts: the short way."""
+        self.__dict__["version"] = version
 
     def waits(self, phase: Phase) -> bool:
         """Return whether the rank waits for others, be it in a collective or at its loop's end."""

@@ -112,9 +112,13 @@ class Ranks(dict[int, Rank]):
             rank.version = version
             return
         if rank.planned == self.generation and rank.planned and rank.stage != Stage.ENDING:
-            _tally(self.versions, before, -1)
-            _tally(self.versions, version, 1)
-        rank.change_uncounted(version=version)
+            versions = self.versions
+            versions[version] = versions.get(version, 0) + 1
+            if versions[before] > 1:
+                versions[before] -= 1
+            else:
+                del versions[before]
+        rank.hold(version)
 
     def first(self, stage: Stage) -> Rank | None:
         """Return who came to `stage` first of those that are in it."""

@@ -67,7 +67,7 @@ class Rules(Watch):
         """Note the newest commit that all members hold."""
         roster = self.roster
         common = min(roster.counted.versions, default=FRESH)
-        if math.floor(common) > roster.version:
+        if common >= roster.version + 1:
             roster.version = math.floor(common)
             roster.stalls = roster.fruitless = roster.barren = 0
 

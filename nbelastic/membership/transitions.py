@@ -179,9 +179,9 @@ class Transitions:
 
     def _note_version(self, rank: Rank, version: float) -> None:
         """Note a rank's last commit, which never goes back."""
-        if version > rank.version_at_join and version > rank.version:
-            self._pardon(rank)
         if version > rank.version:
+            if version > rank.version_at_join:
+                self._pardon(rank)
             self.roster.counted.hold(rank, version)
 
     def _blame_function(self, rank: Rank, error: str) -> None:
