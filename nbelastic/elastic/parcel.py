@@ -65,8 +65,13 @@ def unflatten(everything: torch.Tensor, length: int, room: Room | None = None) -
     tensors = []
     start = length + _gap(length)
     for shape, dtype, _, nbytes in kinds:
-        piece = everything[start : start + nbytes]
-        tensors.append(piece.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype))
+        if nbytes:
+            # From a room as a storage of its own: who pickles or copies one tensor takes all of it.
+            end = start + nbytes
+            piece = everything[start:end] if room is None else room.piece(start, end)
+            tensors.append(piece.view(dtype).view(shape))
+        else:
+            tensors.append(torch.empty(shape, dtype=dtype))
         start += nbytes + _gap(nbytes)
     return Parcel(head, tensors, [kind[2] for kind in kinds], room)
 

@@ -55,6 +55,12 @@ class Room:
         room.bytes.zero_()
         return room
 
+    def piece(self, start: int, end: int) -> torch.Tensor:
+        """Return some of the bytes as a tensor that knows nothing of the others."""
+        import torch
+
+        return torch.frombuffer(self._pages, dtype=torch.uint8, offset=start, count=end - start)
+
     def give_back(self, tensor: torch.Tensor) -> None:
         """Return the pages of a tensor that looks at these bytes; nobody reads it again."""
         if not hasattr(mmap, "MADV_DONTNEED"):

@@ -80,9 +80,12 @@ def test_pieces_become_chunks_and_the_same_parcel_again(
 def test_a_parcel_arrives_in_the_room_that_was_made_if_it_is_large_enough(nbytes: int) -> None:
     def main(context: StaticContext) -> bool:
         room = Room(nbytes)
-        parcel = Parcel(b"", [torch.ones(5000)]) if context.rank == 0 else None
+        mine = [torch.ones(5000), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(True)]
+        parcel = Parcel(b"", mine) if context.rank == 0 else None
         found = spread(context.communicator(), [0, 1], parcel, room)
         assert torch.equal(found.tensors[0], torch.ones(5000))
+        if context.rank == 1:  # pickled alone, it does not take the others along
+            assert all(each.untyped_storage().nbytes() == each.nbytes for each in found.tensors)
         return found.room is room
 
     assert run_ranks(2, main) == [False, nbytes > 5000]
