@@ -3,6 +3,9 @@
 What travels is a :class:`Parcel`. It goes along a binomial tree, in chunks that each rank passes on
 while the next is still on its way, so that depth costs little. Ranks outside the tree take no part.
 
+(For the sender to write straight into pages of the receiver's, which both map, is half the copying
+and was slower: to map pages took as long as to copy them, on one processor instead of two.)
+
 Nothing of the user's is lent to a communicator that might read it after a failure, while it is
 changed: there the sender copies chunk by chunk into buffers of its own. A receiver takes everything
 into one new piece of memory and returns only when all of it has arrived and been passed on. A

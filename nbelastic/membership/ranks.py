@@ -112,7 +112,7 @@ class Ranks(dict[int, Rank]):
             rank.version = version
             return
         if rank.planned == self.generation and rank.planned and rank.stage != Stage.ENDING:
-            versions = self.versions
+            versions = self.versions  # _tally twice, without its calls: most messages come here
             versions[version] = versions.get(version, 0) + 1
             if versions[before] > 1:
                 versions[before] -= 1

@@ -2,9 +2,9 @@
 
 Torch takes seconds to import, and the compiler that the first optimizer of a process imports takes
 as long again. Imported before clusters are made, this module has their workers forked from one
-that has it all. Kernels of notebooks in a browser import it, too: there clusters start beside other
-tests. Those of notebooks that are only executed, of examples, benchmarks and several hosts start
-as Dask does.
+that has it all. Kernels of notebooks in a browser import it, too, and the nannies of several hosts:
+they start beside other tests. Clusters of notebooks that are only executed, of examples and
+benchmarks start as Dask does.
 """
 
 from __future__ import annotations
