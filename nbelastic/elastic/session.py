@@ -145,10 +145,9 @@ class Session(Context):
 
     def beat(self) -> Beat:
         """Return what the next heartbeat should say. Any thread may call it."""
-        communicator = self._communicator
-        done = 0 if communicator is None else communicator.completed
-        waits = self._parked or (communicator is not None and communicator.waiting)
-        progress = (self.moves << 32) + (self.generation << 20) + done
+        at = self._communicator
+        waits = self._parked or (at is not None and at.waiting)
+        progress = (self.moves << 32) + (self.generation << 20) + (at.completed if at else 0)
         return Beat(self.spec.start, progress & (2**62 - 1), waits, self.version)
 
     # -- orders to end ---------------------------------------------------------------------------
@@ -332,12 +331,13 @@ class Session(Context):
 
     def check_membership(self) -> None:
         """Leave the generation here if all ranks have agreed to; see :class:`Context`."""
-        with self._changed:
-            self._obey()
-            if self.generation == 0:
-                return
-            if not self._member:
-                raise CollectiveError(f"generation {self.generation} is over")
+        if self._end is not None or not self._member:  # what changes later is for the next check
+            with self._changed:
+                self._obey()
+                if self.generation == 0:
+                    return
+                if not self._member:
+                    raise CollectiveError(f"generation {self.generation} is over")
         if self.phases.under_way:
             words = self.phases.end()
             if self.rank == 0:  # once for all members

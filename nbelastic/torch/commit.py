@@ -10,8 +10,9 @@ import torch
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.torch.generators import GeneratorStates
 from nbelastic.torch.handlers import change, note, things_in
+from nbelastic.torch.identity import same
 from nbelastic.torch.outline import Outlined, renote
-from nbelastic.torch.snapshot import Builder, Recorder, Thing
+from nbelastic.torch.snapshot import ATOMS, Builder, Recorder, Thing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,9 +67,11 @@ class Commit:
 
 def take_apart(values: Mapping[str, Any], before: Commit | None = None) -> Commit:
     """Return what there is to know of `values` now; `before` is a commit to learn from."""
-    things = things_in(values.values())
-    recorder = Recorder(things, note)
     known = None if before is None else before.outlined
+    things: list[object] = [each for each in values.values() if type(each) not in ATOMS]
+    if known is None or not same(things, known.things):
+        things = things_in(values.values())
+    recorder = Recorder(things, note)
     if known is not None and known.still(things):
         recorder.resume(known.tensors, known.slots)
         for node, options in zip(known.noted, known.options, strict=True):

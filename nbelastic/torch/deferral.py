@@ -96,8 +96,8 @@ class Rhythm:
 _address_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 
-Marks = list[tuple[int, int]]
-"""For each tensor where its data is, and how often it was changed in place."""
+Marks = tuple[list[int], list[int]]
+"""For each tensor where its data is; and how often it was changed in place."""
 
 
 class Deferral:
@@ -128,7 +128,7 @@ class Deferral:
         self._exchanges = self._generation = 0
         self._outlined: Outlined | None = None
         self._tensors: list[torch.Tensor] = []
-        self._marks: Marks = []
+        self._marks: Marks = ([], [])
         self._watcher = _Hook(weakref.ref(self), "_before_exchange")
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -270,4 +270,4 @@ def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tenso
 
 
 def _marks_of(tensors: Sequence[torch.Tensor]) -> Marks:
-    return list(zip(map(_address_of, tensors), map(_version_of, tensors), strict=True))
+    return [*map(_address_of, tensors)], [*map(_version_of, tensors)]

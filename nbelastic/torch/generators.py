@@ -43,7 +43,7 @@ class GeneratorStates:
     def _take_python(self, before: GeneratorStates | None) -> None:
         """Take Python's state, a tuple of 625 numbers, if it has changed."""
         if _GLOBAL is not None:
-            self._python_words = _words_behind(_GLOBAL)
+            self._python_words = _GLOBAL_WORDS.raw
             if before is not None and self._python_words == before._python_words:
                 left_over = before._python[2]
                 if left_over is _GLOBAL.gauss_next:
@@ -77,12 +77,17 @@ _MERSENNE_TWISTER_BYTES = 625 * 4
 """The size of the state that Python's and NumPy's generators have: 624 words, and which is next."""
 
 
-def _words_behind(generator: random.Random) -> bytes:
+def _words_at(address: int) -> Any:
+    """Return the bytes of a generator that is there: ``raw`` is cheaper than ``string_at``."""
+    return (ctypes.c_char * _MERSENNE_TWISTER_BYTES).from_address(address)
+
+
+def _words_behind(generator: random.Random) -> Any:
     """Return what one of Python's generators consists of: in CPython it follows the object's head.
 
     Good for comparing only, and only where :func:`_follows` has found it there.
     """
-    return ctypes.string_at(id(generator) + object.__basicsize__, _MERSENNE_TWISTER_BYTES)
+    return _words_at(id(generator) + object.__basicsize__)
 
 
 def _follows() -> bool:
@@ -93,13 +98,14 @@ def _follows() -> bool:
     for probe in (random.Random(1), random.Random(2)):
         probe.random()
         *words, following = probe.getstate()[1]
-        if _words_behind(probe) != array.array("I", [following, *words]).tobytes():
+        if _words_behind(probe).raw != array.array("I", [following, *words]).tobytes():
             return False
     return True
 
 
 _GLOBAL: Any = getattr(random.getstate, "__self__", None) if _follows() else None
 """The generator behind the functions of ``random``."""
+_GLOBAL_WORDS: Any = None if _GLOBAL is None else _words_behind(_GLOBAL)
 
 
 def _words_of(numpy_random: Any) -> bytes | None:
@@ -108,4 +114,13 @@ def _words_of(numpy_random: Any) -> bytes | None:
     generator: Any = None if get is None else get()
     if type(generator) is not numpy_random.MT19937:
         return None
-    return ctypes.string_at(generator.ctypes.state_address, _MERSENNE_TWISTER_BYTES)
+    known = _numpy_words.get(generator)
+    if known is None:
+        _numpy_words.clear()
+        known = _numpy_words[generator] = _words_at(generator.ctypes.state_address)
+    words: bytes = known.raw
+    return words
+
+
+_numpy_words: dict[Any, Any] = {}
+"""Where the words of NumPy's present global generator are."""

@@ -219,11 +219,12 @@ _HANDLERS: list[tuple[type, Handler]] = [
     (torch.Generator, GeneratorHandler()),
 ]
 _STATE_DICT = StateDictHandler()
+_PLAIN = (torch.Tensor, type)
 
 
 def handler_of(value: object) -> Handler | None:
     """Return the handler for an object, or None for a plain value."""
-    if isinstance(value, torch.Tensor | type):
+    if isinstance(value, _PLAIN):
         return None
     for kind, handler in _HANDLERS:
         if isinstance(value, kind):

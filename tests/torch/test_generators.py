@@ -72,3 +72,21 @@ def test_another_bit_generator_is_restored_too() -> None:
         assert drawn() == expected
     finally:
         np.random.set_bit_generator(before)
+
+
+def test_another_generator_of_the_same_kind_is_not_taken_for_the_one_before() -> None:
+    before = np.random.get_bit_generator()
+    states = GeneratorStates()
+    np.random.set_bit_generator(np.random.MT19937(3))
+    try:
+        states = GeneratorStates(states)
+        expected = drawn()
+        states.restore()
+        assert drawn() == expected
+        states = GeneratorStates(states)
+    finally:
+        np.random.set_bit_generator(before)
+    states = GeneratorStates(states)
+    expected = drawn()
+    states.restore()
+    assert drawn() == expected
