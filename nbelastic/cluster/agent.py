@@ -24,6 +24,7 @@ from .environment import host_identity, versions
 from .harm import Harm
 from .haste import hasten
 from .look import own_process
+from .profiler import Profiler
 from .protocol import BEAT_INTERVAL, PLUGIN, Message
 from .tether import Tether
 from .timer import Every
@@ -65,6 +66,7 @@ class Agent(WorkerPlugin):
         self._payloads: dict[str, bytes] = {}
         self._output: dict[Key, list[str]] = {}
         self._tether = Tether()
+        self._profiler = Profiler(worker)
         self._beats = Every(BEAT_INTERVAL, self._send_beats)
         worker.stream_handlers[PLUGIN] = self._handle
         slot = {
@@ -117,6 +119,7 @@ class Agent(WorkerPlugin):
             self._ended_early.discard(key)
             return False
         self._sessions[key] = session
+        self._profiler.rest()
         self._beats.start()
         self._send_beats()
         return True
@@ -135,6 +138,7 @@ class Agent(WorkerPlugin):
         self._send("nbelastic-ended", job=key[0], start=key[1])
         if not self._sessions:
             self._beats.stop()
+            self._profiler.go_on()
 
     @property
     def bind(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import dask
 from distributed import Client, LocalCluster
 
 from nbelastic.errors import ClusterLost, OptionError
@@ -52,7 +53,9 @@ def _connected(cluster: Any) -> tuple[Client, Callable[[], None]]:
 
 def _embedded(options: Options) -> tuple[Client, Callable[[], None]]:
     workers = options.max_np or options.np or options.min_np or os.cpu_count() or 1
-    cluster = LocalCluster(n_workers=workers, dashboard_address=":0")
+    # Nobody else has tasks there: its profiler (see cluster/profiler.py) need not begin at all.
+    with dask.config.set({"distributed.worker.profile.enabled": False}):
+        cluster = LocalCluster(n_workers=workers, dashboard_address=":0")
     client = Client(cluster, set_as_default=False)
 
     def close() -> None:

@@ -88,6 +88,7 @@ class SimWorker:
         self.batched_stream = _Stream(self.outbound)
         self.scheduler = Remote(world.network, self.process, scheduler)
         self.stream_handlers: dict[str, Any] = {}
+        self.periodic_callbacks: dict[str, Any] = {}
         self.plugins: dict[str, Any] = {}
         self.state = self
         self.status = Status.running
