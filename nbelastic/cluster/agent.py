@@ -11,6 +11,8 @@ is not there yet (its task still waits for a thread) is kept, and obeyed when it
 from __future__ import annotations
 
 import asyncio
+import gc
+import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 from distributed.comm.addressing import get_address_host
@@ -90,6 +92,8 @@ class Agent(WorkerPlugin):
             await asyncio.sleep(0.05)
         for session in self._sessions.values():
             session.on_end("evict", "its worker is closing")
+        if worker.nanny is not None and multiprocessing.parent_process() is not None:
+            gc.freeze()  # the process ends: a last search through all of torch would take a second
 
     # -- for the rank's thread -------------------------------------------------------------------
 

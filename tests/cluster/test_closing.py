@@ -1,0 +1,37 @@
+"""What a worker does when it closes."""
+
+import asyncio
+import gc
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+from distributed import Client, LocalCluster
+
+import nbelastic
+from nbelastic.cluster.agent import Agent
+
+
+@pytest.mark.parametrize(
+    ("nanny", "parent", "freezes"),
+    [("tcp://a:1", object(), 1), (None, object(), 0), ("tcp://a:1", None, 0)],
+)
+def test_a_process_that_ends_with_its_worker_is_not_searched(monkeypatch, nanny, parent, freezes):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    agent = Agent()
+    agent._sessions = {}
+    agent._beats = SimpleNamespace(stop=lambda: None)
+    asyncio.run(agent.teardown(SimpleNamespace(nanny=nanny)))
+    assert len(frozen) == freezes
+
+
+def test_a_kernel_whose_workers_are_threads_goes_on_collecting():
+    before = gc.get_freeze_count()
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        assert nbelastic.fit(nbelastic.size, cluster=client, np=1) == 1
+    assert gc.get_freeze_count() == before
