@@ -33,5 +33,5 @@ def test_a_kernel_whose_workers_are_threads_goes_on_collecting():
         LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
-        assert nbelastic.fit(nbelastic.size, cluster=client, np=1) == 1
+        assert nbelastic.fit(nbelastic.size, cluster=client, np=1).results() == [1]
     assert gc.get_freeze_count() == before
