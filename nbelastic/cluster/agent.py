@@ -16,6 +16,7 @@ import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 from distributed.comm.addressing import get_address_host
+from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.utils import sync
 
@@ -92,8 +93,8 @@ class Agent(WorkerPlugin):
             await asyncio.sleep(0.05)
         for session in self._sessions.values():
             session.on_end("evict", "its worker is closing")
-        if worker.nanny is not None and multiprocessing.parent_process() is not None:
-            gc.freeze()  # the process ends: a last search through all of torch would take a second
+        if worker.status is Status.closing and _ends_with(worker):
+            gc.freeze()  # a last search for garbage through all of torch would take it a second
 
     # -- for the rank's thread -------------------------------------------------------------------
 
@@ -225,6 +226,11 @@ class Agent(WorkerPlugin):
 
         session.vitals.passer = harm = Harm(self._worker, session, tell)
         return harm
+
+
+def _ends_with(worker: Worker) -> bool:
+    """Return whether this process is there for a worker alone."""
+    return worker.nanny is not None and multiprocessing.parent_process() is not None
 
 
 def deliver(session: Session, do: str, fields: Message) -> None:

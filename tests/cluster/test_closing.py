@@ -7,23 +7,31 @@ from types import SimpleNamespace
 
 import pytest
 from distributed import Client, LocalCluster
+from distributed.core import Status
 
 import nbelastic
 from nbelastic.cluster.agent import Agent
 
 
 @pytest.mark.parametrize(
-    ("nanny", "parent", "freezes"),
-    [("tcp://a:1", object(), 1), (None, object(), 0), ("tcp://a:1", None, 0)],
+    ("status", "nanny", "parent", "freezes"),
+    [
+        (Status.closing, "tcp://a:1", object(), 1),
+        (Status.running, "tcp://a:1", object(), 0),
+        (Status.closing, None, object(), 0),
+        (Status.closing, "tcp://a:1", None, 0),
+    ],
 )
-def test_a_process_that_ends_with_its_worker_is_not_searched(monkeypatch, nanny, parent, freezes):
+def test_a_process_that_ends_with_its_worker_is_not_searched(
+    monkeypatch, status, nanny, parent, freezes
+):
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
     agent = Agent()
     agent._sessions = {}
     agent._beats = SimpleNamespace(stop=lambda: None)
-    asyncio.run(agent.teardown(SimpleNamespace(nanny=nanny)))
+    asyncio.run(agent.teardown(SimpleNamespace(status=status, nanny=nanny)))
     assert len(frozen) == freezes
 
 
