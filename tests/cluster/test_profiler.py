@@ -15,6 +15,10 @@ from nbelastic.errors import RankFailed
 from tests.support.clusters import until
 
 
+def all_go_on(crew):
+    return set(crew.client.run(goes_on).values()) == {True}
+
+
 def goes_on(dask_worker=None):
     return (dask_worker or get_worker()).periodic_callbacks["profile"].is_running()
 
@@ -26,15 +30,15 @@ def worker_with(interval_ms, status=Status.running):
 
 
 def test_it_rests_in_a_rank_and_goes_on_afterwards(crew):
-    assert set(crew.client.run(goes_on).values()) == {True}
+    until(lambda: all_go_on(crew), "profilers that look")
     assert crew.fit(goes_on, np=2).results() == [False, False]
-    until(lambda: set(crew.client.run(goes_on).values()) == {True}, "profilers that go on")
+    until(lambda: all_go_on(crew), "profilers that go on")
 
 
 def test_it_goes_on_when_a_rank_has_raised(crew):
     with pytest.raises(RankFailed):
         crew.fit(lambda: 1 / 0, np=1)
-    until(lambda: set(crew.client.run(goes_on).values()) == {True}, "profilers that go on")
+    until(lambda: all_go_on(crew), "profilers that go on")
 
 
 @pytest.mark.parametrize(("interval_ms", "rests"), [(10.0, True), (10.5, False)])
