@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .stack import innermost
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import CodeType
 
 __all__ = ["Interrupt"]
 
@@ -91,10 +93,8 @@ def _set(thread: int, kind: type[BaseException] | None) -> None:
 
 def _busy(thread: int) -> bool:
     """Return whether a thread is where it must not be interrupted."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        code = frame.f_code
-        if code is _START or code.co_filename.startswith(("<frozen importlib", *_OURS)):
-            return True
-        frame = frame.f_back
-    return False
+    return innermost(thread, _is_kept) is not None
+
+
+def _is_kept(code: CodeType) -> bool:
+    return code is _START or code.co_filename.startswith(("<frozen importlib", *_OURS))
