@@ -135,8 +135,9 @@ class Storm:
         finally:
             with self._lock:
                 for number, case in self._cases.items():
-                    if case.open:
+                    if case.told:  # somebody may have done it, and the others not know of it yet
                         self._order(case.told, drop=[number])
+                    if case.open:
                         case.problem = "its time has not come" if case.sent is None else "too late"
             self._driver.chaos = None
 
@@ -207,6 +208,7 @@ class Storm:
                 case.problem = f"there are {len(members)} ranks"
                 return
             case.sent, case.start, case.worker = now, target.start, target.worker
+            case.told.add(target.start)
             self._order([target.start], faults=[case.wire(number)])
         self._pulse.mark()
 

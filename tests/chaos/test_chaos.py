@@ -131,6 +131,22 @@ def test_a_storm_that_was_stopped_does_no_more_harm(crew, tmp_path):
     assert len(storm.report().skipped) == 2
 
 
+def test_what_was_done_when_a_storm_was_stopped_is_not_done_again_by_others(crew, tmp_path):
+    work = Workload(tmp_path, epochs=30)
+    job = crew.fit(work, **PATIENT)
+    storm = chaos.inject(job, chaos.kill(rank=0, step=20))
+
+    def stop_at_once(message):
+        storm._take(message)
+        storm._over.set()
+
+    job._driver.chaos = stop_at_once
+    check(job.results(120), work)
+    assert storm.wait(10)
+    assert kinds(job).count("lost") == 1
+    assert len(storm.report().injections) == 1
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.timeout(400)
 def test_a_random_storm_changes_no_result_and_leaves_nothing_behind(tmp_path, seed):
