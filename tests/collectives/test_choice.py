@@ -13,6 +13,7 @@ import torch
 
 from nbelastic.collectives import cards, choice, connect, host
 from nbelastic.collectives.choice import Chooser
+from nbelastic.elastic.stack import innermost
 from nbelastic.errors import CollectiveError
 from tests.collectives.worlds import MAKERS, PATIENCE_S, World, eventually, needs_core
 
@@ -179,13 +180,8 @@ def test_abort_frees_who_forms(monkeypatch, where):
 def any_in(owner, name):
     """Return whether any thread is in a method."""
     code = getattr(owner, name).__code__
-    for frame in sys._current_frames().values():
-        each = frame
-        while each is not None:
-            if each.f_code is code:
-                return True
-            each = each.f_back
-    return False
+    threads = list(sys._current_frames())
+    return any(innermost(thread, lambda each: each is code) for thread in threads)
 
 
 def test_abort_frees_who_waits_for_verdicts(monkeypatch):
