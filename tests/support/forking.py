@@ -9,8 +9,11 @@ benchmarks start as Dask does.
 
 from __future__ import annotations
 
+import os
+
 import dask
 from distributed.utils import get_mp_context
 
 dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 get_mp_context().set_forkserver_preload(["distributed", "torch._dynamo", "nbelastic.torch.elastic"])
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a worker that crashes says where
