@@ -62,8 +62,9 @@ def check_op(tensor: torch.Tensor, op: Op) -> None:
 
 def check_together(tensors: Sequence[torch.Tensor], op: Op) -> None:
     """Refuse tensors that cannot be reduced as one: there must be some, of one type."""
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-    if len(kinds) != 1:
+    # Asking for a device costs more than all the rest.
+    if len({(tensor.dtype, tensor.is_cpu or tensor.device) for tensor in tensors}) != 1:
+        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
         raise ValueError(f"tensors must be of one dtype and device, not {_list(kinds)}")
     check_op(tensors[0], op)
     check_contiguous(*tensors)
@@ -87,8 +88,9 @@ def check_per_rank(tensors: Sequence[torch.Tensor], size: int, name: str) -> Non
     if len(tensors) != size:
         raise ValueError(f"{name} must hold one tensor per rank, {size}; it holds {len(tensors)}")
     check_contiguous(*tensors)
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-    if len(kinds) != 1:
+    # Asking for a device costs more than all the rest.
+    if len({(tensor.dtype, tensor.is_cpu or tensor.device) for tensor in tensors}) != 1:
+        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
         raise ValueError(f"{name} must be of one dtype and device, not {_list(kinds)}")
 
 

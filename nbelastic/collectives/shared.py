@@ -144,7 +144,7 @@ class SharedMemoryCommunicator(LandingCommunicator):
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
         """Reduce `tensors` over all ranks and wait for it: the short way, where there is one."""
         check_together(tensors, op)
-        if self._lent or self._closed or not all(tensor.is_cpu for tensor in tensors):
+        if self._lent or self._closed or not tensors[0].is_cpu:
             self.allreduce_coalesced_async(tensors, op).wait()
             return
         try:

@@ -28,7 +28,7 @@ BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 # More than fits a processor's own cache: what is copied is fetched from memory again.
 LARGE_BYTES = 8 << 20
-# Of one operation on many: less is sooner copied than dealt with by itself.
+# Of one operation on many, while backward runs: less is sooner copied than dealt with by itself.
 PIECE_BYTES = 16 << 10
 
 

@@ -15,7 +15,7 @@ from nbelastic.collectives import Op
 from nbelastic.torch.buckets import Scaling
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator, Handle
     from nbelastic.torch.adasum import GradientOp
@@ -36,8 +36,11 @@ class InPlaceBucket:
     ----------
     expected : int
         How many gradients have not arrived yet; for whoever fills it.
-    used : list of bool
-        Of which parameters any rank had a gradient; to be set before :meth:`deliver`.
+    moved : list of int
+        The positions of parameters whose gradients are not reduced where they are: they lack one,
+        or it had to be copied.
+    used : dict of int to bool
+        Of which of those any rank had a gradient; to be set before :meth:`deliver`.
     """
 
     plain = True
@@ -46,17 +49,17 @@ class InPlaceBucket:
         self.parameters = parameters
         self.dtype = parameters[0].dtype
         self.views: list[torch.Tensor | None] = [None] * len(parameters)
-        self.used = [False] * len(parameters)
+        self.moved: list[int] = []
+        self.used: dict[int, bool] = {}
         self.expected = len(parameters)
         self._scaling = Scaling()
         self._filled = [False] * len(parameters)
-        self._gradients: dict[int, torch.Tensor] = {}
+        self._gradients: list[torch.Tensor] = []
         self._handle: Handle | None = None
 
     def begin(self, _communicator: Communicator, scaling: Scaling | None = None) -> None:
         """Be empty, for a new step."""
         self._scaling = scaling or Scaling()
-        self.used = [False] * len(self.parameters)
         self._filled = [False] * len(self.parameters)
         self.expected = len(self.parameters)
         self.drop()
@@ -65,25 +68,35 @@ class InPlaceBucket:
         """Return of which parameters the gradients have been put."""
         return list(self._filled)
 
-    def missing(self) -> list[int]:
-        """Return the positions whose gradients have not been put."""
-        return [position for position, filled in enumerate(self._filled) if not filled]
+    @property
+    def divides(self) -> bool:
+        """Whether gradients are changed when they are put."""
+        return self._scaling.before != 1.0
 
-    def put_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Take gradients, each once per step; what cannot be reduced in place is copied."""
-        for position, gradient in gradients.items():
-            mine = gradient
+    def put_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of all parameters, once per step.
+
+        One that is missing counts as zero; what cannot be reduced in place is copied.
+        """
+        dtype = self.dtype
+        mine, moved = list(gradients), []
+        for position, gradient in enumerate(gradients):
+            if gradient is None:
+                moved.append(position)
+                mine[position] = torch.zeros(self.parameters[position].shape, dtype=dtype)
+                continue
             if (
                 gradient.requires_grad
+                or gradient.dtype is not dtype
                 or not gradient.is_contiguous()
-                or gradient.dtype != self.dtype
             ):
-                like = torch.empty(gradient.shape, dtype=self.dtype)
-                mine = like.copy_(gradient.detach())
-            if self._scaling.before != 1.0:
-                mine.mul_(1 / self._scaling.before)
-            self._gradients[position] = mine
-            self._filled[position] = True
+                moved.append(position)
+                like = torch.empty(gradient.shape, dtype=dtype)
+                mine[position] = like.copy_(gradient.detach())
+        self._gradients, self.moved = [each for each in mine if each is not None], moved
+        if self.divides:
+            torch._foreach_mul_(self._gradients, 1 / self._scaling.before)
+        self._filled = [gradient is not None for gradient in gradients]
 
     @property
     def op(self) -> Op | GradientOp:
@@ -91,16 +104,13 @@ class InPlaceBucket:
         return self._scaling.op
 
     def values(self, _riders: Sequence[float] = ()) -> list[torch.Tensor]:
-        """Return what is to be reduced; a gradient that is missing counts as zero."""
-        for position in self.missing():
-            shape = self.parameters[position].shape
-            self._gradients[position] = torch.zeros(shape, dtype=self.dtype)
-        # In an order that is the same on all ranks; `data` counts changes in place by itself.
-        return [self._gradients[position].data for position in range(len(self.parameters))]
+        """Return what is to be reduced, in an order that is the same on all ranks."""
+        return self._gradients
 
     def launch(self, communicator: Communicator, _riders: Sequence[float] = ()) -> None:
         """Begin the reduction."""
-        op, values = self.op, self.values()
+        op = self.op
+        values = [each.data for each in self._gradients]  # which counts changes in place by itself
         assert isinstance(op, Op)
         if communicator.overlaps:
             self._handle = communicator.allreduce_coalesced_async(values, op)
@@ -121,15 +131,13 @@ class InPlaceBucket:
 
     def deliver(self) -> None:
         """Make the reduced gradient that of each parameter that any rank had one for."""
-        gradients, self._gradients = self._gradients, {}
-        for position, gradient in gradients.items():
+        gradients, self._gradients = self._gradients, []
+        if self._scaling.after != 1.0:
+            torch._foreach_div_(gradients, self._scaling.after)
+        for position in self.moved:
             if not self.used[position]:
                 continue
-            if self._scaling.after != 1.0:
-                gradient.div_(self._scaling.after)
-            parameter = self.parameters[position]
-            if parameter.grad is gradient:
-                continue
+            parameter, gradient = self.parameters[position], gradients[position]
             if parameter.is_contiguous():
                 parameter.grad = gradient
             else:
@@ -137,7 +145,7 @@ class InPlaceBucket:
 
     def release(self) -> None:
         """Let go of the gradients, which stay their parameters'."""
-        self._gradients, self._handle = {}, None
+        self._gradients, self._handle = [], None
 
     def drop(self) -> None:
         """Let go of the gradients, and of an operation under way that has them."""

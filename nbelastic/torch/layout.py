@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +21,7 @@ from nbelastic.torch.in_place import InPlaceBucket
 from nbelastic.torch.staging import is_staged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator
     from nbelastic.torch.adasum import GradientOp
@@ -110,6 +111,8 @@ class Layout:
         Whether any gradients have to be brought to the host first.
     together : bool
         Whether all buckets are reduced at once, when backward has ended.
+    idle : bool
+        Whether nothing is to be done with any gradient before that: it stays where it is.
     buckets : list of Bucket or InPlaceBucket
         The last is a Bucket and has riders: the flag of a change, and of each gradient that is
         reduced where it is, in turn, whether there is one.
@@ -148,13 +151,22 @@ class Layout:
                 bucket = InPlaceBucket(members)
             else:
                 riders = 1 + count if planned is plan[-1] else 0
-                dtype = wire_dtype(members[0].dtype) if members else torch.float32
+                dtype = wire_dtype(members[0].dtype) if members else self._type_before()
                 bucket = Bucket(members, dtype, riders)
             self.buckets.append(bucket)
             for position, parameter in enumerate(members):
                 self.places[id(parameter)] = (bucket, position)
+        self._begun_for: Callable[[], Communicator | None] = lambda: None
+        self._scalings: list[Scaling] = []
         self._in_place = [each for each in self.buckets if isinstance(each, InPlaceBucket)]
         self.together = bool(self._in_place) and manner.late and not self.staged
+        self.idle = self.together and all(
+            isinstance(each, InPlaceBucket) or not each.parameters for each in self.buckets
+        )
+
+    def _type_before(self) -> torch.dtype:
+        """Return the type of the last bucket so far, that one without gradients goes with."""
+        return self.buckets[-1].dtype if self.buckets else torch.float32
 
     @functools.cached_property
     def quiet(self) -> set[int]:
@@ -163,6 +175,8 @@ class Layout:
         After the others there is: the last of all, the last of each bucket, and where as much has
         come together as is copied while it is in the processor's cache.
         """
+        if self.idle:
+            return {id(self.parameters[index]) for index in self.order[:-1]}
         quiet: set[int] = set()
         left = {id(bucket): len(bucket.parameters) for bucket in self.buckets}
         gathered = 0
@@ -210,7 +224,7 @@ class Layout:
         assert isinstance(closing, Bucket)
         number = 1
         for each in self._in_place:
-            each.used = [closing.rider(number + i) > 0 for i in range(len(each.parameters))]
+            each.used = {i: closing.rider(number + i) > 0 for i in each.moved}
             number += len(each.parameters)
         for bucket in self.buckets:
             bucket.deliver()
@@ -218,8 +232,11 @@ class Layout:
 
     def begin(self, communicator: Communicator, options: ReduceOptions) -> None:
         """Have all buckets be empty, for a new round."""
-        for bucket in self.buckets:
-            bucket.begin(communicator, options.scaling(communicator, bucket))
+        if self._begun_for() is not communicator:
+            self._begun_for = weakref.ref(communicator)
+            self._scalings = [options.scaling(communicator, bucket) for bucket in self.buckets]
+        for bucket, scaling in zip(self.buckets, self._scalings, strict=True):
+            bucket.begin(communicator, scaling)
 
     def drop(self) -> None:
         """Give all buffers away, with the gradients in them."""

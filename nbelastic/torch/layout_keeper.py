@@ -80,7 +80,7 @@ class LayoutKeeper:
         elif not self._settled and not self._observing:
             order = self._order_of_root(communicator, default)
             self._settled = True
-        least = _least_in_place(communicator, parameters)
+        least = _least_in_place(communicator, parameters, self._late)
         manner = Manner(least, communicator.coalesces, communicator.coalesces and self._late)
         if layout is None or layout.order != order or layout.made_for != manner:
             layout = Layout(parameters, order, self._options, manner)
@@ -147,7 +147,9 @@ class LayoutKeeper:
         return order
 
 
-def _least_in_place(communicator: Communicator, parameters: Sequence[torch.Tensor]) -> float:
+def _least_in_place(
+    communicator: Communicator, parameters: Sequence[torch.Tensor], late: bool
+) -> float:
     """Return from how many bytes on gradients are reduced where they are."""
     if not communicator.anywhere:
         return math.inf
@@ -155,4 +157,4 @@ def _least_in_place(communicator: Communicator, parameters: Sequence[torch.Tenso
         return LARGE_BYTES
     if sum(parameter.nbytes for parameter in parameters) <= SMALL_MODEL_BYTES:
         return math.inf
-    return PIECE_BYTES
+    return 0 if late else PIECE_BYTES

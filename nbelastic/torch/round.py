@@ -11,8 +11,10 @@ import torch
 
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.buckets import Bucket
+from nbelastic.torch.identity import same
 from nbelastic.torch.in_place import InPlaceBucket
 from nbelastic.torch.layout import HOT_BYTES
+from nbelastic.torch.witness import Witness
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -89,10 +91,8 @@ class Round:
         self._names = names
         self._streams = streams
         self._passes_left = dict.fromkeys(map(id, parameters), options.passes)
-        # Not everything counts as a change in place (``GradScaler`` does not): so one gradient is
-        # kept out of the buffers, with a copy of some values: the first that is small, or is out.
-        self._witness: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._verdict: torch.Tensor | bool | None = None
+        # A gradient that is kept out of the buffers: the first that is small, or is out.
+        self._witness: Witness | None = None
 
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
         """Count a backward pass of each; after the last, note the gradient; launch what is full.
@@ -105,6 +105,7 @@ class Round:
             There have been more passes than announced.
         """
         layout, arrived, passes_left = self._layout, self.arrived, self._passes_left
+        idle = layout is None or layout.idle
         for parameter in parameters:
             key = id(parameter)
             left = passes_left.get(key)
@@ -122,7 +123,7 @@ class Round:
             if self._witness is None and self._is_witness(parameter, gradient):
                 gradient = self._call_witness(parameter, gradient)
             arrived[key] = (parameter, gradient, gradient._version, gradient.data_ptr())
-            if layout is None:
+            if idle or layout is None:
                 continue
             bucket, position = layout.places[key]
             bucket.expected = expected = bucket.expected - 1
@@ -153,7 +154,7 @@ class Round:
         self._streams.join(gradient.device, [gradient])
         if self._layout is not None and gradient is self._layout.view_of(parameter):
             parameter.grad = gradient = gradient.clone()
-        self._witness = (parameter, _sample(gradient))
+        self._witness = Witness(parameter, gradient)
         return gradient
 
     def _is_witness(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -172,7 +173,7 @@ class Round:
 
     def _take_pending(self, bucket: Bucket) -> None:
         """Copy what has arrived, and have it be there at once, so that it takes no memory twice."""
-        witness = None if self._witness is None else self._witness[0]
+        witness = None if self._witness is None else self._witness.parameter
         gradients, bucket.pending, bucket.pending_bytes = bucket.pending, {}, 0
         if bucket.staged:
             self._streams.join(bucket.device, gradients.values())
@@ -193,24 +194,35 @@ class Round:
 
     def _fill(self, bucket: Bucket | InPlaceBucket) -> None:
         """Put in all gradients that there are: those that have arrived, and those of before."""
+        if isinstance(bucket, InPlaceBucket):
+            self._fill_in_place(bucket)
+            return
         gradients = {}
         for position in bucket.missing():
-            parameter = bucket.parameters[position]
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.layout is not torch.strided:
-                gradient = self._dense(parameter, gradient)
-            gradients[position] = gradient
-        if gradients and isinstance(bucket, Bucket) and bucket.staged:
+            gradient = self._gradient_of(bucket.parameters[position])
+            if gradient is not None:
+                gradients[position] = gradient
+        if gradients and bucket.staged:
             self._streams.join(bucket.device, gradients.values())
         bucket.put_all(gradients)
-        if isinstance(bucket, InPlaceBucket):
-            for position, gradient in gradients.items():
-                parameter = bucket.parameters[position]
-                if id(parameter) in self.arrived:  # it may have been divided
+
+    def _fill_in_place(self, bucket: InPlaceBucket) -> None:
+        arrived, gradients = self.arrived, []
+        for parameter in bucket.parameters:
+            noted = arrived.get(id(parameter))
+            gradients.append(self._gradient_of(parameter) if noted is None else noted[1])
+        bucket.put_all(gradients)
+        if self._eager and bucket.divides:
+            for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+                if gradient is not None and id(parameter) in arrived:
                     noted = (parameter, gradient, gradient._version, gradient.data_ptr())
-                    self.arrived[id(parameter)] = noted
+                    arrived[id(parameter)] = noted
+
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            return self._dense(parameter, gradient)
+        return gradient
 
     def check_untouched(self, trained: list[torch.Tensor]) -> None:
         """Refuse to reduce gradients that somebody has worked on since backward.
@@ -234,11 +246,11 @@ class Round:
         ]
         if touched:
             raise self._touched(touched[0])
-        if self._witness is not None:
-            parameter, sample = self._witness
-            self._verdict = _alike(sample, self.arrived[id(parameter)][1])
-            if isinstance(self._verdict, bool):
-                self._judge()
+        witness = self._witness
+        if witness is not None and witness.compare(self.arrived[id(witness.parameter)][1]):
+            self._judge()
+        if same(trained, self.parameters):
+            return
         for parameter in trained:
             if id(parameter) not in self._passes_left and parameter.grad is not None:
                 raise RuntimeError(
@@ -247,10 +259,9 @@ class Round:
                 )
 
     def _judge(self) -> None:
-        """Read what became of the witness. On an accelerator that waits for it: late, then."""
-        verdict, self._verdict = self._verdict, None
-        if self._witness is not None and verdict is not None and not verdict:
-            raise self._touched(self._witness[0])
+        """Hear the witness: on an accelerator late, as that waits for it."""
+        if self._witness is not None and self._witness.contradicts():
+            raise self._touched(self._witness.parameter)
 
     def _touched(self, parameter: torch.Tensor) -> RuntimeError:
         return RuntimeError(
@@ -335,15 +346,3 @@ class Round:
 
     def _name(self, parameter: torch.Tensor) -> str:
         return f"parameter {self._names.get(id(parameter), '(unnamed)')!r}"
-
-
-def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.detach().flatten()[:16].clone()
-
-
-def _alike(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor | bool:
-    """Whether a sample equals that of other values, NaN being equal to NaN."""
-    now = others.detach().flatten()[:16]
-    if some.is_cpu:
-        return torch.equal(some, now) or bool(((some == now) | now.isnan()).all())
-    return torch.isclose(some, now, rtol=0, atol=0, equal_nan=True).all()

@@ -45,6 +45,8 @@ def views_of(context, model):
     """Return for each parameter whether its gradient lies where it was reduced."""
     communicator = context.communicator()
     in_place = layout_keeper.PIECE_BYTES if communicator.coalesces else layout_keeper.LARGE_BYTES
+    if communicator.coalesces and not communicator.overlaps:
+        in_place = 0
     return [communicator.holds(p.grad) or p.grad.nbytes >= in_place for p in model.parameters()]
 
 
