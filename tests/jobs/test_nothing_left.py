@@ -170,7 +170,7 @@ def main():
             os.kill(os.getpid(), signal.SIGINT)
         threading.Thread(target=interrupt).start()
         try:
-            nbelastic.fit(Workload(marks, epochs=10**6), cluster=client, np=2)
+            nbelastic.fit(Workload(marks, epochs=1000), cluster=client, np=2)
         except JobInterrupted as error:
             print("interrupted:", isinstance(error, KeyboardInterrupt))
         busy = client.run_on_scheduler(
