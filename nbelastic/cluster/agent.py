@@ -184,9 +184,11 @@ class Agent(WorkerPlugin):
             self._send("nbelastic-vitals", job=key[0], start=key[1], figures=figures, rows=rows)
 
     def _report(self, key: Key, event: Message, attachment: object) -> None:
-        self._flush_output(key)
-        self._send_vitals(key)
-        self._send("nbelastic-report", job=key[0], event=event, attachment=attachment)
+        try:
+            self._flush_output(key)
+            self._send_vitals(key)
+        finally:  # others wait for it, whatever was wrong with what people are told beside it
+            self._send("nbelastic-report", job=key[0], event=event, attachment=attachment)
 
     def _collect_output(self, key: Key, text: str) -> None:
         pending = self._output.setdefault(key, [])

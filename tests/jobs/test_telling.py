@@ -202,3 +202,25 @@ def test_losses_and_sizes_are_in_the_history(crew, tmp_path):
     check(job.results(), work)
     formed = [event.size for event in job.history if event.kind == "formed"]
     assert formed[:2] == [4, 3]
+
+
+def without_figures():
+    import nbelastic.torch as hvd
+    from nbelastic.elastic import vitals
+
+    def broken(_):
+        raise RuntimeError("no figures")
+
+    take, vitals.Vitals.take = vitals.Vitals.take, broken
+    try:
+        hvd.init()
+        hvd.barrier()
+        return hvd.size()
+    finally:
+        vitals.Vitals.take = take
+
+
+def test_what_others_wait_for_is_said_though_there_are_no_figures(crew):
+    job = crew.fit(without_figures, np=2)
+    assert job.results() == [2, 2]
+    assert "formed" in kinds(job)
