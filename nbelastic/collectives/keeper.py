@@ -62,8 +62,8 @@ FORMING_LIMIT_S = 10.0
 EXIT_LIMIT_S = 2.0
 
 # A message that is cut in the middle is one that Gloo never ends, except by its timeout: it tells
-# those who wait for messages not begun, and forgets the one under way. Between ranks that are
-# alive, what has begun to move arrives in less than this.
+# those who wait for messages not begun, and forgets the one under way, and one that it comes to
+# write too late. Between ranks that are alive, what has begun to move arrives in less than this.
 DRAIN_LIMIT_S = 0.25
 
 # Older versions keep the limit that they were made with for every operation.
@@ -225,10 +225,18 @@ class Keeper:
         del group
 
     def _drain(self) -> None:
-        """Let messages that are half over arrive. Their peers do the same."""
+        """Let messages that are half over arrive. Their peers do the same.
+
+        An operation that failed here has ended here only: for the others, which may be in the
+        middle of it, this rank is still the one to write to.
+        """
         end = time.monotonic() + DRAIN_LIMIT_S
-        while time.monotonic() < end and not all(flight.done() for flight in self.flights()):
+        while time.monotonic() < end and not all(_is_over(flight) for flight in self.flights()):
             time.sleep(0.005)
+
+
+def _is_over(flight: Flight) -> bool:
+    return flight.done() and flight.failure() is None
 
 
 def _make_group(meeting: Meeting, rendezvous: Rendezvous) -> ProcessGroup:

@@ -10,8 +10,9 @@ threads at any time, so a socket that looks right is duplicated, the duplicate i
 and that is shut down: whatever happens to the number meanwhile, the duplicate stays what it is.
 Listening sockets are left alone (Gloo ends the process when its own is shut down).
 
-Where a process runs several ranks of a generation, cutting one rank's connections may cut some of
-the others'. That is no harm: their generation is over as well.
+Where a process runs several ranks of a generation, as tests do, cutting one rank's connections cuts
+those that the others have made among themselves. Their generation is over as well; but messages of
+theirs may be under way, and where Gloo forgets one, it lasts until its timeout.
 """
 
 from __future__ import annotations
