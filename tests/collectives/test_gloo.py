@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import threading
+import types
 
 import pytest
 import torch
 
-from nbelastic.collectives import Op, buffers, keeper, sever
+from nbelastic.collectives import Op, Rendezvous, buffers, keeper, sever
+from nbelastic.collectives.alarm import Alarm
 from nbelastic.collectives.flights import first_sentence
+from nbelastic.collectives.lanes import MessageFlight
 from nbelastic.errors import CollectiveError
 from tests.collectives.guests import visit
 from tests.collectives.test_abort import OPERATIONS
 from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, World, eventually, gone
 
 
-def keepers():
-    return [t.name for t in threading.enumerate() if t.name.startswith("nbelastic-gloo-")]
+def keepers(world):
+    start = f"nbelastic-gloo-{world.generation}-"
+    return [t.name for t in threading.enumerate() if t.name.startswith(start)]
 
 
 def gloo_address(host, port):
@@ -60,7 +65,7 @@ def test_abort_frees_who_connects_to_a_peer_that_does_not_answer(monkeypatch):
         error = connecting.exception(PATIENCE_S)
         assert isinstance(error, CollectiveError)
         assert str(error) == "enough"
-        gone(keepers, "keepers")
+        gone(lambda: keepers(world), "keepers")
 
 
 def test_without_severing_abort_still_frees_and_what_is_stuck_ends_with_its_timeout(monkeypatch):
@@ -74,7 +79,7 @@ def test_without_severing_abort_still_frees_and_what_is_stuck_ends_with_its_time
         world.wait_until_waiting(range(2))
         world.abort("enough")
         assert {str(future.exception(PATIENCE_S)) for future in waiting} == {"enough"}
-    gone(keepers, "keepers")
+    gone(lambda: keepers(world), "keepers")
 
 
 def test_abort_frees_who_sends_what_nobody_receives():
@@ -83,7 +88,7 @@ def test_abort_frees_who_sends_what_nobody_receives():
         world.wait_until_waiting([0])
         world[0].abort("enough")
         assert isinstance(waiter.exception(PATIENCE_S), CollectiveError)
-    gone(keepers, "keepers")
+    gone(lambda: keepers(world), "keepers")
 
 
 def test_severing_leaves_other_sockets_alone():
@@ -181,3 +186,20 @@ def test_the_limit_of_forming_is_not_that_of_operations(monkeypatch):
             world.wait_until_waiting([0])
         threading.Event().wait(1.5)
         assert not any(waiter.done() for waiter in waiters)
+
+
+def test_a_failed_operation_is_waited_for_like_one_that_is_under_way(monkeypatch):
+    """It has ended here; others may be in the middle of it, and write to this rank."""
+    now = itertools.count()  # seconds: as many as looks at the clock
+    clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None)
+    monkeypatch.setattr(keeper, "time", clock)
+    monkeypatch.setattr(keeper, "DRAIN_LIMIT_S", 100)
+    rendezvous = Rendezvous(job="test", generation=1, rank=0, size=2, store=(BIND, 1), bind=BIND)
+    for error, looks in ((None, 2), ("it failed", 101)):
+        its = keeper.Keeper(rendezvous, Alarm())
+        flight = MessageFlight()
+        flight.land(error)
+        its.watch(flight)
+        before = next(now)
+        its._drain()
+        assert next(now) - before - 1 == looks
