@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from nbelastic.cluster.pickling import dumps
 from nbelastic.errors import NotPicklable, VersionMismatch
 
 from .environment import versions
@@ -124,7 +125,7 @@ def pack_function(
         Naming the variable, argument or attribute that cannot travel.
     """
     try:
-        payload: bytes = cloudpickle.dumps((function, args, kwargs))
+        payload = dumps((function, args, kwargs))
     except Exception as error:  # pickling runs code of any class
         culprit = _culprit(function, args, kwargs)
         raise NotPicklable(

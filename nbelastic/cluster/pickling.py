@@ -1,0 +1,46 @@
+"""Functions on their way to the workers, with the names of the files that they were written in.
+
+From version 3.1.3 on, cloudpickle writes ``<dynamic-code>`` instead. Then nobody can be told in
+which line of theirs a rank has failed, nor see that line.
+"""
+
+from __future__ import annotations
+
+import io
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["dumps"]
+
+_reduce_code: Callable[[CodeType], tuple[Any, ...]] = cloudpickle.Pickler.dispatch_table[CodeType]
+
+
+def dumps(value: object) -> bytes:
+    """Return `value` as cloudpickle writes it, the names of source files kept.
+
+    Raises
+    ------
+    Exception
+        Whatever the parts of `value` raise that cannot be pickled.
+    """
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _reduce(code: CodeType) -> tuple[Any, ...]:
+    make, arguments = _reduce_code(code)
+    return _restore, (make, arguments, code.co_filename)
+
+
+def _restore(make: Callable[..., CodeType], arguments: tuple[Any, ...], filename: str) -> CodeType:
+    return make(*arguments).replace(co_filename=filename)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: _reduce})

@@ -1,0 +1,45 @@
+"""What is sent to the workers keeps the names of its files, whatever cloudpickle does to them."""
+
+from __future__ import annotations
+
+import cloudpickle
+import pytest
+
+from nbelastic.cluster.pickling import dumps
+
+SOURCE = """
+def outer():
+    def inner():
+        return [number for number in (1, 2)]
+    return inner
+class Model:
+    def forward(self):
+        return 3
+"""
+
+
+@pytest.fixture
+def cell():
+    """Functions and a class as a notebook's cell makes them."""
+    space = {"__name__": "__main__"}
+    exec(compile(SOURCE, "/tmp/cell.py", "exec"), space)
+    return space
+
+
+def test_functions_and_what_they_define_keep_their_file(cell):
+    outer = cloudpickle.loads(dumps(cell["outer"]))
+    assert outer.__code__.co_filename == "/tmp/cell.py"
+    assert outer().__code__.co_filename == "/tmp/cell.py"
+    assert outer().__code__.co_firstlineno == 3
+    assert outer()() == [1, 2]
+
+
+def test_methods_of_classes_keep_their_file(cell):
+    model = cloudpickle.loads(dumps(cell["Model"]))
+    assert model.forward.__code__.co_filename == "/tmp/cell.py"
+    assert model().forward() == 3
+
+
+def test_what_cannot_be_pickled_says_so():
+    with pytest.raises(TypeError, match="generator"):
+        dumps(number for number in (1, 2))
