@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from nbelastic.cluster.pickling import dumps
 from nbelastic.errors import NotPicklable, VersionMismatch
+from nbelastic.pickling import dumps
 
 from .environment import versions
 
@@ -200,7 +200,7 @@ def _contents(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _pickles(value: Any) -> bool:
     try:
-        cloudpickle.dumps(value)
+        dumps(value)
     except Exception:  # pickling runs code of any class
         return False
     return True
@@ -211,6 +211,6 @@ def _sizes(
 ) -> Iterator[tuple[int, str]]:
     for name, value in _parts(function, args, kwargs):
         try:
-            yield len(cloudpickle.dumps(value)), name
+            yield len(dumps(value)), name
         except (pickle.PicklingError, TypeError):
             continue

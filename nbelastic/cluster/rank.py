@@ -7,7 +7,6 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import cloudpickle
 from distributed import get_worker
 
 from nbelastic.elastic.checkpoint import CheckpointSpec
@@ -16,6 +15,7 @@ from nbelastic.elastic.port import RankSpec
 from nbelastic.elastic.session import Session
 from nbelastic.errors import CollectiveError, RankExit
 from nbelastic.membership import RankFailed, RankLeft, RankReturned, unpack_place
+from nbelastic.pickling import dumps
 
 from .allocator import steady_memory
 from .capture import captured
@@ -132,7 +132,7 @@ class _Rank:
         session.secret, function, args, kwargs = unpack_function(payload)
         value = function(*args, **kwargs)
         try:
-            result: bytes = cloudpickle.dumps(value)
+            result = dumps(value)
         except Exception as error:  # pickling runs code of any class
             kind = type(value).__name__
             raise TypeError(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from nbelastic.pickling import dumps
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -69,7 +71,7 @@ def pack_error(error: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
     try:
-        pickled = cloudpickle.dumps(error.with_traceback(None))
+        pickled = dumps(error.with_traceback(None))
     except Exception:  # whatever a user's exception raises when pickled
         pickled = b""
     return {

@@ -18,12 +18,11 @@ import copy
 import pickle
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from nbelastic.elastic.context import current
 from nbelastic.elastic.parcel import Parcel
 from nbelastic.elastic.transfer import spread
 from nbelastic.errors import OptionError
+from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -272,7 +271,7 @@ class ObjectState(State):
 
 def _parcel_of(values: dict[str, Any], samplers: Sequence[ShardSampler]) -> Parcel:
     kept = {k: v for k, v in values.items() if not any(v is each for each in samplers)}
-    return Parcel(cloudpickle.dumps(kept))
+    return Parcel(dumps(kept))
 
 
 def _count(state: State, name: str) -> int:

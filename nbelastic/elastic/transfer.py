@@ -19,10 +19,9 @@ import pickle
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from nbelastic.elastic.parcel import Parcel, flatten, unflatten
 from nbelastic.elastic.room import Room
+from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -112,7 +111,7 @@ def allgather_object(communicator: Communicator, value: object) -> list[Any]:
 
     Small ones take one operation; if one is large, all ranks do a second that is large enough.
     """
-    data = cloudpickle.dumps(value)
+    data = dumps(value)
     room = _SLOT_BYTES - _LENGTH_BYTES
     slot = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
     slots = _allgather_bytes(communicator, slot, _SLOT_BYTES)

@@ -12,6 +12,8 @@ from typing import Any
 
 import cloudpickle
 
+from nbelastic.pickling import dumps
+
 __all__ = ["Parcel", "StandIn", "pack"]
 
 LONGEST = 4_000
@@ -78,7 +80,7 @@ def pack(value: Any) -> Parcel | StandIn:
     """
     text, kind = _text(value), type(value).__name__
     try:
-        return Parcel(cloudpickle.dumps(value), text, kind)
+        return Parcel(dumps(value), text, kind)
     except Exception as error:  # pickling runs code of any class
         return StandIn(text, kind, f"it cannot be pickled ({_line(error)})")
 

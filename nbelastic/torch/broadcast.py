@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import cloudpickle
 import torch
 
 from nbelastic.elastic.context import current
+from nbelastic.pickling import dumps
 from nbelastic.torch import ops
 from nbelastic.torch.fusion import Chunk, plan
 from nbelastic.torch.world import check_process_set
@@ -224,7 +224,7 @@ def _broadcast(communicator: Communicator, tensors: Sequence[torch.Tensor], root
 
 
 def _encode(obj: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(dumps(obj)), dtype=torch.uint8)
 
 
 def _decode(payload: torch.Tensor) -> Any:

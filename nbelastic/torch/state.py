@@ -6,7 +6,6 @@ import io
 import pickle
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
@@ -17,6 +16,7 @@ from nbelastic.elastic.parcel import Parcel
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState
 from nbelastic.errors import NbelasticError, NotInitialized
+from nbelastic.pickling import Pickler
 from nbelastic.torch.commit import put_together, take_apart
 from nbelastic.torch.copies import Copies, nbytes_of
 from nbelastic.torch.deferral import Deferral
@@ -228,7 +228,7 @@ def _kinds(things: Sequence[object]) -> list[str]:
 # Values may refer to models and optimizers of the state; for the receiver these are its own.
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     def __init__(self, file: io.BytesIO, things: Sequence[object]) -> None:
         super().__init__(file)
         self._numbers = {id(thing): number for number, thing in enumerate(things)}

@@ -1,4 +1,4 @@
-"""Functions on their way to the workers, with the names of the files that they were written in.
+"""Pickles of functions and classes, with the names of the files that they were written in.
 
 From version 3.1.3 on, cloudpickle writes ``<dynamic-code>`` instead. Then nobody can be told in
 which line of theirs a rank has failed, nor see that line.
@@ -15,22 +15,9 @@ import cloudpickle
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["dumps"]
+__all__ = ["Pickler", "dumps"]
 
 _reduce_code: Callable[[CodeType], tuple[Any, ...]] = cloudpickle.Pickler.dispatch_table[CodeType]
-
-
-def dumps(value: object) -> bytes:
-    """Return `value` as cloudpickle writes it, the names of source files kept.
-
-    Raises
-    ------
-    Exception
-        Whatever the parts of `value` raise that cannot be pickled.
-    """
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
 
 
 def _reduce(code: CodeType) -> tuple[Any, ...]:
@@ -42,5 +29,20 @@ def _restore(make: Callable[..., CodeType], arguments: tuple[Any, ...], filename
     return make(*arguments).replace(co_filename=filename)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, but for the names of files. ``pickle.loads`` reads what it writes."""
+
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: _reduce})
+
+
+def dumps(value: object) -> bytes:
+    """Return `value` as cloudpickle writes it, the names of source files kept.
+
+    Raises
+    ------
+    Exception
+        Whatever the parts of `value` raise that cannot be pickled.
+    """
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
