@@ -84,6 +84,7 @@ class SharedMemoryCommunicator(LandingCommunicator):
         self.overlaps = processors() >= 2 * self.size
         self._timeout_s = rendezvous.timeout_s
         self._group = group
+        self._reduce = group.allreduce
         self._lent: deque[tuple[Ticket, object]] = deque()
         self._lanes: dict[str, Lane] = {}
         self._closed = False
@@ -108,21 +109,20 @@ class SharedMemoryCommunicator(LandingCommunicator):
 
     def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
         """Reduce `tensor` over all ranks and wait for it: the short way, where there is one."""
-        kind = TYPES.get(tensor.dtype)
         count = tensor.numel()
         if (
             self._lent
             or self._closed
-            or kind is None
-            or count == 0
-            or not tensor.is_cpu
-            or not tensor.is_contiguous()
+            or not (count and tensor.is_cpu and tensor.is_contiguous())
             or (op is _AVERAGE and not tensor.is_floating_point())
         ):
             self.allreduce_async(tensor, op).wait()
             return
         try:
-            self._group.allreduce(tensor.data_ptr(), count, kind, OPS[op._value_])
+            self._reduce(tensor.data_ptr(), count, TYPES[tensor.dtype], OPS[op._value_])
+        except KeyError:  # a type that is summed as another
+            self.allreduce_async(tensor, op).wait()
+            return
         except core.Broken as error:
             self._fail(str(error))
         self._completed += 1

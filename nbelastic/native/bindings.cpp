@@ -195,12 +195,11 @@ private:
                 .op = static_cast<Op>(op),
                 .data = pointer(data),
                 .count = count,
-                .inputs = {{pointer(data), count * bytes_of(static_cast<Type>(type))}}};
+                .whole = {pointer(data), count * bytes_of(static_cast<Type>(type))}};
     }
 
     static Operation reduction_of(const Pieces& parts, std::uint32_t type, std::uint32_t op) {
         Operation its = reduction(Kind::allreduce, 0, 0, type, op);
-        its.inputs.clear();
         for (const auto& [address, count] : parts) {
             if (count == 0) continue;
             its.inputs.push_back({pointer(address), count * bytes_of(its.type)});

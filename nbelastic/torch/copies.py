@@ -35,6 +35,7 @@ class Copies:
         self._copied: list[int] = []
         self._held_ids: AbstractSet[int] = frozenset()
         self._tensors: Sequence[torch.Tensor] = ()
+        self._spare: list[torch.Tensor] = []
         self._spilled = False
 
     @property
@@ -43,7 +44,12 @@ class Copies:
         return sum(nbytes_of(self.values[index]) for index in self._copied)
 
     def take(self, tensors: Sequence[torch.Tensor], held: AbstractSet[int] = frozenset()) -> None:
-        """Copy `tensors`, but for those with ids in `held`; what was copied before is gone."""
+        """Copy `tensors`, but for those with ids in `held`; what was copied before is gone.
+
+        Memory that is not needed any more is given back the next time: that takes as long as to
+        fill it, and the first time is at a join, when others wait.
+        """
+        self._spare.clear()
         if not self._take_again(tensors, held):
             self._take_anew(tensors, held)
         self._tensors, self._held_ids = (tensors if held else ()), held
@@ -81,6 +87,8 @@ class Copies:
                 self.values.append(copied)
             if targets:
                 torch._foreach_copy_(targets, sources)
+        kept = set(map(id, self.values))
+        self._spare = [each for each in old if each is not None and id(each) not in kept]
         self._copied = [index for index in range(len(tensors)) if index not in self._held]
 
     def complete(self) -> None:

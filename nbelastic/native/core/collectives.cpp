@@ -130,7 +130,7 @@ void Collectives::copy(std::byte* to, const std::byte* from, std::size_t bytes) 
 // Memory in several pieces, which is read, or written, from its beginning to its end.
 class Collectives::Parts {
 public:
-    explicit Parts(const std::vector<Piece>& pieces) : piece_(pieces.data()) {}
+    explicit Parts(std::span<const Piece> pieces) : piece_(pieces.data()) {}
 
     void read(std::byte* to, std::size_t bytes) {
         walk(bytes, [&to](std::byte* piece, std::size_t length) {
@@ -225,10 +225,10 @@ private:
 void Collectives::allreduce(const Operation& operation) {
     const std::size_t bytes = operation.count * bytes_of(operation.type);
     if (is_small(bytes)) return allreduce_small(operation, bytes);
-    const bool whole = operation.inputs.size() == 1;
+    const std::span<const Piece> values = operation.values();
     const std::int64_t where =
-        whole ? segment_.place(team_.rank(), operation.inputs[0].data, bytes) : -1;
-    Parts from(operation.inputs);
+        values.size() == 1 ? segment_.place(team_.rank(), values[0].data, bytes) : -1;
+    Parts from(values);
     const std::size_t first = std::min(kWindowBytes, bytes);
     if (where < 0) stage(operation, from, first, 0);
     publish(operation, where);
@@ -241,18 +241,19 @@ void Collectives::allreduce(const Operation& operation) {
 }
 
 void Collectives::allreduce_small(const Operation& operation, std::size_t bytes) {
-    Parts(operation.inputs).read(small(team_.rank()), bytes);
+    const std::span<const Piece> values = operation.values();
+    Parts(values).read(small(team_.rank()), bytes);
     publish(operation, -1);
     const std::uint32_t size = team_.size();
     std::byte* inputs[kMostRanks];
     for (std::uint32_t rank = 0; rank < size; ++rank) inputs[rank] = small(rank);
     alignas(kLine) std::byte room[kSmallBytes];
-    const bool whole = operation.inputs.size() == 1;
-    std::byte* output = whole ? operation.inputs[0].data : room;
+    const bool whole = values.size() == 1;
+    std::byte* output = whole ? values[0].data : room;
     const Reduce function = kernels().of[static_cast<std::uint32_t>(operation.type)]
                                         [static_cast<std::uint32_t>(operation.op)];
     function(&output, 1, inputs, size, operation.count, size);
-    if (!whole) Parts(operation.inputs).write(room, bytes);
+    if (!whole) Parts(values).write(room, bytes);
 }
 
 void Collectives::allreduce_in_place(const Operation& operation) {
@@ -270,8 +271,8 @@ void Collectives::allreduce_in_place(const Operation& operation) {
 // takes home what became of the one before, and brings what others need of the next: the two halves
 // of the staging memory are used in turn.
 void Collectives::allreduce_staged(const Operation& operation, Parts& from, std::size_t bytes) {
-    Parts own(operation.inputs);
-    Parts home(operation.inputs);
+    Parts own(operation.values());
+    Parts home(operation.values());
     std::size_t first = 0;
     for (std::uint32_t turn = 0;; ++turn) {
         const std::size_t length = std::min(kWindowBytes, bytes - first);

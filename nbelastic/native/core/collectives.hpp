@@ -11,6 +11,7 @@
 // be of values in many places, only what is others' share; the rank's own is reduced where it is.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "reduce.hpp"
@@ -45,7 +46,13 @@ struct Operation {
     std::byte* output = nullptr;
     std::vector<std::size_t> counts;  // values in the part of each rank
     std::vector<Piece> outputs;
-    std::vector<Piece> inputs;  // of an allreduce: where the values are
+    std::vector<Piece> inputs;
+    Piece whole{};  // of an allreduce: where the values are, if they are not `inputs`
+
+    // Of an allreduce. One that finds them in one place takes no memory for a list.
+    std::span<const Piece> values() const {
+        return inputs.empty() ? std::span(&whole, 1) : std::span(inputs);
+    }
 };
 
 class Collectives {

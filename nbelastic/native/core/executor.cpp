@@ -19,7 +19,10 @@ void Executor::run(Operation operation) {
     team_.check();
     const Wait wait(waiting_);
     std::unique_lock lock(mutex_);
-    await(enqueue(std::move(operation)), lock);
+    if (performing_ || !queue_.empty()) return await(enqueue(std::move(operation)), lock);
+    take_in();
+    perform(operation, lock, Patience::eager);
+    finish(lock);
 }
 
 std::uint64_t Executor::begin(Operation operation) {
@@ -57,10 +60,15 @@ void Executor::close() {
     if (thread_.joinable()) thread_.join();
 }
 
-std::uint64_t Executor::enqueue(Operation operation) {
+std::uint64_t Executor::take_in() {
     if (closed_) throw Broken("this rank has left");
-    queue_.push_back(std::move(operation));
     return ++begun_;
+}
+
+std::uint64_t Executor::enqueue(Operation operation) {
+    const std::uint64_t ticket = take_in();
+    queue_.push_back(std::move(operation));
+    return ticket;
 }
 
 void Executor::await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock) {
@@ -73,6 +81,10 @@ void Executor::await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock) {
             perform_next(lock, Patience::eager);
         }
     }
+    finish(lock);
+}
+
+void Executor::finish(std::unique_lock<std::mutex>& lock) {
     lock.unlock();
     team_.check();
     settle();
@@ -81,6 +93,11 @@ void Executor::await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock) {
 void Executor::perform_next(std::unique_lock<std::mutex>& lock, Patience patience) {
     const Operation operation = std::move(queue_.front());
     queue_.pop_front();
+    perform(operation, lock, patience);
+}
+
+void Executor::perform(const Operation& operation, std::unique_lock<std::mutex>& lock,
+                       Patience patience) {
     performing_ = true;
     lock.unlock();
     try {

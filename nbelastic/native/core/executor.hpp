@@ -2,8 +2,9 @@
 //
 // An operation that is begun goes to a queue. Whoever waits for one takes the operations before it,
 // and it, from the queue and performs them, unless the executor's own thread is at it already; that
-// thread is started with the first operation that is not waited for at once. One thread performs at
-// a time. An operation that fails breaks the segment, so nothing after it can succeed.
+// thread is started with the first operation that is not waited for at once. One that is waited for
+// at once, with nothing before it, is performed without a queue. One thread performs at a time. An
+// operation that fails breaks the segment, so nothing after it can succeed.
 #pragma once
 
 #include <atomic>
@@ -44,9 +45,12 @@ public:
 private:
     class Wait;
 
+    std::uint64_t take_in();
     std::uint64_t enqueue(Operation operation);
     void await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock);
+    void finish(std::unique_lock<std::mutex>& lock);
     void perform_next(std::unique_lock<std::mutex>& lock, Patience patience);
+    void perform(const Operation& operation, std::unique_lock<std::mutex>& lock, Patience patience);
     void work();
 
     Team& team_;
