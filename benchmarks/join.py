@@ -7,8 +7,8 @@ worker to some steps after its rank has joined, less an ordinary step of as many
 time that the state needs to be copied once, measured in the same run. Where processors are fewer
 than ranks, any step may take half as long again, and the longest of fifty says nothing of a join:
 there the step at which the rank joins counts. Beside these stand the longest step before the join,
-while the newcomer starts, and the longest after it, when nobody joins: what a machine makes of steps
-by itself. Prints milliseconds; exits with 1 if a target is missed.
+while the newcomer starts, and the longest after it, when nobody joins: what a machine makes of
+steps by itself. Prints milliseconds; exits with 1 if a target is missed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from nbelastic.errors import CollectiveError, RankExit
 from nbelastic.membership import RankFailed, RankLeft, RankReturned, unpack_place
 from nbelastic.pickling import dumps
 
-from .allocator import steady_memory
+from .allocator import fill_heaps, steady_memory
 from .capture import captured
 from .environment import prepared
 from .preflight import unpack_function
@@ -98,7 +98,8 @@ class _Rank:
         """Run the function and report how it ended."""
         # Memory is not kept before: what setting up needs once is given back.
         settled = functools.partial(self._memory.enter_context, steady_memory())
-        session = Session(self._spec, self, replace(self._agent.means, settled=settled))
+        means = replace(self._agent.means, settled=settled, filled=fill_heaps)
+        session = Session(self._spec, self, means)
         if not self._agent.attach(self._key, session):
             return
         try:

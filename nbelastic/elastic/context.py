@@ -28,7 +28,7 @@ from nbelastic.elastic.vitals import Vitals
 from nbelastic.errors import NotInitialized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.room import Room
@@ -82,7 +82,7 @@ class Context(abc.ABC):
     exchanges = 0
     before_exchange: tuple[Callable[[], None], ...] = ()
     room: Room | None = None
-    warm_up: Callable[[], None] | None = None
+    warm_up: Callable[[], Sequence[tuple[int, int]]] | None = None
 
     def take_room(self) -> Room | None:
         """Return memory that was made ready for a state to arrive in; once."""

@@ -47,6 +47,9 @@ class Means:
     settled : callable
         Is called once, when the user's code has set up: what the rank takes from then on it needs
         in each step. By default it does nothing.
+    filled : callable
+        Is called after it, with addresses and sizes of memory that the rank has had and given back,
+        and will take again in its first step. By default it does nothing.
     """
 
     connect: Callable[[Rendezvous], Communicator] = connect
@@ -56,6 +59,7 @@ class Means:
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
     rehearse: Callable[[Rendezvous], None] = lambda _rendezvous: None
     settled: Callable[[], None] = lambda: None
+    filled: Callable[[Sequence[tuple[int, int]]], None] = lambda _blocks: None
 
 
 REAL = Means(probe=unreachable, rehearse=rehearse)

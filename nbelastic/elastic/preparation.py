@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nbelastic.elastic.room import Room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Rendezvous
     from nbelastic.elastic.port import Means, RankSpec
@@ -19,7 +19,7 @@ def prepare(
     spec: RankSpec,
     alone: Rendezvous,
     means: Means,
-    warm_up: Callable[[], None] | None,
+    warm_up: Callable[[], Sequence[tuple[int, int]]] | None,
 ) -> Room | None:
     """Get ready to join others who train, or to be joined where a rank is to train alone.
 
@@ -32,7 +32,8 @@ def prepare(
     means : Means
         What the rank meets others with.
     warm_up : callable or None
-        Has the rank's state do what it does for the first time, if others train already.
+        Has the rank's state do what it does for the first time, if others train already; returns
+        the addresses and sizes of memory that it took for it.
 
     Returns
     -------
@@ -44,7 +45,7 @@ def prepare(
     if spec.state_bytes:
         room = Room.for_state(spec.state_bytes)
         if warm_up is not None:
-            warm_up()
+            means.filled(warm_up())
     if spec.state_bytes is not None or spec.place.size == 1:
         means.rehearse(alone)
     return room

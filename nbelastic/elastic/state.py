@@ -110,8 +110,16 @@ class State:
         context.vitals.place = (_count(self, "epoch"), _count(self, "batch"))
         context.check_membership()
 
-    def prepare_to_join(self) -> None:
-        """Do what costs time only once, before others wait for it. Called on newcomers."""
+    def prepare_to_join(self) -> Sequence[tuple[int, int]]:
+        """Do what costs time only once, before others wait for it. Called on newcomers.
+
+        Returns
+        -------
+        sequence of (int, int)
+            Addresses and sizes of memory that it took, and gave back, and that the first step takes
+            again.
+        """
+        return ()
 
     def align(self, behind: Sequence[int]) -> None:
         """Bring all members of a new generation to the same state. Called by the elastic loop.

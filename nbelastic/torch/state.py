@@ -115,18 +115,22 @@ class TorchState(ObjectState):
         self.__dict__.update(self._commit.restore(self._copies.values))
         self._deferral.restored()
 
-    def prepare_to_join(self) -> None:
+    def prepare_to_join(self) -> Sequence[tuple[int, int]]:
         """Touch as much memory as the first step takes; what a rank has had, it keeps."""
         things = things_in(self._values().values())
         expected = _dense_gradients([each for each in things if isinstance(each, Module)])
         steps = any(isinstance(each, Optimizer) for each in things)
+        taken: set[tuple[int, int]] = set()
         for _ in range(3):  # until all of it lies where it fits
             gradients = [torch.zeros_like(parameter) for parameter in expected]
+            taken.update((each.data_ptr(), nbytes_of(each)) for each in gradients)
             for each in gradients if steps else []:
                 # What the likes of Adam compute on the way; memory that is gone by the next.
                 on_the_way = [torch.zeros_like(each) for _ in range(2)]
+                taken.update((some.data_ptr(), nbytes_of(some)) for some in on_the_way)
                 del on_the_way
             del gradients
+        return list(taken)
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
@@ -201,16 +205,17 @@ class TorchState(ObjectState):
             self._deferral.rhythm.trust()
 
 
-def _dense_gradients(models: Iterable[Module]) -> set[Parameter]:
+def _dense_gradients(models: Iterable[Module]) -> list[Parameter]:
     """Return the parameters that will have a gradient of their size, in the host's memory."""
-    parts = {part for model in models for part in model.modules()}
-    return {
+    parts = dict.fromkeys(part for model in models for part in model.modules())
+    found = dict.fromkeys(
         parameter
         for part in parts
         if not getattr(part, "sparse", False)  # an embedding's may be much smaller
         for parameter in part.parameters(recurse=False)
         if parameter.requires_grad and parameter.is_cpu and not is_lazy(parameter)
-    }
+    )
+    return list(found)
 
 
 def _context() -> Context | None:
