@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -125,12 +126,15 @@ def _parts_of_heaps(addresses: set[int]) -> set[tuple[int, int]]:
 
 def _anonymous_memory() -> Iterator[tuple[int, int]]:
     """Yield from where to where there is memory that has no name and is this process's alone."""
-    with open("/proc/self/maps") as lines:
-        for line in lines:
-            where, rights, *others = line.split()
-            if rights == "rw-p" and others[2:] == ["0"]:
-                start, end = where.split("-")
-                yield int(start, 16), int(end, 16)
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return  # nobody tells
+    for line in lines:
+        where, rights, *others = line.split()
+        if rights == "rw-p" and others[2:] == ["0"]:
+            start, end = where.split("-")
+            yield int(start, 16), int(end, 16)
 
 
 def _given_back_from() -> int | None:
