@@ -5,8 +5,8 @@ rank has joined. Of the older ranks the longest time between two steps counts, f
 worker to some steps after its rank has joined, less an ordinary step of as many ranks as train then
 (on a machine with fewer processors than ranks it is longer than one before). It is held against the
 time that the state needs to be copied once, measured in the same run. Where processors are fewer
-than ranks, any step may take half as long again, and the longest of fifty says nothing of a join:
-there the step at which the rank joins counts. Beside these stand the longest step before the join,
+than ranks, any step may take half as long again, whether or not somebody joins: there the step at
+which the rank joins is held against it, too. Beside these stand the longest step before the join,
 while the newcomer starts, and the longest after it, when nobody joins: what a machine makes of
 steps by itself. Prints milliseconds; exits with 1 if a target is missed.
 """
@@ -136,8 +136,9 @@ def show(ranks: int, worlds: dict[str, Any]) -> None:
 
 def aims(ranks: int, worlds: dict[str, Any]) -> list[Target]:
     """Return the targets of this project."""
-    room = ranks < len(os.sched_getaffinity(0))
-    what, words = ("gap", "longest gap") if room else ("join", "gap at the join")
+    kinds = {"gap": "longest gap"}
+    if ranks >= len(os.sched_getaffinity(0)):
+        kinds["join"] = "gap at the join"
     return [
         Target(
             f"{ranks} ranks, {name}: {words}, ms",
@@ -146,6 +147,7 @@ def aims(ranks: int, worlds: dict[str, Any]) -> list[Target]:
             False,
         )
         for name, world in worlds.items()
+        for what, words in kinds.items()
     ]
 
 
