@@ -51,7 +51,10 @@ def ours(folder: str, task: str) -> None:
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(model(inputs), labels).backward()
                 log("back", hvd.size())
-                optimizer.step()
+                optimizer.synchronize()
+                log("met", hvd.size())  # all ranks are here at once
+                with optimizer.skip_synchronize():
+                    optimizer.step()
                 log("step", hvd.size())  # it counts, even where the commit ends the generation
                 state.batch += 1
                 state.commit()

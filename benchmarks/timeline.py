@@ -77,15 +77,15 @@ class Timeline:
                 found.append(int(path.stem))
         return found
 
-    def wait_for_steps(self, size: int) -> float:
-        """Wait until all of `size` ranks train together; return the seconds of a step."""
+    def wait_for_steps(self, size: int, mark: str = "step") -> float:
+        """Wait until all of `size` ranks train together; return the seconds from mark to mark."""
         since = time.monotonic()
         pids = self.until(
             lambda: len(found := self.training(size, since)) == size and found,
             f"{size} ranks that train",
         )
         self.trained = pids
-        times = [[m.time for m in self.of(pid) if m.what == "step"][-STEPS:] for pid in pids]
+        times = [[m.time for m in self.of(pid) if m.what == mark][-STEPS:] for pid in pids]
         return statistics.median(
             after - before for each in times for before, after in itertools.pairwise(each)
         )
