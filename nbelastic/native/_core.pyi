@@ -25,6 +25,9 @@ def create(size: int) -> int:
     Raises ``OSError`` where that cannot be.
     """
 
+def copy(target: int, source: int, nbytes: int, far: bool = False) -> None:
+    """Copy as messages are copied into a ring: `far`, to where a processor far away has read."""
+
 class Block:
     """A piece of this rank's memory in a segment, all ranks having it mapped.
 

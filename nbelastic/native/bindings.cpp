@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "core/arena.hpp"
+#include "core/copy.hpp"
 #include "core/executor.hpp"
 #include "core/lifeline.hpp"
 #include "core/mail.hpp"
@@ -30,6 +31,10 @@ using Pieces = std::vector<std::pair<Address, std::size_t>>;
 using Bytes = nb::ndarray<nb::array_api, std::uint8_t, nb::ndim<1>>;
 
 std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
+
+void copy(Address target, Address source, std::size_t nbytes, bool far) {
+    (far ? stream_bytes : copy_bytes)(pointer(target), pointer(source), nbytes);
+}
 
 std::vector<Piece> pieces(const Pieces& pairs) {
     std::vector<Piece> all;
@@ -268,6 +273,8 @@ NB_MODULE(_core, m) {
     m.attr("OPS") = codes(kOpNames);
     m.attr("ISA") = kernels().name;
     m.def("create", &Segment::create, nb::arg("size"));
+    m.def("copy", &copy, nb::arg("target"), nb::arg("source"), nb::arg("nbytes"),
+          nb::arg("far") = false, NoGil());
     nb::class_<Group>(m, "Group")
         .def(nb::init<int, std::uint32_t, std::uint32_t, double>(), nb::arg("fd"), nb::arg("rank"),
              nb::arg("size"), nb::arg("timeout_s"))

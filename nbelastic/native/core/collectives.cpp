@@ -1,8 +1,9 @@
 #include "collectives.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
+
+#include "copy.hpp"
 
 namespace nbelastic {
 namespace {
@@ -123,7 +124,7 @@ void Collectives::copy(std::byte* to, const std::byte* from, std::size_t bytes) 
     if (to == from) return;
     for (std::size_t done = 0; done < bytes; done += kStretch) {
         team_.check();
-        std::memcpy(to + done, from + done, std::min(kStretch, bytes - done));
+        copy_bytes(to + done, from + done, std::min(kStretch, bytes - done));
     }
 }
 
@@ -134,13 +135,13 @@ public:
 
     void read(std::byte* to, std::size_t bytes) {
         walk(bytes, [&to](std::byte* piece, std::size_t length) {
-            std::memcpy(to, piece, length);
+            copy_bytes(to, piece, length);
             to += length;
         });
     }
     void write(const std::byte* from, std::size_t bytes) {
         walk(bytes, [&from](std::byte* piece, std::size_t length) {
-            std::memcpy(piece, from, length);
+            copy_bytes(piece, from, length);
             from += length;
         });
     }
@@ -367,9 +368,9 @@ void Collectives::gather_parts(const Operation& operation) {
 void Collectives::broadcast(const Operation& operation) {
     const bool root = team_.rank() == operation.root;
     if (is_small(operation.count)) {
-        if (root) std::memcpy(small(operation.root), operation.data, operation.count);
+        if (root) copy_bytes(small(operation.root), operation.data, operation.count);
         publish(operation, -1);
-        if (!root) std::memcpy(operation.data, small(operation.root), operation.count);
+        if (!root) copy_bytes(operation.data, small(operation.root), operation.count);
         return;
     }
     // Only the root's buffer is read, so only where that is decides.
@@ -386,10 +387,10 @@ void Collectives::allgather(const Operation& operation) {
     const std::uint32_t rank = team_.rank();
     const std::size_t bytes = operation.count;
     if (is_small(bytes)) {
-        std::memcpy(small(rank), operation.data, bytes);
+        copy_bytes(small(rank), operation.data, bytes);
         publish(operation, -1);
         for (std::uint32_t each = 0; each < team_.size(); ++each) {
-            std::memcpy(operation.outputs[each].data, small(each), bytes);
+            copy_bytes(operation.outputs[each].data, small(each), bytes);
         }
         return;
     }
