@@ -11,7 +11,12 @@ what holds up any of them shows on all, and nothing shows twice. A rank's own en
 optimizer's step later; where ranks share processors, that is sooner or later by who has one first.
 Beside the longest gap stand what it is by those own ends, the longest before the join, while the
 newcomer starts, the one in which it joins, and the longest after, when nobody joins: what a machine
-makes of steps by itself. Prints milliseconds; exits with 1 if a target is missed.
+makes of steps by itself.
+
+A newcomer that starts needs a processor for seconds, though nobody waits for it. What that costs
+where there is none to spare is measured with an endless loop in its place, for as long: the start
+may cost no more than 50 ms beyond it, and there the longest gap counts from the join on. Prints
+milliseconds; exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -81,9 +88,22 @@ def one_join(crew: Ours, timeline: Timeline, ranks: int) -> dict[str, float]:
         "gap": 1e3 * (max(gap for gap, _, _ in gaps) - ordinary),
         "start": 1e3 * (max(starts) - alone),
         "join": 1e3 * (max(joins) - ordinary),
+        "joined": 1e3 * (max(gap for gap, _, after in gaps if after > ranks) - ordinary),
         "later": 1e3 * (max(later) - ordinary),
         "own end": 1e3 * (max(gap for gap, _, _ in itertools.chain(*ends)) - ordinary),
+        "busy": 1e3 * (beside_somebody(timeline, ranks, sum(starts) / len(old)) - alone),
     }
+
+
+def beside_somebody(timeline: Timeline, ranks: int, seconds: float) -> float:
+    """Return the longest time between two steps while an endless loop runs for so long."""
+    timeline.wait_for_steps(ranks, MARK)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as somebody:
+        begin = time.monotonic()
+        time.sleep(seconds)
+        somebody.kill()
+    gaps = (_gaps(timeline.of(pid), MARK, begin) for pid in timeline.trained)
+    return max(gap for gap, _, _ in itertools.chain(*gaps))
 
 
 def _gaps(moments: list[Moment], mark: str, begin: float) -> list[tuple[float, int, int]]:
@@ -115,6 +135,7 @@ def show(ranks: int, worlds: dict[str, Any]) -> None:
         "longest gap",
         "worst",
         "before",
+        "beside a busy process",
         "at the join",
         "later",
         "by own ends",
@@ -123,9 +144,9 @@ def show(ranks: int, worlds: dict[str, Any]) -> None:
     ]
     rows = []
     for name, world in worlds.items():
-        gaps, starts, joins, later, ends, steps = (
+        gaps, starts, busy, joins, later, ends, steps = (
             [row[what] for row in world["joins"]]
-            for what in ("gap", "start", "join", "later", "own end", "step")
+            for what in ("gap", "start", "busy", "join", "later", "own end", "step")
         )
         rows.append(
             [
@@ -134,6 +155,7 @@ def show(ranks: int, worlds: dict[str, Any]) -> None:
                 quartiles(gaps).show(1),
                 f"{max(gaps):.0f}",
                 quartiles(starts).show(1),
+                quartiles(busy).show(1),
                 quartiles(joins).show(1),
                 quartiles(later).show(1),
                 quartiles(ends).show(1),
@@ -146,15 +168,18 @@ def show(ranks: int, worlds: dict[str, Any]) -> None:
 
 def aims(ranks: int, worlds: dict[str, Any]) -> list[Target]:
     """Return the targets of this project."""
-    return [
-        Target(
-            f"{ranks} ranks, {name}: longest gap, ms",
-            quartiles([row["gap"] for row in world["joins"]]).median,
-            FIXED_MS + COPIES * world["state"]["copy"],
-            False,
-        )
-        for name, world in worlds.items()
-    ]
+    crowded = ranks >= len(os.sched_getaffinity(0))
+    counts, words = ("joined", " from the join on") if crowded else ("gap", "")
+    targets = []
+    for name, world in worlds.items():
+        rows = world["joins"]
+        gap = quartiles([row[counts] for row in rows]).median
+        most = FIXED_MS + COPIES * world["state"]["copy"]
+        targets.append(Target(f"{ranks} ranks, {name}: longest gap{words}, ms", gap, most, False))
+        start = quartiles([row["start"] for row in rows]).median
+        most = FIXED_MS + quartiles([row["busy"] for row in rows]).median
+        targets.append(Target(f"{ranks} ranks, {name}: before, ms", start, most, False))
+    return targets
 
 
 if __name__ == "__main__":
