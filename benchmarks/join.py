@@ -100,8 +100,10 @@ def beside_somebody(timeline: Timeline, ranks: int, seconds: float) -> float:
     timeline.wait_for_steps(ranks, MARK)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as somebody:
         begin = time.monotonic()
-        time.sleep(seconds)
-        somebody.kill()
+        try:
+            time.sleep(seconds)
+        finally:
+            somebody.kill()
     gaps = (_gaps(timeline.of(pid), MARK, begin) for pid in timeline.trained)
     return max(gap for gap, _, _ in itertools.chain(*gaps))
 

@@ -41,7 +41,7 @@ void stream_line(std::byte* to, const Line& line) {
 #endif
 }
 
-// Copies whole lines, each by `store`; what is left is moved to the front.
+// Copies whole lines, each by `store`; afterwards the arguments are what is left to copy.
 template <class Store>
 void copy_lines(std::byte*& to, const std::byte*& from, std::size_t& bytes, Store store) {
     for (; bytes >= sizeof(Line); bytes -= sizeof(Line)) {
