@@ -4,6 +4,7 @@
 
     NbelasticError
     ├── OptionError                 an option of fit() is wrong (also a ValueError)
+    │   └── UnknownOption           there is no such option (also a TypeError)
     ├── PreflightError              refused before anything was sent to the cluster
     │   ├── NotPicklable            the function, or something it captures, cannot travel
     │   ├── VersionMismatch         kernel, scheduler and workers differ
@@ -36,6 +37,11 @@ rank alive that the job has parted with.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = [
     "ClusterLost",
     "CollectiveError",
@@ -59,6 +65,7 @@ __all__ = [
     "RankFailed",
     "ResetLimitExceeded",
     "Stopped",
+    "UnknownOption",
     "VersionMismatch",
 ]
 
@@ -69,6 +76,13 @@ class NbelasticError(Exception):
 
 class OptionError(NbelasticError, ValueError):
     """An option has a value it cannot have; the message names option, value and range."""
+
+    _render_traceback_: Callable[[], list[str]]
+    """What a notebook shows, where it is other than for any error."""
+
+
+class UnknownOption(OptionError, TypeError):
+    """An option that does not exist; the message names those that were probably meant."""
 
 
 class _Headline(BaseException):

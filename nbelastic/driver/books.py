@@ -39,6 +39,8 @@ class Books:
         What each start has returned, pickled.
     failures : dict of int to Failure
         What was raised in each start.
+    highest_rank : int or None
+        Highest number that a rank has had; None while there was none.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class Books:
         self.names: dict[int, str] = {}
         self.results: dict[int, bytes] = {}
         self.failures: dict[int, Failure] = {}
+        self.highest_rank: int | None = None
         self._ranks: dict[int, int] = {}
         self._lock = threading.Lock()
         self._history: list[HistoryEvent] = []
@@ -89,6 +92,7 @@ class Books:
             self.note(effect.kind, generation=effect.generation, size=size, **fields)
 
     def _seat(self, start: int, rank: int, worker: str) -> None:
+        self.highest_rank = max(rank, self.highest_rank or 0)
         self._ranks[start], self.names[start] = rank, f"rank {rank} on {worker}"
 
     def note(

@@ -14,8 +14,9 @@ from nbelastic.membership import Machine, to_dict
 
 from . import display
 from .attachment import attach_client
+from .hints import with_hints
 from .job import Job
-from .options import Options, checkpoint_url
+from .options import Options, call_arguments, checkpoint_url, resource_amounts, worker_names
 from .shell import Driver
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["fit", "hand_out"]
 
 
+@with_hints
 def fit(
     fn: Callable[..., Any],
     *,
@@ -133,8 +135,8 @@ def fit(
         np=np,
         min_np=min_np,
         max_np=max_np,
-        workers=(workers,) if isinstance(workers, str) else tuple(workers) if workers else None,
-        resources=dict(resources or {}),
+        workers=worker_names(workers),
+        resources=resource_amounts(resources),
         slots_per_host=slots_per_host,
         reset_limit=reset_limit,
         elastic_timeout=elastic_timeout,
@@ -147,7 +149,7 @@ def fit(
         resume=resume,
         backend=backend,
     )
-    payload = pack_function(fn, tuple(args), dict(kwargs or {}))
+    payload = pack_function(fn, *call_arguments(args, kwargs))
     client, cleanup = attach_client(cluster, options)
     link: Link | None = None
     try:
@@ -180,9 +182,10 @@ def _spec(options: Options) -> dict[str, Any]:
 def _check_name(name: str | None) -> str:
     if name is None:
         return f"job-{uuid.uuid4().hex[:8]}"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         raise OptionError(
-            f"name={name!r}: letters, digits, '_', '.' and '-', at most 64, a letter or digit first"
+            f"name={name!r}: must be text of at most 64 letters, digits, '_', '.' and '-', "
+            "a letter or digit first"
         )
     return name
 

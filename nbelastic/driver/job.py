@@ -13,6 +13,8 @@ from nbelastic.errors import JobInterrupted, OptionError
 from nbelastic.membership import LimitsChanged, StopRequested
 
 from . import display
+from .hints import with_hints
+from .options import count_option
 from .status import JobStatus, RankStatus
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ class Job:
         """End the job at the next commit. :meth:`result` then raises ``JobStopped``."""
         self._driver.tell(StopRequested(reason="stopped by its user"))
 
+    @with_hints
     def scale(self, *, min_np: int | None = None, max_np: int | None = None) -> None:
         """Change how many ranks the job may have, from the next commit on.
 
@@ -129,16 +132,16 @@ class Job:
         OptionError
             ``min_np`` would be above ``max_np``, or one is below 1.
         """
+        min_np = count_option("min_np", min_np, least=1)
+        max_np = count_option("max_np", max_np, least=1)
         status = self.status
-        for name, value in (("min_np", min_np), ("max_np", max_np)):
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise OptionError(f"{name}={value!r}: must be a whole number, at least 1")
         low = status.min_np if min_np is None else min_np
         high = status.max_np if max_np is None else max_np
         if high is not None and low > high:
             raise OptionError(f"min_np={low} would be above max_np={high}")
         self._driver.tell(LimitsChanged(min_np=min_np, max_np=max_np))
 
+    @with_hints
     def logs(self, rank: int | None = None) -> str:
         """Return what ranks printed.
 
@@ -147,7 +150,17 @@ class Job:
         rank : int, optional
             Only what was printed by the workers whose latest rank this is; without it, everything,
             each worker's lines together, under a heading.
+
+        Raises
+        ------
+        OptionError
+            `rank` is no number that a rank of this job has had.
         """
+        rank = count_option("rank", rank, least=0)
+        highest = self._driver.books.highest_rank
+        if rank is not None and highest is not None and rank > highest:
+            had = "rank 0 alone" if highest == 0 else f"ranks 0 to {highest}"
+            raise OptionError(f"rank={rank}: so far this job has had {had}")
         texts: dict[int, list[str]] = {}
         for piece in self._driver.books.output():
             texts.setdefault(piece.start, []).append(piece.text)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 import numbers
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbelastic.collectives import BACKENDS
 from nbelastic.errors import OptionError
 from nbelastic.membership import Limits
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["Options", "checkpoint_url"]
+__all__ = [
+    "Options",
+    "call_arguments",
+    "checkpoint_url",
+    "count_option",
+    "resource_amounts",
+    "worker_names",
+]
 
 PYGLOO_SILENCE = 30.0
 """Seconds for which pygloo may hold the interpreter of a rank that does nothing but wait."""
@@ -43,18 +48,24 @@ class Options:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("np", "min_np", "max_np", "slots_per_host"):
-            _check_count(name, getattr(self, name), least=1)
-        _check_count("reset_limit", self.reset_limit, least=0)
+        for name in ("np", "min_np", "max_np", "slots_per_host", "checkpoint_every"):
+            self._count(name, least=1)
+        self._count("reset_limit", least=0)
         for name in ("elastic_timeout", "stall_timeout", "heartbeat_timeout", "lease"):
             _check_seconds(name, getattr(self, name))
+            object.__setattr__(self, name, float(getattr(self, name)))
         self._check_order()
         self._check_cooldown()
         self._check_checkpoint()
         self._check_backend()
         for key, value in self.resources.items():
-            if not isinstance(value, numbers.Real) or value <= 0:
+            good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not isinstance(key, str) or not good or not 0 < value < math.inf:
                 raise OptionError(f"resources[{key!r}]={value!r}: must be a number above 0")
+
+    def _count(self, name: str, least: int) -> None:
+        """Check a whole number, and keep it as an int: NumPy's cannot be sent to the scheduler."""
+        object.__setattr__(self, name, count_option(name, getattr(self, name), least=least))
 
     def _check_order(self) -> None:
         low, start, high = self.min_np, self.np, self.max_np
@@ -69,10 +80,15 @@ class Options:
         bounds = self.blacklist_cooldown
         if bounds is None:
             return
-        if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] or not math.isfinite(bounds[1]):
+        try:
+            low, high = map(float, bounds)
+        except (TypeError, ValueError):  # not a pair, or not of numbers
+            low = high = math.nan
+        if not 0 < low <= high < math.inf:
             raise OptionError(
                 f"blacklist_cooldown={bounds!r}: must be (lo, hi) in seconds with 0 < lo <= hi"
             )
+        object.__setattr__(self, "blacklist_cooldown", (low, high))
 
     def _check_backend(self) -> None:
         if self.backend not in BACKENDS:
@@ -84,7 +100,6 @@ class Options:
             )
 
     def _check_checkpoint(self) -> None:
-        _check_count("checkpoint_every", self.checkpoint_every, least=1)
         if not isinstance(self.resume, bool):
             raise OptionError(f"resume={self.resume!r}: must be True or False")
         if self.checkpoint is None:
@@ -159,11 +174,52 @@ def checkpoint_url(place: Any) -> str | None:
     return text if "://" in text or "::" in text else os.path.abspath(os.path.expanduser(text))
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def count_option(name: str, value: Any, least: int) -> int | None:
+    """Return an option that is a whole number or None.
+
+    Raises
+    ------
+    OptionError
+        It is neither, or below `least`.
+    """
     if value is None:
-        return
+        return None
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         raise OptionError(f"{name}={value!r}: must be a whole number, at least {least}")
+    return int(value)
+
+
+def worker_names(workers: Any) -> tuple[str, ...] | None:
+    """Return the addresses, names and hosts that ``workers=`` means; None for all workers."""
+    if workers is None or isinstance(workers, str):
+        return (workers,) if workers else None
+    if isinstance(workers, numbers.Integral) or not isinstance(workers, Iterable):
+        raise OptionError(
+            f"workers={workers!r}: must be a list of addresses, names or hosts; "
+            "how many may train: np, min_np, max_np"
+        )
+    return tuple(str(each) for each in workers) or None
+
+
+def resource_amounts(resources: Any) -> dict[str, float]:
+    """Return what ``resources=`` asks of a worker."""
+    if resources is None:
+        return {}
+    if not isinstance(resources, Mapping):
+        raise OptionError(f"resources={resources!r}: must be a dict, as in {{'GPU': 1}}")
+    return dict(resources)
+
+
+def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a training function is called with."""
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        raise OptionError(f"args={args!r}: must be a tuple or list, as in args=(value,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise OptionError(f"kwargs={kwargs!r}: must be a dict, as in kwargs={{'lr': 0.1}}")
+    strange = next((key for key in kwargs or () if not isinstance(key, str)), None)
+    if strange is not None:
+        raise OptionError(f"kwargs: {strange!r} must be the name of a parameter")
+    return tuple(args), dict(kwargs or {})
 
 
 def _check_seconds(name: str, value: Any) -> None:

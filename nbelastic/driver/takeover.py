@@ -10,6 +10,7 @@ from nbelastic.errors import OptionError
 
 from .attachment import attach_client
 from .fit import hand_out
+from .hints import with_hints
 from .options import Options
 from .shell import Driver
 from .status import JobInfo
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["attach", "jobs"]
 
 
+@with_hints
 def jobs(cluster: Any) -> tuple[JobInfo, ...]:
     """Return the jobs on a cluster, also those whose kernel is gone.
 
@@ -42,6 +44,7 @@ def jobs(cluster: Any) -> tuple[JobInfo, ...]:
         cleanup()
 
 
+@with_hints
 def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
     """Take over a job that another kernel has started.
 

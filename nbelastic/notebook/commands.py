@@ -7,6 +7,7 @@ import difflib
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.driver import Job
+from nbelastic.errors import OptionError
 
 from .options import MagicOptionError, OptionParser, count, parse_setting, split
 
@@ -69,7 +70,12 @@ class Commands:
         command, *words = split(line, MAGIC) or [""]
         if command not in self._commands:
             raise MagicOptionError(self._no_command(command))
-        self._commands[command](words)
+        try:
+            self._commands[command](words)
+        except MagicOptionError:
+            raise
+        except OptionError as error:  # a job has refused it
+            raise MagicOptionError(f"{MAGIC} {command}: {error} (more: {MAGIC}?)") from None
 
     def _no_command(self, command: str) -> str:
         known = ", ".join(self._commands)

@@ -243,12 +243,11 @@ class ElasticMagics(Magics):
         except OptionError as error:
             text = str(error)
             named = [n for n in self.commands.defaults if n not in given and f"{n}=" in text]
-            if not named:
-                raise
-            raise MagicOptionError(
-                f"{MAGIC}: {text} ({', '.join(named)} set by %elastic config; "
-                "%elastic config --reset takes it back)"
-            ) from None
+            more = f"every option: {MAGIC}?"
+            if named:
+                which = ", ".join(named)
+                more = f"{which} set by %elastic config; %elastic config --reset takes it back"
+            raise MagicOptionError(f"{MAGIC}: {text} ({more})") from None
 
 
 def _is_cluster(value: Any) -> bool:

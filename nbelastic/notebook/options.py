@@ -7,17 +7,17 @@ as a test would not notice. Here a wrong option is an error like any other.
 from __future__ import annotations
 
 import argparse
-import difflib
 import keyword
 import math
 import shlex
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbelastic.collectives import BACKENDS
+from nbelastic.driver.hints import did_you_mean
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = [
     "FIT_OPTIONS",
@@ -87,19 +87,11 @@ class OptionParser(argparse.ArgumentParser):
         typed, _, value = word.partition("=")
         given = typed.replace("_", "-")
         if word.startswith("-"):
-            return f"there is no option {typed}{_hint(given, names)}"
+            return f"there is no option {typed}{did_you_mean(given, names)}"
         meant = next((name for name in names if name == f"--{given}"), None)
         if meant is not None:
             return f"{word!r} is no option; did you mean {meant} {value}?"
         return f"{word!r} belongs to no option; options begin with --"
-
-
-def _hint(given: str, names: Iterable[str]) -> str:
-    """Return what was probably meant, as the end of a sentence."""
-    names = list(names)
-    close = [name for name in names if given.startswith("-") and name.startswith(given)]
-    close = close or difflib.get_close_matches(given, names, n=3, cutoff=0.65)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def split(line: str, magic: str) -> list[str]:
@@ -149,7 +141,7 @@ def _seconds(text: str) -> float:
 def _choice(choices: Sequence[str]) -> Callable[[str], str]:
     def convert(text: str) -> str:
         if text not in choices:
-            hint = _hint(text, choices)
+            hint = did_you_mean(text, choices)
             raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(choices)}{hint}")
         return text
 
@@ -260,7 +252,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         parser.error(f"{option} belongs to one cell and can have no default")
     if name not in known:
         dashed = [each.replace("_", "-") for each in known]
-        hint = _hint(name.replace("_", "-"), dashed) or f"; there are {', '.join(dashed)}"
+        hint = did_you_mean(name.replace("_", "-"), dashed) or f"; there are {', '.join(dashed)}"
         parser.error(f"there is no option {option!r}{hint}")
     if not equals:
         parser.error(f"{text!r} must be OPTION=VALUE, as in max-np=8")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import traceback
+
+import numpy
 import pytest
 
 import nbelastic
+from nbelastic.driver import Job
+from nbelastic.driver.hints import ELSEWHERE
 from nbelastic.driver.options import Options
+from nbelastic.driver.shell import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
+from nbelastic.membership import Place, Slot, StartRank
 
 
 @pytest.mark.parametrize(
@@ -30,11 +39,102 @@ from nbelastic.errors import ClusterLost, NotPicklable, OptionError
         ({"backend": None}, "backend=None"),
         ({"backend": "pygloo"}, "heartbeat_timeout=10: with backend='pygloo' it must be above 30"),
         ({"name": "a job"}, "name='a job'"),
+        ({"name": 5}, "name=5"),
+        ({"np": "4"}, "np='4': must be a whole number"),
+        ({"min_np": 1, "max_np": "8"}, "max_np='8': must be a whole number"),
+        ({"workers": 4}, "workers=4: must be a list .* how many may train: np"),
+        ({"resources": ["GPU"]}, r"resources=\['GPU'\]: must be a dict"),
+        ({"resources": {"GPU": True}}, r"resources\['GPU'\]=True"),
+        ({"blacklist_cooldown": 10}, r"blacklist_cooldown=10: must be \(lo, hi\)"),
+        ({"blacklist_cooldown": ("a", "b")}, r"blacklist_cooldown=\('a', 'b'\)"),
+        ({"blacklist_cooldown": (1, 2, 3)}, "blacklist_cooldown"),
+        ({"args": 0.1}, r"args=0\.1: must be a tuple or list"),
+        ({"args": "abc"}, "args='abc': must be a tuple or list"),
+        ({"kwargs": [0.1]}, r"kwargs=\[0\.1\]: must be a dict"),
+        ({"kwargs": {1: 2}}, "kwargs: 1 must be the name of a parameter"),
     ],
 )
 def test_a_wrong_option_is_named(options, message):
     with pytest.raises(OptionError, match=message):
         nbelastic.fit(print, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 4}, r"fit: there is no option num_workers; did you mean np\?"),
+        ({"n_workers": 4}, r"did you mean np\?"),
+        ({"nproc_per_node": 4}, r"did you mean np or slots_per_host\?"),
+        ({"max_num_proc": 4}, r"did you mean max_np\?"),
+        ({"client": None}, r"did you mean cluster\?"),
+        ({"max_restarts": 4}, r"did you mean reset_limit\?"),
+        ({"elastic_timout": 4}, r"did you mean elastic_timeout or .*stall_timeout\?"),
+        ({"colour": 4}, "there is no option colour; there are fn, cluster, args"),
+        ({"rate": 0.1}, r"there is no option rate; to pass it to train: kwargs=\{'rate': ...\}"),
+    ],
+)
+def test_an_unknown_option_says_what_was_meant(options, message):
+    def train(rate):
+        return rate
+
+    with pytest.raises(TypeError, match=message) as caught:
+        nbelastic.fit(train, **options)
+    assert isinstance(caught.value, OptionError)
+
+
+def test_every_option_that_is_hinted_at_exists():
+    hinted = {name for names in ELSEWHERE.values() for name in names}
+    known = set(inspect.signature(nbelastic.fit).parameters)
+    assert hinted <= known
+    assert not known & ELSEWHERE.keys()
+
+
+def test_a_cluster_given_by_position_is_told_its_name():
+    with pytest.raises(
+        OptionError, match=r"fit: 'tcp://a:1' must be given by name, as in cluster="
+    ):
+        nbelastic.fit(print, "tcp://a:1")
+
+
+def test_an_option_error_has_no_line_of_what_checked_it():
+    with pytest.raises(OptionError) as caught:
+        nbelastic.fit(print, np="4")
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert [os.path.basename(file) for file in files] == ["test_options.py", "hints.py"]
+
+
+def test_numbers_of_numpy_are_sent_as_plain_numbers():
+    options = Options(np=numpy.int64(2), stall_timeout=numpy.float32(5.0), checkpoint_every=3)
+    packed = options.pack()
+    assert (type(packed["np"]), type(packed["stall_timeout"])) == (int, float)
+    assert Options.unpack(packed) == options
+
+
+@pytest.mark.parametrize("options", [{"max_np": "4"}, {"max_np": 2.5}, {"min_np": True}])
+def test_a_scale_that_is_no_whole_number_is_refused(options):
+    job = Job(Driver("scaled", Options(np=2), lambda: None))
+    with pytest.raises(OptionError, match="must be a whole number"):
+        job.scale(**options)
+    with pytest.raises(OptionError, match=r"Job.scale: .* did you mean max_np\?"):
+        job.scale(max_workers=4)
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [(7, "rank=7: so far this job has had ranks 0 to 1"), (-1, "rank=-1"), ("0", "rank='0'")],
+)
+def test_the_logs_of_a_rank_that_never_was_are_an_error(rank, message):
+    driver = Driver("printed", Options(np=2), lambda: None)
+    job = Job(driver)
+    assert job.logs(7) == ""  # nothing has started: it may yet
+    for start in range(2):
+        slot = Slot(f"s{start}", f"tcp://w{start}:1", f"w{start}", "h")
+        place = Place(start, 2, start, 2, 0, 1)
+        driver.books.note_effect(StartRank(start=start, slot=slot, place=place), 2)
+    driver.books.note_output(1, "one\n")
+    assert (job.logs(0), job.logs(1)) == ("", "one\n")
+    with pytest.raises(OptionError, match=message):
+        job.logs(rank)
 
 
 def test_an_option_error_is_a_value_error():

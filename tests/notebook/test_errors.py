@@ -22,6 +22,15 @@ def test_an_interrupted_job_is_a_keyboard_interrupt_that_says_what_became_of_it(
     assert error._render_traceback_() == ["JobInterrupted: its workers are free"]
 
 
+@pytest.mark.parametrize("options", ["np='4'", "min_np=5, max_np=2", "num_workers=4"])
+def test_a_wrong_option_of_fit_is_shown_with_the_line_of_the_cell_alone(shell, options, capsys):
+    shell.run_cell(f"import nbelastic\nnbelastic.fit(print, {options})")
+    place, line, message = capsys.readouterr().out.strip().splitlines()
+    assert place.endswith("line 2")
+    assert line == f"    nbelastic.fit(print, {options})"
+    assert "Option" in message.split(": ")[0]
+
+
 def test_errors_inside_a_rank_keep_their_lines():
     for kind in (errors.CollectiveError, errors.NotInitialized, errors.OptionError):
         assert not hasattr(kind, "_render_traceback_")

@@ -153,7 +153,18 @@ def test_a_conflict_with_a_default_says_where_that_came_from(shell, fit):
     assert "np set by %elastic config" in str(error)
     fit.refuses = OptionError("np=5 is above max_np=2")
     error = run(shell, "%%elastic_train --np 5 --max-np 2\n1", fails=True)
-    assert str(error) == "np=5 is above max_np=2"
+    assert str(error) == (
+        "%%elastic_train: np=5 is above max_np=2 (every option: %%elastic_train?)"
+    )
+
+
+def test_a_value_that_fit_refuses_shows_no_frame_of_nbelastic(shell, capsys):
+    run(shell, "%%elastic_train --min-np 5 --max-np 2\n1", fails=True)
+    shown = capsys.readouterr().out
+    assert shown.strip() == (
+        "MagicOptionError: %%elastic_train: min_np=5 is above max_np=2 "
+        "(every option: %%elastic_train?)"
+    )
 
 
 # -- the cluster -------------------------------------------------------------------------------

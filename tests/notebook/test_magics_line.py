@@ -85,6 +85,16 @@ def test_logs_are_those_of_one_rank_or_of_all(shell, job, capsys, monkeypatch):
     assert capsys.readouterr().out == "second: rank 2 has printed nothing yet\n"
 
 
+def test_a_rank_that_the_job_never_had_is_an_error(shell, job, monkeypatch):
+    def logs(self, rank=None):
+        raise OptionError(f"rank={rank}: so far this job has had ranks 0 to 1")
+
+    monkeypatch.setattr(type(job), "logs", logs, raising=False)
+    error = run(shell, "%elastic logs --rank 7", fails=True)
+    assert type(error).__name__ == "MagicOptionError"
+    assert "%elastic logs: rank=7: so far this job has had ranks 0 to 1" in str(error)
+
+
 def test_jobs_lists_the_latest_first(shell, job, capsys):
     run(shell, "%elastic jobs")
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [

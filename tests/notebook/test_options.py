@@ -82,6 +82,9 @@ def test_the_options_of_the_cell_itself(line, found):
         ("--maxnp=8", ["no option --maxnp;", "--max-np"]),
         ("-h", ["no option -h"]),
         ("--help", ["no option --help"]),
+        ("--num-workers 4", ["no option --num-workers", "did you mean --np?"]),
+        ("--nproc_per_node=2", ["did you mean --np or --slots-per-host?"]),
+        ("--max-restarts 3", ["did you mean --reset-limit?"]),
         ("max_np=8", ["'max_np=8'", "did you mean --max-np 8?"]),
         ("8", ["'8' belongs to no option"]),
         ("--np zero", ["--np", "'zero'", "whole number, at least 1"]),
@@ -140,6 +143,7 @@ def test_a_default_is_read_as_the_option_is(text, found):
     ("text", "says"),
     [
         ("max-pn=8", "did you mean max-np"),
+        ("num-proc=8", "did you mean np?"),
         ("colour=red", "there are backend, blacklist-cooldown, block"),
         ("max-np", "must be OPTION=VALUE"),
         ("max-np=many", "'many' must be a whole number"),
