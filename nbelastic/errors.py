@@ -18,6 +18,7 @@
     │   ├── JobStopped              stopped or cancelled by its user
     │   └── Detached                another kernel drives it now
     ├── CollectiveError             an operation between ranks failed; HorovodInternalError
+    ├── StateMismatch               a state does not fit the values of a checkpoint or another rank
     ├── HostsUpdatedInterrupt       the membership is about to change, as planned
     └── NotInitialized              a rank's function was called before init()
 
@@ -64,6 +65,7 @@ __all__ = [
     "RankExit",
     "RankFailed",
     "ResetLimitExceeded",
+    "StateMismatch",
     "Stopped",
     "UnknownOption",
     "VersionMismatch",
@@ -155,6 +157,13 @@ class CollectiveError(NbelasticError, RuntimeError):
 
 
 HorovodInternalError = CollectiveError
+
+
+class StateMismatch(NbelasticError):
+    """A state does not fit the values of a checkpoint or of another rank; nothing was changed.
+
+    The message names what was expected and what came.
+    """
 
 
 class HostsUpdatedInterrupt(NbelasticError, RuntimeError):

@@ -27,7 +27,7 @@ from nbelastic.elastic.checkpoint_writer import Writer
 from nbelastic.elastic.parcel import Parcel, flatten, unflatten
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.transfer import allgather_object
-from nbelastic.errors import NbelasticError, OptionError, Stopped
+from nbelastic.errors import NbelasticError, OptionError, StateMismatch, Stopped
 from nbelastic.membership import FRESH, RankNote
 
 if TYPE_CHECKING:
@@ -195,12 +195,17 @@ class Checkpoints:
         samplers = state._samplers()
         lengths = [wire[0] for wire in wires]
         if lengths != [len(sampler.dataset) for sampler in samplers]:
-            raise NbelasticError(
+            raise StateMismatch(
                 f"{path} was made with samplers of {lengths} samples; "
                 f"now they have {[len(sampler.dataset) for sampler in samplers]}"
             )
         try:
             state._unpack(Parcel(head, parcel.tensors, parcel.devices))
+        except StateMismatch as error:
+            raise StateMismatch(
+                f"{path} does not fit the state that the function has built: {error}. Build what "
+                "it was made of, or train without it (resume=False, or another directory)"
+            ) from None
         except Exception as error:  # whatever the user's classes raise: it must not pass as theirs
             raise NbelasticError(f"{path} does not fit the state: {error}") from error
         for sampler, wire in zip(samplers, wires, strict=True):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Header", "decode", "encode"]
 
-FORMAT = 1
+FORMAT = 2
 _MAGIC = b"NBELAST\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 16

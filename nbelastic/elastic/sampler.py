@@ -16,7 +16,7 @@ import numpy as np
 
 from nbelastic.elastic.context import current
 from nbelastic.elastic.shards import Claim, Deal, Indices, Order, Wire, settle
-from nbelastic.errors import NotInitialized
+from nbelastic.errors import NotInitialized, StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -236,7 +236,18 @@ class ShardSampler:
         return settle(self._deal, claims, size)
 
     def unpack(self, wire: Wire, size: int) -> Deal:
-        """Return the deal that another rank has packed; change nothing."""
+        """Return the deal that another rank has packed; change nothing.
+
+        Raises
+        ------
+        StateMismatch
+            It is of another number of samples.
+        """
+        if wire[0] != len(self.dataset):
+            raise StateMismatch(
+                f"this rank's sampler has a dataset of {len(self.dataset)} samples, that of the "
+                f"others {wire[0]}: all ranks must build the same dataset"
+            )
         return Deal.unpack(wire, self._deal.order, size)
 
     def install(self, deal: Deal, rank: int, *, resumed: bool = False) -> None:
@@ -251,6 +262,9 @@ class ShardSampler:
         resumed : bool, default False
             Whether the training function is about to be called again; see :meth:`set_epoch`.
         """
+        order = deal.order
+        if (order.seed, order.shuffle) != (self._deal.order.seed, self._deal.order.shuffle):
+            self.seed, self.shuffle = order.seed, order.shuffle  # those of the ranks it is from
         self._start(deal)
         self._rank = rank
         self._resumed = resumed

@@ -25,8 +25,8 @@ __all__ = ["Claim", "Deal", "Order", "Wire", "choose_root", "settle"]
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.int64]
-Wire = tuple[int, int, bytes, int]
-"""A deal as it travels: samples, epoch, which are done (packed), number of settlements."""
+Wire = tuple[int, int, bytes, int, int, bool]
+"""A deal as it travels: samples, epoch, which are done (packed), settlements, seed, shuffle."""
 
 _SEED_LIMIT = 1 << 32
 
@@ -111,7 +111,8 @@ class Deal:
     def pack(self) -> Wire:
         """Return the deal as plain values, without what each rank knows itself."""
         order = self.order
-        return (order.length, order.epoch, np.packbits(self.done).tobytes(), self.settled)
+        done = np.packbits(self.done).tobytes()
+        return (order.length, order.epoch, done, self.settled, order.seed, order.shuffle)
 
     @staticmethod
     def unpack(wire: Wire, known: Order, size: int) -> Deal:
@@ -122,13 +123,13 @@ class Deal:
         wire : tuple
             What :meth:`pack` returned.
         known : Order
-            One with the same seed; used again if it is the same altogether.
+            Used again if it is the same.
         size : int
             Number of ranks.
         """
-        length, epoch, packed, settled = wire
+        length, epoch, packed, settled, seed, shuffle = wire
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=length)
-        order = Order(length, epoch, known.seed, known.shuffle)
+        order = Order(length, epoch, seed, shuffle)
         return Deal(known if order == known else order, bits.astype(np.bool_), size, settled)
 
 

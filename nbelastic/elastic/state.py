@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.elastic.context import current
 from nbelastic.elastic.parcel import Parcel
 from nbelastic.elastic.transfer import spread
-from nbelastic.errors import OptionError
+from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ class ObjectState(State):
 
         def __getattr__(self, name: str) -> Any: ...
 
+    _aligned = False  # with the other ranks, once at least
+
     # -- what kinds of states do differently -----------------------------------------------------
 
     def _samplers(self) -> list[ShardSampler]:
@@ -212,8 +214,18 @@ class ObjectState(State):
         return self._saved_samplers
 
     def _unpack(self, parcel: Parcel) -> None:
-        """Take over what another rank has packed."""
-        self.__dict__.update(pickle.loads(parcel.head))
+        """Take over what another rank has packed.
+
+        Raises
+        ------
+        StateMismatch
+            It does not fit this state, which has not changed.
+        """
+        values = pickle.loads(parcel.head)
+        samplers = self._samplers()
+        mine = [n for n in self._names if not any(getattr(self, n) is each for each in samplers)]
+        check_names("the values", mine, values)
+        self.__dict__.update(values)
 
     # -- the life of a state ---------------------------------------------------------------------
 
@@ -272,9 +284,30 @@ class ObjectState(State):
             parcel = self._pack() if context.rank == context.source else None
             parcel = spread(context.communicator(), members, parcel, context.take_room())
             if context.rank != context.source:
-                self._unpack(parcel)
+                self._take_over(parcel, context.source)
         for sampler, deal in zip(samplers, deals, strict=True):
             sampler.install(deal, context.rank, resumed=resumed)
+        self._aligned = True
+
+    def _take_over(self, parcel: Parcel, source: int) -> None:
+        try:
+            self._unpack(parcel)
+        except StateMismatch as error:
+            raise StateMismatch(
+                f"the state of rank {source} does not fit the one that this rank has built: "
+                f"{error}. All ranks must build the same state"
+            ) from None
+
+
+def check_names(
+    what: str, expected: Iterable[str], came: Iterable[str], *, in_order: bool = False
+) -> None:
+    """Raise :class:`~nbelastic.errors.StateMismatch` unless the names are the same."""
+    expected, came = list(expected), list(came)
+    if (expected != came) if in_order else (sorted(expected) != sorted(came)):
+        raise StateMismatch(
+            f"expected {what} {', '.join(expected) or 'none'}; came {', '.join(came) or 'none'}"
+        )
 
 
 def _parcel_of(values: dict[str, Any], samplers: Sequence[ShardSampler]) -> Parcel:

@@ -9,7 +9,7 @@ import torch
 
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.torch.generators import GeneratorStates
-from nbelastic.torch.handlers import change, note, things_in
+from nbelastic.torch.handlers import change, labels_of, models_first, note, things_in
 from nbelastic.torch.identity import same
 from nbelastic.torch.outline import Outlined, renote
 from nbelastic.torch.snapshot import ATOMS, Builder, Recorder, Thing
@@ -78,7 +78,7 @@ def take_apart(values: Mapping[str, Any], before: Commit | None = None) -> Commi
             thing = things[node.number]
             recorder.adopt(thing, renote(recorder, thing, node, options))
     else:
-        known = Outlined(things)
+        known = Outlined(things, labels_of(things, values))
         for thing, told in zip(things, known.told, strict=True):
             if told:
                 recorder.record(thing)
@@ -97,7 +97,7 @@ def take_apart(values: Mapping[str, Any], before: Commit | None = None) -> Commi
 
 def put_together(builder: Builder, noted: list[Thing], nodes: dict[str, Node]) -> dict[str, Any]:
     """Return values by name; things are changed in place."""
-    for thing in noted:  # first: tensors that they share with values stay theirs
+    for thing in models_first(noted, builder.things):  # tensors that others share stay theirs
         builder.build(thing)
     built = {name: builder.build(node) for name, node in nodes.items()}
     builder.flush()

@@ -8,22 +8,33 @@ leaves out buffers that are not persistent, an optimizer's shares its tensors wi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.errors import NbelasticError
+from nbelastic.errors import StateMismatch
 from nbelastic.torch.reducer import Reducer
-from nbelastic.torch.snapshot import ATOMS, Slot, children_of, is_flat
+from nbelastic.torch.snapshot import ATOMS, Slot, children_of, is_flat, slots_in
+from nbelastic.torch.structure import LAZY, OWN, Names, word_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from nbelastic.torch.snapshot import Builder, Node, Recorder
+    from nbelastic.torch.snapshot import Builder, Node, Recorder, Thing
+    from nbelastic.torch.structure import Structure
 
-__all__ = ["change", "handler_of", "note", "options_of", "things_in"]
+__all__ = [
+    "Structured",
+    "change",
+    "handler_of",
+    "labels_of",
+    "models_first",
+    "note",
+    "options_of",
+    "things_in",
+]
 
 
 class Handler(Protocol):
@@ -35,8 +46,11 @@ class Handler(Protocol):
     def change(self, builder: Builder, thing: Any, content: Any) -> None:
         """Make `thing` be as noted."""
 
+    def parts(self, label: str, content: Any, names: Names) -> Structure:
+        """Return the structure of what was noted of the object that is called `label`."""
 
-_LAZY = Slot(-1)
+
+_UNMADE = Slot(-1)
 """Stands for a tensor that does not exist yet."""
 
 
@@ -56,7 +70,7 @@ class ModuleHandler:
                     if tensor is None:
                         tensors.append((path, kind, name, None, False))
                     elif is_lazy(tensor):
-                        tensors.append((path, kind, name, _LAZY, False))
+                        tensors.append((path, kind, name, _UNMADE, False))
                     else:
                         node = recorder.record(tensor)
                         tensors.append((path, kind, name, node, tensor.requires_grad))
@@ -71,9 +85,9 @@ class ModuleHandler:
         noted = set()
         for path, kind, name, node, requires_grad in tensors:
             if path not in modules:
-                raise NbelasticError(f"the model of this rank has no submodule {path!r}")
+                raise StateMismatch(f"the model of this rank has no submodule {path!r}")
             noted.add((path, kind, name))
-            if node == _LAZY:
+            if node == _UNMADE:
                 continue
             into = getattr(modules[path], kind)
             into[name] = _tensor(builder, node, into.get(name), kind, requires_grad)
@@ -86,6 +100,29 @@ class ModuleHandler:
             extra = builder.build(node)
             builder.flush()
             modules[path].set_extra_state(extra)
+
+    def parts(self, label: str, content: Any, names: Names) -> Structure:
+        """Describe parameters and buffers by type and shape, and name those that are frozen."""
+        tensors, extras = content
+        found: Structure = {("extra state of", _join(label, path)): "" for path, _ in extras}
+        for path, kind, name, node, requires_grad in tensors:
+            full = _join(label, path, name)
+            is_parameter = kind == "_parameters"
+            if node is None:
+                words = "None"
+            elif node == _UNMADE:
+                words = LAZY
+            else:
+                words = names.words[node] if isinstance(node, Slot) else word_for(node.value)
+                words += " frozen" if is_parameter and not requires_grad else ""
+                if isinstance(node, Slot):
+                    names.known.setdefault(node, full)
+            found["parameter" if is_parameter else "buffer", full] = words
+        return found
+
+
+def _join(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def _tensor(
@@ -102,6 +139,8 @@ def _tensor(
     if kind == "_parameters":
         if not isinstance(tensor, torch.nn.Parameter):
             tensor = torch.nn.Parameter(tensor, requires_grad)
+            if isinstance(node, Slot):
+                builder.replace(node, tensor)
         tensor.requires_grad_(requires_grad)
         tensor.grad = None
     return tensor
@@ -131,20 +170,12 @@ class OptimizerHandler:
         live = thing.param_groups
         if isinstance(getattr(thing, "_reducer", None), Reducer):
             thing.reset()  # type: ignore[attr-defined]
-        if not builder.local and [len(slots) for slots, _ in groups] != [
-            len(group["params"]) for group in live
-        ]:
-            raise NbelasticError("the optimizer of this rank has other parameter groups")
         del live[len(groups) :]
         for index, (slots, noted) in enumerate(groups):
             if index == len(live):
                 live.append({"params": []})
             group = live[index]
-            present = group["params"] if not builder.local else [None] * len(slots)
-            parameters = [
-                builder.tensor(slot, parameter)
-                for slot, parameter in zip(slots, present, strict=True)
-            ]
+            parameters = _parameters(builder, slots, group["params"])
             for parameter in parameters:
                 parameter.grad = None
             options = {key: builder.build(node) for key, node in noted.items()}
@@ -156,6 +187,29 @@ class OptimizerHandler:
         }
         thing.state.clear()
         thing.state.update(built)
+
+    def parts(self, label: str, content: Any, names: Names) -> Structure:
+        """Describe each group by the names of its parameters, in any order."""
+        return {
+            ("parameter group", f"{label}.param_groups[{index}]"): tuple(
+                sorted(names.known.get(slot, OWN + names.words[slot]) for slot in slots)
+            )
+            for index, (slots, _) in enumerate(content[0])
+        }
+
+
+def _parameters(
+    builder: Builder, slots: Sequence[Slot], present: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return a group's parameters: those of models; of the others, what is at their place."""
+    if builder.local:
+        return [builder.tensor(slot) for slot in slots]
+    models = {id(builder.tensor(slot)) for slot in slots if builder.has(slot)}
+    others = [each for each in present if id(each) not in models]
+    if len(others) != sum(not builder.has(slot) for slot in slots):
+        raise StateMismatch("the optimizer of this rank has other parameters, which no model has")
+    rest = iter(others)
+    return [builder.tensor(slot, None if builder.has(slot) else next(rest)) for slot in slots]
 
 
 def options_of(recorder: Recorder, group: dict[str, Any]) -> dict[str, Node]:
@@ -174,6 +228,11 @@ class SamplerHandler:
         """Leave the sampler as it is."""
         del builder, thing, content
 
+    def parts(self, label: str, content: Any, names: Names) -> Structure:
+        """Describe nothing."""
+        del label, content, names
+        return {}
+
 
 class StateDictHandler:
     """Anything with ``state_dict`` and ``load_state_dict``: schedulers, scalers, metrics."""
@@ -187,6 +246,10 @@ class StateDictHandler:
         state_dict = builder.build(content)
         builder.flush()
         thing.load_state_dict(state_dict)
+
+    def parts(self, label: str, content: Any, names: Names) -> Structure:
+        """Describe the tensors in the state dict."""
+        return {("tensor", name): names.words[slot] for name, slot in slots_in(content, label)}
 
 
 class ScalerHandler(StateDictHandler):
@@ -209,6 +272,11 @@ class GeneratorHandler:
     def change(self, builder: Builder, thing: torch.Generator, content: Any) -> None:
         """Set its state."""
         thing.set_state(builder.build(content))
+
+    def parts(self, label: str, content: Any, names: Names) -> Structure:
+        """Describe nothing."""
+        del label, content, names
+        return {}
 
 
 _HANDLERS: list[tuple[type, Handler]] = [
@@ -263,3 +331,61 @@ def things_in(values: Iterable[object]) -> list[object]:
         elif not is_flat(value):
             stack.extend(reversed(list(children_of(value))))
     return things
+
+
+def labels_of(things: Sequence[object], values: Mapping[str, object]) -> list[str]:
+    """Return how code that has `values` would write each of the things in them."""
+    found: dict[int, str] = {}
+    stack = list(values.items())[::-1]
+    seen: set[int] = set()
+    while stack:
+        label, value = stack.pop()
+        if type(value) in ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        found[id(value)] = label
+        if handler_of(value) is None and not is_flat(value):
+            children = list(children_of(value))
+            keys = value if isinstance(value, dict) else range(len(children))
+            pairs = zip(keys, children, strict=True)
+            stack.extend([(f"{label}[{key!r}]", child) for key, child in pairs][::-1])
+    return [found[id(thing)] for thing in things]
+
+
+class Structured(NamedTuple):
+    """What was noted of things.
+
+    Attributes
+    ----------
+    things, labels : sequence
+        The things, and what they are called.
+    noted : sequence of Thing
+        Their nodes.
+    tensors : sequence of torch.Tensor
+        For each slot a tensor of its type and shape.
+    """
+
+    things: Sequence[object]
+    labels: Sequence[str]
+    noted: Sequence[Thing]
+    tensors: Sequence[torch.Tensor]
+
+    def kinds(self) -> list[str]:
+        """Return names and types of the things."""
+        pairs = zip(self.labels, self.things, strict=True)
+        return [f"{label} ({type(thing).__qualname__})" for label, thing in pairs]
+
+    def structure(self) -> Structure:
+        """Return what can be compared of them."""
+        names = Names([*map(word_for, self.tensors)], {})
+        structure: Structure = {}
+        for node in models_first(self.noted, self.things):
+            handler = handler_of(self.things[node.number])
+            assert handler is not None
+            structure.update(handler.parts(self.labels[node.number], node.content, names))
+        return structure
+
+
+def models_first(noted: Iterable[Thing], things: Sequence[object]) -> list[Thing]:
+    """Return nodes in an order in which parameters are met in their models, if they have any."""
+    return sorted(noted, key=lambda node: not isinstance(things[node.number], torch.nn.Module))

@@ -42,6 +42,8 @@ class Outlined:
     ----------
     things : list of object
         All objects with a handler.
+    labels : sequence of str, optional
+        What they are called.
 
     Attributes
     ----------
@@ -59,8 +61,9 @@ class Outlined:
         For each of `noted`, if it is an optimizer with plain options, their values at the time.
     """
 
-    def __init__(self, things: list[object]) -> None:
+    def __init__(self, things: list[object], labels: Sequence[str] = ()) -> None:
         self.things = things
+        self.labels = labels
         self.told = [_tells(thing) for thing in things]
         self.whole = all(
             tells or not isinstance(thing, torch.optim.Optimizer)

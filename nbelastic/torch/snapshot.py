@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "ATOMS",
@@ -32,6 +32,7 @@ __all__ = [
     "Thing",
     "children_of",
     "is_flat",
+    "slots_in",
 ]
 
 _CONTAINERS = (list, tuple, dict, OrderedDict)
@@ -88,6 +89,21 @@ def _copied(value: object, known: dict[int, Any], flat: bool) -> object:
     if not flat:
         return copy.deepcopy(value, known)
     return known.setdefault(id(value), copy.copy(value))
+
+
+def slots_in(node: Node, label: str) -> Iterator[tuple[str, Slot]]:
+    """Yield the tensors in a container, with how code would write them."""
+    stack: list[tuple[str, Node]] = [(label, node)]
+    seen: set[int] = set()
+    while stack:
+        label, node = stack.pop()
+        if isinstance(node, Slot):
+            yield label, node
+        elif isinstance(node, Items) and id(node) not in seen:
+            seen.add(id(node))
+            keys = range(len(node.nodes)) if node.keys is None else node.keys
+            pairs = zip(keys, node.nodes, strict=True)
+            stack.extend((f"{label}[{key!r}]", each) for key, each in pairs)
 
 
 class Recorder:
@@ -193,6 +209,8 @@ class Builder:
 
     Attributes
     ----------
+    things : sequence of object
+        This rank's things.
     kept : set of int
         Slots whose values are used themselves.
     """
@@ -210,7 +228,7 @@ class Builder:
     ) -> None:
         self._keep = keep
         self._values = values
-        self._things = things
+        self.things = things
         self._change = change
         self._owners = owners
         self._addresses = addresses
@@ -231,6 +249,14 @@ class Builder:
         """Return the value of a slot, only to be read."""
         return self._values[slot]
 
+    def has(self, slot: Slot) -> bool:
+        """Return whether the tensor of a slot has been met."""
+        return slot in self._filled
+
+    def replace(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Have another tensor with the same memory be that of a slot."""
+        self._filled[slot] = tensor
+
     def build(self, node: Node) -> Any:
         """Return the value of a node: the same object for the same node."""
         if isinstance(node, Slot):
@@ -238,7 +264,7 @@ class Builder:
         if id(node) in self._built:
             return self._built[id(node)]
         if isinstance(node, Thing):
-            value = self._built[id(node)] = self._things[node.number]
+            value = self._built[id(node)] = self.things[node.number]
             self._change(self, value, node.content)
             return value
         if isinstance(node, Items):

@@ -14,14 +14,15 @@ from torch.optim import Optimizer
 from nbelastic.elastic.context import current
 from nbelastic.elastic.parcel import Parcel
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.elastic.state import ObjectState
-from nbelastic.errors import NbelasticError, NotInitialized
+from nbelastic.elastic.state import ObjectState, check_names
+from nbelastic.errors import NotInitialized
 from nbelastic.pickling import Pickler
 from nbelastic.torch.commit import put_together, take_apart
 from nbelastic.torch.copies import Copies, nbytes_of
 from nbelastic.torch.deferral import Deferral
-from nbelastic.torch.handlers import change, note, things_in
+from nbelastic.torch.handlers import Structured, change, labels_of, note, things_in
 from nbelastic.torch.snapshot import Builder, Recorder
+from nbelastic.torch.structure import changes, check_fit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
     from nbelastic.elastic.sampler import SamplerSnapshot
     from nbelastic.torch.commit import Commit
+    from nbelastic.torch.snapshot import Node
 
 __all__ = ["TorchState"]
 
@@ -91,6 +93,7 @@ class TorchState(ObjectState):
         self._boundary_copies = Copies()
         self._told: tuple[object, ...] = ()
         super().__init__(model=model, optimizer=optimizer, **values)
+        self._built = _structured(self._commit).structure()
 
     def save(self) -> None:
         """Keep the present values as the last commit, in the memory of the one before."""
@@ -173,27 +176,39 @@ class TorchState(ObjectState):
         recorder = Recorder(things, note, duplicate=False)
         nodes = {name: recorder.record(value) for name, value in values.items()}
         trusted = self._deferral.rhythm.known
-        head = _dump((_kinds(things), recorder.noted, nodes, trusted), things)
-        return Parcel(head, recorder.tensors)
+        present = Structured(things, labels_of(things, values), recorder.noted, recorder.tensors)
+        return Parcel(self._head(present, nodes, trusted), recorder.tensors)
 
     def _pack_commit(self) -> Parcel:
         self._settle()
         commit = self._commit
-        head = _dump((_kinds(commit.things), commit.noted, commit.nodes, False), commit.things)
+        head = self._head(_structured(commit), commit.nodes, False)
         devices = [owner.device.type for owner in commit.owners]
         return Parcel(head, self._copies.values, devices)
+
+    def _head(self, present: Structured, nodes: dict[str, Node], trusted: bool) -> bytes:
+        """Return all but the tensors, and what has become of the state since it was built."""
+        before = changes(self._built, present.structure())
+        content = _dump((present.noted, nodes, trusted), present.things)
+        return pickle.dumps((present.kinds(), list(nodes), before, content))
 
     def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
         return self._commit.samplers
 
     def _unpack(self, parcel: Parcel) -> None:
-        things = things_in(self._values().values())
-        kinds, noted, nodes, trusted = _load(parcel.head, things)
-        if kinds != _kinds(things):
-            raise NbelasticError(
-                f"the state of this rank holds {_kinds(things)}, that of the others {kinds}: "
-                "build the same state on all ranks"
-            )
+        values = self._values()
+        things = things_in(values.values())
+        kinds, names, before, content = pickle.loads(parcel.head)
+        recorder = Recorder(things, note, duplicate=False)
+        mine = Structured(things, labels_of(things, values), recorder.noted, recorder.tensors)
+        check_names("the values", self._names, names)
+        check_names("the objects", mine.kinds(), kinds, in_order=True)
+        noted, nodes, trusted = _load(content, things)
+        if not self._aligned:  # else it may be behind those who have changed it since
+            for thing in things:
+                recorder.record(thing)
+            theirs = Structured(things, mine.labels, noted, parcel.tensors)
+            check_fit(mine.structure(), theirs.structure(), before)
         keep = parcel.room is not None
         builder = Builder(parcel.tensors, things, change, devices=parcel.devices, keep=keep)
         self.__dict__.update(put_together(builder, noted, nodes))
@@ -203,6 +218,10 @@ class TorchState(ObjectState):
                     parcel.room.give_back(tensor)
         if trusted:  # this rank runs the same function
             self._deferral.rhythm.trust()
+
+
+def _structured(commit: Commit) -> Structured:
+    return Structured(commit.things, commit.outlined.labels, commit.noted, commit.owners)
 
 
 def _dense_gradients(models: Iterable[Module]) -> list[Parameter]:
@@ -224,10 +243,6 @@ def _context() -> Context | None:
         return current()
     except NotInitialized:
         return None
-
-
-def _kinds(things: Sequence[object]) -> list[str]:
-    return [type(thing).__qualname__ for thing in things]
 
 
 # Values may refer to models and optimizers of the state; for the receiver these are its own.
