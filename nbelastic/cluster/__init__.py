@@ -5,6 +5,7 @@ from .harm import InjectedFault
 from .link import Link, open_jobs
 from .preflight import check_versions, pack_function
 from .protocol import Message
+from .reachability import check_scheduler
 from .remote import Failure, unpack_error
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "InjectedFault",
     "Link",
     "Message",
+    "check_scheduler",
     "check_versions",
     "open_jobs",
     "own_versions",

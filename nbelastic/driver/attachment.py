@@ -6,9 +6,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import dask
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Status
 
+from nbelastic.cluster import check_scheduler
 from nbelastic.errors import ClusterLost, OptionError
+
+from . import display
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,10 +47,16 @@ def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], 
 
 
 def _connected(cluster: Any) -> tuple[Client, Callable[[], None]]:
+    shown = repr(cluster)
+    if not isinstance(cluster, str) and cluster.status in (Status.closed, Status.closing):
+        raise ClusterLost(f"cluster={shown}: it has been closed")
+    address = cluster if isinstance(cluster, str) else cluster.scheduler_address
+    if isinstance(address, str):
+        check_scheduler(address, getattr(cluster, "security", None), display.say)
     try:
         client = Client(cluster, set_as_default=False)
     except OSError as error:
-        raise ClusterLost(f"cluster={cluster!r}: no scheduler answers there ({error})") from error
+        raise ClusterLost(f"cluster={shown}: no scheduler answers there ({error})") from error
     return client, client.close
 
 

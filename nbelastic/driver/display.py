@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .job import Job
 
-__all__ = ["Display", "Watch", "label", "set_display", "show", "started", "watching"]
+__all__ = ["Display", "Watch", "label", "say", "set_display", "show", "started", "watching"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ class Display(Protocol):
 
     def show(self, job: Job) -> None:
         """Show a job that is the value of a cell."""
+
+    def say(self, text: str) -> None:
+        """Show one line that belongs to no job. Called in the thread that waits."""
 
     def label(self, file: str) -> str | None:
         """Return what the user calls a file of source code, such as ``Cell In[5]``, or None."""
@@ -80,6 +83,12 @@ def started(job: Job) -> None:
 def show(job: Job) -> bool:
     """Show a job; return whether there was a display that could."""
     return _display is not None and _guard(lambda: _call(lambda display: display.show(job)))
+
+
+def say(text: str) -> None:
+    """Show one line that belongs to no job."""
+    if _display is not None:
+        _guard(lambda: _call(lambda display: display.say(text)))
 
 
 def label(file: str) -> str | None:

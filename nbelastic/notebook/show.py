@@ -55,6 +55,7 @@ __all__ = [
     "close",
     "kernel_shell",
     "label",
+    "say",
     "set_manner",
     "show",
     "started",
@@ -138,6 +139,13 @@ class NotebookDisplay:
             view.publish()
             view.follow()
 
+    def say(self, text: str) -> None:
+        """Show one line that belongs to no job, where there is somebody to read it."""
+        if threading.current_thread() is threading.main_thread() and not _noninteractive():
+            stream = sys.stderr if self._shell() is None else sys.stdout
+            stream.write(text + "\n")
+            stream.flush()
+
     def label(self, file: str) -> str | None:
         """Return what IPython calls the cell that a file of source code is, or None."""
         shell = self._shell()
@@ -200,6 +208,7 @@ _display = NotebookDisplay()
 started = _display.started
 watching = _display.watching
 show = _display.show
+say = _display.say
 label = _display.label
 set_manner = _display.set_manner
 close = _display.close

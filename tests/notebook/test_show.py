@@ -173,3 +173,27 @@ def test_a_file_that_is_a_cell_is_called_as_ipython_calls_it(stage, shell):
     assert stage.display.label(__file__) is None
     stage.shell = None
     assert stage.display.label(cell) is None
+
+
+# -- lines that belong to no job -------------------------------------------------------------------
+
+
+def test_a_line_without_a_job_goes_to_the_cell(stage, capsys):
+    stage.display.say("connecting to tcp://10.0.0.5:8786")
+    assert capsys.readouterr().out == "connecting to tcp://10.0.0.5:8786\n"
+
+
+def test_a_line_without_a_job_goes_to_stderr_in_a_terminal(stage, capsys):
+    stage.shell = None
+    stage.display.say("connecting")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "connecting\n")
+
+
+def test_no_line_without_a_job_from_another_thread_or_without_a_reader(stage, capsys, monkeypatch):
+    thread = threading.Thread(target=stage.display.say, args=("connecting",))
+    thread.start()
+    thread.join()
+    monkeypatch.setenv("NBELASTIC_NONINTERACTIVE", "1")
+    stage.display.say("connecting")
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,120 @@
+"""Addresses at which no scheduler answers: an error in bounded time that says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import dask
+import pytest
+from distributed import Status
+
+import nbelastic
+from nbelastic.driver import display
+from nbelastic.errors import ClusterLost, OptionError
+
+
+@contextlib.contextmanager
+def listening(answer):
+    """Listen on a port, and hand each connection to `answer`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    answer(server.accept()[0])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Lines that the user was told."""
+    lines: list[str] = []
+    monkeypatch.setattr(display, "say", lines.append)
+    with dask.config.set({"distributed.comm.timeouts.connect": "300ms"}):
+        yield lines
+
+
+def test_it_is_said_at_once_where_a_connection_is_tried_and_why_it_fails(told):
+    with pytest.raises(ClusterLost, match=r"tcp://127\.0\.0\.1:1'.*nothing listens at this port"):
+        nbelastic.fit(print, cluster="tcp://127.0.0.1:1")
+    assert len(told) == 1
+    assert told[0].startswith("connecting to tcp://127.0.0.1:1: nothing listens")
+
+
+def test_a_host_that_is_unknown_is_said_so(told):
+    with pytest.raises(ClusterLost, match="the name of the host is unknown"):
+        nbelastic.jobs("tcp://no-such-host.invalid:8786")
+
+
+def test_a_port_that_accepts_and_says_nothing_does_not_block_for_ever(told):
+    kept = []
+    with (
+        listening(kept.append) as address,
+        pytest.raises(ClusterLost, match="the connection is accepted, but nothing is answered"),
+    ):
+        nbelastic.fit(print, cluster=address)
+    for connection in kept:
+        connection.close()
+
+
+def test_a_port_that_closes_the_connection_is_said_so_at_once(told):
+    with (
+        listening(lambda connection: connection.close()) as address,
+        pytest.raises(ClusterLost, match=r"it closed the connection .* needs tls://"),
+    ):
+        nbelastic.attach("a-job", cluster=address)
+    assert told == []
+
+
+def test_what_answers_and_is_no_scheduler_is_said_so(told):
+    def answer(connection):
+        connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + b"x" * 100)
+        connection.close()
+
+    with listening(answer) as address, pytest.raises(ClusterLost, match="no scheduler answers"):
+        nbelastic.jobs(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("10.0.0.5", r"as in tcp://10\.0\.0\.5:8786$"),
+        ("", "must be a scheduler's address"),
+        ("tcp://10.0.0.5", "must be a scheduler's address"),
+        ("tcp://10.0.0.5:99999", "must be a scheduler's address"),
+        ("tcp://10.0.0.5:port", "must be a scheduler's address"),
+        ("http://localhost:8787/status", "of a web page, such as Dask's dashboard"),
+        ("tpc://10.0.0.5:8786", "tpc:// is no protocol"),
+        ("scheduler.json", r"Client\(scheduler_file=...\)"),
+        ("tls://10.0.0.5:8786", "tls:// needs certificates"),
+    ],
+)
+def test_what_is_no_address_is_refused_before_anything_is_tried(told, address, message):
+    with pytest.raises(OptionError, match=message) as caught:
+        nbelastic.jobs(address)
+    assert f"cluster={address!r}" in str(caught.value)
+    assert told == []
+
+
+def test_the_address_of_a_worker_is_said_to_be_one(crew):
+    worker = next(iter(crew.client.scheduler_info()["workers"]))
+    with pytest.raises(OptionError, match=r"address of a worker; must be that of the scheduler"):
+        nbelastic.jobs(worker)
+
+
+def test_a_cluster_that_was_closed_is_said_so():
+    class Closed:
+        scheduler_address = "tcp://127.0.0.1:1"
+        status = Status.closed
+
+    with pytest.raises(ClusterLost, match="it has been closed"):
+        nbelastic.jobs(Closed())
