@@ -10,7 +10,7 @@ NATIVE_SOURCES := nbelastic/native/CMakeLists.txt $(wildcard $(addprefix nbelast
 # Processes that run tests; much of a test is waiting.
 JOBS ?= 2
 
-.PHONY: test demo native lint chaos simulate sanitize clean
+.PHONY: test test-fast demo native lint docs chaos simulate sanitize clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,15 @@ $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 test: lint $(NATIVE)
 	$(BIN)/python -m pytest --nbval notebooks --nbval-cell-timeout=300 -p no:cacheprovider
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# For the edit loop: pure rooms and fakes; no cluster, no browser, no other process.
+FAST := tests/house tests/membership tests/driver tests/elastic tests/cluster tests/notebook tests/torch
+test-fast: lint $(NATIVE)
+	$(BIN)/python -m pytest -n $(JOBS) -q -m "not slow" $(FAST)
+
+docs: $(STAMP)
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
+	@echo build/docs/index.html
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,11 +1,11 @@
-"""Sums of vectors over the ranks of one machine, by several means, in one run.
+"""Sums of vectors over the ranks of one machine, by several libraries in one run.
 
-Ours over shared memory (a vector in the communicator's own memory, and one in any), Gloo as
-``torch.distributed`` has it, MPICH where ``nbelastic[benchmark]`` is installed, and the limit: the
-time in which as many processes each read and write as much memory. Peers take turns, sample by
-sample, so what slows the machine slows all of them alike; a sample is of several sums and ends with
-the last rank. Prints milliseconds and ratios with their quartiles; exits with 1 if a target is
-missed, with 2 if it could not be measured.
+Compared are nbelastic over shared memory (for a vector in the communicator's memory and for any
+other), Gloo in ``torch.distributed``, MPICH if ``nbelastic[benchmark]`` is installed, and the
+limit: the time in which the same number of processes each read and write as much memory. Peers
+take turns, sample by sample, so a slow machine slows all of them alike. A sample has several sums
+and ends with the last rank. Prints milliseconds and ratios with their quartiles. Exits with 1 if a
+target is missed, with 2 if something could not be measured.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ KB, MB = 1 << 10, 1 << 20
 SIZES = [4 * KB, 16 * KB, 100 * KB, MB, 4 * MB, 10 * MB, 25 * MB, 100 * MB, 256 * MB]
 QUICK_SIZES = [4 * KB, 100 * KB, MB, 10 * MB]
 OURS, ANY, GLOO, MPICH, LIMIT = "ours", "ours, any memory", "gloo", "mpich", "limit"
-# Of a size in bytes: least speed over Gloo by number of ranks.
+# Lowest speed relative to Gloo, by number of ranks: up to 10 MB, and at 100 MB.
 OVER_GLOO = {2: (10.0, 6.0), 4: (12.0, 7.0)}
 OVER_MPICH = 2.0
 OVER_LIMIT = 2.0
 LEAST_ROUNDS = 3
 HOPELESS = 0.05
-"""Share of the time for a size that a sum may take: ranks that spin for others may need seconds."""
+"""Largest share of the time for a size that one sum may take. Ranks that spin may need seconds."""
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def size_of(text: str) -> int:
-    """Return the bytes in such as ``100KB``."""
+    """Return the number of bytes in a text such as ``100KB``."""
     number, unit = text.upper().rstrip("KMB"), text.upper().lstrip("0123456789")
     return int(number) * {"": 1, "B": 1, "KB": KB, "MB": MB}[unit] // 512 * 512
 
@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[int, Any]:
 
 
 def find_mpiexec() -> str:
-    """Return the path of pip's mpiexec, or nothing, with a word."""
+    """Return the path of pip's mpiexec. If there is none, print so and return nothing."""
     path = Path(sys.executable).with_name("mpiexec")
     if path.exists() and importlib.util.find_spec("mpi4py"):
         return str(path)
@@ -96,7 +96,7 @@ def by_turns(crews: dict[str, Crew], size: int, options: argparse.Namespace) -> 
         if not all(crew.ask("check", peer)):
             raise Failed(f"{peer}: a wrong sum of {name_of(size)}")
         once = crew.time("run", peer, 1)
-        if once < options.budget * HOPELESS:  # else it is slow enough to be told by one
+        if once < options.budget * HOPELESS:  # else one sum is long enough to measure
             once = crew.time("run", peer, 3) / 3
         samples[peer] = [1e3 * once]
     order = list(crews)
@@ -115,13 +115,13 @@ def by_turns(crews: dict[str, Crew], size: int, options: argparse.Namespace) -> 
 
 
 def iterations(samples: list[float], seconds: float) -> int:
-    """Return how many sums fill a sample: by those so far, since a machine's pace changes."""
+    """Return how many sums fill a sample, from those so far, as a machine's speed drifts."""
     once = statistics.median(samples) / 1e3
     return max(1 if once > 0.1 else 3, math.ceil(seconds / once))
 
 
 def ratio(rows: dict[str, Any], peer: str, to: str) -> Spread:
-    """Return how much longer `peer` takes than `to`: by rounds, so that drift cancels out."""
+    """Return how much longer `peer` takes than `to`, by rounds, so that drift cancels out."""
     if peer not in rows:
         return Spread(math.nan, math.nan, math.nan)
     return quartiles([a / b for a, b in zip(rows[peer], rows[to], strict=True)])

@@ -1,4 +1,4 @@
-"""The ranks of benchmarks/allreduce.py: every way of summing a vector that it compares."""
+"""Ranks of benchmarks/allreduce.py: all ways of summing a vector that it compares."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FLOAT_BYTES = 4
 
 
 class Peers:
-    """What can run by turns in one process: this project's, Gloo, and the limit of the memory.
+    """Peers that take turns in one process: nbelastic, Gloo, and the memory's limit.
 
-    A vector of float32 of each kind: one in memory of the communicator's, one in ordinary memory.
+    Each has one float32 vector: in the communicator's memory, or in ordinary memory.
     """
 
     def __init__(self, rank: int, size: int, backend: str, place: Place) -> None:
@@ -35,7 +35,7 @@ class Peers:
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
 
     def prepare(self, nbytes: int) -> None:
-        """Have vectors of so many bytes, and none other."""
+        """Allocate vectors of `nbytes` bytes, and free all others."""
         self.forget()
         count, dtype = nbytes // FLOAT_BYTES, self._torch.float32
         own = self._communicator.empty(count, dtype)
@@ -44,7 +44,7 @@ class Peers:
 
         def touch() -> None:
             ordinary.add_(0.0)
-            # Else each goes over its own again and again while it has a processor, in its cache.
+            # Without it, each repeats its own vector in its cache while it has a processor.
             communicator.barrier()
 
         self._runs = {
@@ -67,7 +67,7 @@ class Peers:
             operation()
 
     def forget(self) -> None:
-        """Let go of all vectors."""
+        """Free all vectors."""
         self._runs, self._arrays = {}, {}
         gc.collect()
 
@@ -83,8 +83,8 @@ class Mpich:
     def __init__(self, rank: int, size: int) -> None:
         import mpi4py
 
-        # One thread calls MPI: it need not lock against others. But only a rank that several could
-        # call gives its processor away while it waits, which those without one of their own need.
+        # One thread calls MPI, so it needs no locks. But only if several threads could call it does
+        # a waiting rank yield its processor, which ranks without one of their own need.
         if size > len(os.sched_getaffinity(0)):
             os.environ |= {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
         else:

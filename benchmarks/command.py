@@ -1,4 +1,4 @@
-"""What the commands that compare have in common: options, the order of things, how they end."""
+"""Common parts of the commands that compare: options, order of work, exit status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def options_of(name: str, description: str | None, rounds: int, budget: float) -> Any:
-    """Return a parser with the options that all of them have."""
+    """Return a parser with the options that all commands have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -43,11 +43,11 @@ def run(
     show: Callable[[int, Any], None],
     aims: Callable[[int, Any], list[Target]],
 ) -> int:
-    """Measure with each number of ranks, show it, and return an exit status.
+    """Measure with each number of ranks, print the results, and return an exit status.
 
     It is 0 if all targets are met, 1 if one is missed, 2 if something could not be measured.
     """
-    # As an exception would: no rank and no file outlives it.
+    # End as an exception would, so that no rank and no file is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results: dict[str, Any] = {"machine": machine(), "worlds": {}}
     print(results["machine"], flush=True)
@@ -66,7 +66,7 @@ def run(
     met = sum(target.met for target in targets)
     print(f"{met} of {len(targets)} met")
     if out is not None:
-        # What could not be measured is not a number, and JSON has only numbers.
+        # A value that could not be measured is not finite, and JSON has finite numbers only.
         results["targets"] = [
             asdict(each)
             | {"met": each.met, "ratio": each.ratio if math.isfinite(each.ratio) else None}

@@ -1,9 +1,9 @@
-"""What a commit after each step costs: in a real job, with Adam, for models of two sizes.
+"""Cost of a commit after each step, in a real job with Adam, for models of two sizes.
 
-Every rank trains a perceptron, steps and commits, and times both; some steps in between deep-copy
+Every rank trains a perceptron, steps and commits, and times both. Some steps in between deep-copy
 the state dicts of model and optimizer, as elastic training commonly keeps its state. Prints
-milliseconds, the share of a step that its commit takes, and how much cheaper it is than the copies;
-exits with 1 if a target is missed.
+milliseconds, the share of a step that its commit takes, and how much cheaper it is than the
+copies. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
 
 def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Return, by model, the milliseconds of rank 0 in each round."""
-    quiet = logging.ERROR  # Dask warns of workers that take a while to end, which is no news
+    quiet = logging.ERROR  # Dask warns of workers that take a while to end
     with (
         LocalCluster(
             n_workers=ranks, threads_per_worker=1, dashboard_address=":0", silence_logs=quiet

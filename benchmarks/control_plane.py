@@ -1,9 +1,9 @@
-"""What agreement costs as a job grows: the machine, the driver, and forming a generation.
+"""Cost of membership as a job grows: the machine, the driver, and forming a generation.
 
-The membership machine is told what ranks in these numbers would tell it, one message at a time:
-workers are found, ranks are ready, connect, send heartbeats with commits, a hundredth of them die.
-The driver runs in its thread with 1,000 simulated ranks that report each second. Processes of this
-machine then form generations, 2 to 64 of them. Exits with 1 if a target is missed.
+The membership machine receives the messages of many ranks, one at a time: workers are found, ranks
+are ready, connect, and send heartbeats with commits, and one percent of them die. The driver runs
+in its thread with 1,000 simulated ranks that report each second. Processes of this machine then
+form generations, 2 to 64 of them. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import msgpack
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, quartiles, table
 from benchmarks.forming import formed_in
-from benchmarks.large_job import SimulatedLink, slots_of
+from benchmarks.large_job import SimulatedJobClient, slots_of
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
-from nbelastic.driver.shell import Driver
+from nbelastic.driver.thread import Driver
 from nbelastic.membership import (
     Abort,
     Beat,
@@ -53,7 +53,7 @@ COMMITS = 20
 
 
 class Timed:
-    """A machine, with the seconds that its events have taken, by kind, and what it has sent."""
+    """A machine, the seconds that its events have taken by kind, and the effects it has sent."""
 
     def __init__(self, ranks: int) -> None:
         self.machine = Machine(Limits(np=ranks, min_np=ranks // 2))
@@ -64,7 +64,7 @@ class Timed:
         self._now = 0.0
 
     def tell(self, what: str, events: Iterable[Event]) -> float:
-        """Hand in events, a hundredth of a millisecond apart; return how many seconds it took."""
+        """Handle events that are 0.01 ms apart; return how many seconds it took."""
         taken = 0.0
         for event in events:
             self._now += 1e-5
@@ -86,7 +86,7 @@ class Timed:
 
 
 def machine(ranks: int) -> dict[str, Any]:
-    """Return what a machine took to bring `ranks` ranks through a plan, commits and a failure."""
+    """Return how long a machine takes for a plan of `ranks` ranks, commits and a loss."""
     timed = Timed(ranks)
     slots = slots_of(ranks)
     starts = range(ranks)
@@ -119,19 +119,19 @@ def _ready(start: int, left: int, version: float) -> RankReady:
 
 
 def driver(ranks: int, seconds: float) -> float:
-    """Return the share of a core taken by a driver whose `ranks` ranks report each second."""
-    link = SimulatedLink()
+    """Return the share of a core that a driver takes if `ranks` ranks report every second."""
+    job_client = SimulatedJobClient()
     shell = Driver("large", Options(np=ranks, min_np=ranks // 2), lambda: None)
-    link.driver = shell
-    shell.start(link)  # type: ignore[arg-type]
-    link.say(SlotsFound(slots_of(ranks)))
+    job_client.driver = shell
+    shell.start(job_client)  # type: ignore[arg-type]
+    job_client.say(SlotsFound(slots_of(ranks)))
     while shell.view().state != "running":
         time.sleep(0.05)
     sending = 0.0
     before, began = time.process_time(), time.monotonic()
     for beat in range(1, int(seconds) + 1):
         begin = time.thread_time()
-        link.beat(beat, rows=1)
+        job_client.beat(beat, rows=1)
         sending += time.thread_time() - begin
         time.sleep(max(0.0, began + beat - time.monotonic()))
     spent = time.process_time() - before - sending

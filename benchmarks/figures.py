@@ -1,4 +1,4 @@
-"""What comes out of a benchmark: medians with their spread, targets, tables."""
+"""Results of a benchmark: medians with their spread, targets, tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Target:
-    """What a ratio is meant to be."""
+    """A limit for a ratio."""
 
     name: str
     ratio: float
@@ -60,14 +60,14 @@ def quartiles(values: Sequence[float]) -> Spread:
 def bootstrap(
     rounds: Sequence[Any], figure: Callable[[Sequence[Any]], float], times: int = 400
 ) -> Spread:
-    """Return a figure of all rounds, and between what it lies in nine of ten draws of them."""
+    """Return a figure of all rounds, and its range in nine of ten bootstrap draws of them."""
     dice = random.Random(0)
     drawn = sorted(figure(dice.choices(rounds, k=len(rounds))) for _ in range(times))
     return Spread(drawn[times // 20], figure(rounds), drawn[-1 - times // 20])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns, the first to the left and the others to the right."""
+    """Return a table as text, the first column aligned left and the others right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = []
     for row in (head, *rows):
@@ -78,7 +78,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return where a figure comes from."""
+    """Return a description of the machine."""
     import torch
 
     cpu = platform.processor() or platform.machine()
@@ -97,7 +97,7 @@ def machine() -> dict[str, Any]:
 
 
 def _short(value: float, digits: int) -> str:
-    """Write a number with so many digits behind the point, or more where it is small."""
+    """Return a number with so many decimals, or more if it is small."""
     if math.isnan(value):
         return "-"
     while abs(value) < 10 ** (1 - digits) and digits < 4:

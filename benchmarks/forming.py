@@ -1,4 +1,4 @@
-"""How long it takes processes of this machine to form a generation."""
+"""Time that processes of this machine need to form a generation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PATIENCE_S = 120.0
 def formed_in(backend: str, size: int, rounds: int) -> list[float]:
     """Return, for each round, the milliseconds until the last of `size` ranks was connected.
 
-    Connected means that a barrier has brought it the word of all others.
+    A rank is connected when its first barrier has completed.
     """
     import torch
 
-    from nbelastic.collectives import open_store
+    from nbelastic.collectives import RendezvousServer
 
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")  # before the store starts its thread
@@ -37,7 +37,7 @@ def formed_in(backend: str, size: int, rounds: int) -> list[float]:
         its.close()
         crew.append((process, ours))
     try:
-        with contextlib.closing(open_store("127.0.0.1")) as store:
+        with contextlib.closing(RendezvousServer("127.0.0.1")) as store:
             return [_round(crew, store.address, number) for number in range(rounds + 1)][1:]
     finally:
         for _, pipe in crew:

@@ -1,9 +1,9 @@
-"""How much of its pace a job keeps while its workers are killed.
+"""Goodput of a job whose workers are killed at regular intervals.
 
-Four ranks, steps of 80 ms, a commit per step. Commits per second over some minutes: with one rank
-killed every 15 seconds, and every 60, each after an undisturbed run that it is compared with.
-Prints both shares; exits with 1 below 80 % or 95 %. A machine that is busy with other things, more
-in one run than in the other, shows in the shares.
+Four ranks train with steps of 80 ms and a commit per step. Measured are commits per second over
+some minutes, with one rank killed every 15 seconds and every 60, each relative to an undisturbed
+run before. Prints both shares. Exits with 1 below 80 % or 95 %. If the machine is busy with other
+work in one run more than in the other, the shares show it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def measure(crew: Crew, seconds: float, every: float) -> tuple[float, chaos.Report]:
-    """Return steps per second, with a kill every so many seconds (0 for none)."""
+    """Return steps per second, with a kill every `every` seconds (0 for none)."""
     crew.wait_until_whole(RANKS)
     with tempfile.TemporaryDirectory() as marks:
         work = Workload(Path(marks), epochs=4000, seconds=0.08)
@@ -54,12 +54,12 @@ def measure(crew: Crew, seconds: float, every: float) -> tuple[float, chaos.Repo
         until(lambda: job.status.commits > 20, "it trains")
         count = math.ceil(seconds / every) - 1 if every else 0
         kills = [chaos.kill(rank=n % 2 + 1, after=every * n) for n in range(1, count + 1)]
-        storm = chaos.inject(job, *kills)
+        plan = chaos.inject(job, *kills)
         begin = next_commit(job)
         threading.Event().wait(seconds)
         end = next_commit(job)
-        storm.stop()
-        report = storm.report()
+        plan.stop()
+        report = plan.report()
         job.cancel()
         job.wait(60)
     if report.rows[-1].injected < count:
@@ -68,7 +68,7 @@ def measure(crew: Crew, seconds: float, every: float) -> tuple[float, chaos.Repo
 
 
 def next_commit(job: Job) -> tuple[float, int]:
-    """Wait until there is word of another commit; return when that was, and how many there are."""
+    """Wait for another commit; return its time and the number of commits."""
     before = job.status.commits
     until(lambda: job.status.commits != before, "another commit")
     return time.monotonic(), job.status.commits

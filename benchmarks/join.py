@@ -1,22 +1,21 @@
-"""How long training stands still when a rank joins.
+"""Time that training stands still when a rank joins.
 
-Ranks train with Adam; again and again one worker more is started, and taken away again when its
-rank has joined. Of the older ranks the longest time from one step to the next counts, from the
-start of the worker to some steps after its rank has joined, less an ordinary step of as many ranks
-as train then (on a machine with fewer processors than ranks it is longer than one before). It is
-held against the time that the state needs to be copied once, measured in the same run.
+Ranks train with Adam. A worker is started, and removed again when its rank has joined, repeatedly.
+The figure is the longest time from one step of an old rank to the next, from the start of the
+worker to some steps after the join, less an ordinary step of as many ranks as train then (with
+fewer processors than ranks, this is longer than a step before). Its limit depends on the time to
+copy the state once, measured in the same run.
 
-A step's mark is the moment at which its gradients have been summed: all ranks are there at once, so
-what holds up any of them shows on all, and nothing shows twice. A rank's own end of a step comes an
-optimizer's step later; where ranks share processors, that is sooner or later by who has one first.
-Beside the longest gap stand what it is by those own ends, the longest before the join, while the
-newcomer starts, the one in which it joins, and the longest after, when nobody joins: what a machine
-makes of steps by itself.
+The moment of a step is when its gradients have been summed: all ranks are there at once, so a
+delay of one rank shows on all, once. A rank's own end of a step comes after its optimizer's step;
+if ranks share processors, its time depends on which rank gets a processor first. Also printed: the
+longest gap by those own ends, the longest before the join while the new rank starts, the one at
+the join, and the longest after it.
 
-A newcomer that starts needs a processor for seconds, though nobody waits for it. What that costs
-where there is none to spare is measured with an endless loop in its place, for as long: the start
-may cost no more than 50 ms beyond it, and there the longest gap counts from the join on. Prints
-milliseconds; exits with 1 if a target is missed.
+A new rank that starts uses a processor for seconds, although no rank waits for it. If no processor
+is free, an endless loop in its place, for as long, shows what this costs. The start may cost at
+most 50 ms more, and the longest gap counts from the join on. Prints milliseconds. Exits with 1 if
+a target is missed.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from benchmarks.timeline import STEPS, Moment, Timeline
 MODELS = {"mlp-1m": "mlp-1m-adam", "mlp-25m": "mlp-25m-adam"}
 FIXED_MS = 50.0
 COPIES = 2.0
-"""How many times the state may be copied."""
+"""Number of copies of the state whose time is allowed."""
 MARK = "met"
 
 
@@ -91,31 +90,31 @@ def one_join(crew: Ours, timeline: Timeline, ranks: int) -> dict[str, float]:
         "joined": 1e3 * (max(gap for gap, _, after in gaps if after > ranks) - ordinary),
         "later": 1e3 * (max(later) - ordinary),
         "own end": 1e3 * (max(gap for gap, _, _ in itertools.chain(*ends)) - ordinary),
-        "busy": 1e3 * (beside_somebody(timeline, ranks, sum(starts) / len(old)) - alone),
+        "busy": 1e3 * (with_busy_process(timeline, ranks, sum(starts) / len(old)) - alone),
     }
 
 
-def beside_somebody(timeline: Timeline, ranks: int, seconds: float) -> float:
+def with_busy_process(timeline: Timeline, ranks: int, seconds: float) -> float:
     """Return the longest time between two steps while an endless loop runs for so long."""
     timeline.wait_for_steps(ranks, MARK)
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as somebody:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         begin = time.monotonic()
         try:
             time.sleep(seconds)
         finally:
-            somebody.kill()
+            busy.kill()
     gaps = (_gaps(timeline.of(pid), MARK, begin) for pid in timeline.trained)
     return max(gap for gap, _, _ in itertools.chain(*gaps))
 
 
 def _gaps(moments: list[Moment], mark: str, begin: float) -> list[tuple[float, int, int]]:
-    """Return the seconds between marks, and among how many ranks the first and the second was."""
+    """Return the seconds between marks, and the number of ranks at each of the two."""
     steps = [moment for moment in moments if moment.what == mark and moment.time > begin]
     return [(b.time - a.time, a.size, b.size) for a, b in itertools.pairwise(steps)]
 
 
 def state_of(model: str) -> dict[str, float]:
-    """Return the size of a state, and in how many milliseconds it is copied."""
+    """Return the size of a state, and the milliseconds of a copy."""
     from benchmarks.training_models import TASKS
 
     count = 3 * sum(parameter.numel() for parameter in TASKS[model].model().parameters())
@@ -137,7 +136,7 @@ def show(ranks: int, worlds: dict[str, Any]) -> None:
         "longest gap",
         "worst",
         "before",
-        "beside a busy process",
+        "with a busy process",
         "at the join",
         "later",
         "by own ends",

@@ -1,9 +1,9 @@
-"""What a job of 200 ranks costs the kernel: driver and live panel together, as a share of a core.
+"""Cost of a job of 200 ranks for the kernel: driver and live panel, as a share of a core.
 
-The ranks are simulated: their messages come as the scheduler would send them, heartbeats and vitals
-twice a second and a report per step. Everything in the kernel is real: the membership machine in
-its thread, the gauges, a panel that refreshes four times a second, messages packed and signed.
-Prints the share of a core over 20 seconds; exits with 1 above 5 %.
+The ranks are simulated: the scheduler's messages, with heartbeats and telemetry twice a second and
+a report per step. The parts in the kernel are real: the membership machine in its thread, the
+metrics, a panel that refreshes four times a second, messages packed and signed. Prints the share
+of a core over 20 seconds. Exits with 1 above 5 %.
 """
 
 from __future__ import annotations
@@ -11,33 +11,48 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import comm
 
 from benchmarks.panel import LIMIT, PER_SECOND, RANKS, Wire
+from nbelastic.cluster.wire import (
+    JobEvent,
+    Message,
+    RankTelemetry,
+    SlotGranted,
+    TelemetryBatch,
+    ToDriver,
+    pack,
+    unpack_for_driver,
+)
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
-from nbelastic.driver.shell import Driver
+from nbelastic.driver.thread import Driver
+from nbelastic.elastic.telemetry import MetricsReport, TelemetrySnapshot
 from nbelastic.membership import (
     Beat,
     Beats,
+    Place,
     RankFormed,
     RankReady,
     Slot,
     SlotsFound,
-    pack_event,
 )
+
+if TYPE_CHECKING:
+    from nbelastic.elastic.runtime import RankSpec
 
 SECONDS = 20
 STEPS_PER_SECOND = 10
 
 
-class SimulatedLink:
-    """The cluster's end: ranks that do what they are told."""
+class SimulatedJobClient:
+    """The cluster: ranks that follow the driver's plans."""
 
     status = "running"
     epoch = 1
+    uid = "uid"
 
     def __init__(self) -> None:
         self.driver: Driver | None = None
@@ -45,13 +60,14 @@ class SimulatedLink:
         self.granted: set[int] = set()
         self._seq = 0
 
-    def tell(self, do: str, **fields: Any) -> None:
+    def tell(self, message: Message) -> None:
+        """Hand a message to the driver, read as it comes from the wire."""
         assert self.driver is not None
-        self.driver.receive({"do": do, "epoch": self.epoch, **fields})
+        self.driver.receive(unpack_for_driver(pack(ToDriver(self.epoch, message))))
 
     def say(self, event: Any) -> None:
         self._seq += 1
-        self.tell("event", seq=self._seq, event=pack_event(event), attachment=None)
+        self.tell(JobEvent(self._seq, event))
 
     def step(self, *_: Any) -> None:
         """Carry out what the driver's machine has just decided, as the scheduler's copy would."""
@@ -59,13 +75,14 @@ class SimulatedLink:
         roster = self.driver._machine.roster
         for start in sorted(roster.ranks.keys() - self.granted):
             self.granted.add(start)
-            self.tell("granted", start=start, slot={"id": roster.ranks[start].slot.id}, place={})
+            self.tell(SlotGranted(start, roster.ranks[start].slot, Place(0, 1, 0, 1, 0, 1)))
         if roster.plan is not None and not self.members:
             self.members = [member.start for member in roster.plan.members]
             for start in self.members:
                 self.say(RankFormed(start, roster.plan.generation))
 
-    def submit(self, start: int, *_: Any, **__: Any) -> None:
+    def submit(self, spec: RankSpec, *_: Any) -> None:
+        start = spec.start
         self.say(RankReady(start, 0, -1, 1, ("10.0.0.1", 4000 + start), False, ""))
 
     def drives(self) -> bool:
@@ -78,14 +95,15 @@ class SimulatedLink:
         pass
 
     def beat(self, beat: int, rows: int = 5) -> None:
-        """Send what the ranks send in half a second, or between any two heartbeats."""
+        """Send the messages of all ranks for half a second, one interval of heartbeats."""
         step = beat * STEPS_PER_SECOND // 2
         self.say(Beats(tuple(Beat(s, step << 32, False, step) for s in self.members)))
-        row = [[step + i, 0, 1, None, {"loss": 1.0 / (step + i + 1)}] for i in range(rows)]
-        vitals = [
-            [s, [step, 32 * step, "cuda:0", 0, step, 9, 900, 0, 0, []], row] for s in self.members
-        ]
-        self.tell("vitals", vitals=vitals)
+        reports = tuple(
+            MetricsReport(step + i, 0, 1, None, {"loss": 1.0 / (step + i + 1)}) for i in range(rows)
+        )
+        snapshot = TelemetrySnapshot(step, 32 * step, "cuda:0", 0, step, 9, 900)
+        ranks = (RankTelemetry("large", start, snapshot, reports) for start in self.members)
+        self.tell(TelemetryBatch(tuple(ranks)))
 
 
 def slots_of(count: int) -> tuple[Slot, ...]:
@@ -100,11 +118,11 @@ def main() -> int:
     comm.create_comm = Wire
     from nbelastic.notebook.panel import Panel
 
-    link = SimulatedLink()
+    job_client = SimulatedJobClient()
     driver = Driver("large", Options(np=RANKS, min_np=100), lambda: None)
-    link.driver = driver
-    driver.start(link)  # type: ignore[arg-type]
-    link.say(SlotsFound(slots_of(RANKS)))
+    job_client.driver = driver
+    driver.start(job_client)  # type: ignore[arg-type]
+    job_client.say(SlotsFound(slots_of(RANKS)))
     job = Job(driver)
     panel = Panel(job)
     pause = threading.Event()
@@ -113,7 +131,7 @@ def main() -> int:
     before, began = time.process_time(), time.monotonic()
     for update in range(SECONDS * PER_SECOND):
         if update % 2 == 0:
-            link.beat(update // 2 + 1)
+            job_client.beat(update // 2 + 1)
         panel.refresh()
         pause.wait(max(0.0, began + (update + 1) / PER_SECOND - time.monotonic()))
     share = (time.process_time() - before) / (time.monotonic() - began)

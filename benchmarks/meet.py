@@ -1,4 +1,4 @@
-"""Where the ranks of a benchmark meet, and how."""
+"""Rendezvous of the ranks of a benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks meet: the address of a store for ours, the path of a file for Gloo."""
+    """Where ranks meet: the address of nbelastic's server, and the path of Gloo's file."""
 
     store: tuple[str, int]
     gloo_file: str
@@ -26,18 +26,18 @@ class Place:
 
 @contextlib.contextmanager
 def place() -> Iterator[Place]:
-    """Have a place to meet at; for whoever starts the ranks."""
-    from nbelastic.collectives import open_store
+    """Provide a place to meet; for the process that starts the ranks."""
+    from nbelastic.collectives import RendezvousServer
 
     with (
-        contextlib.closing(open_store("127.0.0.1")) as store,
+        contextlib.closing(RendezvousServer("127.0.0.1")) as store,
         tempfile.TemporaryDirectory() as folder,
     ):
         yield Place(store.address, f"{folder}/gloo")
 
 
 def meet(rank: int, size: int, backend: str, place: Place) -> Communicator:
-    """Return this rank's communicator, over `backend` and nothing else."""
+    """Return this rank's communicator; fail if it is not over `backend`."""
     from nbelastic.collectives import Rendezvous, connect
 
     rendezvous = Rendezvous(
@@ -58,7 +58,7 @@ def meet(rank: int, size: int, backend: str, place: Place) -> Communicator:
 
 
 def meet_over_gloo(rank: int, size: int, place: Place) -> Any:
-    """Return ``torch.distributed`` with all ranks in its group, on one thread of torch's."""
+    """Return ``torch.distributed`` with all ranks in its group; torch uses one thread."""
     import torch
     import torch.distributed
 
@@ -70,7 +70,7 @@ def meet_over_gloo(rank: int, size: int, place: Place) -> Any:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a port that is free now."""
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
         return int(own.getsockname()[1])

@@ -1,7 +1,7 @@
-"""What the live panel of a job of 200 ranks costs the kernel, as a share of a core.
+"""Cost of the live panel of a job of 200 ranks for the kernel, as a share of a core.
 
-Steps, speeds and times change between any two updates; updates come four times a second; every
-changed trait is packed and signed as ipykernel does it. Prints the share; exits with 1 above 5 %.
+Steps, speeds and times change between any two updates, which come four times a second. Every
+changed trait is packed and signed as ipykernel does it. Prints the share. Exits with 1 above 5 %.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMIT = 0.05
 
 
 class Wire(comm.base_comm.BaseComm):
-    """Packs and signs what a kernel would send."""
+    """Packs and signs the messages that a kernel would send."""
 
     sent = 0
 
@@ -36,7 +36,7 @@ class Wire(comm.base_comm.BaseComm):
 
 
 class Job:
-    """A job of 200 ranks in which everything moves; it loses a worker every ten seconds."""
+    """A job of 200 ranks in which all values change; it loses a worker every ten seconds."""
 
     name = "large"
     started = 0.0

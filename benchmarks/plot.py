@@ -1,4 +1,4 @@
-"""A picture of what ``benchmarks.recovery --json`` has measured: how long a kill stops training.
+"""Plot of the ``--json`` output of ``benchmarks.recovery``: how long a kill stops training.
 
 One bar for each peer, on a logarithmic scale, with every kill as a dot. Writes an SVG that is
 readable on light and on dark pages.

@@ -1,4 +1,4 @@
-"""A rank of a crew: does what it is ordered, and sleeps otherwise (see benchmarks.side_by_side)."""
+"""A rank of a crew: carries out orders, and sleeps otherwise (see benchmarks.side_by_side)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.side_by_side import Failed
 
 
 def main(kind: str, address: str, number: str = "") -> None:
-    # Started by mpiexec, all ranks have the same command line, and this tells them apart.
+    # Ranks that mpiexec starts have the same command line. This variable differs.
     rank = int(number or os.environ["PMI_RANK"])
     with socket.socket(socket.AF_UNIX) as own:
         own.connect(address)
@@ -36,7 +36,7 @@ def main(kind: str, address: str, number: str = "") -> None:
                 member = getattr(importlib.import_module(module), name)(rank, size, *arguments)
             else:
                 answer = carry_out(getattr(member, what), arguments, moment)
-        except Exception as problem:  # whatever it is, it is for whoever gave the order
+        except Exception as problem:  # the process that gave the order handles it
             error = str(problem)
             if not isinstance(problem, Failed):
                 error += "\n" + traceback.format_exc()
@@ -46,7 +46,7 @@ def main(kind: str, address: str, number: str = "") -> None:
 
 
 def carry_out(method: Any, arguments: tuple[object, ...], moment: float | None) -> Any:
-    """Return what `method` returns; if it is to begin at a moment, that at which it ended."""
+    """Return the result of `method`; if it is to begin at a moment, the moment of its end."""
     if moment is None:
         return method(*arguments)
     time.sleep(max(0.0, moment - time.monotonic()))
@@ -60,7 +60,7 @@ def listen(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
         try:
             order = connection.recv()
         except (EOFError, OSError):
-            os._exit(1)  # nobody is there to give orders, and the rank may hang in a collective
+            os._exit(1)  # no orders can come, and the rank may hang in a collective
         orders.put(order)
 
 

@@ -1,11 +1,11 @@
-"""How long training stands still when a rank is killed.
+"""Time that training stands still when a rank is killed.
 
-Four ranks train; again and again one of them is killed with SIGKILL, and comes back before the
-next. Of this project's ranks the whole way is told: what is not their own computing (from the kill,
-or from the end of the computing that a rank was in, to its going on with the others), and all until
-the next finished step, an ordinary step left out. The latter is also measured of torchrun, which
-starts all ranks again from a checkpoint, and of torchft with its timeouts at a second, by turns.
-Prints milliseconds; exits with 1 if a target is missed.
+Four ranks train. One of them is killed with SIGKILL, and comes back before the next kill. For
+nbelastic, two times are measured: the time that is not the ranks' own computing (from the kill, or
+from the end of what a rank was computing, until it continues with the others), and the time to the
+next finished step, less an ordinary step. The latter is also measured for torchrun, which starts
+all ranks again from a checkpoint, and for torchft with timeouts of a second, in turns. Prints
+milliseconds. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OVERHEAD_MS, WORST_MS, STEP_MS = 60.0, 250.0, 100.0
 FASTER = {"torchrun": 50.0, "torchft": 8.0}
 PEERS = {"ours": Ours, "torchft": Torchft, "torchrun": Torchrun}
 SHARE = {"ours": 1.0, "torchft": 0.4, "torchrun": 0.2}
-"""How many kills there are of each: the slow ones differ less, and take longer."""
+"""Number of kills of each peer. Slow peers vary less and take longer, so they have fewer."""
 
 
 def main() -> int:
@@ -73,7 +73,7 @@ def there_is(peer: str) -> bool:
 
 
 def one_kill(crew: Any, timeline: Timeline, ranks: int) -> dict[str, Any]:
-    """Kill a rank when all train; return what came of it, in milliseconds."""
+    """Kill a rank when all train; return the resulting times in milliseconds."""
     ordinary = timeline.wait_for_steps(ranks)
     before = len(crew.recoveries()) if isinstance(crew, Ours) else 0
     moment, others = crew.kill()

@@ -1,4 +1,4 @@
-"""Who recovers, in benchmarks/recovery.py: this project's job, torchrun, torchft."""
+"""Peers of benchmarks/recovery.py: a job of nbelastic, torchrun, torchft."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import abc
 import contextlib
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -31,7 +30,7 @@ RANKS = [sys.executable, "-m", "benchmarks.recovery_ranks"]
 
 
 class Peer(abc.ABC):
-    """Ranks that train, of which one can be killed."""
+    """Ranks that train; one of them can be killed."""
 
     def __init__(self, ranks: int, model: str, folder: str) -> None:
         self.ranks, self.model, self.folder = ranks, model, folder
@@ -40,14 +39,14 @@ class Peer(abc.ABC):
 
     @abc.abstractmethod
     def alive(self) -> None:
-        """Raise if it has ended, or start again what has."""
+        """Raise if the peer has ended, or restart a process that has."""
 
     @abc.abstractmethod
     def pids(self) -> list[int]:
-        """Return the ranks' processes."""
+        """Return the process ids of the ranks."""
 
     def kill(self) -> tuple[float, list[int]]:
-        """Kill one; return when, and who is left."""
+        """Kill one rank; return the time and the remaining processes."""
         pids = self.pids()
         victim = DICE.choice(pids)
         time.sleep(DICE.uniform(0.0, 0.2))  # anywhere in a step
@@ -56,7 +55,7 @@ class Peer(abc.ABC):
         return moment, [pid for pid in pids if pid != victim]
 
     def expected(self, _moment: float, others: Collection[int]) -> Collection[int]:
-        """Return whose next step ends the outage."""
+        """Return the processes whose next step ends the outage."""
         return others
 
     @abc.abstractmethod
@@ -85,16 +84,16 @@ class Peer(abc.ABC):
         return process
 
     def _noted(self) -> list[int]:
-        """Return the living processes that have noted something."""
+        """Return the living processes that have written to their logs."""
         pids = [int(path.stem) for path in Path(self.folder).glob("*.log")]
         return [pid for pid in pids if _lives(pid)]
 
 
 class Ours(Peer):
-    """A job on Dask workers, each with a nanny that starts it again; room for one rank more."""
+    """A job on Dask workers with nannies, which restart them. One more rank may join."""
 
     def start(self) -> None:
-        # Else a LocalCluster looks some seconds after a loss, and may close a nanny for good.
+        # Otherwise a LocalCluster checks some seconds after a loss, and may close a nanny for good.
         settings = {"distributed.deploy.lost-worker-timeout": "1 hour"}
         self._stack.enter_context(dask.config.set(settings))
         cluster = LocalCluster(
@@ -117,10 +116,14 @@ class Ours(Peer):
         return self._noted()
 
     def recoveries(self) -> list[dict[str, float]]:
-        """Return, for each recovery so far, after how many milliseconds its phases were over."""
-        notes = [event.detail for event in self.job.history if event.kind == "phases"]
-        found = [dict(re.findall(r"(\w+) ([\d.]+)", note)) for note in notes]
-        return [{k: float(v) for k, v in each.items()} for each in found if "restored" in each]
+        """Return, for each recovery so far, the milliseconds after which each phase ended."""
+        found = [event.figures for event in self.job.history if event.kind == "phases"]
+        counts = ("batches", "samples")
+        return [
+            {phase: at for phase, at in each.items() if phase not in counts}
+            for each in found
+            if "restored" in each
+        ]
 
     def alive(self) -> None:
         if self.job.done():
@@ -132,7 +135,7 @@ class Ours(Peer):
 
 
 class Torchrun(Peer):
-    """torchrun: an agent that starts all ranks again when one has died."""
+    """torchrun: an agent that restarts all ranks when one has died."""
 
     def start(self) -> None:
         self._agent = self._spawn(
@@ -157,7 +160,7 @@ class Torchrun(Peer):
 
 
 class Torchft(Peer):
-    """torchft: a lighthouse, and replicas that are started again one by one."""
+    """torchft: a lighthouse, and replicas that are restarted one by one."""
 
     def start(self) -> None:
         port = free_port()

@@ -1,7 +1,7 @@
-"""Ranks that train until they are killed, and note when they do what: see benchmarks/recovery.py.
+"""Ranks that train until they are killed, and log their moments: see benchmarks/recovery.py.
 
-Each process appends to a file of its own, named after it: what has just happened, on a clock that
-all processes of a machine share, and how many ranks there are.
+Each process appends to a file of its own, named after it: what has just happened, the time on a
+clock that all processes of a machine share, and the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKPOINT_EVERY = 10
-"""Steps between two checkpoints on disk, of which torchrun's ranks start again."""
+"""Steps between two checkpoints on disk, from which torchrun's ranks start again."""
 
 
 class Log:
@@ -55,7 +55,7 @@ def ours(folder: str, task: str) -> None:
                 log("met", hvd.size())  # all ranks are here at once
                 with optimizer.skip_synchronize():
                     optimizer.step()
-                log("step", hvd.size())  # it counts, even where the commit ends the generation
+                log("step", hvd.size())  # it counts, even if the commit ends the generation
                 state.batch += 1
                 state.commit()
         except CollectiveError:
@@ -66,14 +66,14 @@ def ours(folder: str, task: str) -> None:
 
 
 def torchrun(folder: str, task: str) -> None:
-    """As torchrun's documentation has it: all ranks start again, from a checkpoint."""
+    """Train as torchrun's documentation shows: all ranks start again from a checkpoint."""
     import torch
     import torch.distributed as dist
 
     from benchmarks.training_models import TASKS
 
     torch.set_num_threads(1)
-    # Ranks that have been started again would else find the addresses of those before them.
+    # Otherwise, restarted ranks would find the addresses of the earlier ones.
     store = dist.PrefixStore(
         f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}",
         dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
@@ -105,7 +105,7 @@ def torchrun(folder: str, task: str) -> None:
 
 
 def torchft(folder: str, task: str) -> None:
-    """As torchft's example has it, with its timeouts at a second.
+    """Train as torchft's example does, with timeouts of a second.
 
     Its other class for DDP fails an assertion, on all ranks, when Gloo reports a lost peer at once.
     """

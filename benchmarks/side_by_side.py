@@ -1,13 +1,13 @@
-"""Processes that measure one thing at a time, in turn, in one run.
+"""Processes that measure one candidate at a time, in turns, in one run.
 
-A :class:`Crew` is some processes, a rank each, that do what they are told and otherwise sleep in a
-read of a socket: so several crews, and several ways of doing the same thing within one, can be
-measured by turns on a machine whose speed drifts. A sample begins in all ranks at an agreed moment
-of the machine's monotonic clock, and ends with the rank that is last.
+A :class:`Crew` is a set of processes, one per rank, that carry out orders and otherwise sleep in a
+read of a socket. So several crews, and several candidates within one, can be measured in turns on
+a machine whose speed drifts. A sample begins in all ranks at an agreed moment of the machine's
+monotonic clock, and ends with the last rank.
 
-Each rank is an object of a class that the benchmark names; what it is told are calls of its
-methods. Whatever goes wrong ends with all processes gone: they end when their orders cease, and are
-killed when they don't. Every wait is bounded.
+Each rank is an object of a class that the benchmark names. Orders are calls of its methods. In
+case of any error, all processes end: they end when their orders cease, and are killed if they do
+not. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ ROOT = Path(__file__).parents[1]
 START_S = 120.0
 ORDER_S = 120.0
 HEAD_START_S = 0.004
-"""Between an order and the moment at which all ranks begin."""
+"""Seconds between an order and the moment at which all ranks begin."""
 
 
 class Failed(RuntimeError):
-    """A benchmark cannot be done; the message says why."""
+    """A benchmark cannot be done; the message has the reason."""
 
 
 class Crew:
-    """Ranks in processes of their own. A context manager: they are gone at its end.
+    """Ranks in processes of their own. A context manager, which ends them.
 
     Parameters
     ----------
     kind : str
         ``module:Class`` of a rank, made with its rank, `size` and `arguments`.
     size : int
-        How many.
+        Number of ranks.
     arguments : sequence
         Picklable, the same for all ranks.
     mpiexec : str, optional
-        What to start them with; else they are started one by one.
+        Path of the program that starts them; without it, they are started one by one.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Crew:
         Raises
         ------
         Failed
-            It raised on a rank, a rank has ended, or has not answered in two minutes.
+            The method raised on a rank, or a rank has ended or not answered in two minutes.
         """
         return self._order(what, arguments, None)
 
     def time(self, what: str, *arguments: object) -> float:
-        """Call a method on all ranks at the same moment; return when the last has done it.
+        """Call a method on all ranks at the same moment; return when the last is done.
 
-        In seconds from that moment on.
+        The result is in seconds from that moment on.
         """
         begin = time.monotonic() + HEAD_START_S
         return float(max(self._order(what, arguments, begin))) - begin
@@ -102,7 +102,7 @@ class Crew:
 
     def _order(self, what: str, arguments: tuple[object, ...], moment: float | None) -> list[Any]:
         for connection in self._ranks:
-            with contextlib.suppress(OSError):  # it has ended; its answer says so
+            with contextlib.suppress(OSError):  # the process has ended; reading its answer raises
                 connection.send((what, arguments, moment))
         answers: list[Any] = [None] * self._size
         awaited = {connection: rank for rank, connection in enumerate(self._ranks)}
@@ -169,7 +169,7 @@ class Crew:
 
 @contextlib.contextmanager
 def _listener() -> Iterator[tuple[socket.socket, str]]:
-    """Listen where nobody but this user can connect: what comes is unpickled."""
+    """Listen where only this user can connect, because messages are unpickled."""
     folder = tempfile.mkdtemp(prefix="side-by-side-")
     try:
         with socket.socket(socket.AF_UNIX) as listener:

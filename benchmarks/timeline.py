@@ -1,4 +1,4 @@
-"""What ranks have noted of themselves (benchmarks/recovery_ranks.py), read while they train."""
+"""Logs of the ranks (benchmarks/recovery_ranks.py), read while they train."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 120.0
 STEPS = 20
-"""Steps of all ranks together, of which the length of an ordinary one is told."""
+"""Steps of all ranks together, from which the length of an ordinary step is computed."""
 
 
 class Moment(NamedTuple):
-    """What a rank did, when, and among how many."""
+    """An event of a rank, with its time and the number of ranks."""
 
     what: str
     time: float
@@ -32,14 +32,14 @@ class Timeline:
     Parameters
     ----------
     folder : str
-        Where they note them.
+        Directory of their logs.
     alive : callable
-        Raises :class:`Failed` if nothing more will come.
+        Raises :class:`Failed` if no more moments will come.
 
     Attributes
     ----------
     trained : list of int
-        The processes that were waited for last.
+        The processes of the latest wait.
     """
 
     def __init__(self, folder: str, alive: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ class Timeline:
         raise Failed(f"{what}: not in {PATIENCE_S:g} s")
 
     def training(self, size: int, since: float) -> list[int]:
-        """Return the processes that have done enough steps among `size` since a moment."""
+        """Return the processes that have done enough steps with `size` ranks since a moment."""
         found = []
         for path in self._folder.glob("*.log"):
             last = self.of(int(path.stem))[-4 * STEPS :]
@@ -92,10 +92,10 @@ class Timeline:
 
 
 def until_next_step(timeline: Timeline, crew: Any, moment: float, others: Collection[int]) -> float:
-    """Return how long after a kill all that go on, or have come again, have done a step.
+    """Return the seconds from a kill until all survivors or restarted ranks have done a step.
 
-    Survivors may have finished a step in the moment of the kill; what counts is the first among
-    fewer, or, where all ranks start again, the first of the new processes.
+    Survivors may have finished a step in the moment of the kill. What counts is the first step of
+    fewer ranks or, if all ranks start again, the first of the new processes.
     """
 
     def last() -> float | None:
@@ -117,10 +117,10 @@ def until_next_step(timeline: Timeline, crew: Any, moment: float, others: Collec
 
 
 def outage(timeline: Timeline, moment: float, others: Collection[int]) -> float:
-    """Return the seconds from a kill that were not the survivors' own computing.
+    """Return the seconds after a kill that were not the survivors' own computing.
 
-    That is until the last of them goes on, from the kill or from when the last of them had done
-    what it was computing.
+    They end when the last survivor continues. They begin at the kill, or when the last survivor has
+    finished what it was computing.
     """
     computed, entered = moment, moment
     for pid in others:

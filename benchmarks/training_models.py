@@ -1,4 +1,4 @@
-"""Models of four kinds, with made data, for benchmarks/training_step.py."""
+"""Models of four kinds, with generated data, for benchmarks/training_step.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def perceptron(*widths: int) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def convolutional(width: int = 32) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each with a way around it."""
+    """Attention and a perceptron, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small model of language."""
+    """A small language model."""
 
     def __init__(self, width: int = 192, depth: int = 4, heads: int = 4) -> None:
         super().__init__()

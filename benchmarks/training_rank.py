@@ -1,4 +1,4 @@
-"""A rank of benchmarks/training_step.py: one model, trained in several ways by turns."""
+"""A rank of benchmarks/training_step.py: one model, trained by several candidates in turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.training_models import TASKS, parameters_of
-from nbelastic.cluster.allocator import steady_memory
+from nbelastic.cluster.worker.allocator import steady_memory
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.torch import DistributedOptimizer
 
@@ -29,7 +29,7 @@ BATCHES = 8
 
 
 class Member(LocalContext):
-    """A rank in a world that never changes, without a job around it."""
+    """A rank in a world that never changes, outside a job."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Member(LocalContext):
 
 
 class Way:
-    """A model that is trained in one way."""
+    """A model, trained by one candidate."""
 
     def __init__(self, name: str, way: str, context: LocalContext | None, device: str) -> None:
         task = TASKS[name]
@@ -50,7 +50,7 @@ class Way:
         self._context = context
         self.meet: Callable[[], object] = lambda: None
         if way == DDP:
-            # Buffers of a norm are each rank's own, as they are in the other ways.
+            # Each rank keeps its own buffers of norm layers, as with the other candidates.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # its name has changed in torch 2.13
                 self.forward = DistributedDataParallel(self.model, broadcast_buffers=False)
@@ -73,18 +73,18 @@ class Way:
 
 
 class Trainer:
-    """One rank of all ways."""
+    """One rank of all candidates."""
 
     def __init__(
         self, rank: int, size: int, backends: Sequence[str], place: Place, device: str = "cpu"
     ) -> None:
         self._rank = rank
         self._device = device
-        # All ways have memory as a rank of a job has it, in a process that Dask's nanny has made.
+        # All candidates use memory as a rank of a job does, in a process that Dask's nanny started.
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
         self._memory = contextlib.ExitStack()
         self._memory.enter_context(steady_memory())
-        # So that what differs between the ways is what they do.
+        # So that the candidates differ in nothing else.
         torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
         self._dist = meet_over_gloo(rank, size, place)
         self._communicators = {each: meet(rank, size, each, place) for each in backends}
@@ -93,7 +93,7 @@ class Trainer:
         self._start = torch.empty(0)
 
     def prepare(self, name: str) -> int:
-        """Make a model in all ways; return how many parameters it has."""
+        """Build a model for all candidates; return its number of parameters."""
         self._ways.clear()
         gc.collect()
         dice = torch.Generator().manual_seed(self._rank)
@@ -114,12 +114,12 @@ class Trainer:
             torch.cuda.synchronize()
 
     def digest(self, way: str) -> str:
-        """Return what tells other parameters apart."""
+        """Return a hash of the parameters."""
         parameters = parameters_of(self._ways[way].model).cpu().numpy()
         return hashlib.sha256(parameters.tobytes()).hexdigest()
 
     def apart(self, way: str) -> float:
-        """Return how far its parameters are from DDP's, as a share of the way both have gone."""
+        """Return the distance of its parameters from DDP's, relative to how far both have moved."""
         reached = parameters_of(self._ways[DDP].model)
         distance = (parameters_of(self._ways[way].model) - reached).norm()
         return float(distance / (reached - self._start).norm())

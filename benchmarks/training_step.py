@@ -1,11 +1,11 @@
-"""What ranks that train together take for a step, beyond ranks that train alone, in one run.
+"""Time of a training step, beyond that of ranks that train alone, in one run.
 
-Models of four kinds are trained by as many processes alone, by torch's DDP with Gloo, and by
-``DistributedOptimizer`` over Gloo and over shared memory, by turns: some steps of one while the
-others sleep. Prints milliseconds of a step and what each adds to training alone (medians with
-quartiles), and that as a share of what DDP adds (with the range of nine of ten draws of the
-rounds). Parameters must be equal on all ranks, and ours DDP's. Exits with 1 if a target is missed,
-with 2 if it could not be measured.
+Models of four kinds are trained by the same number of processes alone, by torch's DDP with Gloo,
+and by ``DistributedOptimizer`` over Gloo and over shared memory, in turns: some steps of one
+candidate while the others sleep. Prints milliseconds of a step and what each candidate adds to
+training alone (medians with quartiles), also as a share of what DDP adds (with its range in nine
+of ten draws of the rounds). Parameters must be equal on all ranks and, for nbelastic, equal to
+DDP's. Exits with 1 if a target is missed, with 2 if something could not be measured.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ALONE, DDP, BARRIER, GLOO = "alone", "ddp", "barrier", "gloo"
 MODELS = ["mlp-1m", "mlp-25m", "cnn", "transformer"]
 WARM_UP = 3
 TOLERANCE = 1e-2
-"""A unit of a ReLU that rounding turns on for one sample makes 1e-3; a gradient left out, 1e-1."""
-# After so many steps. What rounding makes on a GPU, a hundred times as much with each step of the
-# cnn, is another's after three.
+"""A ReLU unit that rounding turns on for one sample makes 1e-3; a missing gradient, 1e-1."""
+# Number of steps before the comparison. On a GPU, rounding differences grow a hundredfold with each
+# step of the CNN, too much after three.
 COMPARED = {"cpu": WARM_UP, "cuda": 1}
-# Of what DDP adds to a step. On a GPU that all ranks share they wait for one another's kernels.
+# Limits, as shares of what DDP adds. Ranks that share a GPU wait for each other's kernels.
 MOST = {"cpu": {GLOO: 1.0, "shm": 0.25}, "cuda": {"shm": 1.0}}
 LEAST_ROUNDS = 10
 
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Return, by model, the milliseconds of a step in each way, by rounds."""
+    """Return the milliseconds of a step by model and candidate, for each round."""
     with place() as where:
         met = (options.backends, where, options.device)
         with Crew("benchmarks.training_rank:Trainer", ranks, met) as crew:
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def by_turns(crew: Crew, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Train `model` in all ways by turns; return the milliseconds of a step in each round."""
+    """Train `model` with all candidates in turns; return the milliseconds of a step per round."""
     ways = [ALONE, DDP, *options.backends, *([BARRIER] if options.barrier else [])]
     count = crew.ask("prepare", model)[0]
     paces: dict[str, float] = {}
@@ -87,7 +87,7 @@ def by_turns(crew: Crew, model: str, options: argparse.Namespace) -> dict[str, A
     for way in ways:
         crew.time("train", way, WARM_UP)
         paces[way] = crew.time("train", way, 2) / 2
-    # All ways take as many steps, so that all are at the same point of the training.
+    # All candidates take the same number of steps, so all are at the same point of the training.
     steps = max(2, math.ceil(options.block / min(paces.values())))
     rounds: list[Round] = []
     enough = time.monotonic() + options.budget
@@ -104,7 +104,7 @@ def by_turns(crew: Crew, model: str, options: argparse.Namespace) -> dict[str, A
 
 
 def check(crew: Crew, model: str, ways: Sequence[str], steps: int) -> None:
-    """Compare ours with DDP early on: later, what rounding made of a ReLU has grown."""
+    """Compare nbelastic with DDP early, because differences by rounding in a ReLU grow later."""
     check_ranks(crew, model, ways)
     for way in set(ways) - {ALONE, BARRIER, DDP}:
         apart = max(crew.ask("apart", way))
@@ -131,7 +131,7 @@ def share(rounds: Sequence[Round], way: str) -> float:
 
 
 def ways_of(models: dict[str, Any]) -> list[str]:
-    """Return in which ways the models were trained, in the order of the columns."""
+    """Return the candidates with which the models were trained, in the order of the columns."""
     taken = next(iter(models.values()))["rounds"][0]
     return [ALONE, DDP, *(way for way in taken if way not in {ALONE, DDP})]
 

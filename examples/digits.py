@@ -74,7 +74,7 @@ def train(epochs: int) -> dict[str, Any]:
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 state.sampler.record_batch(batch, BATCH_SIZE)
-                state.counts[state.epoch][hvd.allgather(indices)] += 1  # the ledger of all ranks
+                state.counts[state.epoch][hvd.allgather(indices)] += 1  # counts of all ranks
                 state.commit()
             state.sampler.set_epoch(state.epoch + 1)
 
@@ -103,7 +103,7 @@ def follow(job: nbelastic.Job, shown: int) -> int:
 
 def sizes(job: nbelastic.Job) -> list[int]:
     """Return the size of each generation that has formed."""
-    return [int(e.detail.split()[0]) for e in job.history if e.kind == "formed"]
+    return [event.size for event in job.history if event.kind == "formed"]
 
 
 def main(epochs: int = 100) -> int:

@@ -24,11 +24,13 @@ from nbelastic.driver import (
     fit,
     jobs,
     set_display,
+    show_versions,
 )
 from nbelastic.elastic import (
     cross_rank,
     cross_size,
     init,
+    load_checkpoint,
     local_rank,
     local_size,
     rank,
@@ -55,17 +57,19 @@ __all__ = [
     "fit",
     "init",
     "jobs",
+    "load_checkpoint",
     "load_ipython_extension",
     "local_rank",
     "local_size",
     "rank",
     "report",
+    "show_versions",
     "shutdown",
     "size",
     "unload_ipython_extension",
 ]
 
-set_display("nbelastic.notebook.show")  # imported with the first job
+set_display("nbelastic.notebook.display_service")  # imported with the first job
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

@@ -1,4 +1,4 @@
-"""Every exception a user can meet, in one tree.
+"""Exceptions of nbelastic, in one tree.
 
 ::
 
@@ -6,34 +6,35 @@
     ├── OptionError                 an option of fit() is wrong (also a ValueError)
     │   └── UnknownOption           there is no such option (also a TypeError)
     ├── PreflightError              refused before anything was sent to the cluster
-    │   ├── NotPicklable            the function, or something it captures, cannot travel
-    │   ├── VersionMismatch         kernel, scheduler and workers differ
-    │   └── NoSuitableWorkers       the cluster has no slot that fits and promises none
+    │   ├── NotPicklable            the function, or something it captures, cannot be pickled
+    │   └── VersionMismatch         kernel, scheduler and workers run different versions
     ├── JobError                    the job ended without a result
     │   ├── RankFailed              user code raised; also an instance of what it raised
     │   ├── NotEnoughWorkers        fewer than min_np for elastic_timeout
     │   ├── ResetLimitExceeded      more membership changes than reset_limit allows
-    │   ├── NoProgress              ranks could not form, or stood still again and again
-    │   ├── ClusterLost             the scheduler or the connection to it is gone
+    │   ├── NoProgress              the ranks fail again and again at the same place
+    │   ├── ClusterLost             the scheduler, or the connection to it, is gone
     │   ├── JobStopped              stopped or cancelled by its user
-    │   └── Detached                another kernel drives it now
+    │   └── Detached                another kernel has attached to the job
     ├── CollectiveError             an operation between ranks failed; HorovodInternalError
-    ├── StateMismatch               a state does not fit the values of a checkpoint or another rank
-    ├── HostsUpdatedInterrupt       the membership is about to change, as planned
+    │   └── RanksDisagree           ranks called different operations, or with other types or shapes
+    ├── StateMismatch               a state does not fit a checkpoint or the state of another rank
+    ├── HostsUpdatedInterrupt       ranks are about to join or leave
+    ├── NotTheRank                  an operation was called in a forked process, or a second thread
     └── NotInitialized              a rank's function was called before init()
 
     RankExit (BaseException)        ends a rank's function from outside; ``finally`` runs
-    ├── Leaving                     its worker was asked to leave
+    ├── Leaving                     the rank's worker was asked to leave
     ├── Stopped                     the job was stopped or cancelled
     └── Evicted                     the others go on without this rank
 
-    JobInterrupted (KeyboardInterrupt)   the cell that ran the job was interrupted
+    JobInterrupted (KeyboardInterrupt)   the call that waited for the job was interrupted
 
 The notebook's magics add ``CellError`` (a cell that cannot be a training function; a
 ``PreflightError``) and ``MagicOptionError`` (an ``OptionError``).
 
-``RankExit`` is not an ``Exception``, so that an ``except Exception`` in user code cannot keep a
-rank alive that the job has parted with.
+``RankExit`` is not an ``Exception``, so that an ``except Exception`` in user code cannot stop a
+rank from ending.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ __all__ = [
     "Leaving",
     "NbelasticError",
     "NoProgress",
-    "NoSuitableWorkers",
     "NotEnoughWorkers",
     "NotInitialized",
     "NotPicklable",
+    "NotTheRank",
     "OptionError",
     "PreflightError",
     "RankExit",
     "RankFailed",
+    "RanksDisagree",
     "ResetLimitExceeded",
     "StateMismatch",
     "Stopped",
@@ -77,21 +79,21 @@ class NbelasticError(Exception):
 
 
 class OptionError(NbelasticError, ValueError):
-    """An option has a value it cannot have; the message names option, value and range."""
+    """An option has an invalid value; the message names option, value and range."""
 
     _render_traceback_: Callable[[], list[str]]
-    """What a notebook shows, where it is other than for any error."""
+    """The traceback that a notebook shows, if it is a special one."""
 
 
 class UnknownOption(OptionError, TypeError):
-    """An option that does not exist; the message names those that were probably meant."""
+    """An option does not exist; the message names similar ones."""
 
 
 class _Headline(BaseException):
-    """An error that says all that there is to say: a notebook shows no lines of code with it."""
+    """An error with a complete message: a notebook shows no lines of code with it."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows."""
+        """Return the lines that a notebook shows."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -104,11 +106,7 @@ class NotPicklable(PreflightError):
 
 
 class VersionMismatch(PreflightError):
-    """Kernel, scheduler and workers do not run the same versions of what matters."""
-
-
-class NoSuitableWorkers(PreflightError):
-    """No worker fits ``workers=`` and ``resources=``, and none can be expected."""
+    """Kernel, scheduler and workers run different versions of Python, torch or nbelastic."""
 
 
 class JobError(_Headline, NbelasticError):
@@ -118,22 +116,22 @@ class JobError(_Headline, NbelasticError):
 class RankFailed(JobError):
     """User code raised on one or more ranks.
 
-    What :meth:`nbelastic.Job.result` raises is also an instance of the exception that user code
-    raised, so that ``except ValueError`` catches a remote ``ValueError``; the original, where it
-    could be pickled, is its ``__cause__``.
+    The error that :meth:`nbelastic.Job.result` raises is also an instance of the exception that
+    user code raised, so that ``except ValueError`` catches a remote ``ValueError``. The original
+    is its ``__cause__``, if it could be pickled.
     """
 
 
 class NotEnoughWorkers(JobError):
-    """Fewer than ``min_np`` slots were there for ``elastic_timeout`` seconds."""
+    """The job had fewer than ``min_np`` workers for ``elastic_timeout`` seconds."""
 
 
 class ResetLimitExceeded(JobError):
-    """The membership changed more often than ``reset_limit`` allows."""
+    """The ranks of the job changed more often than ``reset_limit`` allows."""
 
 
 class NoProgress(JobError):
-    """The ranks could not form a generation, or stood still, several times in a row."""
+    """The ranks could not connect, or failed or stalled several times without progress."""
 
 
 class ClusterLost(JobError):
@@ -145,24 +143,33 @@ class JobStopped(JobError):
 
 
 class Detached(JobError):
-    """Another kernel has attached to the job, which goes on; this one hears of it no more."""
+    """Another kernel has attached to the job, which goes on there."""
 
 
 class CollectiveError(NbelasticError, RuntimeError):
-    """An operation between ranks failed: a peer is gone, or the generation is over.
+    """An operation between ranks failed: a peer is gone, or the generation has ended.
 
-    Inside :func:`nbelastic.elastic.run` it is caught: the state is restored to the last commit and
-    the ranks that are left form a new generation.
+    :func:`nbelastic.elastic.run` catches it. The state is restored to the last commit, and the
+    ranks that are left form a new generation.
     """
 
 
 HorovodInternalError = CollectiveError
 
 
+class RanksDisagree(CollectiveError):
+    """Ranks called different operations at the same point, or with other types, shapes or roots.
+
+    It is raised on all ranks before any data is sent, with the same message, which names both
+    sides. The ranks can go on with their next operation. It is an error of the program, so an
+    elastic loop does not catch it. If the function does not catch it either, the job ends.
+    """
+
+
 class StateMismatch(NbelasticError):
     """A state does not fit the values of a checkpoint or of another rank; nothing was changed.
 
-    The message names what was expected and what came.
+    The message names the expected value and the one that was received.
     """
 
 
@@ -172,11 +179,11 @@ class HostsUpdatedInterrupt(NbelasticError, RuntimeError):
     Parameters
     ----------
     skip_sync : bool, default False
-        Kept for Horovod's signature; who synchronises is decided by the plan.
+        Ignored; it is part of Horovod's signature.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("the membership of the job is about to change")
+        super().__init__("ranks are about to join or leave the job")
         self.skip_sync = skip_sync
 
 
@@ -184,8 +191,15 @@ class NotInitialized(NbelasticError, RuntimeError):
     """``rank()``, ``size()`` or a collective was used before ``init()``."""
 
 
+class NotTheRank(NbelasticError, RuntimeError):
+    """An operation between ranks was called in a forked process, or in a second thread of a rank.
+
+    Operations of ranks are matched by their order, so all must run in one thread of one process.
+    """
+
+
 class RankExit(BaseException):
-    """Ends a rank's function from outside. Raised by nbelastic, never to be caught for good."""
+    """Base of the exceptions that end a rank's function from outside. Do not suppress them."""
 
 
 class Leaving(RankExit):
@@ -197,8 +211,8 @@ class Stopped(RankExit):
 
 
 class Evicted(RankExit):
-    """The job has gone on without this rank; nothing it does counts any more."""
+    """The job has gone on without this rank, and ignores it from now on."""
 
 
 class JobInterrupted(_Headline, KeyboardInterrupt):
-    """A blocking ``fit`` was interrupted; its workers are free again."""
+    """A blocking ``fit`` was interrupted; the message has the number of free workers."""

@@ -1,7 +1,7 @@
-"""Pickles of functions and classes, with the names of the files that they were written in.
+"""Pickling of functions and classes with the file names of their code.
 
-From version 3.1.3 on, cloudpickle writes ``<dynamic-code>`` instead. Then nobody can be told in
-which line of theirs a rank has failed, nor see that line.
+From version 3.1.3 on, cloudpickle writes ``<dynamic-code>`` instead. Then a traceback could not
+show the line in which a rank has failed.
 """
 
 from __future__ import annotations

@@ -43,8 +43,26 @@ LONGEST = (
 """Minutes each, one test after the other: whoever begins them last is waited for by all."""
 
 
+SLOW = (
+    "tests/cluster/test_allocator.py",
+    "tests/cluster/test_process_state.py",
+    "tests/elastic/test_sampler_ledger.py",
+    "tests/elastic/test_stack.py",
+    "tests/membership/test_conformance_n.py::test_N14",
+    "tests/membership/test_invariants.py",
+    "tests/torch/test_lazy_commit.py::test_restore",
+)
+"""Seconds each. With tests of real clusters they are left out of ``make test-fast``."""
+
+CLUSTERS = {"crew", "client", "kernel"}
+"""Fixtures that start processes."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest; then files with many tests, of which most are short."""
+    for item in items:
+        if item.nodeid.startswith(SLOW) or CLUSTERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
     files = Counter(str(item.path) for item in items)
 
     def place(item: pytest.Item) -> tuple[int, int]:
@@ -78,11 +96,13 @@ def crew(_four_workers: Crew) -> Iterator[Crew]:
     Jobs that a failed test leaves behind, which can do without their kernel, end with it.
     """
     _four_workers.wait_until_whole(4)
+    before = set(threading.enumerate())  # an abandoned Gloo group of another test lasts a while
     yield _four_workers
     _four_workers.end_jobs()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        left = [t.name for t in threading.enumerate() if t.name.startswith("nbelastic")]
+        new = set(threading.enumerate()) - before
+        left = [t.name for t in new if t.name.startswith("nbelastic")]
         if not left:
             return
         time.sleep(0.02)

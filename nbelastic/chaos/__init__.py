@@ -1,16 +1,17 @@
-"""Faults as a feature: do harm to a job of your own, on purpose, and see what it costs.
+"""Inject faults into a job of your own, and measure what they cost.
 
 >>> from nbelastic import chaos
->>> storm = chaos.inject(job, chaos.kill(rank=2, step=100))  # doctest: +SKIP
->>> storm.report()  # doctest: +SKIP
+>>> plan = chaos.inject(job, chaos.kill(rank=2, step=100))  # doctest: +SKIP
+>>> plan.report()  # doctest: +SKIP
 
-A fault says what happens, to which rank, and when: at a step of that rank, from a generation on,
-some seconds after the storm has begun, when the next generation forms, or at once.
+A fault has a kind, a rank, and a moment: at a step of that rank, from a generation on,
+some seconds after :func:`inject`, when the next generation forms, or at once.
 :func:`random` makes faults up from a seed for as long as the job runs.
 """
 
 from nbelastic.cluster import InjectedFault
 
+from .fault_plan import FaultPlan, inject
 from .faults import (
     Fault,
     close,
@@ -26,19 +27,18 @@ from .faults import (
     slow,
     stop,
 )
-from .report import Injection, Report, Row
-from .storm import Storm, inject
-from .weather import KINDS, Weather, random
+from .random_plan import KINDS, RandomPlan, random
+from .report import FaultOutcome, Report, Row
 
 __all__ = [
     "KINDS",
     "Fault",
+    "FaultOutcome",
+    "FaultPlan",
     "InjectedFault",
-    "Injection",
+    "RandomPlan",
     "Report",
     "Row",
-    "Storm",
-    "Weather",
     "close",
     "disk",
     "fail",

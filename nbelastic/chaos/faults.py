@@ -1,10 +1,11 @@
-"""The faults that can be injected: what, to whom, when."""
+"""Define the faults that can be injected: kind, rank and moment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
+from nbelastic.cluster import FaultOrder
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Fault:
     kind : str
         The name of the function that makes it.
     rank : int or None
-        Who is hit; None for ``pause``, which hits the kernel.
+        The rank that is hit; None for ``pause``, which hits the kernel.
     step : int or None
         When that rank has processed as many batches since its start (as ``job.status`` shows):
         exactly then, before its next one.
@@ -45,7 +46,7 @@ class Fault:
     forming : bool
         In the middle of forming: when the next plan has reached the rank, which it is before that.
     after : float or None
-        So many seconds after the storm has begun.
+        So many seconds after :func:`~nbelastic.chaos.inject`.
     seconds : float
         How long it lasts, or how much longer a step takes.
     steps : int
@@ -81,18 +82,25 @@ class Fault:
         """Whether the rank itself knows when it is time."""
         return self.forming or self.step is not None or self.generation is not None
 
-    def when(self) -> dict[str, Any]:
-        """Return what a rank has to look out for; empty if nothing."""
-        if not self.by_the_rank:
-            return {}
-        wanted = {"rank": self.rank, "step": self.step, "generation": self.generation}
-        when = {name: value for name, value in wanted.items() if value is not None}
-        return {**when, "forming": True} if self.forming else when
+    def order(self, number: int) -> FaultOrder:
+        """Return what a rank is sent of it."""
+        timed = self.by_the_rank
+        return FaultOrder(
+            number,
+            self.kind,
+            seconds=float(self.seconds),
+            steps=self.steps,
+            rank=self.rank if timed else None,
+            step=self.step,
+            generation=self.generation,
+            forming=self.forming,
+        )
 
     def __str__(self) -> str:
-        whom = "" if self.rank is None else f" of rank {self.rank}"
-        parts = [f"{name}={v}" for name, v in self.when().items() if name != "rank"]
-        return " ".join([f"{self.kind}{whom}", *parts])
+        target = "" if self.rank is None else f" of rank {self.rank}"
+        when = {"step": self.step, "generation": self.generation, "forming": self.forming or None}
+        parts = [f"{name}={value}" for name, value in when.items() if value is not None]
+        return " ".join([f"{self.kind}{target}", *parts])
 
 
 class When(TypedDict, total=False):
@@ -115,7 +123,7 @@ def stop(rank: int, seconds: float = 0.0, **when: Unpack[When]) -> Fault:
     Parameters
     ----------
     rank : int
-        Who is hit.
+        The rank that is hit.
     seconds : float, default 0
         After which it is continued (SIGCONT); 0 for never.
     **when
@@ -125,7 +133,7 @@ def stop(rank: int, seconds: float = 0.0, **when: Unpack[When]) -> Fault:
 
 
 def close(rank: int, **when: Unpack[When]) -> Fault:
-    """Close a rank's worker as Dask does, without telling anybody before; a nanny restarts it."""
+    """Close a rank's worker as Dask does, without notice; a nanny restarts it."""
     return Fault(kind="close", rank=rank, **when)
 
 

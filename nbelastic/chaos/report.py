@@ -1,4 +1,4 @@
-"""What a storm has cost: a pure function of what was injected and of the job's history."""
+"""Compute the cost of injected faults from their outcomes and the job's history."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
     from nbelastic.driver import HistoryEvent
 
-__all__ = ["Injection", "Report", "Row", "with_recovery"]
+__all__ = ["FaultOutcome", "Report", "Row", "with_recovery"]
 
 HARMLESS = frozenset({"slow", "disk", "pause"})
-"""Kinds that nobody has to recover from."""
+"""Kinds that need no recovery."""
 
 SLACK = 0.05
 """Seconds by which the loss of a rank may be known before the word that it was hit."""
 
 
 @dataclass(frozen=True)
-class Injection:
+class FaultOutcome:
     """A fault that was injected, or could not be.
 
     Attributes
@@ -30,7 +30,7 @@ class Injection:
     kind : str
         What was done.
     rank : int or None
-        To whom.
+        The rank that was hit.
     worker : str
         On which worker; empty for the kernel.
     time : float
@@ -63,11 +63,11 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a storm has cost a job.
+    """Cost of the faults that were injected into a job.
 
     Attributes
     ----------
-    injections : tuple of Injection
+    injections : tuple of FaultOutcome
         One for each fault.
     seconds : float
         How long it has been, from the first fault on.
@@ -78,10 +78,10 @@ class Report:
     restarts : int
         How often the job had to start over, because no rank was left that held its state.
     pace, undisturbed : float or None
-        Commits per second since the first fault; and before it, or as ``inject`` was told.
+        Commits per second since the first fault; and before it, or as given to ``inject``.
     """
 
-    injections: tuple[Injection, ...]
+    injections: tuple[FaultOutcome, ...]
     seconds: float
     steps_redone: int
     samples_redone: int
@@ -99,15 +99,15 @@ class Report:
     @property
     def rows(self) -> tuple[Row, ...]:
         """One row for each kind, then one for all."""
-        done = [injection for injection in self.injections if not injection.problem]
-        kinds = sorted({injection.kind for injection in done})
+        done = [outcome for outcome in self.injections if not outcome.problem]
+        kinds = sorted({outcome.kind for outcome in done})
         rows = [_row(kind, [i for i in done if i.kind == kind]) for kind in kinds]
         return (*rows, _row("all", done))
 
     @property
-    def skipped(self) -> tuple[Injection, ...]:
+    def skipped(self) -> tuple[FaultOutcome, ...]:
         """Faults that could not be injected."""
-        return tuple(injection for injection in self.injections if injection.problem)
+        return tuple(outcome for outcome in self.injections if outcome.problem)
 
     def _cells(self) -> list[tuple[str, ...]]:
         head = ("fault", "injected", "resets", "p50", "p99")
@@ -149,7 +149,7 @@ def _html_row(tag: str, cells: tuple[str, ...]) -> str:
     return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
-def _row(kind: str, injections: list[Injection]) -> Row:
+def _row(kind: str, injections: list[FaultOutcome]) -> Row:
     spans = sorted(i.recovery for i in injections if i.recovery is not None)
     return Row(kind, len(injections), len(spans), _share(spans, 0.5), _share(spans, 0.99))
 
@@ -166,31 +166,33 @@ def _span(seconds: float | None) -> str:
 
 
 def with_recovery(
-    injections: Sequence[Injection], history: Sequence[HistoryEvent]
-) -> tuple[Injection, ...]:
+    injections: Sequence[FaultOutcome], history: Sequence[HistoryEvent]
+) -> tuple[FaultOutcome, ...]:
     """Return injections with the time that the job took to recover from each."""
     result = []
-    for injection in injections:
-        later = [i.time for i in injections if i.worker == injection.worker]
-        before = min((time for time in later if time > injection.time), default=math.inf)
-        result.append(replace(injection, recovery=_recovery(injection, history, before)))
+    for outcome in injections:
+        later = [i.time for i in injections if i.worker == outcome.worker]
+        before = min((time for time in later if time > outcome.time), default=math.inf)
+        result.append(replace(outcome, recovery=_recovery(outcome, history, before)))
     return tuple(result)
 
 
-def _recovery(injection: Injection, history: Sequence[HistoryEvent], before: float) -> float | None:
-    if injection.problem or injection.kind in HARMLESS:
+def _recovery(
+    outcome: FaultOutcome, history: Sequence[HistoryEvent], before: float
+) -> float | None:
+    if outcome.problem or outcome.kind in HARMLESS:
         return None
-    since = injection.time
-    if injection.kind != "partition":
+    since = outcome.time
+    if outcome.kind != "partition":
         lost = [
             event.time
             for event in history
             if event.kind in ("lost", "left")
-            and event.worker == injection.worker
+            and event.worker == outcome.worker
             and since - SLACK <= event.time < before
         ]
         if not lost:
             return None
         since = lost[0]
     formed = [event.time for event in history if event.kind == "formed" and event.time >= since]
-    return max(formed[0] - injection.time, 0.0) if formed else None
+    return max(formed[0] - outcome.time, 0.0) if formed else None

@@ -1,22 +1,74 @@
-"""All that knows Dask: the scheduler plugin, the agents, the rank's task, and the kernel's link."""
+"""Run jobs on Dask: scheduler plugin, agents, rank tasks, and the kernel's client.
 
-from .environment import versions as own_versions
-from .harm import InjectedFault
-from .link import Link, open_jobs
-from .preflight import check_versions, pack_function
-from .protocol import Message
-from .reachability import check_scheduler
-from .remote import Failure, unpack_error
+The sub-packages name the process: ``kernel``, ``scheduler`` and ``worker``. The modules next to
+them run in several processes; each names them.
+"""
+
+from .job_log import JobLog
+from .kernel.client import JobClient, lost_while, open_jobs
+from .kernel.preflight import check_versions, pack_function
+from .kernel.reachability import check_scheduler
+from .kernel.sources import why_missing
+from .payload import Modules
+from .rank_error import Failure, summary_of, unpack_error
+from .scheduler.plugin import ElasticPlugin
+from .wire import (
+    AttachRefusal,
+    DriverReplaced,
+    FaultOrder,
+    FaultReport,
+    HistoryRecord,
+    JobEvent,
+    JobHandover,
+    JobPayload,
+    JobTerms,
+    LogContents,
+    Message,
+    RankOutput,
+    RankTelemetry,
+    SlotGranted,
+    TelemetryBatch,
+    ToDriver,
+    WorkerRefused,
+    pack_machine,
+    unpack_machine,
+)
+from .worker.environment import versions as own_versions
+from .worker.fault_injector import InjectedFault
 
 __all__ = [
+    "AttachRefusal",
+    "DriverReplaced",
+    "ElasticPlugin",
     "Failure",
+    "FaultOrder",
+    "FaultReport",
+    "HistoryRecord",
     "InjectedFault",
-    "Link",
+    "JobClient",
+    "JobEvent",
+    "JobHandover",
+    "JobLog",
+    "JobPayload",
+    "JobTerms",
+    "LogContents",
     "Message",
+    "Modules",
+    "RankOutput",
+    "RankTelemetry",
+    "SlotGranted",
+    "TelemetryBatch",
+    "ToDriver",
+    "WorkerRefused",
     "check_scheduler",
     "check_versions",
+    "lost_while",
     "open_jobs",
     "own_versions",
     "pack_function",
+    "pack_machine",
+    "summary_of",
     "unpack_error",
+    "unpack_machine",
+    "why_missing",
 ]

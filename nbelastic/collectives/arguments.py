@@ -1,7 +1,7 @@
-"""What every communicator checks before anything is sent.
+"""Checks of arguments, before anything is sent.
 
-A wrong argument is a ``ValueError`` on the rank that passed it and leaves the communicator whole.
-Nothing here imports torch.
+A wrong argument raises ``ValueError`` on its rank and leaves the communicator usable. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMES = ", ".join(sorted(name.removeprefix("torch.") for name in _REDUCIBLE))
 
 
 def check_contiguous(*tensors: torch.Tensor) -> None:
-    """Refuse tensors that are not one dense block of memory."""
+    """Refuse tensors that are not contiguous."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(
@@ -51,7 +51,7 @@ def check_contiguous(*tensors: torch.Tensor) -> None:
 
 
 def check_op(tensor: torch.Tensor, op: Op) -> None:
-    """Refuse an `op` that does not exist for the type of `tensor`."""
+    """Refuse an `op` that the type of `tensor` does not support."""
     if str(tensor.dtype) not in _REDUCIBLE:
         raise ValueError(f"{tensor.dtype} cannot be reduced; convert it to one of {_NAMES}")
     if op is Op.AVERAGE and not tensor.dtype.is_floating_point:
@@ -61,37 +61,31 @@ def check_op(tensor: torch.Tensor, op: Op) -> None:
 
 
 def check_together(tensors: Sequence[torch.Tensor], op: Op) -> None:
-    """Refuse tensors that cannot be reduced as one: there must be some, of one type."""
-    # Asking for a device costs more than all the rest.
-    if len({(tensor.dtype, tensor.is_cpu or tensor.device) for tensor in tensors}) != 1:
-        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-        raise ValueError(f"tensors must be of one dtype and device, not {_list(kinds)}")
+    """Refuse tensors that cannot be reduced together: none, or of several types."""
+    _check_same_kind(tensors, "tensors")
     check_op(tensors[0], op)
     check_contiguous(*tensors)
 
 
 def check_rank(rank: int, size: int, name: str) -> None:
-    """Refuse a `rank` outside the world; `name` is the argument's."""
+    """Refuse a `rank` out of range; `name` is the name of the argument."""
     if not 0 <= rank < size:
         raise ValueError(f"{name} must be a rank from 0 to {size - 1}, not {rank}")
 
 
 def check_peer(rank: int, own: int, size: int, name: str) -> None:
-    """Refuse a `rank` outside the world, or the caller's own."""
+    """Refuse a `rank` out of range, or the caller's own."""
     check_rank(rank, size, name)
     if rank == own:
         raise ValueError(f"{name} is this rank itself ({rank}); a rank cannot message itself")
 
 
 def check_per_rank(tensors: Sequence[torch.Tensor], size: int, name: str) -> None:
-    """Refuse a sequence that does not hold a contiguous tensor of one type per rank."""
+    """Refuse a sequence that is not one contiguous tensor per rank, of one type."""
     if len(tensors) != size:
         raise ValueError(f"{name} must hold one tensor per rank, {size}; it holds {len(tensors)}")
     check_contiguous(*tensors)
-    # Asking for a device costs more than all the rest.
-    if len({(tensor.dtype, tensor.is_cpu or tensor.device) for tensor in tensors}) != 1:
-        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-        raise ValueError(f"{name} must be of one dtype and device, not {_list(kinds)}")
+    _check_same_kind(tensors, name)
 
 
 def check_gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor, size: int) -> None:
@@ -121,6 +115,13 @@ def check_exchange(
     _check_alike(outputs[rank], inputs[rank], f"outputs[{rank}]", f"inputs[{rank}]")
 
 
+def _check_same_kind(tensors: Sequence[torch.Tensor], name: str) -> None:
+    # Reading a device costs more than all the rest.
+    if len({(tensor.dtype, tensor.is_cpu or tensor.device) for tensor in tensors}) != 1:
+        kinds = {f"{tensor.dtype} on {tensor.device}" for tensor in tensors}
+        raise ValueError(f"{name} must be of one dtype and device, not {', '.join(sorted(kinds))}")
+
+
 def _check_alike(one: torch.Tensor, other: torch.Tensor, its_name: str, other_name: str) -> None:
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         raise ValueError(
@@ -130,7 +131,3 @@ def _check_alike(one: torch.Tensor, other: torch.Tensor, its_name: str, other_na
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
-
-
-def _list(kinds: set[tuple[torch.dtype, torch.device]]) -> str:
-    return ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))

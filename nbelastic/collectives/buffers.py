@@ -1,9 +1,8 @@
-"""Memory that Gloo can read and write.
+"""Staging of tensors in the host memory that transports read and write.
 
-Gloo works on dense memory of the host. Tensors that are elsewhere are staged: copied to pinned
-memory before an operation, and back, in the order of the current stream, when it has succeeded.
-Staged or composed, the memory is new for each operation and never kept: what an operation that
-failed may still write to belongs to nobody.
+A tensor on another device is copied to pinned memory before an operation, and back on completion,
+in the order of the current stream. The memory is new for each operation and never reused, because
+an operation that has failed may still write to it.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["as_bytes", "join", "on_host", "return_to", "returning"]
+__all__ = ["as_bytes", "concatenate", "copy_back", "copying_back", "on_host"]
 
 
 def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
-    """Return memory of the host in place of `tensor`: its own, or new.
+    """Return `tensor` itself if it lies in host memory, else a staging buffer for it.
 
     Parameters
     ----------
     tensor : torch.Tensor
         A contiguous tensor on any device.
     load : bool, default True
-        Whether what it holds is needed. On an accelerator that waits for the kernels that
-        compute it.
+        Whether to copy its values. On an accelerator that waits for the kernels that compute them.
     """
     plain = tensor.detach()
     if _is_on_host(plain):
@@ -39,32 +37,32 @@ def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
     return staged
 
 
-def return_to(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Bring what `buffer` holds to `tensor`, whose place it took."""
+def copy_back(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy `buffer`, which :func:`on_host` returned for `tensor`, to the tensor."""
     if not _is_on_host(tensor):
         # The allocator of pinned memory keeps it until the stream has passed the copy.
         tensor.detach().copy_(buffer, non_blocking=True)
 
 
-def returning(
+def copying_back(
     tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
-    """Return what brings each of `buffers` to the tensor whose place it took."""
+    """Return a function that copies each of `buffers` back to its tensor."""
 
-    def land() -> None:
+    def deliver() -> None:
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            return_to(tensor, buffer)
+            copy_back(tensor, buffer)
 
-    return land
+    return deliver
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous `tensor` as bytes, whatever its type."""
+    """Return a view of a contiguous `tensor` as bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a copy of all `tensors`, flat and one after the other, on the host."""
+def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a flat copy of all `tensors`, one after the other, in host memory."""
     return on_host(torch.cat([tensor.detach().view(-1) for tensor in tensors]))
 
 

@@ -1,18 +1,12 @@
-"""What a communicator is: tensors between the ranks of one generation.
+"""Communicator: collective operations between the ranks of one generation.
 
-Ownership of buffers
---------------------
-An operation that fails may leave traces behind: a transport can still be writing into its buffers
-when the caller has long been told of the failure. So every tensor handed to a communicator is
-*lent* until the operation has succeeded, and *given away* if it fails: after a
-:class:`~nbelastic.errors.CollectiveError` the caller must not read or reuse it, and takes a new
-one. Callers that work on tensors of their users copy into a buffer of their own first.
+Ownership of buffers: a transport may still write into the buffers of an operation that has failed.
+So every tensor handed to a communicator is *lent* until the operation has succeeded, and *given
+away* if it fails: after a :class:`~nbelastic.errors.CollectiveError` the caller must not use it
+again. Callers that work on their users' tensors copy them first.
 
-Threads
--------
-One thread, the rank's, calls everything except :meth:`Communicator.abort`, which any thread may
-call at any time, from an event loop too: it never blocks.
-All ranks issue the same operations in the same order.
+Threads: the rank's thread calls everything but :meth:`Communicator.abort`, which any thread may
+call at any time. All ranks issue the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -30,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous"]
 
 BACKENDS = ("auto", "gloo", "shm", "pygloo")
-"""How a job may want its tensors to travel: what :attr:`Rendezvous.backend` can be."""
+"""Values of :attr:`Rendezvous.backend`."""
 
 
 class Op(enum.Enum):
-    """How values of several ranks become one."""
+    """How to reduce the values of all ranks."""
 
     SUM = "sum"
     AVERAGE = "average"
@@ -45,7 +39,7 @@ class Op(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """How the ranks of one generation find each other.
+    """Everything that a rank needs to connect to the others of its generation.
 
     Attributes
     ----------
@@ -54,18 +48,17 @@ class Rendezvous:
     generation : int
         Number of the generation; together with ``job`` it names keys that are never reused.
     rank, size : int
-        Position in, and number of, the members.
+        This rank, and the number of ranks.
     store : tuple of (str, int)
-        Address of the key-value store that one member keeps open.
+        Address of the rendezvous server, which one of the ranks runs.
     bind : str
         Address of the interface that this rank listens on.
     timeout_s : float
-        How long connecting, and any one operation, may take before it counts as failed although
-        nobody aborted it.
+        Limit for connecting and for each operation.
     backend : str
-        How tensors are to travel: one of :data:`BACKENDS`.
+        The transport that the job asks for: one of :data:`BACKENDS`.
     secret : bytes
-        What the ranks of the job know, and nobody else: who does not is not met.
+        Shared by the ranks of the job; peers that do not know it are refused.
     """
 
     job: str
@@ -83,7 +76,7 @@ class Handle(Protocol):
     """An operation under way."""
 
     def done(self) -> bool:
-        """Return whether the operation has finished, failed or been aborted."""
+        """Return whether the operation has succeeded, failed or been aborted."""
 
     def wait(self) -> None:
         """Wait for the operation.
@@ -100,36 +93,42 @@ class Communicator(abc.ABC):
 
     All tensors are contiguous. Operations work in place or fill a given output, and either
     complete on this rank or raise :class:`~nbelastic.errors.CollectiveError`. After the first
-    failure or :meth:`abort` the communicator is broken: each further operation fails at once, and
-    so does each one begun that has not been waited for, even if its data has arrived.
+    failure or :meth:`abort` the communicator is broken: each further operation fails at once. So
+    does each operation under way, even if its data has arrived.
 
-    An argument that is wrong by itself is a ``ValueError``, and nothing has been sent. That ranks
-    disagree on shapes or types, a communicator cannot see: Gloo may end the process then.
+    An argument that is wrong by itself raises ``ValueError`` before anything is sent. A difference
+    between ranks, in the operation, its shapes or types, is found by :meth:`agree` only, which
+    precedes users' operations. Without it, Gloo may end the process on a difference.
     """
 
     name: ClassVar[str]
-    """Which kind it is: ``gloo``, ``shm``, ``hierarchical``, ``pygloo`` or ``solo``."""
+    """Its kind: ``gloo``, ``shm``, ``hierarchical``, ``pygloo`` or ``solo``."""
 
-    remark: str = ""
-    """Why it is none of a faster kind, for people; empty where nothing was stepped aside from."""
+    fallback_reason: str = ""
+    """Why the ranks could not use a faster kind, in words; empty if this is the fastest."""
 
     overlaps: bool = True
-    """Whether operations that were begun go on beside the rank's own computing.
+    """Whether operations proceed while the rank computes.
 
-    If not, they take its processor's time whenever they happen: best all at once, when they are
-    waited for.
+    If not, they take its processor's time, and are best begun together when computing has ended.
     """
 
-    anywhere: bool = True
-    """Whether large tensors are reduced where they are, not copied to memory of its own first."""
+    reduces_in_place: bool = True
+    """Whether large tensors are reduced in place, not copied to the communicator's memory first."""
+
+    current_operation: str = ""
+    """Description of the operation under way, where known. Read by other threads."""
+
+    carries_descriptions: bool = False
+    """Whether a rank in another operation can read the description that precedes a record."""
 
     coalesces: bool = False
-    """Whether many tensors are reduced at once, where they are, at the price of one."""
+    """Whether many tensors are reduced in place at the cost of one."""
 
-    lets_go: bool = False
-    """Whether nobody receives any more what is sent of a tensor once an operation has failed.
+    stops_sending_on_failure: bool = False
+    """Whether no peer receives anything from a lent tensor once an operation has failed.
 
-    If not, a tensor that is changed then may arrive half changed with those who have not failed.
+    If not, a tensor that is changed then may arrive half changed on ranks that have not failed yet.
     """
 
     rank: int
@@ -138,15 +137,15 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def connect(self) -> Communicator:
-        """Meet the other ranks: the first thing to call, once.
+        """Connect to the other ranks. Called once, before any operation.
 
-        Blocks until this rank can take part in operations; :meth:`abort` frees it.
+        Blocks until this rank can take part in operations, or for an :meth:`abort`.
 
         Returns
         -------
         Communicator
-            The one to use from here on: this, or one that it has chosen with the others. Until
-            then, :meth:`abort` of this one reaches that one too.
+            The communicator to use from here on: this one, or one negotiated with the other ranks,
+            which :meth:`abort` of this one reaches as well.
 
         Raises
         ------
@@ -155,18 +154,53 @@ class Communicator(abc.ABC):
         """
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new vector, of whatever is in it, that is reduced without being copied.
+        """Return a new uninitialised vector that is reduced without being copied.
 
-        It lies in memory of the communicator's where that has such a thing. It may be used for as
-        long as anything refers to it, unless it is given away.
+        It lies in the communicator's own memory if there is any, and stays valid as long as it is
+        referenced, unless it is given away.
         """
         import torch
 
         return torch.empty(count, dtype=dtype)
 
+    def agree(self, text: str, number: int = 0) -> list[int]:
+        """Wait for all ranks, and check that all are about to do the same.
+
+        Parameters
+        ----------
+        text : str
+            What this rank is about to do: a line, and details, one a line.
+        number : int, default 0
+            A number for the other ranks, which may differ.
+
+        Returns
+        -------
+        list of int
+            The numbers of all ranks.
+
+        Raises
+        ------
+        RanksDisagree
+            The texts differ. All ranks raise it, and the communicator stays usable.
+        CollectiveError
+            The communicator is broken.
+        """
+        from nbelastic.collectives.consistency import check_consistency
+
+        return check_consistency(self, text, number)
+
+    def allgather_bytes(self, record: bytes) -> list[bytes]:
+        """Return the `record` of every rank, all of one length, and wait for it."""
+        import torch
+
+        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self.allgather(everyone, mine)
+        return [each.numpy().tobytes() for each in everyone]
+
     @abc.abstractmethod
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Reduce `tensor` over all ranks, in place, the result being the same on all of them.
+        """Reduce `tensor` over all ranks, in place, with the same result on all of them.
 
         ``Op.AVERAGE`` is for floating point only.
         """
@@ -174,7 +208,7 @@ class Communicator(abc.ABC):
     def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
         """Reduce `tensors`, at least one and all of one type, over all ranks, in place.
 
-        How the values are cut into tensors may differ between ranks where :attr:`coalesces`.
+        Where :attr:`coalesces`, ranks may split the values into tensors differently.
         """
         return _Handles([self.allreduce_async(tensor, op) for tensor in tensors])
 
@@ -204,17 +238,17 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
-        """Send `tensor` to rank `to`, which receives it."""
+        """Send `tensor` to rank `to`."""
 
     def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send `parts`, vectors of one type, as one: to be received as one tensor."""
+        """Send `parts`, vectors of one type, to be received as one tensor."""
         import torch
 
         return self.send_async(torch.cat(list(parts)), to)
 
     @abc.abstractmethod
     def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill `tensor` with what rank `source` sends."""
+        """Receive `tensor` from rank `source`."""
 
     def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
         """Reduce `tensor` over all ranks and wait for it."""
@@ -261,44 +295,40 @@ class Communicator(abc.ABC):
     @property
     @abc.abstractmethod
     def waiting(self) -> bool:
-        """Whether the rank's thread is in ``wait()`` now. Read by other threads."""
+        """Whether the rank's thread is waiting for an operation. Read by other threads."""
 
     @property
     @abc.abstractmethod
     def completed(self) -> int:
-        """How many operations have been waited for with success.
-
-        Read by other threads, to see progress.
-        """
+        """Number of operations completed. Read by other threads, to see progress."""
 
     @property
-    def gone(self) -> tuple[int, ...]:
-        """The ranks whose processes are known to have ended. Others may have ended, too."""
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks whose processes are known to have ended. Others may have ended, too."""
         return ()
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
-        """Break the communicator: whoever waits is freed within milliseconds.
+        """Break the communicator, and free waiting threads within milliseconds.
 
         Any thread may call it, any number of times; it returns at once. Afterwards every
-        operation, begun or new, raises ``CollectiveError(reason)``.
+        operation, under way or new, raises ``CollectiveError(reason)``.
         """
 
-    def cut(self) -> int:
-        """Cut the connections to the others, as a broken network would; return how many."""
+    def cut_connections(self) -> int:
+        """Cut the connections to other ranks as a network failure would; return their number."""
         return 0
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of all resources. Idempotent; legal in any state.
+        """Free all resources. Idempotent; allowed in any state.
 
-        Returns at once; what cannot be freed yet (operations stuck in a transport) is freed in
-        the background.
+        Returns at once. Operations stuck in a transport are freed in the background.
         """
 
 
 class _Handles:
-    """Operations that are waited for together."""
+    """A handle on several operations."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles

@@ -1,205 +1,186 @@
-"""The communicator of ranks on several hosts, some of which share memory.
+"""Communicator of ranks on several hosts, some of which share memory.
 
-An allreduce goes in three stages: within each host, every rank reduces a slice of the host's
-buffers; each slice is reduced over the hosts, by Gloo, between the ranks that have it; and within
-each host the slices are gathered. So all ranks of a host use the wire at once, and each byte
-crosses it once for a host. As many slices as the smallest host has ranks: in larger ones the others
-take part in the first and last stage only. Everything else goes over one flat Gloo group.
-
-Who owns what::
-
-    communicator   the flat group, used by the rank's thread; the lane
-    stages         the segment's group, and the Gloo group of the slice: used by the lane's thread,
-                   but for memory, which the rank's thread takes from the segment
-    alarm          one for all: what ends a part ends the others
-
-An allreduce is *lent* to the lane, which performs one after the other, in the order of the rank's
-calls, the same on all ranks; it has *ended* when its last stage has; it has *landed* when it was
-waited for. A stage that fails raises the alarm: that breaks the segment for the host, and severs
-the connections to the others, whose stages then fail likewise. Closing with nothing under way
-leaves all parts in good order; else it raises the alarm, and waits for the lane to come out.
+An allreduce has three stages. Within each host, every rank reduces a slice of the host's buffers.
+Gloo reduces each slice over the hosts, between the ranks that hold it. Within each host the slices
+are gathered. So all ranks of a host use the network at once, and each byte crosses it once a host.
+There are as many slices as the smallest host has ranks; on larger hosts the other ranks take part
+in the first and last stage only. All other operations are those of the flat Gloo group.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from nbelastic.collectives.arguments import check_contiguous, check_op
-from nbelastic.collectives.communicator import Communicator, Handle, Op, Rendezvous
-from nbelastic.collectives.forwarding import ForwardingCommunicator
-from nbelastic.collectives.gloo import GlooCommunicator
-from nbelastic.collectives.landing import FlightHandle, LandingCommunicator
-from nbelastic.collectives.lanes import Lane
+from nbelastic.collectives.communicator import Handle, Op, Rendezvous
+from nbelastic.collectives.gloo.communicator import GlooCommunicator
+from nbelastic.collectives.operations import OperationHandle, OrderedExecutor
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from nbelastic.collectives.alarm import Alarm
-    from nbelastic.collectives.cards import Layout
+    from nbelastic.collectives.abort_signal import AbortSignal
+    from nbelastic.collectives.topology import Topology
     from nbelastic.native._core import Group
 
 __all__ = ["HierarchicalCommunicator"]
 
 _LINE = 16
-"""Slices begin at multiples of so many elements: no two ranks write to one line of a cache."""
+"""Slices begin at multiples of so many elements, so that no two ranks write to one cache line."""
 
 
-class HierarchicalCommunicator(LandingCommunicator, ForwardingCommunicator):
+class HierarchicalCommunicator(GlooCommunicator):
     """A communicator of ranks on two or more hosts.
 
     Parameters
     ----------
     rendezvous : Rendezvous
-        Which ranks, and where they meet.
-    layout : Layout
-        Which of them are on which host.
+        The generation and its ranks.
+    topology : Topology
+        The ranks of each host.
     group : Group or None
-        The segment that the ranks of this host share; None for one who is alone. It is the
-        communicator's from here on.
-    alarm : Alarm
-        What ends it.
+        The segment that the ranks of this host share; None for a rank that is alone on its host.
+        The communicator owns it from here on.
+    abort_signal : AbortSignal
+        Ends all parts. A stage that fails gives it: that breaks the host's segment and cuts the
+        connections to other hosts, whose stages fail in turn.
     """
 
+    # The rank's thread uses the flat group, and allocates memory in the segment. The executor's
+    # thread performs the stages, one allreduce after the other in the order of the rank's calls,
+    # so it alone uses the segment's operations and the group of the slice.
+
     name = "hierarchical"
-    anywhere = False
+    reduces_in_place = False
 
     def __init__(
-        self, rendezvous: Rendezvous, layout: Layout, group: Group | None, alarm: Alarm
+        self,
+        rendezvous: Rendezvous,
+        topology: Topology,
+        group: Group | None,
+        abort_signal: AbortSignal,
     ) -> None:
-        super().__init__(rendezvous, alarm)
-        self._process = os.getpid()
+        super().__init__(rendezvous, abort_signal)
         self._group = group
-        self._neighbours = layout.neighbours(rendezvous.rank)
-        self._flat = GlooCommunicator(rendezvous, alarm)
-        self._cross = _across(rendezvous, layout, alarm)
-        self._stages = _Stages(rendezvous, layout, group, self._cross)
+        self._local_ranks = topology.local_ranks(rendezvous.rank)
+        self._cross = _cross_communicator(rendezvous, topology, abort_signal)
+        self._stages = _Stages(rendezvous, topology, group, self._cross)
         name = f"nbelastic-hierarchical-{self.generation}-{self.rank}"
-        self._lane = Lane(name, rendezvous.timeout_s)
+        self._executor = OrderedExecutor(name, rendezvous.timeout_s)
         if group is not None:
-            from nbelastic.collectives.segment import break_with
+            from nbelastic.collectives.shm.segment import abort_with
 
-            break_with(group, alarm, self.rank)
+            abort_with(group, abort_signal, self.rank)
 
     def connect(self) -> HierarchicalCommunicator:
-        """Connect to all other ranks, and to those that have the same slice."""
-        self._flat.connect()
+        """Connect to all other ranks, and to those that hold the same slice."""
+        super().connect()
         if self._cross is not None:
             self._cross.connect()
         return self
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new vector in the segment of this host."""
-        self._alarm.check()
+        self._abort_signal.check()
         return self._stages.empty(count, dtype)
-
-    # -- operations ------------------------------------------------------------------------------
 
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
         """Reduce `tensor` over all ranks, in place."""
         check_contiguous(tensor)
         check_op(tensor, op)
         if tensor.numel() == 0:
-            return self._nothing()
-        self._flat.check()
+            return self._nothing_to_do()
+        self.check()
         own = tensor.detach().view(-1)
         buffer = own
         if not self._stages.holds(own):
             buffer = self._stages.empty(own.numel(), own.dtype)
             buffer.copy_(own)
 
-        def land() -> None:
+        def deliver() -> None:
             if buffer is not own:
                 own.copy_(buffer)
 
-        work = _Reduction(self._stages, self._alarm, buffer, op)
-        return FlightHandle(self, self._lane.put(work), land)
-
-    def _target(self) -> Communicator:
-        return self._flat
-
-    # -- state -----------------------------------------------------------------------------------
+        work = _Reduction(self._stages, self._abort_signal, buffer, op)
+        return OperationHandle(self, self._executor.submit(work), deliver)
 
     @property
-    def waiting(self) -> bool:
-        """Whether the rank's thread waits for an operation now."""
-        return self._waiting or self._flat.waiting
-
-    @property
-    def completed(self) -> int:
-        """How many operations have been waited for with success."""
-        return self._completed + self._flat.completed
-
-    @property
-    def gone(self) -> tuple[int, ...]:
-        """The ranks of this host whose processes are known to have ended."""
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks of this host whose processes are known to have ended."""
         dead = () if self._group is None else self._group.dead
-        return tuple(self._neighbours[place] for place in dead)
+        return tuple(self._local_ranks[position] for position in dead)
 
-    def cut(self) -> int:
-        """Cut the connections to other hosts, as a broken network would; return how many."""
-        return self._flat.cut() + (0 if self._cross is None else self._cross.cut())
+    def cut_connections(self) -> int:
+        """Cut the connections to other hosts as a network failure would; return their number."""
+        across = 0 if self._cross is None else self._cross.cut_connections()
+        return super().cut_connections() + across
+
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is under way."""
+        return super().idle and self._executor.idle
 
     def close(self) -> None:
-        """Let go of all parts: in good order if nothing is under way."""
-        if self._process != os.getpid():
+        """Let go of all parts; in an orderly way if no operation is under way."""
+        super().close()
+        if self._abort_signal.forked:
             return  # a fork has none of the threads
-        idle = self._flat.idle and self._lane.idle
-        self._alarm.raise_("the communicator is closed", gentle=idle)
-        self._lane.join()
+        self._executor.join()
         if self._group is not None:
             self._group.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_lane"):
+        if hasattr(self, "_executor"):
             self.close()
 
 
-def _across(rendezvous: Rendezvous, layout: Layout, alarm: Alarm) -> GlooCommunicator | None:
-    """Return the communicator of the ranks that have this rank's slice, if it has one."""
-    peers = layout.peers(rendezvous.rank)
+def _cross_communicator(
+    rendezvous: Rendezvous, topology: Topology, abort_signal: AbortSignal
+) -> GlooCommunicator | None:
+    """Return a communicator of the ranks that hold this rank's slice, if it holds one."""
+    peers = topology.cross_ranks(rendezvous.rank)
     if not peers:
         return None
-    place = layout.neighbours(rendezvous.rank).index(rendezvous.rank)
-    terms = dataclasses.replace(
+    position = topology.local_ranks(rendezvous.rank).index(rendezvous.rank)
+    its = dataclasses.replace(
         rendezvous,
-        job=f"{rendezvous.job}/cross-{place}",
+        job=f"{rendezvous.job}/cross-{position}",
         rank=peers.index(rendezvous.rank),
         size=len(peers),
     )
-    return GlooCommunicator(terms, alarm)
+    return GlooCommunicator(its, abort_signal)
 
 
 class _Stages:
-    """The three stages of an allreduce, and what they need."""
+    """The three stages of an allreduce."""
 
     def __init__(
         self,
         rendezvous: Rendezvous,
-        layout: Layout,
+        topology: Topology,
         group: Group | None,
         cross: GlooCommunicator | None,
     ) -> None:
-        neighbours = layout.neighbours(rendezvous.rank)
+        local_ranks = topology.local_ranks(rendezvous.rank)
         self._size = rendezvous.size
-        self._place = neighbours.index(rendezvous.rank)
-        self._ranks = len(neighbours)
-        self._slices = layout.slices
+        self._position = local_ranks.index(rendezvous.rank)
+        self._ranks = len(local_ranks)
+        self._slices = topology.slices
         self._group = group
         self._cross = cross
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         if self._group is None:
             return torch.empty(count, dtype=dtype)
-        from nbelastic.collectives.segment import room_in
+        from nbelastic.collectives.shm.segment import allocate
 
         try:
-            return room_in(self._group, count, dtype)
+            return allocate(self._group, count, dtype)
         except MemoryError as error:
-            raise CollectiveError(f"no room in shared memory: {error}") from None
+            raise CollectiveError(f"shared memory is full: {error}") from None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         if not tensor.is_cpu:
@@ -207,18 +188,18 @@ class _Stages:
         return self._group is None or self._group.holds(tensor.data_ptr(), tensor.nbytes)
 
     def perform(self, buffer: torch.Tensor, op: Op) -> None:
-        """Reduce `buffer`, which is in the segment. Raises `Broken` or ``CollectiveError``."""
+        """Reduce `buffer`, which lies in the segment. Raises ``Broken`` or ``CollectiveError``."""
         counts = self._counts(buffer.numel())
         whole = Op.SUM if op is Op.AVERAGE else op
         group = self._group
         if group is not None:
-            from nbelastic.collectives.segment import codes_of
+            from nbelastic.collectives.shm.segment import reduction_codes
 
-            kind, code = codes_of(buffer.dtype, whole)
+            kind, code = reduction_codes(buffer.dtype, whole)
             group.wait(group.reduce_parts_async(buffer.data_ptr(), counts, kind, code))
         if self._cross is not None:
-            first = sum(counts[: self._place])
-            own = buffer[first : first + counts[self._place]]
+            first = sum(counts[: self._position])
+            own = buffer[first : first + counts[self._position]]
             self._cross.allreduce(own, whole)
             if op is Op.AVERAGE:
                 own.div_(self._size)
@@ -226,7 +207,7 @@ class _Stages:
             group.wait(group.gather_parts_async(buffer.data_ptr(), counts, kind))
 
     def _counts(self, total: int) -> list[int]:
-        """Return how many elements are in the slice of each rank of this host."""
+        """Return the number of elements in the slice of each rank of this host."""
         lines = -(-total // _LINE)
         bounds = [min(lines * i // self._slices * _LINE, total) for i in range(self._slices + 1)]
         counts = [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -234,21 +215,29 @@ class _Stages:
 
 
 class _Reduction:
-    """An allreduce that a lane is to perform."""
+    """An allreduce for the executor."""
 
-    def __init__(self, stages: _Stages, alarm: Alarm, buffer: torch.Tensor, op: Op) -> None:
+    def __init__(
+        self, stages: _Stages, abort_signal: AbortSignal, buffer: torch.Tensor, op: Op
+    ) -> None:
         self._stages = stages
-        self._alarm = alarm
+        self._abort_signal = abort_signal
         self._buffer = buffer
         self._op = op
 
     def wait(self, _timeout: object) -> None:
-        """Perform it, unless all is over."""
+        """Perform it, unless there has been an abort."""
         try:
-            self._alarm.check()
+            self._abort_signal.check()
             self._stages.perform(self._buffer, self._op)
         except CollectiveError:
-            raise  # the alarm has been raised
-        except Exception as error:  # whatever it is, the other parts must not wait for this one
-            self._alarm.raise_(str(error))
+            raise  # the abort signal has been given
+        except Exception as error:  # any error: the other parts must not wait for this one
+            self._abort_signal.abort(str(error), kind=_error_type(error))
             raise RuntimeError(str(error)) from None
+
+
+def _error_type(error: Exception) -> type[CollectiveError]:
+    from nbelastic.collectives.shm.segment import error_type
+
+    return error_type(error)

@@ -1,4 +1,4 @@
-"""A world of one: no network, no threads, and no torch unless the caller has it."""
+"""Communicator of a single rank, without network, threads or torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ __all__ = ["SoloCommunicator"]
 
 
 class SoloCommunicator(Communicator):
-    """The communicator of a generation with a single member.
+    """The communicator of a generation with one rank.
 
-    Every operation has happened by the time its call returns. It needs no connecting, but may be
-    connected, aborted and closed like any other.
+    Every operation has ended when its call returns. Connecting is optional.
 
     Parameters
     ----------
@@ -46,12 +45,17 @@ class SoloCommunicator(Communicator):
         self._broken: str | None = None
 
     def connect(self) -> SoloCommunicator:
-        """Do nothing: there is nobody to meet."""
+        """Return itself: there is nothing to connect to."""
         self.check()
         return self
 
+    def agree(self, text: str, number: int = 0) -> list[int]:  # noqa: ARG002 - one rank
+        """Return the number of the only rank."""
+        self._begun()
+        return [number] * self.size
+
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Leave `tensor` as it is: the sum of one."""
+        """Leave `tensor` as it is."""
         check_contiguous(tensor)
         check_op(tensor, op)
         return self._begun()
@@ -88,29 +92,29 @@ class SoloCommunicator(Communicator):
         return handle
 
     def barrier_async(self) -> Handle:
-        """All one of them have arrived."""
+        """Return at once."""
         return self._begun()
 
     def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
-        """Refuse: there is nobody to send to."""
+        """Raise: there is no other rank."""
         check_contiguous(tensor)
         check_peer(to, 0, 1, "to")
         return self._begun()
 
     def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Refuse: there is nobody to receive from."""
+        """Raise: there is no other rank."""
         check_contiguous(tensor)
         check_peer(source, 0, 1, "source")
         return self._begun()
 
     @property
     def waiting(self) -> bool:
-        """False: nothing is ever waited for."""
+        """False: no operation blocks."""
         return False
 
     @property
     def completed(self) -> int:
-        """How many operations have succeeded."""
+        """Number of operations completed."""
         return self._completed
 
     def abort(self, reason: str) -> None:
@@ -118,7 +122,7 @@ class SoloCommunicator(Communicator):
         self._broken = self._broken or reason
 
     def close(self) -> None:
-        """Let go of nothing; later operations fail as on any closed communicator."""
+        """Make later operations fail, as on any closed communicator."""
         self.abort("the communicator is closed")
 
     def check(self) -> None:
@@ -132,7 +136,7 @@ class SoloCommunicator(Communicator):
 
 
 class _SoloHandle:
-    """An operation that has happened; waiting for it is what makes it count."""
+    """A handle on an operation that has ended, to be completed."""
 
     def __init__(self, communicator: SoloCommunicator) -> None:
         self._communicator: SoloCommunicator | None = communicator

@@ -1,10 +1,11 @@
-"""The kernel's side of a job: ``fit``, the driver thread, and the ``Job`` that its owner holds."""
+"""The kernel's part of a job: ``fit``, the driver thread, and ``Job``."""
 
 from .display import set_display
 from .fit import fit
 from .job import Job
 from .status import HistoryEvent, JobInfo, JobStatus, Output, Progress, RankStatus
 from .takeover import attach, jobs
+from .versions import show_versions
 
 __all__ = [
     "HistoryEvent",
@@ -18,4 +19,5 @@ __all__ = [
     "fit",
     "jobs",
     "set_display",
+    "show_versions",
 ]

@@ -1,14 +1,18 @@
-"""What ``cluster=`` may be, and how to come to a client from it."""
+"""Dask client for the value of ``cluster=``."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
 import dask
+from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster, Status
+from distributed.system import MEMORY_LIMIT
 
-from nbelastic.cluster import check_scheduler
+from nbelastic.cluster import ElasticPlugin, check_scheduler
 from nbelastic.errors import ClusterLost, OptionError
 
 from . import display
@@ -22,14 +26,14 @@ __all__ = ["attach_client"]
 
 
 def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], None]]:
-    """Return a connected client and a function that closes whatever was opened for it.
+    """Return a connected client, and a function that closes all that was opened for it.
 
     Parameters
     ----------
     cluster : Client, Cluster, str or None
-        As :func:`nbelastic.fit` takes it.
+        The argument of :func:`nbelastic.fit`.
     options : Options
-        For the size of an embedded cluster.
+        Options of the job, for the size of an embedded cluster.
     """
     if cluster is None:
         return _embedded(options)
@@ -62,10 +66,23 @@ def _connected(cluster: Any) -> tuple[Client, Callable[[], None]]:
 
 def _embedded(options: Options) -> tuple[Client, Callable[[], None]]:
     workers = options.max_np or options.np or options.min_np or os.cpu_count() or 1
-    # Nobody else has tasks there: its profiler (see cluster/profiler.py) need not begin at all.
+    # This cluster runs one job only, so Dask's profiler need not start.
+    # The plugin is there from the start, so that an interrupt of the cell ends no worker.
     with dask.config.set({"distributed.worker.profile.enabled": False}):
-        cluster = LocalCluster(n_workers=workers, dashboard_address=":0")
-    client = Client(cluster, set_as_default=False)
+        cluster = LocalCluster(
+            n_workers=0,
+            threads_per_worker=math.ceil(CPU_COUNT / workers),
+            memory_limit=MEMORY_LIMIT // workers,
+            dashboard_address=":0",
+            scheduler_kwargs={"plugins": (ElasticPlugin(),)},
+        )
+        try:
+            cluster.scale(workers)
+            cluster.sync(_wait_for_workers, cluster)
+            client = Client(cluster, set_as_default=False)
+        except BaseException:  # even after an interrupt no cluster is left
+            cluster.close()
+            raise
 
     def close() -> None:
         client.close()
@@ -74,5 +91,12 @@ def _embedded(options: Options) -> tuple[Client, Callable[[], None]]:
     return client, close
 
 
+async def _wait_for_workers(cluster: LocalCluster) -> None:
+    async def start() -> None:
+        await cluster
+
+    await asyncio.shield(start())  # a cluster that is cancelled while it starts cannot be closed
+
+
 def _nothing() -> None:
-    """Leave the client alone: it belongs to its user."""
+    """Close nothing, because the client belongs to the user."""

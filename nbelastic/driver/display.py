@@ -1,7 +1,7 @@
-"""Where a display hooks in: the driver shows nothing itself.
+"""Interface to the display of jobs.
 
-A display is set once, by the package or a test; without one, jobs are silent. Whatever it raises is
-logged, once, and never reaches the job.
+The package or a test sets a display once. Without one, nothing is shown. Errors of a display are
+logged, once, and never reach the job.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
     from .job import Job
 
-__all__ = ["Display", "Watch", "label", "say", "set_display", "show", "started", "watching"]
+__all__ = ["Display", "WaitDisplay", "label", "say", "set_display", "show", "started", "watching"]
 
 logger = logging.getLogger(__name__)
 
 
-class Watch(Protocol):
-    """Watches one job on behalf of a caller that waits for it."""
+class WaitDisplay(Protocol):
+    """Display of one job while a caller waits for it."""
 
     def tick(self) -> None:
-        """Bring what is shown up to date. Called in the waiting thread, ten times a second."""
+        """Update the display. The waiting thread calls it ten times a second."""
 
     def say(self, text: str) -> None:
         """Show one line to the user."""
 
 
 class Display(Protocol):
-    """Shows jobs."""
+    """Display of all jobs of this process."""
 
     def started(self, job: Job) -> None:
-        """Take note of a job of this kernel."""
+        """Note a new job of this kernel."""
 
-    def watching(self, job: Job) -> AbstractContextManager[Watch]:
-        """Return what to hold while a thread waits for a job."""
+    def watching(self, job: Job) -> AbstractContextManager[WaitDisplay] | None:
+        """Return a display of a job for a thread that waits for it, or None to show nothing."""
 
     def show(self, job: Job) -> None:
         """Show a job that is the value of a cell."""
 
     def say(self, text: str) -> None:
-        """Show one line that belongs to no job. Called in the thread that waits."""
+        """Show one line that belongs to no job. The waiting thread calls it."""
 
     def label(self, file: str) -> str | None:
-        """Return what the user calls a file of source code, such as ``Cell In[5]``, or None."""
+        """Return the user's name of a source file, such as ``Cell In[5]``, or None."""
 
 
 _display: Display | str | None = None
@@ -56,13 +56,13 @@ _complained = False
 
 
 def set_display(display: Display | str | None) -> None:
-    """Set what shows jobs in this process.
+    """Set the display of jobs in this process.
 
     Parameters
     ----------
     display : Display, str or None
-        The display; the name of a module that is one, imported when it is first used; or None for
-        nothing.
+        The display; the name of a module with its functions, imported at first use; or None for no
+        display.
     """
     global _display  # noqa: PLW0603 - one display per process
     _display = display
@@ -75,13 +75,13 @@ def _current() -> Display | None:
 
 
 def started(job: Job) -> None:
-    """Tell the display of a new job."""
+    """Report a new job to the display."""
     if _display is not None:
         _guard(lambda: _call(lambda display: display.started(job)))
 
 
 def show(job: Job) -> bool:
-    """Show a job; return whether there was a display that could."""
+    """Show a job; return whether a display has shown it."""
     return _display is not None and _guard(lambda: _call(lambda display: display.show(job)))
 
 
@@ -92,7 +92,7 @@ def say(text: str) -> None:
 
 
 def label(file: str) -> str | None:
-    """Return what the user calls a file of source code; None where there is no better name."""
+    """Return the user's name of a source file, or None."""
     found: list[str | None] = [None]
     _guard(lambda: _call(lambda display: found.append(display.label(file))))
     return found[-1]
@@ -104,11 +104,11 @@ def _call(function: Callable[[Display], object]) -> None:
         function(display)
 
 
-class _Guarded:
-    """A watch whose faults stay its own."""
+class _GuardedWaitDisplay:
+    """Wait display with its errors caught. After the first one it is not updated again."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch: Watch | None = watch
+    def __init__(self, watch: WaitDisplay) -> None:
+        self._watch: WaitDisplay | None = watch
 
     def tick(self) -> None:
         watch = self._watch
@@ -121,7 +121,7 @@ class _Guarded:
             _guard(lambda: watch.say(text))
 
 
-class _Blind:
+class _NoWaitDisplay:
     def tick(self) -> None:
         """Do nothing."""
 
@@ -130,14 +130,16 @@ class _Blind:
 
 
 @contextlib.contextmanager
-def watching(job: Job) -> Iterator[Watch]:
-    """Hold the display's watch over a job."""
+def watching(job: Job) -> Iterator[WaitDisplay]:
+    """Open the display of a job for a waiting thread."""
     stack = contextlib.ExitStack()
-    watch: Watch = _Blind()
+    watch: WaitDisplay = _NoWaitDisplay()
 
     def enter(display: Display) -> None:
         nonlocal watch
-        watch = _Guarded(stack.enter_context(display.watching(job)))
+        manager = display.watching(job)
+        if manager is not None:
+            watch = _GuardedWaitDisplay(stack.enter_context(manager))
 
     _guard(lambda: _call(enter))
     try:
@@ -147,11 +149,11 @@ def watching(job: Job) -> Iterator[Watch]:
 
 
 def _guard(call: Callable[[], object]) -> bool:
-    """Call; return whether it went well."""
+    """Call a function of the display; return whether it raised no error."""
     global _complained  # noqa: PLW0603 - once per process
     try:
         call()
-    except Exception:  # whatever a display raises: the job matters more
+    except Exception:  # an error of a display must not reach the job
         if not _complained:
             logger.warning("the display of jobs failed; jobs go on", exc_info=True)
             _complained = True

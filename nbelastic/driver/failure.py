@@ -1,12 +1,15 @@
-"""From the outcome of a job to the exception that its user meets."""
+"""Exception for the user, made from the outcome of a job that failed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbelastic import errors
+from nbelastic.cluster import Modules, why_missing
+from nbelastic.membership import FailureKind
 
 from . import display
+from .describe import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,70 +21,84 @@ __all__ = ["exception_for"]
 
 MOST_SHOWN = 4
 
-_KINDS: dict[str, type[errors.JobError]] = {
-    "not_enough_workers": errors.NotEnoughWorkers,
-    "reset_limit": errors.ResetLimitExceeded,
-    "no_progress": errors.NoProgress,
-    "cluster_lost": errors.ClusterLost,
-    "rank_lost": errors.RankFailed,
-    "returned_early": errors.RankFailed,
+_CAUSE: Any = BaseException.__dict__["__cause__"]
+
+_KINDS: dict[FailureKind | None, type[errors.JobError]] = {
+    FailureKind.NOT_ENOUGH_WORKERS: errors.NotEnoughWorkers,
+    FailureKind.RESET_LIMIT: errors.ResetLimitExceeded,
+    FailureKind.NO_PROGRESS: errors.NoProgress,
+    FailureKind.CLUSTER_LOST: errors.ClusterLost,
+    FailureKind.RANK_FAILED: errors.RankFailed,
+    FailureKind.RANK_LOST: errors.RankFailed,
+    FailureKind.RETURNED_EARLY: errors.RankFailed,
 }
 
 
 def exception_for(
-    job: str, outcome: Outcome, failures: Mapping[int, Failure], names: Mapping[int, str]
+    job: str,
+    outcome: Outcome,
+    failures: Mapping[int, Failure],
+    names: Mapping[int, str],
+    modules: Modules = Modules(),  # noqa: B008 -- it cannot be changed
 ) -> BaseException:
-    """Return what ``result()`` raises for a job that did not finish.
+    """Return the exception that ``result()`` raises for a job that did not finish.
 
     Parameters
     ----------
     job : str
         The job's name.
     outcome : Outcome
-        How it ended.
+        Outcome of the job.
     failures : mapping of int to Failure
-        What was raised in each start of the function.
+        Error of each start of the function.
     names : mapping of int to str
-        What to call each start: its rank and worker.
+        Name of each start: its rank and worker.
+    modules : Modules
+        The user's own modules that were sent with the function.
     """
     if outcome.kind == "stopped":
-        return errors.JobStopped(f"job {job!r} was {outcome.reason}")
+        return errors.JobStopped(f"job {job!r} was {in_words(outcome.reason)}")
     raised = {start: failures[start] for start in outcome.starts if start in failures}
-    if outcome.error == "rank_failed" and raised:
-        return _rank_failed(job, raised, names)
+    if outcome.error == FailureKind.RANK_FAILED and raised:
+        return _rank_failed(job, raised, names, modules)
     kind = _KINDS.get(outcome.error, errors.JobError)
-    return kind(f"job {job!r} failed: {outcome.reason}")
+    return kind(f"job {job!r} failed: {in_words(outcome.reason)}")
 
 
 def _rank_failed(
-    job: str, raised: Mapping[int, Failure], names: Mapping[int, str]
+    job: str, raised: Mapping[int, Failure], names: Mapping[int, str], modules: Modules
 ) -> BaseException:
-    """Group equal errors, the user's lines first; the result is what was raised, too."""
+    """Return an error with equal errors grouped, which is also an instance of the user's error."""
     groups: dict[tuple[str, str], list[int]] = {}
     for start, failure in raised.items():
         groups.setdefault((failure.summary, failure.where(display.label)), []).append(start)
     parts = []
     for (summary, where), starts in list(groups.items())[:MOST_SHOWN]:
-        who = ", ".join(sorted(names.get(s, f"start {s}") for s in starts)[:MOST_SHOWN])
+        ranks = ", ".join(sorted(names.get(s, f"start {s}") for s in starts)[:MOST_SHOWN])
         more = "" if len(starts) <= MOST_SHOWN else f" and {len(starts) - MOST_SHOWN} more"
-        parts.append(f"{summary}\n{where}\nraised on {who}{more}, job {job!r}")
+        parts.append(f"{summary}\n{where}\nraised on {ranks}{more}, job {job!r}")
+        error = raised[starts[0]].exception
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            parts[-1] += f"\n{why_missing(error.name, modules)}".rstrip()
     if len(groups) > MOST_SHOWN:
         parts.append(f"+ {len(groups) - MOST_SHOWN} other errors")
     message = "\n\n".join(parts)
     original = next((f.exception for f in raised.values() if f.exception is not None), None)
     error = _as_instance_of(type(original), message) if original is not None else None
     if error is None:
-        return errors.RankFailed(message)
-    error.__cause__ = original
+        error = errors.RankFailed(message)
+    _CAUSE.__set__(error, original)
     return error
 
 
 def _as_instance_of(kind: type[BaseException], message: str) -> errors.RankFailed | None:
-    """Return a RankFailed that is also a `kind`, or None where Python cannot combine them."""
+    """Return a RankFailed that is also a `kind`, or None if Python cannot combine the two."""
     if not issubclass(kind, Exception) or issubclass(kind, errors.RankFailed):
         return None
     namespace = {
         "__init__": Exception.__init__,
+        "__setattr__": Exception.__setattr__,
+        "__delattr__": Exception.__delattr__,
         "__str__": lambda self: str(self.args[0]),
         "__module__": errors.__name__,
         "__doc__": errors.RankFailed.__doc__,
@@ -90,6 +107,7 @@ def _as_instance_of(kind: type[BaseException], message: str) -> errors.RankFaile
         both: type[errors.RankFailed] = type(
             f"RankFailed({kind.__name__})", (errors.RankFailed, kind), namespace
         )
-        return both(message)
-    except TypeError:
+        error = both(message)
+        return error if type(error) is both and str(error) == message else None
+    except BaseException:  # runs code of the user's class and its metaclass
         return None

@@ -1,28 +1,43 @@
-"""``fit``: from a function and a cluster to a running job."""
+"""Start a job from a function and a cluster."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import threading
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nbelastic.cluster import Link, check_versions, own_versions, pack_function
-from nbelastic.errors import OptionError
-from nbelastic.membership import Machine, to_dict
+from nbelastic.cluster import (
+    JobClient,
+    JobTerms,
+    check_versions,
+    lost_while,
+    own_versions,
+    pack_function,
+    pack_machine,
+)
+from nbelastic.errors import ClusterLost, OptionError
+from nbelastic.membership import Machine
 
 from . import display
 from .attachment import attach_client
 from .hints import with_hints
 from .job import Job
-from .options import Options, call_arguments, checkpoint_url, resource_amounts, worker_names
-from .shell import Driver
+from .options import Options, call_arguments
+from .thread import Driver
 
 if TYPE_CHECKING:
+    import datetime
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["fit", "hand_out"]
+    from nbelastic.cluster import JobPayload
+
+__all__ = ["fit", "hand_out", "terms_of"]
+
+Duration: TypeAlias = "float | str | datetime.timedelta"
+"""Seconds, text that Dask reads (``"2 minutes"``), or a timedelta."""
 
 
 @with_hints
@@ -39,15 +54,15 @@ def fit(
     resources: Mapping[str, float] | None = None,
     slots_per_host: int | None = None,
     reset_limit: int | None = None,
-    elastic_timeout: float = 600,
-    stall_timeout: float = 60,
-    heartbeat_timeout: float = 10,
-    blacklist_cooldown: tuple[float, float] | None = None,
-    lease: float = 3600,
+    elastic_timeout: Duration | None = None,
+    stall_timeout: Duration | None = None,
+    heartbeat_timeout: Duration | None = None,
+    blacklist_cooldown: tuple[Duration, Duration] | None = None,
+    lease: Duration | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int = 100,
-    resume: bool = False,
-    backend: str = "auto",
+    checkpoint_every: int | None = None,
+    resume: bool | None = None,
+    backend: str | None = None,
     name: str | None = None,
     block: bool = True,
 ) -> Job:
@@ -76,18 +91,18 @@ def fit(
         Most ranks on one host.
     reset_limit : int, optional
         Most changes of membership; without it, any number.
-    elastic_timeout : float, default 600
-        Seconds to wait for enough workers, and for a started rank to be ready.
-    stall_timeout : float, default 60
-        Seconds that a rank may hold up others which wait for it, before they go on without it.
-    heartbeat_timeout : float, default 10
-        Seconds without a heartbeat after which a worker counts as frozen.
-    blacklist_cooldown : tuple of (float, float), optional
-        A worker that failed is left out for ``lo`` seconds, then ``2 * lo``, up to ``hi``; known
+    elastic_timeout : duration, default 600 s
+        How long to wait for enough workers, and for a started rank to be ready.
+    stall_timeout : duration, default 60 s
+        How long a rank may hold up others which wait for it, before they go on without it.
+    heartbeat_timeout : duration, default 10 s
+        Time without a heartbeat after which a worker counts as frozen.
+    blacklist_cooldown : tuple of (duration, duration), optional
+        A worker that failed is left out for ``lo``, then ``2 * lo``, up to ``hi``; known
         by name and host, so that a restart does not hide it. Without it, a worker process whose
         rank failed is not used again by this job.
-    lease : float, default 3600
-        Seconds for which the job goes on when its kernel is gone; :func:`nbelastic.attach` takes it
+    lease : duration, default 1 hour
+        How long the job goes on when its kernel is gone; :func:`nbelastic.attach` takes it
         over from another one.
     checkpoint : str or path-like, optional
         A directory that all workers see, or a URL that fsspec knows, in which rank 0 writes
@@ -106,6 +121,12 @@ def fit(
     block : bool, default True
         Wait for the end and raise what went wrong. An interrupt then stops the job at its next
         commit, a second one at once.
+
+    Notes
+    -----
+    A duration is a number of seconds, a :class:`~datetime.timedelta`, or text as Dask reads it:
+    ``"90 s"``, ``"2 minutes"``. What is not given, or None, is what ``dask.config`` has under
+    ``nbelastic``, such as ``nbelastic.stall_timeout``; the package's file is ``nbelastic.yaml``.
 
     Returns
     -------
@@ -128,55 +149,44 @@ def fit(
     >>> job = nbelastic.fit(train, cluster=client, min_np=2, max_np=8)  # doctest: +SKIP
     >>> job.result()  # doctest: +SKIP
     """
+    options = Options.given(locals())
     if not callable(fn):
         raise OptionError(f"fn={fn!r}: must be a function")
     job_name = _check_name(name)
-    options = Options(
-        np=np,
-        min_np=min_np,
-        max_np=max_np,
-        workers=worker_names(workers),
-        resources=resource_amounts(resources),
-        slots_per_host=slots_per_host,
-        reset_limit=reset_limit,
-        elastic_timeout=elastic_timeout,
-        stall_timeout=stall_timeout,
-        heartbeat_timeout=heartbeat_timeout,
-        blacklist_cooldown=blacklist_cooldown,
-        lease=lease,
-        checkpoint=checkpoint_url(checkpoint),
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        backend=backend,
-    )
-    payload = pack_function(fn, *call_arguments(args, kwargs))
+    payload, modules = pack_function(fn, *call_arguments(args, kwargs))
     client, cleanup = attach_client(cluster, options)
-    link: Link | None = None
+    job_client: JobClient | None = None
     try:
-        check_versions(client)
+        with lost_while(client, "versions were compared"):
+            check_versions(client)
         driver = Driver(job_name, options, cleanup)
-        link = Link(client, job_name, driver.receive)
-        link.open(payload, _spec(options))
-        driver.start(link)
-    except BaseException:
-        if link is not None:
-            link.close()  # interrupted half-way, it may have been opened
-            link.give_up()
+        driver.owns_cluster = cluster is None
+        driver.log.modules = modules
+        job_client = JobClient(client, job_name, driver.receive)
+        job_client.open(terms_of(payload, options))
+        driver.start(job_client)
+    except BaseException as error:
+        if job_client is not None and not isinstance(error, ClusterLost):
+            job_client.close()  # interrupted half-way, it may have been opened
+        if job_client is not None:
+            job_client.give_up()  # should the connection come back, it is not opened
         cleanup()
         raise
     return hand_out(driver, block=block)
 
 
-def _spec(options: Options) -> dict[str, Any]:
-    return {
-        "workers": None if options.workers is None else [str(w) for w in options.workers],
-        "resources": options.resources,
-        "versions": own_versions(),
-        "heartbeat_timeout": float(options.heartbeat_timeout),
-        "lease": float(options.lease),
-        "options": options.pack(),
-        "machine": to_dict(Machine(options.limits())),
-    }
+def terms_of(payload: JobPayload, options: Options) -> JobTerms:
+    """Return the terms of a job for the scheduler."""
+    return JobTerms(
+        payload=payload,
+        workers=options.workers,
+        resources={name: float(need) for name, need in options.resources.items()},
+        versions=own_versions(),
+        heartbeat_timeout=float(options.heartbeat_timeout),
+        lease=float(options.lease),
+        options=pickle.dumps(options.pack()),
+        machine=pack_machine(Machine(options.limits())),
+    )
 
 
 def _check_name(name: str | None) -> str:
@@ -196,6 +206,6 @@ def hand_out(driver: Driver, *, block: bool) -> Job:
     display.started(job)
     if block:
         if threading.current_thread() is threading.main_thread():
-            job.wait_interruptibly()
+            job._wait_interruptibly()
         job.results()
     return job

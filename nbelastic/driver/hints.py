@@ -1,7 +1,7 @@
-"""Errors for options that do not exist, with what was probably meant.
+"""Errors for unknown options, with similar names as hints.
 
-Users know the options of other systems; :data:`ELSEWHERE` translates them. The magics and
-:func:`nbelastic.fit` share it.
+Users know the options of other systems, which :data:`ELSEWHERE` translates. The magics and
+:func:`nbelastic.fit` use the same hints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SHELL = re.compile(r"[\\/](IPython|ipykernel)[\\/]")
-"""Files of the notebook's own machinery."""
+"""Files of IPython and its kernel."""
 
 _OTHER_NAMES = {
     "np": "num_workers n_workers num_proc nproc n_proc num_processes num_ranks world_size size n",
@@ -51,12 +51,12 @@ _OTHER_NAMES = {
     "block": "wait blocking sync asynchronous",
     "fn": "func function train_func train_fn",
 }
-"""What Horovod, torchrun, accelerate, Dask, Ray and Lightning call an option or two of ours."""
+"""Names that Horovod, torchrun, accelerate, Dask, Ray and Lightning use for options of ours."""
 
 ELSEWHERE = {
     theirs: ours.split() for ours, names in _OTHER_NAMES.items() for theirs in names.split()
 }
-"""Names of options elsewhere, and those of ours that do the same."""
+"""Options of ours that do the same, by the names of options elsewhere."""
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:
@@ -65,9 +65,9 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
     Parameters
     ----------
     given : str
-        What was written, such as ``max`` or ``--max``.
+        The given name, such as ``max`` or ``--max``.
     names : iterable of str
-        What there is, in the same spelling.
+        Existing names, in the same spelling.
     """
     names = list(names)
     meant = ELSEWHERE.get(_plain(given), ())
@@ -85,18 +85,18 @@ def _plain(name: str) -> str:
 def no_such_option(
     where: str, given: str, names: Collection[str], users: Callable[..., object] | None = None
 ) -> UnknownOption:
-    """Return the error for a keyword that is no option.
+    """Return the error for a keyword that is not an option.
 
     Parameters
     ----------
     where : str
-        What was called.
+        The called function.
     given : str
-        The keyword.
+        The given keyword.
     names : collection of str
-        The keywords that there are.
+        The existing keywords.
     users : callable, optional
-        The user's function: the keyword may be one of its parameters.
+        The user's function, because the keyword may be one of its parameters.
     """
     if users is not None and given in _parameters(users):
         called = getattr(users, "__name__", "the function")
@@ -114,11 +114,11 @@ def _parameters(function: Callable[..., object]) -> Collection[str]:
 
 
 def with_hints(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of the interface: its option errors are short and say what to write.
+    """Decorate a public function, so that its option errors are short and have hints.
 
-    A keyword that does not exist, and a value given by position where there is none, are an
-    :class:`~nbelastic.errors.UnknownOption`. An option error keeps the caller's lines; those of
-    nbelastic, which say nothing about it, are cut.
+    An unknown keyword, and one value too many by position, raise
+    :class:`~nbelastic.errors.UnknownOption`. The traceback of an option error has the caller's
+    lines only, without those of nbelastic.
     """
     name = function.__qualname__
     signature = inspect.signature(function)
@@ -149,7 +149,7 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _with_users_lines(error: OptionError) -> list[str]:
-    """Return what a notebook shows of an error: the lines of its user's that led to it, and it."""
+    """Return the traceback that a notebook shows: the user's lines, and the error."""
     shown = []
     for frame in traceback.extract_tb(error.__traceback__):
         if not frame.filename.startswith(_PACKAGE) and not _SHELL.search(frame.filename):

@@ -1,31 +1,43 @@
-"""The job: what ``fit`` returns, and all that its owner can ask and tell it."""
+"""Represent a job to its owner: future, status, history and control."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
+import logging
 import sys
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.errors import JobInterrupted, OptionError
-from nbelastic.membership import LimitsChanged, StopRequested
+from nbelastic.errors import JobInterrupted, JobStopped, OptionError
+from nbelastic.membership import LimitsChanged, StopReason, StopRequested
 
 from . import display
+from .describe import in_words
 from .hints import with_hints
 from .options import count_option
+from .report import save_report
 from .status import JobStatus, RankStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import os
+    from collections.abc import Callable, Generator
+    from pathlib import Path
 
+    from nbelastic.cluster import Modules
     from nbelastic.membership import RankView
 
-    from .shell import Driver
     from .status import HistoryEvent, Output
+    from .thread import Driver
 
 __all__ = ["Job"]
+
+logger = logging.getLogger(__name__)
+
+AWAY = "no connection to the scheduler; if it lives, the job goes on there"
+"""Why nothing new is known of a job while its driver tries to connect again."""
 
 TICK = 0.1
 """Seconds between two looks of a waiting caller at what it shows."""
@@ -42,7 +54,8 @@ class Job:
 
     def __repr__(self) -> str:
         status = self.status
-        return f"<Job {status.name}: {status.state}, {status.size} ranks, {status.commits} commits>"
+        facts = [status.state, f"{status.size} ranks", f"{status.commits} commits"]
+        return f"<Job {status.name}: {', '.join([*facts, *status.headlines])}>"
 
     @property
     def name(self) -> str:
@@ -93,6 +106,22 @@ class Job:
         """Return whether the job has ended."""
         return self._driver.future.done()
 
+    def running(self) -> bool:
+        """Return whether the job has not ended."""
+        return not self.done()
+
+    def cancelled(self) -> bool:
+        """Return whether the job has ended because it was stopped or cancelled."""
+        return self.done() and isinstance(self.exception(), JobStopped)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait in a coroutine, or in a cell of a notebook: ``await job`` is :meth:`result`.
+
+        The kernel's event loop goes on meanwhile. Giving up the wait leaves the job alone.
+        """
+        results = yield from asyncio.shield(asyncio.wrap_future(self._driver.future)).__await__()
+        return results[0]
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, at most `timeout` seconds; return whether it has come."""
         try:
@@ -103,20 +132,27 @@ class Job:
 
     def add_done_callback(self, callback: Callable[[Job], object]) -> None:
         """Have ``callback(job)`` called at the end, in another thread; now if it is over."""
-        self._driver.future.add_done_callback(lambda _: callback(self))
+
+        def call(_: object) -> None:
+            try:
+                callback(self)
+            except BaseException:  # another thread's: the other callbacks must be called, too
+                logger.exception("a callback of job %r failed", self.name)
+
+        self._driver.future.add_done_callback(call)
 
     def cancel(self) -> bool:
         """End the job now, wherever its ranks are; return False if it has ended already."""
         if self.done():
             return False
-        self._driver.tell(StopRequested(now=True, reason="cancelled by its user"))
+        self._driver.tell(StopRequested(now=True, reason=StopReason.CANCELLED))
         return True
 
     # -- more than a future --------------------------------------------------------------------
 
     def stop(self) -> None:
         """End the job at the next commit. :meth:`result` then raises ``JobStopped``."""
-        self._driver.tell(StopRequested(reason="stopped by its user"))
+        self._driver.tell(StopRequested())
 
     @with_hints
     def scale(self, *, min_np: int | None = None, max_np: int | None = None) -> None:
@@ -143,7 +179,10 @@ class Job:
 
     @with_hints
     def logs(self, rank: int | None = None) -> str:
-        """Return what ranks printed.
+        """Return what ranks printed; where that is a lot, the newest of it.
+
+        The kernel keeps as much of it as the environment variable ``NBELASTIC_LOG_BYTES`` says, by
+        default 64 MB. With ``NBELASTIC_LOG_DIR`` set to a directory, all of it is written there.
 
         Parameters
         ----------
@@ -157,16 +196,17 @@ class Job:
             `rank` is no number that a rank of this job has had.
         """
         rank = count_option("rank", rank, least=0)
-        highest = self._driver.books.highest_rank
+        highest = self._driver.log.highest_rank
         if rank is not None and highest is not None and rank > highest:
             had = "rank 0 alone" if highest == 0 else f"ranks 0 to {highest}"
             raise OptionError(f"rank={rank}: so far this job has had {had}")
         texts: dict[int, list[str]] = {}
-        for piece in self._driver.books.output():
+        for piece in self._driver.log.output()[1]:
             texts.setdefault(piece.start, []).append(piece.text)
-        parts = []
+        dropped = self._driver.log.output_dropped()
+        parts = [f"[{dropped}]\n"] if dropped else []
         for start, pieces in sorted(texts.items()):
-            latest = self._driver.books.latest_rank(start)
+            latest = self._driver.log.latest_rank(start)
             if rank is None:
                 parts.append(f"[rank {latest}, start {start}]\n")
             if rank in (None, latest):
@@ -186,8 +226,12 @@ class Job:
         cursor : int
         pieces : tuple of Output
         """
-        pieces = self._driver.books.output(since)
-        return since + len(pieces), pieces
+        return self._driver.log.output(since)
+
+    @property
+    def modules(self) -> Modules:
+        """Modules of the user's own that travelled with the function."""
+        return self._driver.log.modules
 
     @property
     def metrics(self) -> Any:
@@ -197,26 +241,26 @@ class Job:
         ``step``, ``time`` (seconds since the start), ``ranks`` (how many reported), and the
         metrics.
         """
-        rows = self._driver.books.gauges.rows()
+        rows = self._driver.log.metrics.rows()
         if importlib.util.find_spec("pandas") is None:
             return rows
         return importlib.import_module("pandas").DataFrame(rows)
 
-    def curves(self) -> dict[str, list[tuple[float, float]]]:
+    def _curves(self) -> dict[str, list[tuple[float, float]]]:
         """Return each metric as points ``(step, mean over ranks)``, to be drawn.
 
         At most 500 points, evenly chosen, the newest among them; :attr:`metrics` has them all.
         """
-        return self._driver.books.gauges.curves(500)
+        return self._driver.log.metrics.curves(500)
 
-    def pace(self) -> tuple[tuple[float, float], ...]:
+    def _pace(self) -> tuple[tuple[float, float], ...]:
         """Return how fast the job went: points ``(seconds since the start, samples/s)``."""
-        return self._driver.books.gauges.pace()
+        return self._driver.log.metrics.pace()
 
     @property
     def started(self) -> float:
         """When the job was started, in seconds since the epoch."""
-        return self._driver.books.started
+        return self._driver.log.started
 
     @property
     def status(self) -> JobStatus:
@@ -228,7 +272,7 @@ class Job:
             state = "running"
         elif self._driver.detached:
             state = "detached"
-        gauges = self._driver.books.gauges
+        metrics = self._driver.log.metrics
         members = [rank.start for rank in view.ranks if rank.rank is not None]
         return JobStatus(
             name=self.name,
@@ -239,35 +283,66 @@ class Job:
             max_np=view.max_np,
             resets=view.resets,
             commits=view.commits,
-            elapsed=end - self._driver.books.started,
-            reason=view.reason,
+            elapsed=end - self._driver.log.started,
+            reason=AWAY if self._driver.away else in_words(view.reason),
             ranks=tuple(self._rank_status(rank) for rank in view.ranks),
-            samples_per_s=gauges.total(members),
-            progress=gauges.progress(
-                end - self._driver.books.started, members, finished=state == "finished"
+            samples_per_s=metrics.total(members),
+            progress=metrics.progress(
+                end - self._driver.log.started, members, finished=state == "finished"
             ),
             backend=view.backend,
+            warnings=self._driver.log.warnings(),
         )
 
     def _rank_status(self, rank: RankView) -> RankStatus:
-        gauge = self._driver.books.gauges.rank(rank.start)
+        metrics = self._driver.log.metrics.rank(rank.start)
         return RankStatus(
             rank=rank.rank,
             worker=rank.worker,
             host=rank.host,
             state=rank.state,
             commits=rank.commits,
-            step=gauge.step,
-            samples_per_s=gauge.samples_per_s,
-            device=gauge.device,
-            state_bytes=gauge.state_bytes,
-            copied_bytes=gauge.copied_bytes,
+            step=metrics.latest.step,
+            samples_per_s=metrics.samples_per_s,
+            device=metrics.latest.device,
+            state_bytes=metrics.latest.state_bytes,
+            copied_bytes=metrics.latest.copied_bytes,
+            name=rank.name,
         )
 
     @property
     def history(self) -> tuple[HistoryEvent, ...]:
         """Everything that has happened to the job, oldest first."""
-        return self._driver.books.history()
+        return self._driver.log.history()
+
+    def save_report(self, path: str | os.PathLike[str]) -> Path:
+        """Write what a report of a fault needs into one ZIP file.
+
+        It has the history, the status, the versions in the kernel, the options, the error of a job
+        that has failed, and the newest megabyte of what ranks printed. A checkpoint's URL is in it
+        without user, password and query. What ranks printed is in it as it is: read it before you
+        give it away.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file to write; one that exists is replaced.
+
+        Returns
+        -------
+        pathlib.Path
+            `path`.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written.
+
+        Examples
+        --------
+        >>> job.save_report("report.zip")  # doctest: +SKIP
+        """
+        return save_report(self, self._driver.options, path)
 
     def _ipython_display_(self) -> None:
         if not display.show(self):
@@ -275,15 +350,17 @@ class Job:
 
     # -- for fit -------------------------------------------------------------------------------
 
-    def wait_interruptibly(self) -> None:
+    def _wait_interruptibly(self) -> None:
         """Wait for the end; an interrupt stops the job at its next commit, a second one now.
 
         Raises
         ------
         JobInterrupted
-            The job has ended because of an interrupt; its workers are free.
+            The job has ended because of an interrupt. The message counts the workers that it had
+            when it was interrupted and that are free now.
         """
         interrupts = 0
+        workers: set[str] = set()
         with display.watching(self) as watch:
             while True:
                 try:
@@ -293,9 +370,26 @@ class Job:
                 except KeyboardInterrupt:
                     interrupts += 1
                     if interrupts == 1:
+                        workers = {rank.worker for rank in self.status.ranks}
                         self.stop()
                         watch.say("stopping at the next commit; interrupt again to stop now")
                     else:
                         self.cancel()
         if interrupts:
-            raise JobInterrupted(f"job {self.name!r} was interrupted; its workers are free")
+            raise JobInterrupted(
+                f"job {self.name!r} was interrupted; {self._what_is_free(workers)}"
+            )
+
+    def _what_is_free(self, workers: set[str]) -> str:
+        """Say what has become of the workers that the job had."""
+        known = self._driver.free_workers
+        if self._driver.owns_cluster:
+            return "the cluster that was started for it is closed"
+        if not workers:
+            return "no worker ran it"
+        if known is None:
+            return "the scheduler has not said what has become of its workers"
+        count, free = len(workers), len(workers & known)
+        if free < count:
+            return f"{free} of its {count} workers are free, the others are gone or still busy"
+        return "its worker is free" if count == 1 else f"its {count} workers are free"

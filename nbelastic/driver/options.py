@@ -1,71 +1,242 @@
-"""The options of a job, checked before anything else happens."""
+"""The options of a job, in one table.
+
+A field of :class:`Options` is all that there is of an option: its name, what it may be, and what it
+means. ``fit`` has a parameter of the same name; the magics' parser and help and the tables in
+``docs/`` are made from the table. Defaults are in ``nbelastic.yaml``, a part of Dask's
+configuration.
+"""
 
 from __future__ import annotations
 
-import math
-import numbers
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from nbelastic.collectives import BACKENDS
-from nbelastic.errors import OptionError
-from nbelastic.membership import Limits
+import dask.config
+import yaml
 
-__all__ = [
-    "Options",
-    "call_arguments",
-    "checkpoint_url",
-    "count_option",
-    "resource_amounts",
-    "worker_names",
-]
+from nbelastic.collectives import BACKENDS
+from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+from nbelastic.elastic.runtime import RankSpec
+from nbelastic.errors import OptionError
+from nbelastic.membership import Limits, Place
+
+from .option_kinds import (
+    Amounts,
+    Choice,
+    Count,
+    Duration,
+    Flag,
+    Kind,
+    Location,
+    Names,
+    Range,
+)
+
+__all__ = ["DEFAULTS", "TABLE", "OptionRow", "Options", "call_arguments", "count_option"]
+
+READ_PATIENCE = 60.0
+"""Most seconds to wait for the next bytes of a checkpoint."""
 
 PYGLOO_SILENCE = 30.0
 """Seconds for which pygloo may hold the interpreter of a rank that does nothing but wait."""
 
+_FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[1] / "nbelastic.yaml").read_text())
+dask.config.update_defaults(_FILE)
+
+DEFAULTS: dict[str, Any] = _FILE["nbelastic"]
+"""The default of each option, as the package has it."""
+
+_UNSET: Any = object()
+
+
+@dataclass(frozen=True)
+class OptionRow:
+    """An option in the table.
+
+    Attributes
+    ----------
+    name : str
+        Its name in Python; on a line of a magic with dashes.
+    kind : Kind
+        What it may be.
+    group : str
+        The heading that it stands under in the magics' help.
+    meaning : str
+        What it means, in a line.
+    example : str
+        Words of a magic's line.
+    """
+
+    name: str
+    kind: Kind
+    group: str
+    meaning: str
+    example: str
+
+    @property
+    def flag(self) -> str:
+        """The option on a line of a magic."""
+        return f"--{self.name.replace('_', '-')}"
+
+
+def _option(kind: Kind, group: str, meaning: str, example: str) -> Any:
+    shown = not isinstance(kind, Location)  # a URL may have a password in it
+    return field(default=_UNSET, repr=shown, metadata={"row": (kind, group, meaning, example)})
+
+
+_MANY, _WHERE, _WAY, _WRONG = (
+    "How many ranks",
+    "Where",
+    "How tensors travel",
+    "When things go wrong",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What :func:`nbelastic.fit` takes, under the same names."""
+    """What :func:`nbelastic.fit` takes, under the same names.
 
-    np: int | None = None
-    min_np: int | None = None
-    max_np: int | None = None
-    workers: tuple[str, ...] | None = None
-    resources: dict[str, float] = field(default_factory=dict)
-    slots_per_host: int | None = None
-    reset_limit: int | None = None
-    elastic_timeout: float = 600.0
-    stall_timeout: float = 60.0
-    heartbeat_timeout: float = 10.0
-    blacklist_cooldown: tuple[float, float] | None = None
-    lease: float = 3600.0
-    checkpoint: str | None = None
-    checkpoint_every: int = 100
-    resume: bool = False
-    backend: str = "auto"
+    Values are checked and brought into one form; what is not given has the package's default.
+
+    Raises
+    ------
+    OptionError
+        An option has a value that it cannot have.
+    """
+
+    np: int | None = _option(
+        Count(),
+        _MANY,
+        "start with N ranks, and stay at N unless the next two say otherwise",
+        "--np 4",
+    )
+    min_np: int | None = _option(
+        Count(),
+        _MANY,
+        "fewest ranks that may train; below, the job waits for workers; without it, np or 1",
+        "--min-np 2",
+    )
+    max_np: int | None = _option(
+        Count(),
+        _MANY,
+        "most ranks that may train; without it, np or all that the cluster offers",
+        "--min-np 2 --max-np 8",
+    )
+    workers: tuple[str, ...] | None = _option(
+        Names(),
+        _WHERE,
+        "only these workers: names, addresses or hosts, as in Client.submit",
+        "--workers alice bob",
+    )
+    resources: dict[str, float] = _option(
+        Amounts(),
+        _WHERE,
+        "what a worker must offer for each rank, as in Client.submit",
+        "--resources GPU=1 MEM=2",
+    )
+    slots_per_host: int | None = _option(
+        Count(),
+        _WHERE,
+        "most ranks on one machine",
+        "--slots-per-host 4",
+    )
+    backend: str = _option(
+        Choice(BACKENDS),
+        _WAY,
+        f"how tensors travel between ranks: one of {', '.join(BACKENDS)}",
+        "--np 4 --backend gloo",
+    )
+    reset_limit: int | None = _option(
+        Count(0),
+        _WRONG,
+        "most changes of membership, then ResetLimitExceeded",
+        "--reset-limit 20",
+    )
+    elastic_timeout: float = _option(
+        Duration(),
+        _WRONG,
+        "how long to wait for enough workers, then NotEnoughWorkers; and for a rank to be ready",
+        "--elastic-timeout 60",
+    )
+    stall_timeout: float = _option(
+        Duration(),
+        _WRONG,
+        "how long a rank may hold up others that wait for it, before they go on without it",
+        "--stall-timeout 2m",
+    )
+    heartbeat_timeout: float = _option(
+        Duration(),
+        _WRONG,
+        "silence after which a worker counts as frozen, where no process on its host can see it",
+        "--heartbeat-timeout 30",
+    )
+    lease: float = _option(
+        Duration(),
+        _WRONG,
+        "how long the job goes on when its kernel is gone",
+        "--lease 24h",
+    )
+    checkpoint: str | None = _option(
+        Location(),
+        _WRONG,
+        "where commits are also written to disk: a path that all workers see, or a URL "
+        "that fsspec knows",
+        "--checkpoint s3://bucket/run",
+    )
+    checkpoint_every: int = _option(
+        Count(),
+        _WRONG,
+        "commits between two checkpoints",
+        "--checkpoint ckpt --checkpoint-every 10",
+    )
+    resume: bool = _option(
+        Flag(),
+        _WRONG,
+        "start from the newest complete checkpoint there",
+        "--checkpoint ckpt --resume",
+    )
+    blacklist_cooldown: tuple[float, float] | None = _option(
+        Range(),
+        _WRONG,
+        "a worker that failed is left out for LO, then twice that, up to HI; without it, "
+        "one whose function raised is not used again",
+        "--blacklist-cooldown 10 100",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("np", "min_np", "max_np", "slots_per_host", "checkpoint_every"):
-            self._count(name, least=1)
-        self._count("reset_limit", least=0)
-        for name in ("elastic_timeout", "stall_timeout", "heartbeat_timeout", "lease"):
-            _check_seconds(name, getattr(self, name))
-            object.__setattr__(self, name, float(getattr(self, name)))
+        for row in TABLE:
+            value = getattr(self, row.name)
+            value = DEFAULTS[row.name] if value is _UNSET else value
+            object.__setattr__(self, row.name, row.kind.check(row.name, value))
         self._check_order()
-        self._check_cooldown()
-        self._check_checkpoint()
-        self._check_backend()
-        for key, value in self.resources.items():
-            good = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not isinstance(key, str) or not good or not 0 < value < math.inf:
-                raise OptionError(f"resources[{key!r}]={value!r}: must be a number above 0")
+        if self.resume and self.checkpoint is None:
+            raise OptionError(
+                "resume=True: needs checkpoint=, the place where the earlier job's are"
+            )
+        if self.backend == "pygloo" and self.heartbeat_timeout <= PYGLOO_SILENCE:
+            raise OptionError(
+                f"heartbeat_timeout={self.heartbeat_timeout:g}: with backend='pygloo' it must be "
+                f"above {PYGLOO_SILENCE:g} s, for which a rank that waits sends no heartbeat"
+            )
 
-    def _count(self, name: str, least: int) -> None:
-        """Check a whole number, and keep it as an int: NumPy's cannot be sent to the scheduler."""
-        object.__setattr__(self, name, count_option(name, getattr(self, name), least=least))
+    @classmethod
+    def given(cls, values: Mapping[str, Any]) -> Options:
+        """Return the options that a user has given; the others are those of Dask's configuration.
+
+        Parameters
+        ----------
+        values : mapping of str to object
+            At least all options; None is what is not given.
+        """
+        known = {}
+        for row in TABLE:
+            value = values[row.name]
+            if value is None:
+                value = dask.config.get(f"nbelastic.{row.name}", DEFAULTS[row.name])
+            known[row.name] = value
+        return cls(**known)
 
     def _check_order(self) -> None:
         low, start, high = self.min_np, self.np, self.max_np
@@ -76,53 +247,41 @@ class Options:
         if start is not None and high is not None and start > high:
             raise OptionError(f"np={start} is above max_np={high}")
 
-    def _check_cooldown(self) -> None:
-        bounds = self.blacklist_cooldown
-        if bounds is None:
-            return
-        try:
-            low, high = map(float, bounds)
-        except (TypeError, ValueError):  # not a pair, or not of numbers
-            low = high = math.nan
-        if not 0 < low <= high < math.inf:
-            raise OptionError(
-                f"blacklist_cooldown={bounds!r}: must be (lo, hi) in seconds with 0 < lo <= hi"
-            )
-        object.__setattr__(self, "blacklist_cooldown", (low, high))
-
-    def _check_backend(self) -> None:
-        if self.backend not in BACKENDS:
-            raise OptionError(f"backend={self.backend!r}: must be one of {', '.join(BACKENDS)}")
-        if self.backend == "pygloo" and self.heartbeat_timeout <= PYGLOO_SILENCE:
-            raise OptionError(
-                f"heartbeat_timeout={self.heartbeat_timeout:g}: with backend='pygloo' it must be "
-                f"above {PYGLOO_SILENCE:g} s, for which a rank that waits sends no heartbeat"
-            )
-
-    def _check_checkpoint(self) -> None:
-        if not isinstance(self.resume, bool):
-            raise OptionError(f"resume={self.resume!r}: must be True or False")
-        if self.checkpoint is None:
-            if self.resume:
-                raise OptionError(
-                    "resume=True: needs checkpoint=, the place where the earlier job's are"
-                )
-            return
-        from fsspec import available_protocols  # noqa: PLC0415 - only who wants it waits for it
-        from fsspec.utils import get_protocol  # noqa: PLC0415
-
-        protocol = get_protocol(self.checkpoint)
-        if protocol not in available_protocols():
-            raise OptionError(
-                f"checkpoint={self.checkpoint!r}: fsspec knows no protocol {protocol!r}; "
-                "must be a path or a URL such as s3://bucket/directory"
-            )
-
     def checkpoints(self) -> dict[str, Any] | None:
         """Return what ranks are told about checkpoints; None where there are none."""
         if self.checkpoint is None:
             return None
-        return {"url": self.checkpoint, "every": self.checkpoint_every, "resume": self.resume}
+        return {
+            "url": self.checkpoint,
+            "every": self.checkpoint_every,
+            "resume": self.resume,
+            "patience": min(READ_PATIENCE, self.stall_timeout / 2),
+        }
+
+    def rank_spec(
+        self, job: str, run: str, start: int, place: Place, state_bytes: int | None
+    ) -> RankSpec:
+        """Return what a rank needs to know of the options, and of itself.
+
+        Parameters
+        ----------
+        job, run : str
+            The job's name, and its id among jobs of this name.
+        start, place : int, Place
+            The start of the function, and the place foreseen for it.
+        state_bytes : int or None
+            Size of the state that it will receive.
+        """
+        checkpoint = self.checkpoints()
+        return RankSpec(
+            job=job,
+            start=start,
+            place=place,
+            operation_timeout_s=self.stall_timeout * 1.5 + 30.0,
+            backend=self.backend,
+            checkpoint=None if checkpoint is None else CheckpointSpec(run=run, **checkpoint),
+            state_bytes=state_bytes,
+        )
 
     def pack(self) -> dict[str, Any]:
         """Return the options as plain values."""
@@ -158,20 +317,10 @@ class Options:
         )
 
 
-def checkpoint_url(place: Any) -> str | None:
-    """Return the URL or path that ``checkpoint=`` means, wherever it is looked at.
-
-    Parameters
-    ----------
-    place : str, path-like or None
-        What the user has given; a path may be relative to the kernel's directory.
-    """
-    if place is None:
-        return None
-    if not isinstance(place, (str, os.PathLike)) or not str(place):
-        raise OptionError(f"checkpoint={place!r}: must be a path or a URL")
-    text = os.fspath(place)
-    return text if "://" in text or "::" in text else os.path.abspath(os.path.expanduser(text))
+TABLE: tuple[OptionRow, ...] = tuple(
+    OptionRow(each.name, *each.metadata["row"]) for each in fields(Options)
+)
+"""All options of a job that a line or a configuration can set."""
 
 
 def count_option(name: str, value: Any, least: int) -> int | None:
@@ -182,32 +331,7 @@ def count_option(name: str, value: Any, least: int) -> int | None:
     OptionError
         It is neither, or below `least`.
     """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
-        raise OptionError(f"{name}={value!r}: must be a whole number, at least {least}")
-    return int(value)
-
-
-def worker_names(workers: Any) -> tuple[str, ...] | None:
-    """Return the addresses, names and hosts that ``workers=`` means; None for all workers."""
-    if workers is None or isinstance(workers, str):
-        return (workers,) if workers else None
-    if isinstance(workers, numbers.Integral) or not isinstance(workers, Iterable):
-        raise OptionError(
-            f"workers={workers!r}: must be a list of addresses, names or hosts; "
-            "how many may train: np, min_np, max_np"
-        )
-    return tuple(str(each) for each in workers) or None
-
-
-def resource_amounts(resources: Any) -> dict[str, float]:
-    """Return what ``resources=`` asks of a worker."""
-    if resources is None:
-        return {}
-    if not isinstance(resources, Mapping):
-        raise OptionError(f"resources={resources!r}: must be a dict, as in {{'GPU': 1}}")
-    return dict(resources)
+    return Count(least).check(name, value)
 
 
 def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -220,9 +344,3 @@ def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
     if strange is not None:
         raise OptionError(f"kwargs: {strange!r} must be the name of a parameter")
     return tuple(args), dict(kwargs or {})
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not good or not float(value) > 0 or math.isnan(float(value)):
-        raise OptionError(f"{name}={value!r}: must be a number of seconds above 0")

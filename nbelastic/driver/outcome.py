@@ -1,66 +1,100 @@
-"""How a job's future learns what has become of it."""
+"""Outcome of a job, set as the result or the exception of its future."""
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from nbelastic.errors import Detached, JobError
+from nbelastic.cluster import summary_of, unpack_error
+from nbelastic.errors import Detached, JobError, JobStopped
+from nbelastic.membership.reasons import Stopping
 
+from .describe import in_words
 from .failure import exception_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from nbelastic.membership import Outcome
+    from nbelastic.membership import Outcome, StopRequested
 
-    from .books import Books
+    from .job_log import KernelLog
 
-__all__ = ["settle"]
+__all__ = ["abandon", "settle"]
 
 
 def settle(
     future: Future[list[Any]],
     name: str,
-    books: Books,
+    log: KernelLog,
     outcome: Outcome | None,
-    bug: Exception | None,
+    bug: BaseException | None,
     *,
     detached: bool,
 ) -> None:
-    """Give a future its results, or the exception that says why there are none.
+    """Set a future's results, or the exception with the reason for their absence.
+
+    Reading results and errors runs the user's code, which may raise anything. This function lets no
+    such exception through. The code may also never return; then :func:`abandon` ends the wait.
 
     Parameters
     ----------
     future : Future
-        Of the job's results, by rank.
+        Future of the job's results, by rank.
     name : str
-        The job's.
-    books : Books
-        What has come from its ranks.
+        Name of the job.
+    log : KernelLog
+        Results and errors of its ranks.
     outcome : Outcome or None
-        What the machine has said at the end.
-    bug : Exception or None
-        What the driver itself has failed with.
+        Outcome from the membership machine.
+    bug : BaseException or None
+        Error of the driver itself.
     detached : bool
-        Whether another kernel drives the job now.
+        Whether another kernel has attached to the job.
     """
-    if detached:
-        taken = f"job {name!r} was taken over by another kernel; it goes on there"
-        future.set_exception(Detached(taken))
-    elif bug is not None or outcome is None:
-        error = JobError(f"job {name!r}: the driver failed: {bug!r}")
-        error.__cause__ = bug
-        future.set_exception(error)
-    elif outcome.kind != "finished":
-        future.set_exception(exception_for(name, outcome, books.failures, books.names))
-    else:
-        try:
-            results = [cloudpickle.loads(books.results[start]) for start in outcome.starts]
-        except Exception as error:  # unpickling runs code of any class
-            problem = JobError(f"a result of job {name!r} cannot be read here: {error!r}")
-            problem.__cause__ = error
-            future.set_exception(problem)
+    try:
+        ending = _ending(name, log, outcome, bug, detached)
+    except BaseException as error:  # the future must end, or its waiters hang
+        ending = _caused(f"job {name!r}: its outcome cannot be read: {summary_of(error)}", error)
+    log.results.clear()
+    with contextlib.suppress(InvalidStateError):  # abandoned meanwhile
+        if isinstance(ending, list):
+            future.set_result(ending)
         else:
-            future.set_result(results)
+            future.set_exception(ending)
+
+
+def abandon(future: Future[list[Any]], name: str, stop: StopRequested) -> None:
+    """End the wait for results or errors of an ended job that are still being read."""
+    reason = in_words(Stopping(stop.reason, seconds=stop.seconds))
+    problem = f"job {name!r} was {reason} while its results or errors were being read"
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(JobStopped(problem))
+
+
+def _ending(
+    name: str, log: KernelLog, outcome: Outcome | None, bug: BaseException | None, detached: bool
+) -> list[Any] | BaseException:
+    if detached:
+        return Detached(f"job {name!r} was taken over by another kernel; it goes on there")
+    if bug is not None or outcome is None:
+        problem = "its driver ended early" if bug is None else summary_of(bug)
+        return _caused(f"job {name!r}: the driver failed: {problem}", bug)
+    if outcome.kind != "finished":
+        starts = [start for start in outcome.starts if start in log.failures]
+        failures = {start: unpack_error(log.failures[start]) for start in starts}
+        return exception_for(name, outcome, failures, log.names, log.modules)
+    try:
+        # One by one, so that no result is kept both pickled and read.
+        return [cloudpickle.loads(log.results.pop(start)) for start in outcome.starts]
+    except BaseException as error:  # unpickling runs code of any class, and imports modules
+        problem = f"a result of job {name!r} cannot be read here: {summary_of(error)}"
+        return _caused(problem, error)
+
+
+def _caused(problem: str, cause: BaseException | None) -> JobError:
+    error = JobError(problem)
+    error.__cause__ = cause
+    return error

@@ -1,8 +1,8 @@
-"""What a user sees of a job: frozen snapshots and the history of what happened."""
+"""Status and history of a job, as frozen dataclasses for the user."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["HistoryEvent", "JobInfo", "JobStatus", "Output", "Progress", "RankStatus"]
 
@@ -14,27 +14,29 @@ class RankStatus:
     Attributes
     ----------
     rank : int or None
-        Its rank; None while it belongs to no generation.
+        The rank's number; None while it belongs to no generation.
     worker : str
         Address of its worker.
+    name : str
+        Dask's name of its worker.
     host : str
-        Its host, as workers prove it to each other.
+        Its host, identified by what its workers share.
     state : str
-        ``starting``, ``ready``, ``forming``, ``running``, ``leaving``, ``done``, ``returned`` or
-        ``ending``.
+        ``starting``, ``ready``, ``forming``, ``running``, ``leaving``, ``done``, ``returned``,
+        ``ending``, or ``ended`` once the job is over.
     commits : int
-        Its last commit.
+        The rank's last commit.
     step : int
-        Batches that it has processed (commits and checks where it has no sampler).
+        Batches that it has processed; without a sampler, commits and checks.
     samples_per_s : float or None
-        How fast it goes; None while that is not known.
+        Its pace; None while that is not known.
     device : str
-        What it computes on, as torch names it; empty while that is not known.
+        Its device, as torch names it; empty while that is not known.
     state_bytes : int
         Size of the tensors in its state; 0 while that is not known.
     copied_bytes : int
-        Memory that copies of them take, for going back to a commit: none where a commit follows
-        each step.
+        Memory for copies of these tensors, to which a reset goes back. There are none if each step
+        ends with a commit.
     """
 
     rank: int | None
@@ -47,20 +49,21 @@ class RankStatus:
     device: str = ""
     state_bytes: int = 0
     copied_bytes: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job has come, where its state has a declared total.
+    """Progress of a job with a declared total.
 
     Attributes
     ----------
     epoch, epochs : int
-        Epochs done, and in all.
+        Epochs done, and the total.
     batch, batches : int
-        Batches done of this epoch, and in an epoch; both 0 where that was not declared.
+        Batches done of this epoch, and the total of an epoch; both 0 if that was not declared.
     remaining_s : float or None
-        Seconds that the rest will take at the pace so far; None while there is none.
+        Seconds that the rest will take at the pace so far; None while the pace is not known.
     """
 
     epoch: int
@@ -71,7 +74,7 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """How much is done, from 0 to 1."""
+        """Part that is done, from 0 to 1."""
         if not self.epochs:
             return 0.0
         within = min(self.batch / self.batches, 1.0) if self.batches else 0.0
@@ -88,13 +91,13 @@ class JobStatus:
         The job's name.
     state : str
         ``waiting``, ``forming``, ``running``, ``finished``, ``failed``, ``stopped`` or
-        ``detached`` (another kernel drives it now).
+        ``detached`` (another kernel has attached to it).
     generation : int
         Number of the newest generation.
     size : int
-        Number of its members; 0 while none has been agreed.
+        Number of the newest generation's members; 0 before the first generation.
     min_np, max_np : int, int or None
-        The limits; None for as many as the cluster offers.
+        Limits on the number of ranks; None for as many as the cluster offers.
     resets : int
         Changes of membership so far.
     commits : int
@@ -102,17 +105,19 @@ class JobStatus:
     elapsed : float
         Seconds since the job was started, to its end if it has ended.
     reason : str
-        What the job waits for, or why it ended.
+        What the job waits for, or why it ended. It names workers that are not used, and why.
     ranks : tuple of RankStatus
-        Members by rank, then those that start.
+        Members by rank, then ranks that are starting.
     samples_per_s : float or None
-        How fast all members go together; None while that is not known.
+        Pace of all members together; None while that is not known.
     progress : Progress or None
-        How far it has come; None where the state has no declared total.
+        Progress; None if the state has no declared total.
     backend : str
-        How tensors travel between the members of the newest generation: ``shm``, ``gloo``,
-        ``hierarchical`` (both), ``pygloo``, or ``solo`` for a rank alone; empty while that is not
-        known.
+        Communicator of the newest generation: ``shm``, ``gloo``, ``hierarchical`` (both),
+        ``pygloo``, or ``solo`` for a single rank; empty while it is not known.
+    warnings : tuple of str
+        Likely mistakes in the training, which goes on. The first line of each names the mistake,
+        the others the cause and the remedy.
     """
 
     name: str
@@ -129,26 +134,32 @@ class JobStatus:
     samples_per_s: float | None = None
     progress: Progress | None = None
     backend: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def headlines(self) -> tuple[str, ...]:
+        """The first line of each warning."""
+        return tuple(warning.split("\n", 1)[0] for warning in self.warnings)
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job on a cluster, as :func:`nbelastic.jobs` tells of it.
+    """A job on a cluster, from :func:`nbelastic.jobs`.
 
     Attributes
     ----------
     name : str
-        Its name, for :func:`nbelastic.attach`.
+        The job's name, for :func:`nbelastic.attach`.
     state : str
         As in :class:`JobStatus`.
     size : int
-        Number of ranks that train.
+        Number of ranks in training.
     commits : int
-        Newest commit that all of them hold.
+        Newest commit that all of these ranks hold.
     started : float
-        When it was started, in seconds since the epoch.
+        Time of its start, in seconds since the epoch.
     attached : bool
-        Whether a kernel drives it.
+        Whether a kernel is attached to it.
     """
 
     name: str
@@ -161,27 +172,33 @@ class JobInfo:
 
 @dataclass(frozen=True)
 class HistoryEvent:
-    """Something that happened to a job.
+    """Event in the history of a job.
 
     Attributes
     ----------
     time : float
         Seconds since the epoch.
     kind : str
-        ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``phases`` (where the time of a
-        reset went, on the rank that became 0), ``cooldown``, ``restarted``, ``backend``,
-        ``checkpoint``, ``refused``, ``waiting``, ``abandoned``, ``attached``, ``finished``,
-        ``failed`` or ``stopped``.
+        ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``phases`` (duration of each phase
+        of a reset, on the rank that became 0), ``cooldown``, ``restarted``, ``backend``,
+        ``checkpoint``, ``warning``, ``refused``, ``waiting``, ``abandoned``, ``attached``,
+        ``finished``, ``failed`` or ``stopped``.
     worker : str or None
-        Address of the worker that it happened to.
+        Address of the worker concerned.
     rank : int or None
-        The rank that it happened to, in the generation of that time.
+        The rank concerned, in the generation of that time.
     generation : int
         The generation of that time.
     detail : str
-        More, for people.
+        More about it, as a text.
     size : int
-        Number of members from then on.
+        Number of members after it.
+    name : str
+        Dask's name of that worker.
+    figures : dict of str to float
+        Numbers that belong to it. For ``phases`` these are the milliseconds after which each phase
+        ended, and the ``batches`` and ``samples`` that rank 0 did again because they followed the
+        last commit.
     """
 
     time: float
@@ -191,20 +208,22 @@ class HistoryEvent:
     generation: int
     detail: str
     size: int = 0
+    name: str = ""
+    figures: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class Output:
-    """Something that a rank printed.
+    """Output of a rank.
 
     Attributes
     ----------
     start : int
-        Which start of the function.
+        Start of the function.
     rank : int or None
-        Its rank then.
+        The rank's number at that time.
     text : str
-        What it printed; may end in the middle of a line.
+        The printed text, which may end in the middle of a line.
     """
 
     start: int

@@ -1,19 +1,20 @@
-"""``jobs`` and ``attach``: finding jobs on a cluster, and taking one over from another kernel."""
+"""``jobs`` and ``attach``: find jobs on a cluster, and take over one of them."""
 
 from __future__ import annotations
 
+import pickle
 import threading
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster import Link, check_versions, open_jobs
+from nbelastic.cluster import AttachRefusal, JobClient, check_versions, lost_while, open_jobs
 from nbelastic.errors import OptionError
 
 from .attachment import attach_client
 from .fit import hand_out
 from .hints import with_hints
 from .options import Options
-from .shell import Driver
 from .status import JobInfo
+from .thread import Driver
 
 if TYPE_CHECKING:
     from .job import Job
@@ -23,7 +24,7 @@ __all__ = ["attach", "jobs"]
 
 @with_hints
 def jobs(cluster: Any) -> tuple[JobInfo, ...]:
-    """Return the jobs on a cluster, also those whose kernel is gone.
+    """Return the jobs on a cluster, also those without a kernel.
 
     Parameters
     ----------
@@ -39,7 +40,7 @@ def jobs(cluster: Any) -> tuple[JobInfo, ...]:
     """
     client, cleanup = attach_client(_given(cluster), Options())
     try:
-        return tuple(JobInfo(**found) for found in open_jobs(client))
+        return tuple(JobInfo(**vars(found)) for found in open_jobs(client))
     finally:
         cleanup()
 
@@ -48,18 +49,18 @@ def jobs(cluster: Any) -> tuple[JobInfo, ...]:
 def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
     """Take over a job that another kernel has started.
 
-    The job's status, history, logs, metrics and results are those of the whole job, also if it has
-    ended meanwhile; it can be stopped and scaled. A job has one kernel at a time: one that had it
-    before raises :class:`~nbelastic.errors.Detached` where it waits for a result.
+    Status, history, logs, metrics and results are those of the whole job, also if it has ended
+    meanwhile. It can be stopped and scaled. A job has one kernel at a time: a former kernel that
+    waits for a result gets :class:`~nbelastic.errors.Detached`.
 
     Parameters
     ----------
     name : str
-        The job's name; :func:`nbelastic.jobs` tells which there are.
+        The job's name; :func:`nbelastic.jobs` lists them.
     cluster : Client, Cluster or str
         A Dask client, a cluster, or a scheduler's address.
     block : bool, default False
-        Wait for the end, as :func:`nbelastic.fit` does.
+        Whether to wait for the end, as :func:`nbelastic.fit` does.
 
     Returns
     -------
@@ -68,9 +69,9 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
     Raises
     ------
     OptionError
-        There is no such job; the message names those there are.
+        There is no such job; the message names the existing ones.
     VersionMismatch
-        This kernel does not run what the cluster runs.
+        Kernel and cluster run different versions.
     ClusterLost
         No scheduler answers.
     JobError, JobInterrupted
@@ -82,22 +83,23 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
     >>> job.result()  # doctest: +SKIP
     """
     client, cleanup = attach_client(_given(cluster), Options())
-    link: Link | None = None
+    job_client: JobClient | None = None
     try:
-        check_versions(client)
+        with lost_while(client, "versions were compared"):
+            check_versions(client)
         inbox = _Inbox()
-        link = Link(client, name, inbox.receive)
-        packed = link.attach()
-        if "problem" in packed:
-            there = ", ".join(packed.get("jobs", ())) or "none"
+        job_client = JobClient(client, name, inbox.receive)
+        answer = job_client.attach()
+        if isinstance(answer, AttachRefusal):
+            there = ", ".join(answer.jobs) or "none"
             raise OptionError(f"name={name!r}: no such job on this cluster; there are: {there}")
-        driver = Driver(name, Options.unpack(packed["options"]), cleanup)
-        driver.adopt(packed)
+        driver = Driver(name, Options.unpack(pickle.loads(answer.options)), cleanup)
+        driver.adopt(answer)
         inbox.hand_over(driver)
-        driver.start(link)
+        driver.start(job_client)
     except BaseException:
-        if link is not None:
-            link.give_up()
+        if job_client is not None:
+            job_client.give_up()
         cleanup()
         raise
     return hand_out(driver, block=block)
@@ -112,7 +114,7 @@ def _given(cluster: Any) -> Any:
 
 
 class _Inbox:
-    """Keeps messages for a driver that is still being made."""
+    """Buffer of messages for a driver that is still being created."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

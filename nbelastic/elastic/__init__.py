@@ -1,25 +1,28 @@
-"""What surrounds the user's function inside a rank: its place in the job, state, and the loop.
+"""Surroundings of the user's function in a rank: its place, state, and the loop.
 
-``run``, ``State`` and ``ObjectState`` are Horovod's ``hvd.elastic``; those for PyTorch's objects
-are in :mod:`nbelastic.torch.elastic`. Nothing here imports torch before a rank needs it.
+``run``, ``State`` and ``ObjectState`` are Horovod's ``hvd.elastic``. Those for PyTorch are in
+:mod:`nbelastic.torch.elastic`. Nothing here imports torch before a rank needs it.
 """
 
+from .checkpoint.load import load_checkpoint
 from .context import current, initialize, shutdown
 from .loop import run
-from .port import Port, RankSpec
+from .ranks import cross_rank, cross_size, local_rank, local_size, rank, size
+from .runtime import DriverPort, RankSpec
 from .session import Session
 from .state import ObjectState, State
-from .vitals import as_numbers
+from .telemetry import as_numbers, as_step
 
 __all__ = [
+    "DriverPort",
     "ObjectState",
-    "Port",
     "RankSpec",
     "Session",
     "State",
     "cross_rank",
     "cross_size",
     "init",
+    "load_checkpoint",
     "local_rank",
     "local_size",
     "rank",
@@ -32,42 +35,12 @@ __all__ = [
 
 
 def init() -> None:
-    """Make ranks and sizes known. In a job they are the job's; else this is a world of one."""
+    """Initialize ranks and sizes: those of the job, or outside a job a world of one rank."""
     initialize()
 
 
-def rank() -> int:
-    """Return this rank's position in the job, from 0."""
-    return current().rank
-
-
-def size() -> int:
-    """Return the number of ranks in the job."""
-    return current().size
-
-
-def local_rank() -> int:
-    """Return this rank's position on its host, from 0."""
-    return current().local_rank
-
-
-def local_size() -> int:
-    """Return the number of ranks on this host."""
-    return current().local_size
-
-
-def cross_rank() -> int:
-    """Return this host's position among those that have a rank of this local rank."""
-    return current().cross_rank
-
-
-def cross_size() -> int:
-    """Return the number of hosts that have a rank of this local rank."""
-    return current().cross_size
-
-
 def sync_root() -> int:
-    """Return the rank that holds the newest state: where a ``sync`` must broadcast from."""
+    """Return the rank that holds the newest state, from which a ``sync`` must broadcast."""
     return current().source
 
 
@@ -77,9 +50,9 @@ def report(*, step: float | None = None, **values: object) -> None:
     Parameters
     ----------
     step : float, optional
-        Where on the horizontal axis; without it, reports are counted.
+        Position on the horizontal axis; by default the number of the report.
     **values : number, or tensor or array of one element
-        What to report. ``job.metrics`` has the mean over the ranks that reported it.
+        The metrics. ``job.metrics`` has the mean over the ranks that reported one.
 
     Raises
     ------
@@ -90,13 +63,13 @@ def report(*, step: float | None = None, **values: object) -> None:
 
     Notes
     -----
-    Every rank that has a value reports it, all at the same place in the training loop. What is
-    reported after the last commit and then rolled back is replaced when it is done again. Reports
-    travel with the heartbeats; a call takes microseconds.
+    Every rank that has a value reports it, at the same place in the training loop. Reports of steps
+    that are rolled back are replaced when the steps are repeated. Reports travel with the
+    heartbeats; a call takes microseconds.
 
     Examples
     --------
     >>> nbelastic.report(loss=loss.item(), accuracy=0.9)  # doctest: +SKIP
     """
     context = current()
-    context.vitals.report(context.version, context.generation, as_numbers(values), step)
+    context.telemetry.report(context.version, context.generation, as_numbers(values), as_step(step))

@@ -1,18 +1,8 @@
-"""A rank's place in its job: who it is, whom it can talk to, and what it must know of changes.
+"""Context of a rank: its place in the job, and agreement on changes.
 
 A :class:`Context` belongs to one rank and is used by that rank's thread. Inside a job it is a
-:class:`~nbelastic.elastic.session.Session`, which speaks with the worker's agent; outside a job
-``init()`` makes a :class:`LocalContext`, a world of one, so that a training function runs plainly
-in a cell or under a debugger.
-
-How ranks agree to leave a generation at the same step, without a collective of their own
--------------------------------------------------------------------------------------------
-Each rank hears of a coming change at its own moment (:meth:`Context.change_flag`). The flag rides
-on a reduction that takes place anyway (the optimizer adds one element to its last bucket), so all
-ranks read the same sum and note it with :meth:`Context.agree`. At the next commit
-:meth:`Context.check_membership` acts on what was agreed, and all of them at the same one. Only
-where no reduction carried a flag since the last check does the check make a small one of its own;
-whether that is so is the same on all ranks.
+:class:`~nbelastic.elastic.session.Session`. Outside a job ``init()`` makes a :class:`LocalContext`,
+a world of one rank, so that a training function runs in a cell or under a debugger.
 """
 
 from __future__ import annotations
@@ -23,27 +13,35 @@ import contextvars
 import threading
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives import Op, SoloCommunicator
-from nbelastic.elastic.vitals import Vitals
-from nbelastic.errors import NotInitialized
+from nbelastic.collectives import SoloCommunicator
+from nbelastic.elastic.telemetry import Telemetry
+from nbelastic.errors import NotInitialized, NotTheRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.room import Room
+    from nbelastic.elastic.receive_buffer import ReceiveBuffer
 
 __all__ = ["Context", "LocalContext", "activate", "current", "initialize", "one_of_all", "shutdown"]
 
 
+# Ranks leave a generation at the same step, without a collective of their own. Each rank learns of
+# a coming change at its own moment (`change_flag`). The flag rides on a reduction that takes place
+# anyway: the optimizer adds one element to its last bucket. All ranks read the same sum and record
+# it with `agree`. At the next commit `check_membership` acts on it, on all ranks at the same one.
+# Only if no reduction has carried a flag since the last check does the check make a small one. That
+# is the case on all ranks or on none.
+
+
 class Context(abc.ABC):
-    """What a rank knows of itself and its job.
+    """Place of a rank in its job, and its access to the other ranks.
 
     Attributes
     ----------
     rank, size : int
-        Position in, and number of, the members; what the driver foresees until the first
-        generation has formed.
+        Position in, and number of, the members. Until the first generation has formed, those that
+        the driver foresees.
     local_rank, local_size : int
         The same within the host.
     cross_rank, cross_size : int
@@ -53,19 +51,23 @@ class Context(abc.ABC):
     version : int
         Serial number of this rank's last commit; 0 before the first.
     ahead : bool
-        Whether something newer stands in for that commit: the state at the end of a later step.
+        Whether the state at the end of a later step has replaced that commit.
     source : int
         Rank that holds the newest state of this generation: the root of a synchronisation.
-    vitals : Vitals
-        What it tells people of itself.
+    telemetry : Telemetry
+        Progress and metrics of the rank, for status and panel.
     exchanges : int
-        How often the communicator was asked for: something is sent soon after.
+        Number of calls of :meth:`communicator`, each just before an operation.
     before_exchange : tuple of callables
-        Called each time before that.
-    room : Room or None
+        Called before each of these.
+    before_return : callable or None
+        Called when the function has returned.
+    in_torch_group : bool or None
+        Whether it has a process group of torch.distributed with others; None without any group.
+    receive_buffer : ReceiveBuffer or None
         Memory for a state to arrive in.
-    warm_up : callable or None
-        Has the state do what costs time only once.
+    prepare_to_join : callable or None
+        That of the state: does what costs time only once.
     """
 
     rank: int
@@ -77,39 +79,72 @@ class Context(abc.ABC):
     generation: int
     version: int
     source: int
-    vitals: Vitals
+    telemetry: Telemetry
     ahead = False
     exchanges = 0
     before_exchange: tuple[Callable[[], None], ...] = ()
-    room: Room | None = None
-    warm_up: Callable[[], Sequence[tuple[int, int]]] | None = None
+    before_return: Callable[[], None] | None = None
+    in_torch_group: bool | None = None
+    receive_buffer: ReceiveBuffer | None = None
+    prepare_to_join: Callable[[], None] | None = None
+    _thread: threading.Thread | None = None  # operations belong to it
+    _caller: int | None = None  # its number
 
-    def take_room(self) -> Room | None:
+    def take_receive_buffer(self) -> ReceiveBuffer | None:
         """Return memory that was made ready for a state to arrive in; once."""
-        room, self.room = self.room, None
-        return room
+        buffer, self.receive_buffer = self.receive_buffer, None
+        return buffer
 
     def about_to_exchange(self) -> None:
-        """Tell who wants to know. Every :meth:`communicator` calls this."""
+        """Count an operation and call ``before_exchange``. :meth:`communicator` calls this.
+
+        Raises
+        ------
+        NotTheRank
+            Another thread calls operations of this rank.
+        """
+        if threading.get_ident() != self._caller:
+            self._take_over()
         self.exchanges += 1
-        for tell in self.before_exchange:
-            tell()
+        for call in self.before_exchange:
+            call()
+
+    def _take_over(self) -> None:
+        """Make the calling thread the owner of operations; refuse a second thread.
+
+        Ranks pair operations by their order, which is undefined for two threads.
+        """
+        if self.size == 1:
+            return
+        thread = threading.current_thread()
+        with _lock:
+            owner = self._thread
+            if owner is None or not owner.is_alive():
+                self._thread, self._caller = thread, thread.ident
+                return
+        if not isinstance(thread, threading._DummyThread):  # autograd's threads act for the owner
+            raise NotTheRank(
+                f"thread {thread.name!r} called an operation between ranks, but those of rank "
+                f"{self.rank} belong to thread {owner.name!r}: operations are paired with those of "
+                "other ranks by their order, which two threads do not have. Call all from one "
+                "thread, or end the first thread before"
+            )
 
     @abc.abstractmethod
     def communicator(self) -> Communicator:
         """Return the communicator of the present generation.
 
-        In a job without an elastic loop the first call makes this rank a member: it waits for the
+        In a job without an elastic loop the first call makes this rank a member, and waits for the
         others.
         """
 
     @abc.abstractmethod
     def change_flag(self) -> bool:
-        """Return whether this rank has heard that the membership is about to change."""
+        """Return whether this rank knows that the membership is about to change."""
 
     @abc.abstractmethod
     def agree(self, changed: bool) -> None:
-        """Note the flag that came out of a reduction over all ranks."""
+        """Record the flag that a reduction over all ranks has returned."""
 
     @abc.abstractmethod
     def committed(self) -> None:
@@ -129,25 +164,21 @@ class Context(abc.ABC):
 
 
 def one_of_all(context: Context, mine: bool) -> bool:
-    """Return whether any rank says so; all ask."""
+    """Return whether the flag is set on any rank; all ranks call this."""
     if context.size == 1:
         return mine
-    import torch
-
-    flag = torch.tensor([mine], dtype=torch.int32)
-    context.communicator().allreduce(flag, Op.MAX)
-    return bool(flag.item())
+    return any(context.communicator().agree("a check for host updates, as in commit()", mine))
 
 
 class LocalContext(Context):
-    """A world of one, for a training function that runs outside a job."""
+    """World of one rank, for a training function that runs outside a job."""
 
     def __init__(self) -> None:
         self.rank = self.local_rank = self.cross_rank = self.source = 0
         self.size = self.local_size = self.cross_size = 1
         self.generation = 1
         self.version = 0
-        self.vitals = Vitals()
+        self.telemetry = Telemetry()
         self._communicator = SoloCommunicator(generation=1)
 
     def communicator(self) -> Communicator:
@@ -156,11 +187,11 @@ class LocalContext(Context):
         return self._communicator
 
     def change_flag(self) -> bool:
-        """Return False: nobody joins a world of one."""
+        """Return False, because the membership never changes."""
         return False
 
     def agree(self, changed: bool) -> None:
-        """Do nothing: there is nobody to agree with."""
+        """Do nothing, because there are no other ranks."""
 
     def committed(self) -> None:
         """Count a commit."""
@@ -168,14 +199,14 @@ class LocalContext(Context):
         self.ahead = False
 
     def check_membership(self) -> None:
-        """Do nothing: the membership never changes."""
+        """Do nothing, because the membership never changes."""
 
 
-# A rank's context travels with its thread. Threads that a rank starts itself (a data loader's, a
-# prefetcher's) do not inherit it, so a process that runs exactly one rank answers for all threads.
-_of_thread: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
-    "nbelastic_context", default=None
-)
+# A rank's context belongs to its thread. Threads that a rank starts itself (a data loader's, a
+# prefetcher's) do not inherit it, so a process with exactly one rank gives it to all threads.
+_of_thread: contextvars.ContextVar[list[Context]] = contextvars.ContextVar("nbelastic_context")
+"""The rank's context, in a list that is emptied when the rank ends, because timers of an event loop
+keep copies of the context variables for as long as the loop runs."""
 _of_process: list[Context] = []
 _lock = threading.Lock()
 
@@ -188,9 +219,9 @@ def current() -> Context:
     NotInitialized
         Outside a job, before ``init()``; or in a thread of its own in a process with several ranks.
     """
-    context = _of_thread.get()
-    if context is not None:
-        return context
+    own = _of_thread.get(())
+    if own:
+        return own[0]
     with _lock:
         if len(_of_process) == 1:
             return _of_process[0]
@@ -200,7 +231,8 @@ def current() -> Context:
 @contextlib.contextmanager
 def activate(context: Context) -> Iterator[None]:
     """Make `context` that of the calling thread, for the length of a ``with`` block."""
-    token = _of_thread.set(context)
+    own = [context]
+    token = _of_thread.set(own)
     with _lock:
         _of_process.append(context)
     try:
@@ -209,24 +241,25 @@ def activate(context: Context) -> Iterator[None]:
         with _lock:
             _of_process.remove(context)
         _of_thread.reset(token)
+        own.clear()
 
 
 def initialize() -> None:
-    """Make sure that the calling thread has a context: its job's, else a world of one."""
+    """Ensure that the calling thread has a context: its job's, else a world of one rank."""
     try:
         current()
     except NotInitialized:
         context = LocalContext()
-        _of_thread.set(context)
+        _of_thread.set([context])
         with _lock:
             _of_process.append(context)
 
 
 def shutdown() -> None:
-    """Leave the world of one that :func:`initialize` made; inside a job, do nothing."""
-    context = _of_thread.get()
-    if isinstance(context, LocalContext):
+    """Remove the world of one that :func:`initialize` made; inside a job, do nothing."""
+    own = _of_thread.get([])
+    if own and isinstance(own[0], LocalContext):
         with _lock:
-            if context in _of_process:
-                _of_process.remove(context)
-        _of_thread.set(None)
+            if own[0] in _of_process:
+                _of_process.remove(own[0])
+        _of_thread.set([])

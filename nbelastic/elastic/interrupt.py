@@ -1,22 +1,13 @@
-"""Raising an exception in a rank's thread: how an order to end reaches user code in Python.
+"""Interruption of a rank's Python code by an exception raised in its thread.
 
-The interpreter raises it when that thread next runs bytecode; code that sits in C is not reached.
-It is raised in user code only, never
-
-- during an import: a module interrupted while it initialises is broken for the rest of the process;
-- while a thread is being started: until it runs, CPython keeps the new thread under the identifier
-  of the one that starts it, the exception would end it before it says that it has begun, and the
-  starter waits for that for ever;
-- in the session and in the communicators, which hold locks, own threads, and obey by themselves.
-
-So whoever has something to raise looks where the thread is, and if it is in such a place comes
-again a little later. Look and deed are not one step, though the interpreter's lock is hardly ever
-given away between them; so there is a second look after the deed.
+The interpreter raises it when that thread next runs bytecode; code that is in C is not reached. It
+must not be raised at three places: during an import, while a thread is being started, and in the
+session and the communicators, which hold locks and obey by themselves. So :class:`Interrupt` first
+looks where the thread is, and if it is at such a place tries again later.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import time
@@ -26,7 +17,7 @@ from typing import TYPE_CHECKING
 from .stack import innermost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from types import CodeType
 
 __all__ = ["Interrupt"]
@@ -35,9 +26,13 @@ _PACKAGE = Path(__file__).parent.parent
 _OURS = (str(_PACKAGE / "collectives"), str(_PACKAGE / "elastic" / "session.py"))
 _START = threading.Thread.start.__code__
 
+# A module that is interrupted while it initialises is broken for the rest of the process. Until a
+# new thread runs, CPython keeps it under the identifier of the thread that starts it: the exception
+# would end the new thread before it has reported its start, and the other would wait for ever.
+
 
 class Interrupt:
-    """The way to interrupt one thread, the one that makes this object."""
+    """Interruption of the thread that makes this object."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -45,37 +40,40 @@ class Interrupt:
         self._reachable = False
         self._wanted: type[BaseException] | None = None
 
-    @contextlib.contextmanager
-    def reachable(self) -> Iterator[None]:
+    def reachable(self) -> AbstractContextManager[None]:
         """Let the thread be interrupted within a ``with`` block, and not after it."""
+        return _Reachable(self)
+
+    def _open(self) -> None:
         with self._lock:
             self._reachable = True
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._reachable = False
-                _set(self._thread, None)
+
+    def _shut(self) -> None:
+        with self._lock:
+            self._reachable = False
+            _set(self._thread, None)
 
     def request(self, kind: type[BaseException]) -> None:
-        """Have `kind`, an exception type, raised as soon as that can be done."""
+        """Raise an exception of this type in the thread, as soon as that is safe."""
         with self._lock:
             self._wanted = kind
         self.nudge()
 
     def drop(self) -> None:
-        """Withdraw the request: the thread obeys by itself, or need not any more."""
+        """Withdraw the request, because the thread has obeyed by itself."""
         with self._lock:
             self._wanted = None
             _set(self._thread, None)
 
     def nudge(self) -> None:
-        """Try again what could not be done yet. Does nothing where nothing is requested."""
+        """Try again to do what is requested, if anything is."""
         with self._lock:
             kind = self._wanted
             if kind is None or not self._reachable:
                 return
-            time.sleep(0)  # whoever has just been given the interpreter's lock keeps it a while
+            # Looking and raising are not atomic. A thread that has just got the interpreter's lock
+            # keeps it for a while, so it hardly ever changes between them; look again afterwards.
+            time.sleep(0)
             if _busy(self._thread):
                 return
             _set(self._thread, kind)
@@ -83,6 +81,19 @@ class Interrupt:
                 _set(self._thread, None)
             else:
                 self._wanted = None
+
+
+class _Reachable:
+    """Context manager; no generator, because ``contextlib`` sets tracebacks of exceptions."""
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
+
+    def __enter__(self) -> None:
+        self._interrupt._open()
+
+    def __exit__(self, *_: object) -> None:
+        self._interrupt._shut()
 
 
 def _set(thread: int, kind: type[BaseException] | None) -> None:

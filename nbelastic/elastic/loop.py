@@ -1,20 +1,22 @@
-"""The elastic loop: what makes a training function survive changes of membership."""
+"""Elastic loop, in which a training function survives changes of membership."""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from nbelastic.elastic.checkpoint import keeping
+from nbelastic.elastic.checkpoint.manager import checkpointing
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import Session
-from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt
+from nbelastic.elastic.settings import TorchModes
+from nbelastic.elastic.supervision import Supervision
+from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
 from nbelastic.membership import FRESH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.elastic.checkpoint import Checkpoints
+    from nbelastic.elastic.checkpoint.manager import CheckpointManager
     from nbelastic.elastic.state import State
 
 __all__ = ["run"]
@@ -26,14 +28,14 @@ R = TypeVar("R")
 def run(
     function: Callable[Concatenate[Any, P], R],
 ) -> Callable[Concatenate[Any, P], R]:
-    """Decorate a training function so that it goes on through changes of membership.
+    """Decorate a training function so that it survives changes of membership.
 
     Horovod's ``hvd.elastic.run``. The function's first argument is a state
     (:class:`~nbelastic.elastic.State`). When a peer fails, the state is restored to its last
-    commit; when ranks join or leave as planned, nothing is rolled back; either way the function is
-    called again with the state of the new generation, on the ranks that are members of it.
+    commit. When ranks join or leave as planned, nothing is rolled back. In both cases the function
+    is called again with the state of the new generation, on its members.
 
-    Outside a job the function is called once, in a world of one.
+    Outside a job the function is called once, in a world of one rank.
 
     Examples
     --------
@@ -60,8 +62,13 @@ def run(
 
 def _train(session: Session, state: State, call: Callable[[], object]) -> object:
     loop = session.next_loop()
-    with keeping(session, state, loop) as checkpoints:
-        return _train_on(session, state, call, loop, checkpoints)
+    supervision = state._supervision = Supervision(session, state)
+    try:
+        with checkpointing(session, state, loop) as checkpoints:
+            return _train_on(session, state, call, loop, checkpoints, supervision)
+    finally:
+        supervision.close()
+        state._supervision = None
 
 
 def _train_on(
@@ -69,12 +76,14 @@ def _train_on(
     state: State,
     call: Callable[[], object],
     loop: int,
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
+    supervision: Supervision,
 ) -> object:
-    session.warm_up = state.prepare_to_join
+    session.prepare_to_join = state.prepare_to_join
     foreseen = (session.rank, session.size)
     failure: CollectiveError | None = None
     first = True
+    modes = TorchModes()
     while True:
         detail = "" if failure is None else str(failure)
         plan = session.form(loop, failed=failure is not None, detail=detail)
@@ -88,30 +97,39 @@ def _train_on(
             state.save()
             session.synchronized(plan)
             checkpoints.begun()
-            result = call()
+            supervision.begun()
+            try:
+                state._run_due()
+                result = call()
+            except BaseException:  # perhaps in an evaluation without gradients
+                modes.restore()
+                raise
+            supervision.ended()
             session.finish_loop()
             checkpoints.finish()
             return result
         except HostsUpdatedInterrupt:
-            session.phases.begin()
-            session.phases.note("aborted")
+            session.timings.begin()
+            session.timings.mark("aborted")
             failure = _leave(session, state)
             if failure is None:
                 checkpoints.left()
+        except RanksDisagree:
+            raise  # on all ranks, because the program is at fault and would fail again
         except CollectiveError as error:
             failure = error
-            session.phases.begin()
-            session.phases.note("aborted")
+            session.timings.begin()
+            session.timings.mark("aborted")
         if failure is not None:
-            # Without its traceback, whose frames would keep the generation's buffers alive.
+            # Without its traceback, because the frames would keep the generation's buffers alive.
             failure = failure.with_traceback(None)
             if session.version != FRESH:
                 state.restore()
-                session.phases.note("restored")
+                session.restored()
 
 
 def _leave(session: Session, state: State) -> CollectiveError | None:
-    """Leave a generation as planned: one consistent cut on all members, nothing rolled back."""
+    """Leave a generation as planned, at a commit of all members that rolls nothing back."""
     try:
         state.leave()
     except CollectiveError as error:

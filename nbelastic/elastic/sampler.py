@@ -1,9 +1,9 @@
-"""Samples that are dealt anew when ranks come and go, each of them once per epoch.
+"""Sampler that deals the rest of an epoch anew when ranks come and go.
 
-:class:`ShardSampler` is Horovod's ``ElasticSampler`` without PyTorch, of which
-:mod:`nbelastic.torch.elastic` makes a ``torch.utils.data.Sampler``. It keeps what one rank has
-done. How shares are computed is in :mod:`nbelastic.elastic.shards`; how the ranks of a generation
-come together on what all of them have done, in :mod:`nbelastic.elastic.settlement`.
+:class:`ShardSampler` is Horovod's ``ElasticSampler`` without PyTorch;
+:mod:`nbelastic.torch.elastic` makes a ``torch.utils.data.Sampler`` of it. It records the samples
+that one rank has done. The shares are computed in :mod:`nbelastic.elastic.shards`. Ranks agree on
+their progress in :mod:`nbelastic.elastic.progress_agreement`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbelastic.elastic.context import current
-from nbelastic.elastic.shards import Claim, Deal, Indices, Order, Wire, settle
+from nbelastic.elastic.shards import Claim, Deal, Indices, Order, Wire, merge_claims
 from nbelastic.errors import NotInitialized, StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sized
 
-__all__ = ["SamplerSnapshot", "ShardSampler"]
+__all__ = ["SamplerSnapshot", "ShardSampler", "state_dict_of"]
 
 
 @dataclass(frozen=True, eq=False)
 class SamplerSnapshot:
-    """A sampler at a commit: where its logs ended, not what is in them."""
+    """Sampler at a commit: the lengths of its logs, not their contents."""
 
     deal: Deal
     rank: int
@@ -38,21 +38,21 @@ class SamplerSnapshot:
 
 
 class ShardSampler:
-    """Deal the samples of a dataset to the ranks, and those not yet done again after a change.
+    """Deal the samples of a dataset to the ranks; after a change deal the rest again.
 
-    The order of an epoch is fixed by `seed` and the epoch's number. A rank's share is fixed from
-    one change of membership to the next, and of the same length on all ranks: where the rest does
-    not divide evenly it is padded from its start. What was recorded as done is left out of the
-    shares after a change, whoever did it.
+    `seed` and the epoch's number determine the order of an epoch. A rank's share is fixed from one
+    change of membership to the next. All shares have the same length: samples that do not divide
+    evenly are padded from their start. After a change the shares leave out all samples that any
+    rank has recorded as done.
 
     Parameters
     ----------
     dataset : sized
-        What to take samples of; only its length matters.
+        The dataset; only its length matters.
     shuffle : bool, default True
         Whether to shuffle, differently in each epoch.
     seed : int, default 0
-        What the shuffling starts from; the same on all ranks.
+        Seed of the shuffling; the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -68,7 +68,7 @@ class ShardSampler:
         return Order(length, epoch, operator.index(self.seed), bool(self.shuffle))
 
     def _start(self, deal: Deal) -> None:
-        """Begin to work on a deal. The logs are new lists: snapshots keep the old ones."""
+        """Begin a deal. The logs are new lists, because snapshots keep the old ones."""
         self._deal = deal
         self._spans: list[tuple[int, int]] = []
         self._indices: list[int] = []
@@ -82,7 +82,7 @@ class ShardSampler:
 
     @property
     def rank(self) -> int:
-        """Whose share this is."""
+        """Rank that has this share."""
         return self._rank
 
     @property
@@ -107,7 +107,7 @@ class ShardSampler:
 
     @property
     def processed_indices(self) -> set[int]:
-        """Samples of this epoch known to be done: before the deal by anyone, since by this rank."""
+        """Samples of this epoch that all ranks did before the deal, and this rank since."""
         return set(_ints(self._done()))
 
     @property
@@ -119,18 +119,18 @@ class ShardSampler:
         return np.flatnonzero(self._deal.done | self.claim().mask(self._deal))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: forget what was done, and deal all samples.
+        """Begin an epoch: deal all samples, of which none are done.
 
-        Best called at the end of the epoch before. A training function that calls it at the start
-        of each epoch is served too: when the function is called again after a change of
-        membership, its first call with the epoch that is under way keeps what was done.
+        Best called at the end of the epoch before. A training function may also call it at the
+        start of each epoch: when the function is called again after a change of membership, its
+        first call with the present epoch keeps the samples that are done.
         """
         if self._resumed and epoch == self.epoch:
             self._resumed = False
             return
         self._resumed = False
         self._rank, size = _place()
-        self._start(Deal.new(self._order(epoch), size, self._deal.settled))
+        self._start(Deal.new(self._order(epoch), size, self._deal.merges))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the samples of a batch of this rank's share."""
@@ -143,7 +143,7 @@ class ShardSampler:
         Parameters
         ----------
         batch_idx : int
-            Which one, counted from 0 from the start of the iteration over the sampler.
+            Number of the batch, from 0 at the start of the iteration over the sampler.
         batch_size : int
             Number of samples in all batches but the last.
         """
@@ -167,11 +167,11 @@ class ShardSampler:
         _count(len(done))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and what this rank knows to be done of it, for a checkpoint."""
+        """Return the epoch, and its samples that this rank knows to be done."""
         return {"epoch": self.epoch, "processed_indices": self.processed_indices}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint. To be called alike on all ranks, or before the elastic loop."""
+        """Continue from a state dict. Call it on all ranks alike, or before the elastic loop."""
         order = self._order(state_dict["epoch"])
         done = np.zeros(order.length, dtype=np.bool_)
         if "processed_indices" in state_dict:
@@ -179,25 +179,25 @@ class ShardSampler:
         else:
             done[order.indices[: state_dict["processed_num"]]] = True
         self._rank, size = _place()
-        self._start(Deal(order, done, size, self._deal.settled))
+        self._start(Deal(order, done, size, self._deal.merges))
 
     def reset(self) -> None:
-        """Deal again what is left, to the present number of ranks.
+        """Deal the rest again, to the present number of ranks.
 
-        A :class:`~nbelastic.elastic.State` with this sampler does better, by itself: it brings the
-        ranks together first. Here each rank knows only of itself, so what it has done stays its own
-        until then, and is dealt again where there are others.
+        A :class:`~nbelastic.elastic.State` with this sampler does this better by itself, because
+        its ranks first agree on their progress. Here a rank knows only of itself: samples that it
+        has done are dealt to other ranks again.
         """
         own = np.flatnonzero(self.claim().mask(self._deal))
         self._rank, size = _place()
         if self._deal.size == size == 1:
-            self._start(settle(self._deal, [self.claim()], size))
+            self._start(merge_claims(self._deal, [self.claim()], size))
             return
-        self._start(Deal(self._deal.order, self._deal.done, size, self._deal.settled))
+        self._start(Deal(self._deal.order, self._deal.done, size, self._deal.merges))
         self._indices.extend(_ints(own))
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over this rank's share, as it is now: later changes do not disturb it."""
+        """Iterate over this rank's present share, unaffected by later changes."""
         self._resumed = False
         if (self._rank, self._deal.size) != _place():
             self.reset()
@@ -209,7 +209,7 @@ class ShardSampler:
     # -- what states call ------------------------------------------------------------------------
 
     def snapshot(self) -> SamplerSnapshot:
-        """Return what :meth:`go_back` needs. Costs the same however much was done."""
+        """Return a snapshot for :meth:`go_back`, at a cost that does not grow with progress."""
         spans, indices = self._spans, self._indices
         last = spans[-1] if spans else None
         return SamplerSnapshot(
@@ -217,8 +217,8 @@ class ShardSampler:
         )
 
     def go_back(self, to: SamplerSnapshot) -> None:
-        """Be exactly as when the snapshot was taken."""
-        # Logs only grow, but for their last span; so what is kept are copies of their beginnings.
+        """Restore the sampler exactly as at the snapshot."""
+        # Logs only grow, except for their last span, so their beginnings are enough.
         self._start(to.deal)
         self._rank = to.rank
         if to.last_span is not None:
@@ -226,14 +226,14 @@ class ShardSampler:
         self._indices = to.indices[: to.n_indices]
 
     def claim(self) -> Claim:
-        """Return what this rank has done since the deal."""
+        """Return the samples that this rank has done since the deal."""
         deal = self._deal
         indices = np.array(self._indices, dtype=np.int64)
-        return Claim(deal.key, deal.settled, self._rank, tuple(self._spans), indices)
+        return Claim(deal.key, deal.merges, self._rank, tuple(self._spans), indices)
 
-    def settle(self, claims: Iterable[Claim], size: int) -> Deal:
-        """Return what is left after `claims`, dealt to `size` ranks; change nothing."""
-        return settle(self._deal, claims, size)
+    def merge_claims(self, claims: Iterable[Claim], size: int) -> Deal:
+        """Return the rest after `claims`, dealt to `size` ranks; change nothing."""
+        return merge_claims(self._deal, claims, size)
 
     def unpack(self, wire: Wire, size: int) -> Deal:
         """Return the deal that another rank has packed; change nothing.
@@ -241,7 +241,7 @@ class ShardSampler:
         Raises
         ------
         StateMismatch
-            It is of another number of samples.
+            It has another number of samples.
         """
         if wire[0] != len(self.dataset):
             raise StateMismatch(
@@ -251,23 +251,30 @@ class ShardSampler:
         return Deal.unpack(wire, self._deal.order, size)
 
     def install(self, deal: Deal, rank: int, *, resumed: bool = False) -> None:
-        """Work on a share of `deal`, which all ranks have settled on.
+        """Begin with a share of `deal`, on which all ranks have agreed.
 
         Parameters
         ----------
         deal : Deal
-            What all ranks have left.
+            The samples that are left.
         rank : int
-            Whose share.
+            Rank of the share.
         resumed : bool, default False
             Whether the training function is about to be called again; see :meth:`set_epoch`.
         """
         order = deal.order
         if (order.seed, order.shuffle) != (self._deal.order.seed, self._deal.order.shuffle):
-            self.seed, self.shuffle = order.seed, order.shuffle  # those of the ranks it is from
+            self.seed, self.shuffle = order.seed, order.shuffle  # those of the sender
         self._start(deal)
         self._rank = rank
         self._resumed = resumed
+
+
+def state_dict_of(wire: Wire) -> dict[str, Any]:
+    """Return the state dict of a sampler that has this packed deal."""
+    length, epoch, _, _, seed, shuffle = wire
+    done = np.flatnonzero(Deal.unpack(wire, Order(length, epoch, seed, shuffle), 1).done)
+    return {"epoch": epoch, "processed_indices": set(_ints(done))}
 
 
 def _place() -> tuple[int, int]:
@@ -284,8 +291,8 @@ def _ints(indices: Indices) -> list[int]:
 
 
 def _count(samples: int) -> None:
-    """Count a batch for those who watch."""
+    """Count a batch in the rank's telemetry."""
     try:
-        current().vitals.recorded(samples)
+        current().telemetry.recorded(samples)
     except NotInitialized:
         pass  # a sampler by itself

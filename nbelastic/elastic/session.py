@@ -1,46 +1,30 @@
-"""One rank's side of the membership: it reports ready, receives plans, and can be interrupted.
+"""Session of a rank: its membership in the generations of its job.
 
-Who does what
--------------
-The *rank's thread* runs the user's function and every method of :class:`Session` but ``on_…`` and
-``beat``. The *agent's thread* (an event loop) delivers messages through ``on_…``; these never
-block: they note what has come, under the one lock, wake the rank's thread, and break its
-communicator where its generation is over. Nothing else is shared.
-
-Where the rank can be
----------------------
-============  ====================================================================================
-outside       setting up, or done with a generation; reported nothing, or that it has left
-waiting       has reported ready(left = newest generation heard of), waits for a later plan
-forming       has taken a plan, connects; an abort of that generation frees it
-member        has reported formed; trains. Its generation ends by an abort, or at an agreed step
-parked        its elastic loop has returned; waits until all have, or for an abort
-============  ====================================================================================
-
-Messages may be late. ``_heard`` is the newest generation that a plan or an abort has named: what is
-not newer changes nothing, and an abort that overtakes its plan makes the rank report ready again.
-An order to end is final; it is obeyed where the rank waits, at its next call, or in user code by an
-exception raised in its thread (never in here: see :mod:`nbelastic.elastic.interrupt`).
+The rank's thread runs the user's function and all methods but ``on_…`` and ``beat``. The agent's
+thread, an event loop, delivers messages through ``on_…``. These never block: they record the
+message under the one lock, wake the rank's thread, and abort its communicator if its generation is
+over. See :class:`Session` for the states that a rank can be in.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
+import os
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import connect
 from nbelastic.elastic.context import Context, one_of_all
-from nbelastic.elastic.doubts import Doubts
-from nbelastic.elastic.phases import Phases
-from nbelastic.elastic.port import REAL
-from nbelastic.elastic.preparation import prepare
-from nbelastic.elastic.vitals import Vitals
+from nbelastic.elastic.reset_timings import ResetTimings
+from nbelastic.elastic.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.telemetry import Telemetry
+from nbelastic.elastic.unreachable import UnreachablePeers
+from nbelastic.elastic.warmup import warm_up
 from nbelastic.errors import (
     CollectiveError,
     Evicted,
     HostsUpdatedInterrupt,
     Leaving,
+    NotTheRank,
     RankExit,
     Stopped,
 )
@@ -57,36 +41,55 @@ from nbelastic.membership import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
-    from nbelastic.collectives import Communicator, Store
-    from nbelastic.elastic.port import Means, Port, RankSpec
+    from nbelastic.collectives import Communicator, RendezvousServer
+    from nbelastic.elastic.runtime import DriverPort, RankRuntime, RankSpec
 
-__all__ = ["Session"]
+__all__ = ["Session", "warn"]
 
 _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 
 
 class Session(Context):
-    """A rank of a job; made, used and closed in the thread that runs the user's function."""
+    """Rank of a job; made, used and closed in the thread that runs the user's function.
 
-    def __init__(self, spec: RankSpec, port: Port, means: Means = REAL) -> None:
+    ============  ==============================================================================
+    outside       setting up, or done with a generation; has reported nothing, or that it left
+    waiting       has reported ready(left = newest known generation), waits for a later plan
+    forming       has taken a plan, connects; an abort of that generation ends it
+    member        has reported formed; trains. The generation ends by an abort or at an agreed step
+    parked        its elastic loop has returned; waits until all have, or for an abort
+    ============  ==============================================================================
+
+    Messages may be late. ``_known`` is the newest generation that a plan or an abort has named.
+    Older ones change nothing, and after an abort that overtakes its plan the rank reports ready
+    again. An order to end is final. The rank obeys where it waits, at its next call, or in user
+    code by an exception raised in its thread (:mod:`nbelastic.elastic.interrupt`).
+    """
+
+    def __init__(
+        self, spec: RankSpec, port: DriverPort, runtime: RankRuntime = DEFAULT_RUNTIME
+    ) -> None:
         self.spec = spec
         self.port = port
-        self._means = means
-        self.secret = b""  # the job's: it comes with the function, before any of it runs
-        self.vitals, self.phases = Vitals(), Phases()
-        self._interrupt = means.interrupt()
-        self._changed = means.condition()
-        self._store: Store | None = None
+        self._runtime = runtime
+        self.secret = b""  # the job's, which comes with the function before any of it runs
+        self.telemetry, self.timings = Telemetry(), ResetTimings()
+        self._interrupt = runtime.interrupt()
+        self._changed = runtime.condition()
+        self._process = os.getpid()
+        self._store: RendezvousServer | None = None
         self._communicator: Communicator | None = None
-        self._heard = self._aborted = self._released = self._noticed = 0
+        self._known = self._aborted = self._released = self._ending = 0
         self._next_plan: Plan | None = None
         self._end: tuple[str, str] | None = None
         self._member = self._parked = False
-        self._carried: bool | None = None
-        self._doubts = Doubts(means.probe)
-        self._loops = self.moves = 0
+        self._agreed: bool | None = None
+        self._unreachable = UnreachablePeers(runtime.probe)
+        self.loops = self.moves = 0
+        self._redone = (0, 0)
+        self._exchanges_before: int | None = None
         self.plan: Plan | None = None
         self.version = FRESH
         self.generation = self.source = 0
@@ -95,39 +98,39 @@ class Session(Context):
     # -- what the agent delivers ---------------------------------------------------------------
 
     def on_plan(self, plan: Plan) -> None:
-        """Take in a plan that names this rank."""
+        """Receive a plan that names this rank."""
         with self._changed:
-            if plan.generation > self._heard:
-                self._heard = plan.generation
+            if plan.generation > self._known:
+                self._known = plan.generation
                 self._next_plan = plan
                 self._changed.notify_all()
 
     def on_abort(self, generation: int, reason: str) -> None:
-        """Take in that a generation is over."""
+        """Receive the end of a generation."""
         with self._changed:
-            self._heard = max(self._heard, generation)
+            self._known = max(self._known, generation)
             self._aborted = max(self._aborted, generation)
             if self._next_plan is not None and self._next_plan.generation <= generation:
                 self._next_plan = None
             if self.generation <= generation and self._communicator is not None:
-                self.phases.begin()
+                self.timings.begin()
                 self._communicator.abort(reason)
             self._member = self._member and self.generation > generation
             self._changed.notify_all()
 
     def on_notice(self, generation: int) -> None:
-        """Take in that the membership of a generation is about to change."""
+        """Receive the notice that the membership of a generation is about to change."""
         with self._changed:
-            self._noticed = max(self._noticed, generation)
+            self._ending = max(self._ending, generation)
 
     def on_release(self, generation: int) -> None:
-        """Take in that all members of a generation have left their elastic loop."""
+        """Receive the release of a generation: all members have left their elastic loop."""
         with self._changed:
             self._released = max(self._released, generation)
             self._changed.notify_all()
 
     def on_end(self, how: str, reason: str) -> None:
-        """Take in that this rank is to end; the first such order but ``leave`` is final."""
+        """Receive the order to end; the first one other than ``leave`` is final."""
         with self._changed:
             if self._end is not None and self._end[0] != "leave":
                 return
@@ -140,28 +143,46 @@ class Session(Context):
             self._interrupt.request(_EXITS.get(how, Stopped))
 
     def nudge(self) -> None:
-        """Interrupt the user's code if this rank is to end and it is safe now. Call it again."""
+        """Interrupt the user's code if this rank is to end and it is safe. Call it repeatedly."""
         self._interrupt.nudge()
 
     def beat(self) -> Beat:
-        """Return what the next heartbeat should say. Any thread may call it."""
+        """Return the next heartbeat. Any thread may call it."""
         at = self._communicator
         waits = self._parked or (at is not None and at.waiting)
         progress = (self.moves << 32) + (self.generation << 20) + (at.completed if at else 0)
-        return Beat(self.spec.start, progress & (2**62 - 1), waits, self.version)
+        progress &= 2**62 - 1
+        doing = at.current_operation if waits and at is not None else ""
+        return Beat(self.spec.start, progress, waits, self.version, self._operations(), doing)
+
+    def _operations(self) -> int:
+        """Return the number of operations that the loop has begun in this generation."""
+        before = self._exchanges_before
+        return 0 if before is None else self.exchanges - before
+
+    def _check_process(self) -> None:
+        """Refuse to run in a fork of the rank's process, which has no agent.
+
+        Called before any lock is taken: in a fork, a lock that another thread held is never
+        released.
+        """
+        if os.getpid() != self._process:
+            raise NotTheRank(
+                f"this process ({os.getpid()}) was forked from rank {self.rank} (process "
+                f"{self._process}); only the rank itself commits and takes part in operations"
+            )
 
     # -- orders to end ---------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def user_code(self) -> Iterator[None]:
-        """Let an order to end reach what runs in a ``with`` block, wherever it is in Python."""
-        with self._interrupt.reachable():
-            with self._changed:
-                self._obey()
-            yield
+    def user_code(self) -> AbstractContextManager[None]:
+        """Let an order to end interrupt the code in a ``with`` block."""
+        with self._changed:
+            self._obey()  # an order that comes after this reaches the block with a later nudge
+        reachable: AbstractContextManager[None] = self._interrupt.reachable()
+        return reachable
 
     def _obey(self) -> None:
-        """Raise what this rank was told to end with, unless that has to wait."""
+        """Raise the exception of an order to end, unless it has to wait for a commit."""
         if self._end is not None:
             how, reason = self._end
             if how != "leave" or not self._member:
@@ -172,8 +193,8 @@ class Session(Context):
 
     def next_loop(self) -> int:
         """Count an elastic loop and return its number, from 1."""
-        self._loops += 1
-        return self._loops
+        self.loops += 1
+        return self.loops
 
     def form(self, loop: int, *, failed: bool = False, detail: str = "") -> Plan:
         """Leave the present generation and become a member of the next.
@@ -181,7 +202,7 @@ class Session(Context):
         Parameters
         ----------
         loop : int
-            Which elastic loop the rank is about to enter; 0 outside one.
+            Number of the elastic loop that the rank is about to enter; 0 outside one.
         failed : bool, default False
             Whether the generation is left because an operation failed.
         detail : str, optional
@@ -192,23 +213,36 @@ class Session(Context):
         RankExit
             This rank ends instead.
         """
+        self._check_process()
+        own = failed and self._works()
         self._drop_communicator()
         if self._store is None:
-            self._store = store = self._means.open_store(self.spec.bind, self.secret)
+            self._store = store = self._runtime.open_store(self.spec.bind, self.secret)
             terms = self.spec.alone(store.address, self.secret)
-            self.room = prepare(self.spec, terms, self._means, self.warm_up)
+            self.receive_buffer = warm_up(self.spec, terms, self._runtime, self.prepare_to_join)
         while True:
-            plan = self._await_plan(loop, failed, detail)
+            plan = self._await_plan(loop, failed, detail, own)
             try:
                 self._connect(plan)
-                self._doubts.clear()
+                self._unreachable.clear()
                 return plan
             except CollectiveError as error:
                 self._drop_communicator()
-                self._doubts.raise_for(plan, self.spec.start)
-                failed, detail = True, str(error)
+                self._unreachable.record_failure(plan, self.spec.start)
+                failed, detail, own = True, str(error), False
 
-    def _await_plan(self, loop: int, failed: bool, detail: str) -> Plan:
+    def _works(self) -> bool:
+        """Return whether the communicator works, so that neither a peer nor the network failed."""
+        with self._changed:
+            if self._communicator is None or not self._member:
+                return False
+            try:
+                self._communicator.check()
+            except CollectiveError:
+                return False
+            return not self._communicator.dead_ranks
+
+    def _await_plan(self, loop: int, failed: bool, detail: str, own: bool) -> Plan:
         assert self._store is not None
         with self._changed:
             self._member = False
@@ -217,10 +251,10 @@ class Session(Context):
                 self._obey()
                 plan, self._next_plan = self._next_plan, None
                 if plan is not None and reported >= 0:
-                    self.phases.note("planned")
+                    self.timings.mark("planned")
                     return plan
-                if self._heard != reported:
-                    reported = self._heard
+                if self._known != reported:
+                    reported = self._known
                     self.port.report(
                         RankReady(
                             start=self.spec.start,
@@ -230,36 +264,41 @@ class Session(Context):
                             store=self._store.address,
                             failed=failed,
                             detail=detail,
-                            unreached=self._doubts.unreached,
-                            gone=self._doubts.gone,
+                            unreached=self._unreachable.unreached,
+                            gone=self._unreachable.gone,
+                            own=own,
                         )
                     )
-                    self.phases.note("ready")
+                    self.timings.mark("ready")
                 self._changed.wait()
 
     def _connect(self, plan: Plan) -> None:
         terms = self.spec.rendezvous(plan, self.secret)
-        meet = connect if terms.size == 1 else self._means.connect  # alone there is nobody to meet
+        meet = connect if terms.size == 1 else self._runtime.connect  # a lone rank has no peers
         communicator = meet(terms)
         with self._changed:
             self._communicator = communicator
             self.plan, self.generation, self.source = plan, plan.generation, plan.source
+            # Without a loop, operations count from the start of the function.
+            self._exchanges_before = 0 if plan.loop == 0 else None
             if self._aborted >= plan.generation:
                 raise CollectiveError(f"generation {plan.generation} is over")
             self._obey()
             self._member = True
         chosen = self._communicator = communicator.connect()  # an abort of the first reaches it
-        self.phases.note("connected")
-        self._carried = None
+        self.timings.mark("connected")
+        self._agreed = None
         self._take_place(place_of([member.slot for member in plan.members], terms.rank))
         self.moves += 1
-        self.port.report(RankFormed(self.spec.start, plan.generation, chosen.name, chosen.remark))
+        self.port.report(
+            RankFormed(self.spec.start, plan.generation, chosen.name, chosen.fallback_reason)
+        )
 
     def _drop_communicator(self) -> None:
         with self._changed:
             communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            self._doubts.note_gone(self.plan, communicator.gone)
+            self._unreachable.record_exits(self.plan, communicator.dead_ranks)
             communicator.close()
 
     def _take_place(self, place: Place) -> None:
@@ -267,11 +306,13 @@ class Session(Context):
             setattr(self, name, getattr(place, name))
 
     def synchronized(self, plan: Plan) -> None:
-        """Note that this rank has the state of the generation."""
+        """Record that this rank has the state of the generation."""
         self.version = max(math.ceil(plan.version), 0)
         self.ahead = False
-        self.room = None
-        self.phases.note("synchronised")
+        self.receive_buffer = None
+        self.telemetry.committed()
+        self._exchanges_before = self.exchanges
+        self.timings.mark("synchronised")
         self.moves += 1
 
     def finish_loop(self) -> None:
@@ -282,10 +323,13 @@ class Session(Context):
         CollectiveError
             A member failed before: all go back to their last commit.
         """
+        self._check_process()
         generation = self.generation
         with self._changed:
             self._parked = True
-            self.port.report(LoopDone(self.spec.start, generation, self.version))
+            self.port.report(
+                LoopDone(self.spec.start, generation, self.version, self._operations())
+            )
             try:
                 while self._released < generation:
                     if not self._member:
@@ -296,7 +340,7 @@ class Session(Context):
                 self._parked = False
 
     def close(self) -> None:
-        """Let go of everything. The rank's last act."""
+        """Release everything, as the last call of the rank."""
         self._drop_communicator()
         if self._store is not None:
             self._store.close()
@@ -306,6 +350,7 @@ class Session(Context):
 
     def communicator(self) -> Communicator:
         """Return the communicator of the present generation; form the first if there is none."""
+        self._check_process()
         self.about_to_exchange()
         with self._changed:
             self._obey()
@@ -317,34 +362,59 @@ class Session(Context):
         return communicator
 
     def change_flag(self) -> bool:
-        """Return whether this rank has heard of a change to its generation."""
-        return self._noticed >= self.generation or self._end is not None
+        """Return whether this rank knows of a change to its generation."""
+        return self._ending >= self.generation or self._end is not None
 
     def agree(self, changed: bool) -> None:
-        """Note the flag that came out of a reduction over all ranks."""
-        self._carried = changed or bool(self._carried)
+        """Record the flag that a reduction over all ranks has returned."""
+        self._agreed = changed or bool(self._agreed)
 
     def committed(self) -> None:
         """Count a commit."""
+        self._check_process()
         self.version += 1
         self.ahead = False
+        self.telemetry.committed()
+
+    def restored(self) -> None:
+        """Record that the state is back at its last commit."""
+        self._redone = self.telemetry.uncommitted()
+        self.timings.mark("restored")
 
     def check_membership(self) -> None:
         """Leave the generation here if all ranks have agreed to; see :class:`Context`."""
-        if self._end is not None or not self._member:  # what changes later is for the next check
+        self._check_process()
+        if self._end is not None or not self._member:  # later changes wait for the next check
             with self._changed:
                 self._obey()
                 if self.generation == 0:
                     return
                 if not self._member:
                     raise CollectiveError(f"generation {self.generation} is over")
-        if self.phases.under_way:
-            words = self.phases.end()
-            if self.rank == 0:  # once for all members
-                self.port.report(RankNote(self.spec.start, about="phases", detail=words))
-        changed, self._carried = self._carried, None
+        if self.timings.in_progress:
+            figures = self.timings.end()
+            redone, self._redone = self._redone, (0, 0)
+            if self.rank == 0:  # one report for all members
+                figures.update(zip(("batches", "samples"), redone, strict=True))
+                self.port.report(RankNote(self.spec.start, "phases", "", figures))
+        changed, self._agreed = self._agreed, None
         if self._ask_all() if changed is None else changed:
             raise HostsUpdatedInterrupt
 
     def _ask_all(self) -> bool:
         return one_of_all(self, self.change_flag())
+
+
+def warn(context: Context, detail: str) -> None:
+    """Add a warning to the history of a rank's job; outside a job, do nothing.
+
+    Parameters
+    ----------
+    context : Context
+        That of the rank.
+    detail : str
+        On its first line the problem, on further lines the cause and what to do. The history shows
+        equal warnings of several ranks once.
+    """
+    if isinstance(context, Session):
+        context.port.report(RankNote(context.spec.start, about="warning", detail=detail))

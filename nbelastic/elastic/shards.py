@@ -1,11 +1,10 @@
-"""How an epoch is dealt to ranks, and what they have done of it: arithmetic, without any ranks.
+"""Shares of an epoch's samples, and samples that ranks have done; pure.
 
-A *deal* is what all members of a generation share: the order of the epoch's samples, which of them
-were already done when the generation formed, and the number of ranks. It gives each rank its
-*shard*. What a rank has done since is a *claim* on the deal: positions in its shard, and samples by
-their index. :func:`settle` adds the claims of the ranks that are there to what was done, and makes
-up for those of ranks that are gone: they are taken to have done the positions that all others have.
-Where ranks train in lockstep that is exactly what they did.
+A *deal* is common to all members of a generation: the order of the epoch's samples, the samples
+that were done when the generation formed, and the number of ranks. It gives each rank its *shard*.
+A *claim* is what a rank has done of a deal since: positions in its shard, and samples by index.
+:func:`merge_claims` adds the claims of the present ranks to what was done. It takes ranks that are
+gone to have done the positions that all others have done, which is exact in lockstep.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Claim", "Deal", "Order", "Wire", "choose_root", "settle"]
+__all__ = ["Claim", "Deal", "Order", "Wire", "choose_root", "merge_claims"]
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.int64]
 Wire = tuple[int, int, bytes, int, int, bool]
-"""A deal as it travels: samples, epoch, which are done (packed), settlements, seed, shuffle."""
+"""Packed deal: number of samples, epoch, mask of samples done, merges, seed, shuffle."""
 
 _SEED_LIMIT = 1 << 32
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of an epoch's samples, the same on all ranks."""
+    """Order of an epoch's samples, the same on all ranks."""
 
     length: int
     epoch: int
@@ -42,7 +41,7 @@ class Order:
 
     @cached_property
     def indices(self) -> Indices:
-        """Return the samples in their order. Made when first asked for."""
+        """Return the samples in their order, made at the first call."""
         indices = np.arange(self.length, dtype=np.int64)
         if self.shuffle:
             # The legacy generator: its stream is fixed for good, so ranks may differ in NumPy.
@@ -54,29 +53,29 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Deal:
-    """An epoch's samples dealt to `size` ranks; never modified.
+    """Epoch's samples dealt to `size` ranks; never modified.
 
     Attributes
     ----------
     order : Order
         All samples of the epoch.
     done : array of bool
-        For each sample (by index) whether it was done before the deal.
+        For each sample, by index, whether it was done before the deal.
     size : int
         Number of ranks.
-    settled : int
-        How often claims were settled to arrive at `done`, on the rank that knows best.
+    merges : int
+        Number of merges of claims that have led to `done`.
     """
 
     order: Order
     done: Mask
     size: int
-    settled: int = 0
+    merges: int = 0
 
     @staticmethod
-    def new(order: Order, size: int, settled: int = 0) -> Deal:
+    def new(order: Order, size: int, merges: int = 0) -> Deal:
         """Deal a full epoch."""
-        return Deal(order, np.zeros(order.length, dtype=np.bool_), size, settled)
+        return Deal(order, np.zeros(order.length, dtype=np.bool_), size, merges)
 
     @cached_property
     def left(self) -> int:
@@ -95,7 +94,7 @@ class Deal:
         return -(-self.left // self.size)
 
     def shard(self, rank: int) -> Indices:
-        """Return the samples of `rank`; the deal is padded from its start to come out even."""
+        """Return the samples of `rank`; the deal is padded from its start to divide evenly."""
         if self.per_rank * self.size == self.left:
             return self.remaining[rank :: self.size]
         positions = np.arange(rank, self.per_rank * self.size, self.size)
@@ -103,48 +102,48 @@ class Deal:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Return what tells this deal from others: claims on equal deals are settled together."""
+        """Return the identity of this deal: claims on equal deals can be merged."""
         digest = hashlib.blake2b(np.packbits(self.done).tobytes(), digest_size=16).digest()
         order = self.order
         return (order.length, order.epoch, order.seed, order.shuffle, self.size, digest)
 
     def pack(self) -> Wire:
-        """Return the deal as plain values, without what each rank knows itself."""
+        """Return the deal as plain values, without the number of ranks."""
         order = self.order
         done = np.packbits(self.done).tobytes()
-        return (order.length, order.epoch, done, self.settled, order.seed, order.shuffle)
+        return (order.length, order.epoch, done, self.merges, order.seed, order.shuffle)
 
     @staticmethod
     def unpack(wire: Wire, known: Order, size: int) -> Deal:
-        """Return the deal that was packed, to `size` ranks.
+        """Return a packed deal, dealt to `size` ranks.
 
         Parameters
         ----------
         wire : tuple
-            What :meth:`pack` returned.
+            A result of :meth:`pack`.
         known : Order
-            Used again if it is the same.
+            An order, used again if it is the same.
         size : int
             Number of ranks.
         """
-        length, epoch, packed, settled, seed, shuffle = wire
+        length, epoch, packed, merges, seed, shuffle = wire
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=length)
         order = Order(length, epoch, seed, shuffle)
-        return Deal(known if order == known else order, bits.astype(np.bool_), size, settled)
+        return Deal(known if order == known else order, bits.astype(np.bool_), size, merges)
 
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """What one rank has done of a deal.
+    """Samples of a deal that one rank has done.
 
     Attributes
     ----------
     key : tuple
         That of the deal.
-    settled : int
+    merges : int
         That of the deal.
     rank : int
-        Whose shard of the deal it had.
+        Rank of its shard of the deal.
     spans : tuple of (int, int)
         Positions in its shard: the first, and that after the last.
     indices : array of int
@@ -152,7 +151,7 @@ class Claim:
     """
 
     key: tuple[Any, ...]
-    settled: int
+    merges: int
     rank: int
     spans: tuple[tuple[int, int], ...] = ()
     indices: Indices = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -167,28 +166,27 @@ class Claim:
         return mask
 
 
-def settle(deal: Deal, claims: Iterable[Claim], size: int) -> Deal:
-    """Settle the `claims` on `deal` and deal what is left to `size` ranks.
+def merge_claims(deal: Deal, claims: Iterable[Claim], size: int) -> Deal:
+    """Add `claims` to a deal, and deal the rest to `size` ranks.
 
     Parameters
     ----------
     deal : Deal
-        What the claims are on. Claims on other deals are ignored: what they claim is done again.
+        The deal. Claims on other deals are ignored, and their samples are repeated.
     claims : iterable of Claim
-        One of each rank that is there and had a shard of `deal`. At the rest of its ranks those
-        positions count as done that are done on all that are there.
+        One of each present rank that had a shard of `deal`. Of the other ranks, those positions
+        count as done that are done on all present ranks.
     size : int
         Number of ranks from now on.
 
     Notes
     -----
-    What ranks that are gone have done is exact in lockstep training: a step of the others was a
-    step of theirs. Out of lockstep they count as no faster than the slowest that is there, so that
-    samples are repeated rather than lost; only one that was slower than all others takes with it
-    what it lagged behind.
+    The progress of ranks that are gone is exact in lockstep training. Otherwise they count as being
+    as fast as the slowest present rank, so that samples are repeated rather than lost. Samples are
+    lost only if a rank that is gone was slower than all others.
     """
     done = deal.done.copy()
-    settled = deal.settled
+    merges = deal.merges
     common = np.ones(deal.per_rank, dtype=np.bool_)
     absent = set(range(deal.size))
     for claim in claims:
@@ -197,32 +195,31 @@ def settle(deal: Deal, claims: Iterable[Claim], size: int) -> Deal:
             done |= mask
             common &= mask[deal.shard(claim.rank)]
             absent.discard(claim.rank)
-            settled = max(settled, claim.settled)
+            merges = max(merges, claim.merges)
     if len(absent) < deal.size:
         for rank in absent:
             done[deal.shard(rank)[common]] = True
-    return Deal(deal.order, done, size, settled + 1)
+    return Deal(deal.order, done, size, merges + 1)
 
 
 def choose_root(claims: Mapping[int, Sequence[Claim]], source: int) -> tuple[int, list[int]]:
-    """Return whose deals are right, and which of the other ranks have different ones.
+    """Return the rank with the right deals, and the other ranks that have different ones.
 
     Parameters
     ----------
     claims : mapping of int to sequence of Claim
         For each rank with the newest state its claims, one per sampler.
     source : int
-        The rank that others receive their state from.
+        The rank from which others receive their state.
 
     Returns
     -------
     root : int
-        A rank that has settled most often. After a generation that failed while it formed, some
-        ranks have settled their claims and kept the result, others have gone back to before; of
-        the same version, the former know the truth and the latter are about to infer it.
+        A rank with the most merges. After a generation that failed while it formed, some ranks of
+        the same version have merged their claims, and others have gone back to before.
     apart : list of int
         Ranks that must take over the root's deals.
     """
-    root = max(claims, key=lambda rank: ([c.settled for c in claims[rank]], rank == source, -rank))
+    root = max(claims, key=lambda rank: ([c.merges for c in claims[rank]], rank == source, -rank))
     keys = [claim.key for claim in claims[root]]
     return root, [rank for rank in claims if [claim.key for claim in claims[rank]] != keys]

@@ -1,11 +1,4 @@
-"""Where another thread stands.
-
-CPython 3.11 makes the objects that stand for a thread's calls when they are asked for, and may look
-for garbage on the way. Whatever that runs (a callback of ``gc``, a tensor's end) may give the
-interpreter's lock away; the other thread goes on, and the new object stands for memory that holds
-something else by then: the process dies of it, now or later. So nobody looks for garbage here, as
-CPython itself has it in ``sys._current_frames`` (https://github.com/python/cpython/issues/106883).
-"""
+"""Position of another thread in Python code."""
 
 from __future__ import annotations
 
@@ -20,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
 
-__all__ = ["Line", "innermost", "stands_at"]
+__all__ = ["Line", "innermost", "user_line"]
 
 Line = list[str | int]
 """``[file, line, function]``; empty if there is none."""
@@ -32,19 +25,24 @@ _NOT_THE_USERS = (
 )
 
 
+# CPython 3.11 makes frame objects when they are asked for, and may collect garbage on the way. What
+# that runs (a callback of `gc`, a destructor) may release the interpreter's lock. Then the other
+# thread goes on, and the new object stands for memory that has been reused: the process crashes. So
+# the collector is off meanwhile, as in sys._current_frames itself
+# (https://github.com/python/cpython/issues/106883).
 _LOCK = threading.Lock()
-"""Held by who has switched the search for garbage off."""
+"""Held while the garbage collector is off."""
 
 
 def innermost(thread: int, wanted: Callable[[CodeType], bool]) -> FrameType | None:
-    """Return the innermost call that a thread is in and that is `wanted`; None if there is none.
+    """Return the innermost wanted call in which a thread is; None if there is none.
 
     Parameters
     ----------
     thread : int
         The thread's identifier.
     wanted : callable
-        Is given the code of a function. Must be quick.
+        Decides on the code of a function. Must be fast.
     """
     with _LOCK:
         searches = gc.isenabled()
@@ -59,10 +57,10 @@ def innermost(thread: int, wanted: Callable[[CodeType], bool]) -> FrameType | No
     return frame
 
 
-def stands_at(thread: int) -> Line:
-    """Return the innermost line of user code that a thread is in.
+def user_line(thread: int) -> Line:
+    """Return the innermost line of user code in which a thread is.
 
-    That is: neither the standard library's, nor an installed package's, nor ours.
+    User code is neither in the standard library, nor in an installed package, nor in nbelastic.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""State: what training can be rolled back to, and what a newcomer receives.
+"""State that training can be rolled back to, and that a newcomer receives.
 
 The life of a state inside :func:`nbelastic.elastic.run`:
 
@@ -6,9 +6,9 @@ The life of a state inside :func:`nbelastic.elastic.run`:
 ``commit()``             ``save()``, count the version, then ``check_host_updates()``
 a peer fails             ``restore()``: exactly the last commit
 ranks leave or join      ``leave()`` on all members while the old generation still works, then
-                         ``save()``: one consistent cut, whatever was committed before
-a generation has formed  ``on_reset()`` on ranks whose rank or size is not what they were told
-                         before, then ``align(behind)``, then ``save()``
+                         ``save()``: one consistent commit of all
+a generation has formed  ``on_reset()`` on ranks with a new rank or size, then ``align(behind)``,
+                         then ``save()``
 =======================  ==========================================================================
 """
 
@@ -16,32 +16,37 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.elastic.context import current
-from nbelastic.elastic.parcel import Parcel
+from nbelastic.elastic.state_payload import StatePayload
 from nbelastic.elastic.transfer import spread
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from nbelastic.elastic.checkpoint import Checkpoints
+    from nbelastic.elastic.checkpoint.manager import CheckpointManager
     from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
     from nbelastic.elastic.shards import Deal
+    from nbelastic.elastic.supervision import Supervision
 
 __all__ = ["ObjectState", "State"]
+
+Task = TypeVar("Task", bound="Callable[[], object]")
 
 
 class State:
     """Base of all states; Horovod's class of the same name.
 
-    A state of your own overrides :meth:`save`, :meth:`restore` and :meth:`sync`; its ``sync``
+    A state of your own overrides :meth:`save`, :meth:`restore` and :meth:`sync`. Its ``sync``
     broadcasts from rank ``nbelastic.elastic.sync_root()``.
     """
 
-    _checkpoints: Checkpoints | None = None  # while the elastic loop runs, if the job has any
+    _checkpoints: CheckpointManager | None = None  # while the elastic loop runs, if the job has any
+    _supervision: Supervision | None = None  # while it runs in a job
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -52,7 +57,7 @@ class State:
         Parameters
         ----------
         callbacks : iterable of callables without arguments
-            Called in the order of registration, on every rank that was a member before.
+            Called in the order of registration, on each rank that was a member before.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -74,6 +79,8 @@ class State:
         current().committed()
         if self._checkpoints is not None:
             self._checkpoints.committed()
+        if self._supervision is not None:
+            self._supervision.committed()
         self.check_host_updates()
 
     def set_total(self, *, epoch: int, batch: int = 0) -> None:
@@ -82,9 +89,9 @@ class State:
         Parameters
         ----------
         epoch : int
-            Epochs in all; ``state.epoch`` is the one under way, counted from 0.
+            Epochs in all; ``state.epoch`` is the present one, counted from 0.
         batch : int, optional
-            Batches in an epoch; ``state.batch`` is the last one done, counted from 0.
+            Batches in an epoch; ``state.batch`` is the last one that is done, counted from 0.
 
         Examples
         --------
@@ -95,7 +102,7 @@ class State:
                 raise OptionError(
                     f"set_total({name}={value!r}): must be a whole number, at least 0"
                 )
-        current().vitals.total = (epoch, batch)
+        current().telemetry.total = (epoch, batch)
 
     def check_host_updates(self) -> None:
         """Check whether ranks are about to join or leave, without saving.
@@ -106,20 +113,19 @@ class State:
             As for :meth:`commit`.
         """
         context = current()
-        context.vitals.checked()
-        context.vitals.place = (_count(self, "epoch"), _count(self, "batch"))
+        context.telemetry.checked()
+        context.telemetry.place = (_count(self, "epoch"), _count(self, "batch"))
         context.check_membership()
 
-    def prepare_to_join(self) -> Sequence[tuple[int, int]]:
-        """Do what costs time only once, before others wait for it. Called on newcomers.
+    def prepare_to_join(self) -> None:
+        """Do what takes time only once, before other ranks wait. Called on newcomers."""
 
-        Returns
-        -------
-        sequence of (int, int)
-            Addresses and sizes of memory that it took, and gave back, and that the first step takes
-            again.
-        """
-        return ()
+    def _run_due(self) -> None:
+        """Call functions that are due at the last commit. Called by the elastic loop."""
+
+    def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
+        """Return values of trained parameters, and optimizers that do not average gradients."""
+        return (), ()
 
     def align(self, behind: Sequence[int]) -> None:
         """Bring all members of a new generation to the same state. Called by the elastic loop.
@@ -127,15 +133,15 @@ class State:
         Parameters
         ----------
         behind : sequence of int
-            Ranks that have not got the newest committed version (in a first generation: all but
-            the source), the same on all ranks. Empty after most faults: then nothing but what
-            ranks did apart (samples seen) needs to be exchanged.
+            Ranks without the newest committed version (in a first generation all but the source),
+            the same on all ranks. Empty after most faults: then ranks exchange only their progress
+            in the samplers.
         """
         del behind
         self.sync()
 
     def leave(self) -> None:
-        """Exchange what must not go with those who leave. Called in the old generation."""
+        """Exchange values that must not be lost with leaving ranks, in the old generation."""
 
     def reset(self) -> None:
         """Adapt to a new membership. Called before the reset callbacks."""
@@ -161,9 +167,9 @@ class ObjectState(State):
     bcast_object, get_rank : optional
         Ignored; accepted for Horovod's signature.
     **values
-        Initial values; later ones are assigned to the attributes. They must be picklable, and
-        copying them at each commit should be cheap. Attributes that are not named here are neither
-        saved nor synchronised.
+        Initial values; later values are assigned to the attributes. They must be picklable, and
+        cheap to copy at each commit. Attributes that are not named here are neither saved nor
+        synchronised.
 
     Examples
     --------
@@ -192,7 +198,94 @@ class ObjectState(State):
 
     _aligned = False  # with the other ranks, once at least
 
-    # -- what kinds of states do differently -----------------------------------------------------
+    # -- functions called after commits ------------------------------------------------------------
+
+    _tasks: Mapping[str, tuple[int, Callable[[], object]]] = MappingProxyType({})
+    _doing = False
+    _schedule: dict[str, int]  # commits, and of each task how often it has been due and done
+
+    def every(self, commits: int, function: Task, *, name: str | None = None) -> Task:
+        """Call a function after every `commits` commits, despite changes of membership.
+
+        Code after a commit, such as an evaluation over all ranks, would be skipped if a peer failed
+        in it: all ranks go back to that commit, and training continues with the next batch. A
+        function that is registered here is called again. The mark that it is done belongs to the
+        next commit, together with everything that it has assigned to the state.
+
+        Parameters
+        ----------
+        commits : int
+            Number of calls of :meth:`commit` from one call of the function to the next.
+        function : callable without arguments
+            Called on all ranks by :meth:`commit`, or when the elastic loop is entered again.
+        name : str, optional
+            Its name in this state; by default the name of the function.
+
+        Returns
+        -------
+        callable
+            `function`.
+
+        Raises
+        ------
+        OptionError
+            An argument cannot be used, or the elastic loop runs already.
+
+        Examples
+        --------
+        >>> state = ObjectState(epoch=0)
+        >>> done = state.every(2, lambda: print("evaluated"), name="evaluation")
+        >>> state.commit()
+        >>> state.commit()
+        evaluated
+        """
+        if isinstance(commits, bool) or not isinstance(commits, int) or commits < 1:
+            raise OptionError(
+                f"every({commits!r}, …): must be a whole number of commits, at least 1"
+            )
+        if not callable(function):
+            raise OptionError(f"every({commits}, {function!r}): must be a function")
+        key = name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        if self._supervision is not None:
+            raise OptionError(
+                f"every({commits}, {key}): call it before the elastic loop, after the state is made"
+            )
+        if key in self._tasks:
+            raise OptionError(
+                f"every({commits}, {key}): there is a function of that name; pass another name="
+            )
+        if not self._tasks:
+            self._schedule = {"": 0}
+            self._names += ("_schedule",)
+        self._schedule[key] = 0
+        self._tasks = {**self._tasks, key: (commits, function)}
+        self.save()
+        return function
+
+    def commit(self) -> None:
+        """Save the state, check for changes, and call functions that are due.
+
+        See :meth:`State.commit`.
+        """
+        if self._tasks:
+            self._schedule[""] += 1
+        super().commit()
+        self._run_due()
+
+    def _run_due(self) -> None:
+        if self._doing:  # a commit in such a function
+            return
+        self._doing = True
+        try:
+            for key, (commits, function) in self._tasks.items():
+                due = self._schedule[""] // commits
+                if self._schedule.get(key, 0) < due:
+                    function()
+                    self._schedule[key] = due
+        finally:
+            self._doing = False
+
+    # -- overridden by other kinds of states -----------------------------------------------------
 
     def _samplers(self) -> list[ShardSampler]:
         """Return the samplers among the values, in an order that is the same on all ranks."""
@@ -201,31 +294,37 @@ class ObjectState(State):
         values = (getattr(self, name) for name in self._names)
         return [value for value in values if isinstance(value, ShardSampler)]
 
-    def _pack(self) -> Parcel:
-        """Return all values but samplers for those who are behind."""
-        return _parcel_of({name: getattr(self, name) for name in self._names}, self._samplers())
+    def _pack(self) -> StatePayload:
+        """Return all values but samplers, for ranks that are behind."""
+        return _payload_of({name: getattr(self, name) for name in self._names}, self._samplers())
 
-    def _pack_commit(self) -> Parcel:
-        """Return what :meth:`_pack` did at the last commit."""
-        return _parcel_of(self._saved, [sampler for sampler, _ in self._saved_samplers])
+    def _pack_commit(self) -> StatePayload:
+        """Return all values but samplers, as of the last commit."""
+        return _payload_of(self._saved, [sampler for sampler, _ in self._saved_samplers])
 
     def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
-        """Return the samplers, and what they were at the last commit."""
+        """Return the samplers with their snapshots of the last commit."""
         return self._saved_samplers
 
-    def _unpack(self, parcel: Parcel) -> None:
-        """Take over what another rank has packed.
+    def _unpack(self, payload: StatePayload) -> None:
+        """Take over values that another rank has packed.
 
         Raises
         ------
         StateMismatch
-            It does not fit this state, which has not changed.
+            They do not fit this state, which has not changed.
         """
-        values = pickle.loads(parcel.head)
+        values, _ = pickle.loads(payload.head)
         samplers = self._samplers()
         mine = [n for n in self._names if not any(getattr(self, n) is each for each in samplers)]
-        check_names("the values", mine, values)
+        check_names("the values", public(mine), public(values))
         self.__dict__.update(values)
+
+    @staticmethod
+    def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the values of a packed commit, and the states of its samplers, by name."""
+        values, names = pickle.loads(payload.head)
+        return {**values, **dict(zip(names, samplers, strict=True))}
 
     # -- the life of a state ---------------------------------------------------------------------
 
@@ -246,12 +345,12 @@ class ObjectState(State):
     def sync(self) -> None:
         """Make all ranks equal to rank ``current().source``, and save.
 
-        What ranks did apart (samples they recorded) is added up. All ranks call it at once.
+        The samples that each rank has recorded are added up. All ranks call this together.
         """
         context = current()
         context.communicator()
         others = [rank for rank in range(context.size) if rank != context.source]
-        self._come_together(unsettled=(), receivers=others, resumed=False)
+        self._come_together(behind=(), receivers=others, resumed=False)
         self.save()
 
     def align(self, behind: Sequence[int]) -> None:
@@ -260,38 +359,39 @@ class ObjectState(State):
         Raises
         ------
         CollectiveError
-            A peer is gone. This rank's values have not changed.
+            A peer has failed. This rank's values have not changed.
         """
-        self._come_together(unsettled=behind, receivers=behind, resumed=True)
+        self._come_together(behind=behind, receivers=behind, resumed=True)
 
     def leave(self) -> None:
-        """Add up what the ranks did apart, so that nobody who leaves takes it along."""
-        self._come_together(unsettled=(), receivers=(), resumed=True)
+        """Add up the samples that ranks have recorded, before some of them leave."""
+        self._come_together(behind=(), receivers=(), resumed=True)
 
     def _come_together(
-        self, *, unsettled: Sequence[int], receivers: Sequence[int], resumed: bool
+        self, *, behind: Sequence[int], receivers: Sequence[int], resumed: bool
     ) -> None:
-        """Exchange everything first, then take it over."""
+        """Exchange everything, then take it over."""
         context = current()
         samplers = self._samplers()
         deals: Sequence[Deal] = ()
         if samplers:
-            from nbelastic.elastic.settlement import settle_together
+            from nbelastic.elastic.progress_agreement import agree_on_progress
 
-            deals = settle_together(samplers, context, unsettled)
+            deals = agree_on_progress(samplers, context, behind)
         if context.rank in receivers or (receivers and context.rank == context.source):
             members = [context.source, *receivers]
-            parcel = self._pack() if context.rank == context.source else None
-            parcel = spread(context.communicator(), members, parcel, context.take_room())
+            payload = self._pack() if context.rank == context.source else None
+            buffer = context.take_receive_buffer()
+            payload = spread(context.communicator(), members, payload, buffer)
             if context.rank != context.source:
-                self._take_over(parcel, context.source)
+                self._take_over(payload, context.source)
         for sampler, deal in zip(samplers, deals, strict=True):
             sampler.install(deal, context.rank, resumed=resumed)
         self._aligned = True
 
-    def _take_over(self, parcel: Parcel, source: int) -> None:
+    def _take_over(self, payload: StatePayload, source: int) -> None:
         try:
-            self._unpack(parcel)
+            self._unpack(payload)
         except StateMismatch as error:
             raise StateMismatch(
                 f"the state of rank {source} does not fit the one that this rank has built: "
@@ -310,9 +410,15 @@ def check_names(
         )
 
 
-def _parcel_of(values: dict[str, Any], samplers: Sequence[ShardSampler]) -> Parcel:
+def public(names: Iterable[str]) -> list[str]:
+    """Return the names of the user's values: others, such as a schedule, may be added later."""
+    return [name for name in names if not name.startswith("_")]
+
+
+def _payload_of(values: dict[str, Any], samplers: Sequence[ShardSampler]) -> StatePayload:
     kept = {k: v for k, v in values.items() if not any(v is each for each in samplers)}
-    return Parcel(dumps(kept))
+    names = [next(k for k, v in values.items() if v is each) for each in samplers]
+    return StatePayload(dumps((kept, names)))
 
 
 def _count(state: State, name: str) -> int:

@@ -1,16 +1,15 @@
-"""Moving state between ranks: from the one that has it to those that need it, and to nobody else.
+"""Transfer of state from the rank that has it to the ranks that need it.
 
-What travels is a :class:`Parcel`. It goes along a binomial tree, in chunks that each rank passes on
-while the next is still on its way, so that depth costs little. Ranks outside the tree take no part.
+A :class:`StatePayload` travels along a binomial tree, in chunks that a rank passes on while it
+receives the next one, so that depth costs little. Ranks outside the tree take no part.
 
-(For the sender to write straight into pages of the receiver's, which both map, is half the copying
-and was slower: to map pages took as long as to copy them, on one processor instead of two.)
-
-Nothing of the user's is lent to a communicator that might read it after a failure, while it is
-changed: there the sender copies chunk by chunk into buffers of its own. A receiver takes everything
-into one new piece of memory and returns only when all of it has arrived and been passed on. A
-failure on the way leaves both as they were.
+The sender copies chunk by chunk into buffers of its own where a communicator might read memory
+after a failure. A receiver takes everything into new memory, and returns when all of it has arrived
+and been passed on. A failure on the way leaves both as they were.
 """
+
+# Writing straight into pages of the receiver's memory, mapped by both, halves the copying and was
+# slower: mapping pages took as long as copying them, on one processor instead of two.
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ import pickle
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.parcel import Parcel, flatten, unflatten
-from nbelastic.elastic.room import Room
+from nbelastic.elastic.receive_buffer import ReceiveBuffer
+from nbelastic.elastic.state_payload import StatePayload, flatten, unflatten
 from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ _LENGTH_BYTES = 8
 
 
 def tree(members: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
-    """Return whom `rank` receives from and whom it passes things on to.
+    """Return the ranks that `rank` receives from and sends to.
 
     Parameters
     ----------
@@ -54,7 +53,7 @@ def tree(members: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
     parent : int or None
         None for the root.
     children : list of int
-        The one with the most ranks behind it first.
+        The one with the largest subtree first.
     """
     position = members.index(rank)
     parent = members[position & (position - 1)] if position else None
@@ -70,10 +69,10 @@ def tree(members: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
 def spread(
     communicator: Communicator,
     members: Sequence[int],
-    parcel: Parcel | None = None,
-    room: Room | None = None,
-) -> Parcel:
-    """Bring the parcel of ``members[0]`` to all `members`; only they call this.
+    payload: StatePayload | None = None,
+    buffer: ReceiveBuffer | None = None,
+) -> StatePayload:
+    """Send the payload of ``members[0]`` to all `members`; only they call this.
 
     Parameters
     ----------
@@ -81,43 +80,43 @@ def spread(
         That of the present generation.
     members : sequence of int
         The sender first, then the receivers; the same on all of them.
-    parcel : Parcel, optional
-        On the sender, what to send.
-    room : Room, optional
-        On a receiver, memory that is there for it; new memory is taken if it is too small.
+    payload : StatePayload, optional
+        The payload, on the sender.
+    buffer : ReceiveBuffer, optional
+        Memory to receive it in, on a receiver. If it is too small, new memory is taken.
 
     Returns
     -------
-    Parcel
-        On receivers with tensors in memory that nobody else uses.
+    StatePayload
+        On receivers its tensors are in memory that has no other user.
 
     Raises
     ------
     CollectiveError
-        A peer is gone. Nothing has changed.
+        A peer has failed. Nothing has changed.
     """
     parent, children = tree(members, communicator.rank)
     if parent is not None:
-        return _pass_on(communicator, parent, children, room)
-    if parcel is None:
-        raise ValueError(f"rank {communicator.rank} is to send, but has nothing")
+        return _pass_on(communicator, parent, children, buffer)
+    if payload is None:
+        raise ValueError(f"rank {communicator.rank} is the sender, but was given no payload")
     if children:
-        _serve(communicator, children, parcel)
-    return parcel
+        _serve(communicator, children, payload)
+    return payload
 
 
 def allgather_object(communicator: Communicator, value: object) -> list[Any]:
     """Return the `value` of each rank, in their order.
 
-    Small ones take one operation; if one is large, all ranks do a second that is large enough.
+    Small values take one operation. If one is large, a second operation is large enough for it.
     """
     data = dumps(value)
-    room = _SLOT_BYTES - _LENGTH_BYTES
-    slot = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
+    space = _SLOT_BYTES - _LENGTH_BYTES
+    slot = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:space]
     slots = _allgather_bytes(communicator, slot, _SLOT_BYTES)
     lengths = [int.from_bytes(each[:_LENGTH_BYTES], "little") for each in slots]
     contents = [each[_LENGTH_BYTES:] for each in slots]
-    if max(lengths) > room:
+    if max(lengths) > space:
         contents = _allgather_bytes(communicator, data, max(lengths))
     return [
         pickle.loads(content[:length]) for content, length in zip(contents, lengths, strict=True)
@@ -136,50 +135,51 @@ def _allgather_bytes(communicator: Communicator, data: bytes, length: int) -> li
 # On the wire: two integers (length of the index, length of everything), then everything in chunks.
 
 
-def _serve(communicator: Communicator, children: Sequence[int], parcel: Parcel) -> None:
+def _serve(communicator: Communicator, children: Sequence[int], payload: StatePayload) -> None:
     import torch
 
-    length, lengths, pieces = flatten(parcel)
+    length, lengths, pieces = flatten(payload)
     total = sum(lengths)
-    flight = _Flight(communicator, children)
-    flight.send([torch.tensor([length, total], dtype=torch.int64)])
+    sends = _Sends(communicator, children)
+    sends.send([torch.tensor([length, total], dtype=torch.int64)])
     buffers: list[torch.Tensor] = []
-    if not communicator.lets_go:
+    if not communicator.stops_sending_on_failure:
         most = min(total, CHUNK_BYTES)
-        buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(_Flight.limit + 1)]
+        buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(_Sends.limit + 1)]
     for number, parts in enumerate(_chunks(pieces, total)):
         if buffers:
             chunk = buffers[number % len(buffers)][: sum(map(len, parts))]
             parts = [torch.cat(parts, out=chunk)]  # noqa: PLW2901
-        flight.send(parts)
-    flight.land()
+        sends.send(parts)
+    sends.wait()
 
 
 def _pass_on(
-    communicator: Communicator, parent: int, children: Sequence[int], room: Room | None
-) -> Parcel:
+    communicator: Communicator, parent: int, children: Sequence[int], buffer: ReceiveBuffer | None
+) -> StatePayload:
     import torch
 
-    flight = _Flight(communicator, children, limit=None)
+    sends = _Sends(communicator, children, limit=None)
     header = torch.zeros(2, dtype=torch.int64)
     communicator.receive(header, parent)
-    flight.send([header])
+    sends.send([header])
     length, total = header.tolist()
-    if room is None or len(room.bytes) < total:
-        room = Room(total)
-    chunks = [room.bytes[at : min(at + CHUNK_BYTES, total)] for at in range(0, total, CHUNK_BYTES)]
+    if buffer is None or len(buffer.bytes) < total:
+        buffer = ReceiveBuffer(total)
+    starts = range(0, total, CHUNK_BYTES)
+    chunks = [buffer.bytes[at : min(at + CHUNK_BYTES, total)] for at in starts]
     arriving: deque[Handle] = deque()
     for number, chunk in enumerate(chunks):
-        for later in chunks[number + len(arriving) : number + _Flight.limit]:
+        for later in chunks[number + len(arriving) : number + _Sends.limit]:
             arriving.append(communicator.receive_async(later, parent))
         arriving.popleft().wait()
-        flight.send([chunk])
-    flight.land()
-    return unflatten(room.bytes, length, room)
+        sends.send([chunk])
+    sends.wait()
+    return unflatten(buffer.bytes, length, buffer)
 
 
-class _Flight:
-    """Chunks on their way to the same ranks, at most `limit` at a time."""
+class _Sends:
+    """Sends of chunks to the same ranks, at most `limit` chunks at a time."""
 
     limit = 2
 
@@ -189,28 +189,28 @@ class _Flight:
         self._communicator = communicator
         self._children = children
         self._limit = math.inf if limit is None else limit
-        self._under_way: deque[list[Handle]] = deque()
+        self._pending: deque[list[Handle]] = deque()
 
     def send(self, parts: list[torch.Tensor]) -> None:
-        while len(self._under_way) >= self._limit:
-            self._land_one()
+        while len(self._pending) >= self._limit:
+            self._wait_for_one()
         if len(parts) == 1:
             handles = [self._communicator.send_async(parts[0], to) for to in self._children]
         else:
             handles = [self._communicator.send_parts_async(parts, to) for to in self._children]
-        self._under_way.append(handles)
+        self._pending.append(handles)
 
-    def land(self) -> None:
-        while self._under_way:
-            self._land_one()
+    def wait(self) -> None:
+        while self._pending:
+            self._wait_for_one()
 
-    def _land_one(self) -> None:
-        for handle in self._under_way.popleft():
+    def _wait_for_one(self) -> None:
+        for handle in self._pending.popleft():
             handle.wait()
 
 
 def _chunks(pieces: Iterator[torch.Tensor], total: int) -> Iterator[list[torch.Tensor]]:
-    """Yield everything in chunks: for each, the parts of pieces that it consists of."""
+    """Yield the parts of pieces that each chunk consists of."""
     piece = next(pieces)
     for start in range(0, total, CHUNK_BYTES):
         left = min(CHUNK_BYTES, total - start)

@@ -1,7 +1,7 @@
-"""Who is in: a pure state machine, events in, effects out.
+"""Membership of a job: a pure state machine, events in, effects out.
 
-Nothing here reads a clock, starts a thread or opens a connection; the driver is the thin shell
-that does. See :class:`~nbelastic.membership.machine.Machine`.
+Nothing here reads a clock, starts a thread or opens a connection. See
+:class:`~nbelastic.membership.machine.Machine`.
 """
 
 from .effects import (
@@ -23,27 +23,30 @@ from .events import (
     Event,
     LimitsChanged,
     LoopDone,
-    RankFailed,
     RankFormed,
     RankLeft,
     RankNote,
+    RankRaised,
     RankReady,
     RankReturned,
     SlotBusy,
+    SlotDied,
     SlotGone,
     SlotLeaving,
     SlotsFound,
     SlotSilent,
     StopRequested,
     Tick,
+    WeightsSampled,
+    WorkersUnused,
 )
 from .machine import Machine
-from .model import FRESH, Limits, Member, Outcome, Place, Plan, Slot, over
+from .model import FRESH, FailureKind, Limits, Member, Outcome, Place, Plan, Slot, UnusedWorker
 from .placement import arrange, place_of
-from .rank import Phase, Stage
-from .serial import from_dict, to_dict
-from .view import RankView, View, view
-from .watch import HELD_UP
+from .ranks import Phase, Stage
+from .reasons import LossReason, Reason, StopReason, UnusedReason
+from .serial import from_dict, pack_reason, to_dict, unpack_reason
+from .view import JobView, RankView, view
 from .wire import (
     pack_event,
     pack_place,
@@ -55,7 +58,6 @@ from .wire import (
 
 __all__ = [
     "FRESH",
-    "HELD_UP",
     "Abort",
     "Beat",
     "Beats",
@@ -64,9 +66,12 @@ __all__ = [
     "End",
     "EndRank",
     "Event",
+    "FailureKind",
+    "JobView",
     "Limits",
     "LimitsChanged",
     "LoopDone",
+    "LossReason",
     "Machine",
     "Member",
     "Notify",
@@ -75,37 +80,44 @@ __all__ = [
     "Place",
     "Plan",
     "Publish",
-    "RankFailed",
     "RankFormed",
     "RankLeft",
     "RankNote",
+    "RankRaised",
     "RankReady",
     "RankReturned",
     "RankView",
+    "Reason",
     "Record",
     "Release",
     "RestartWorker",
     "Slot",
     "SlotBusy",
+    "SlotDied",
     "SlotGone",
     "SlotLeaving",
     "SlotSilent",
     "SlotsFound",
     "Stage",
     "StartRank",
+    "StopReason",
     "StopRequested",
     "Tick",
-    "View",
+    "UnusedReason",
+    "UnusedWorker",
+    "WeightsSampled",
+    "WorkersUnused",
     "arrange",
     "from_dict",
-    "over",
     "pack_event",
     "pack_place",
     "pack_plan",
+    "pack_reason",
     "place_of",
     "to_dict",
     "unpack_event",
     "unpack_place",
     "unpack_plan",
+    "unpack_reason",
     "view",
 ]

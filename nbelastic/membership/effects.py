@@ -1,10 +1,11 @@
-"""What the machine asks for. Carrying an effect out is the driver's affair."""
+"""Effects: orders of the machine, which the job's controller carries out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .model import Outcome, Place, Plan, Slot
+from .reasons import Reason
 
 __all__ = ["Abort", "Effect", "End", "EndRank", "Notify", "Publish", "Record", "Release"]
 __all__ += ["RestartWorker", "StartRank"]
@@ -17,7 +18,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class StartRank(Effect):
-    """Start the function on a slot, and tell it the place foreseen for it."""
+    """Start the function on a slot, with the place foreseen for it."""
 
     start: int
     slot: Slot
@@ -33,16 +34,16 @@ class Publish(Effect):
 
 @dataclass(frozen=True)
 class Abort(Effect):
-    """Tell members that their generation is over: free them wherever they wait."""
+    """End the generation of members: free them wherever they wait."""
 
     generation: int
     starts: tuple[int, ...]
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True)
 class Notify(Effect):
-    """Tell members that a change is coming; they agree on the step at which they leave."""
+    """Announce a change to members. They agree on the step at which they leave."""
 
     generation: int
     starts: tuple[int, ...]
@@ -50,7 +51,7 @@ class Notify(Effect):
 
 @dataclass(frozen=True)
 class Release(Effect):
-    """Tell members that all of them have left their elastic loop."""
+    """Release members from their elastic loop, because all of them have left it."""
 
     generation: int
     starts: tuple[int, ...]
@@ -63,47 +64,52 @@ class EndRank(Effect):
     Attributes
     ----------
     start : int
-        Which start of the function.
+        Start of the function.
     slot : Slot
-        Where it runs.
+        Its slot.
     how : str
-        ``leave`` (at the agreed step), ``stop`` (now, where it waits; else when it next looks),
-        ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it).
-    reason : str
-        For people.
+        ``leave`` (at the agreed step), ``stop`` (where it waits, or at its next commit or
+        operation), ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it).
+    reason : Reason
+        The reason.
     """
 
     start: int
     slot: Slot
     how: str
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True)
 class RestartWorker(Effect):
-    """Restart a worker's process where a nanny allows it: what runs in it cannot be ended."""
+    """Restart a worker's process if it has a nanny, because its rank cannot be ended."""
 
     slot: Slot
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True)
 class Record(Effect):
-    """Something that belongs in the job's history.
+    """Entry of the job's history.
 
     Attributes
     ----------
     kind : str
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``cooldown``, ``restarted``,
-        ``backend``, ``checkpoint``, ``waiting``, ``finished``, ``failed``, ``stopped``.
+        ``backend``, ``checkpoint``, ``warning``, ``waiting``, ``finished``, ``failed``,
+        ``stopped``.
     worker : str or None
         Address of the worker concerned.
     rank, start : int or None
-        The rank concerned, and which start of the function it is.
+        The rank concerned, and its start of the function.
     generation : int
         The generation at that time.
-    detail : str
-        For people.
+    reason : Reason or None
+        More about it.
+    name : str
+        Dask's name of that worker.
+    figures : dict of str to float
+        Numbers that belong to it.
     """
 
     kind: str
@@ -111,11 +117,13 @@ class Record(Effect):
     worker: str | None = None
     rank: int | None = None
     start: int | None = None
-    detail: str = ""
+    reason: Reason | None = None
+    name: str = ""
+    figures: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class End(Effect):
-    """The job is over and nothing of it runs any more."""
+    """End of the job: nothing of it runs any more."""
 
     outcome: Outcome

@@ -1,10 +1,11 @@
-"""What the machine is told. Every event may come late, twice, or out of order."""
+"""Events: messages to the machine. Each may come late, twice, or out of order."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from .model import FRESH, Slot
+from .model import FRESH, Slot, UnusedWorker
+from .reasons import LossReason, StopReason
 
 __all__ = [
     "Beat",
@@ -13,19 +14,22 @@ __all__ = [
     "Event",
     "LimitsChanged",
     "LoopDone",
-    "RankFailed",
     "RankFormed",
     "RankLeft",
     "RankNote",
+    "RankRaised",
     "RankReady",
     "RankReturned",
     "SlotBusy",
+    "SlotDied",
     "SlotGone",
     "SlotLeaving",
     "SlotSilent",
     "SlotsFound",
     "StopRequested",
     "Tick",
+    "WeightsSampled",
+    "WorkersUnused",
 ]
 
 
@@ -36,9 +40,16 @@ class Event:
 
 @dataclass(frozen=True)
 class SlotsFound(Event):
-    """Workers are there and free."""
+    """Workers with free slots were found."""
 
     slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class WorkersUnused(Event):
+    """All workers that are not offered to the job, each with the reason."""
+
+    workers: tuple[UnusedWorker, ...]
 
 
 @dataclass(frozen=True)
@@ -46,14 +57,32 @@ class SlotGone(Event):
     """A worker's process is gone, or out of the scheduler's reach for good."""
 
     slot: str
+    reason: LossReason = LossReason.WORKER_GONE
     detail: str = ""
 
 
 @dataclass(frozen=True)
-class SlotLeaving(Event):
-    """A worker was asked to leave: retired, scaled away, or terminated with notice."""
+class SlotDied(Event):
+    """The cause of death of a worker's process has become known."""
 
     slot: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class SlotLeaving(Event):
+    """A worker was asked to leave: retired, scaled away, or terminated with notice.
+
+    Attributes
+    ----------
+    slot : str
+        Its slot.
+    soon : bool
+        The worker closes in a few seconds, too soon for another rank to receive the state.
+    """
+
+    slot: str
+    soon: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,10 +94,11 @@ class SlotBusy(Event):
 
 @dataclass(frozen=True)
 class SlotSilent(Event):
-    """A worker has sent no heartbeat for longer than the heartbeat timeout."""
+    """A worker's process is stopped, or has sent no heartbeat for the heartbeat timeout."""
 
     slot: str
-    detail: str = ""
+    reason: LossReason = LossReason.WORKER_SILENT
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,25 +108,27 @@ class RankReady(Event):
     Attributes
     ----------
     start : int
-        Which start of the function.
+        Start of the function.
     left : int
-        Newest generation the rank has heard of: it is ready for any later one, for no earlier.
+        Newest generation that the rank knows. It is ready for later ones only.
     version : float
-        Its last commit, or ``FRESH``; half a commit more where it holds the state at the end of a
+        Its last commit, or ``FRESH``; half a commit more if it holds the state at the end of a
         later step instead.
     loop : int
-        Which elastic loop it is about to enter; 0 outside one.
+        Number of the elastic loop that it is about to enter; 0 outside one.
     store : tuple of (str, int)
         Address of the store that it keeps open.
     failed : bool
-        It left its generation because an operation failed, not because that was agreed.
+        It left its generation because an operation failed, not because members agreed to.
     detail : str
-        What failed.
+        The error of that operation.
     unreached : tuple of int
-        Starts of those that it could not reach, where plans in a row have not formed.
+        Starts of the ranks that it could not reach, if plans in a row have not formed.
     gone : tuple of int
-        Starts of members of the generation that it has left whose processes have ended: it has
-        that from the system, which tells the scheduler later, when their memory is given back.
+        Starts of members whose processes have ended. The system reports that to neighbours at
+        once, and to the scheduler only when the memory of the process is free.
+    own : bool
+        The failure was its own, or that of all ranks together: its communicator works.
     """
 
     start: int
@@ -108,6 +140,7 @@ class RankReady(Event):
     detail: str = ""
     unreached: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,14 +150,14 @@ class RankFormed(Event):
     Attributes
     ----------
     start : int
-        Which start of the function.
+        Start of the function.
     generation : int
         The generation.
     backend : str
-        Which kind of communicator it has: ``gloo``, ``shm``, ``hierarchical``, ``pygloo`` or
-        ``solo``. All members have the same.
+        Kind of its communicator: ``gloo``, ``shm``, ``hierarchical``, ``pygloo`` or ``solo``. All
+        members have the same.
     remark : str
-        Why none of a faster kind, for people.
+        Reason for not having a faster kind, for people.
     """
 
     start: int
@@ -135,88 +168,158 @@ class RankFormed(Event):
 
 @dataclass(frozen=True)
 class LoopDone(Event):
-    """A rank's elastic loop has returned; it waits for the others."""
-
-    start: int
-    generation: int
-    version: int
-
-
-@dataclass(frozen=True)
-class RankReturned(Event):
-    """A rank's function has returned."""
-
-    start: int
-
-
-@dataclass(frozen=True)
-class RankFailed(Event):
-    """A rank's function has raised.
+    """A rank's elastic loop has returned, and the rank waits for the others.
 
     Attributes
     ----------
     start : int
-        Which start of the function.
+        Start of the function.
+    generation : int
+        The generation.
+    version : int
+        Its last commit.
+    operations : int
+        Number of operations between ranks that its loop has begun in this generation.
+    """
+
+    start: int
+    generation: int
+    version: int
+    operations: int = 0
+
+
+@dataclass(frozen=True)
+class RankReturned(Event):
+    """A rank's function has returned.
+
+    Attributes
+    ----------
+    start : int
+        Start of the function.
+    isolated : tuple of str or None
+        Libraries for training that its process has imported, for a rank that exchanged nothing
+        with others and entered no elastic loop. None for any other rank.
+    """
+
+    start: int
+    isolated: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RankRaised(Event):
+    """A rank has ended with an error: its function has raised, or could not be run.
+
+    Attributes
+    ----------
+    start : int
+        Start of the function.
     error : str
         The exception in one line.
     collective : bool
-        It was a failed operation between ranks: a consequence, not a cause.
+        It was a failed operation between ranks, which is a consequence and not a cause.
     version : int
         Its last commit, or ``FRESH``.
+    on_all_ranks : bool
+        All ranks raise it at the same point, and would do so again.
+    interpreter : bool
+        It was an error of Python itself, not of the function.
+    state_mismatch : bool
+        The rank has built another state than the others have.
     """
 
     start: int
     error: str
     collective: bool = False
     version: int = FRESH
+    on_all_ranks: bool = False
+    interpreter: bool = False
+    state_mismatch: bool = False
 
 
 @dataclass(frozen=True)
 class RankLeft(Event):
-    """A rank has ended because it was told to."""
+    """A rank has ended as ordered."""
 
     start: int
 
 
 @dataclass(frozen=True)
-class RankNote(Event):
-    """Something for the job's history that decides nothing.
+class WeightsSampled(Event):
+    """A rank has sampled the parameters that it trains.
 
     Attributes
     ----------
     start : int
-        Which start of the function tells it.
+        Start of the function.
+    generation : int
+        Its generation.
+    moment : int
+        Number of its commits in this generation before the sample; 0 at the end of the elastic
+        loop. Without a loop: minus the number of operations, and 0 at the end.
+    values : tuple of float
+        The sample, of values at the same places on all ranks.
+    plain : tuple of str
+        Classes of its optimizers that do not average gradients.
+    """
+
+    start: int
+    generation: int
+    moment: int
+    values: tuple[float, ...]
+    plain: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankNote(Event):
+    """Entry for the job's history, from a rank.
+
+    Attributes
+    ----------
+    start : int
+        Start of the function.
     about : str
-        What it is about, as the history's ``kind`` has it: ``checkpoint``.
+        The history's ``kind``: ``checkpoint``, ``warning``, ``phases``.
     detail : str
-        For people.
+        A text for people.
+    figures : dict of str to float
+        Numbers that belong to it.
+    resumed : tuple of int, optional
+        Generation and version of the commit on disk that the rank resumes from.
     """
 
     start: int
     about: str
     detail: str
+    figures: dict[str, float] = field(default_factory=dict, hash=False)
+    resumed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a heartbeat says of one rank.
+    """Part of a heartbeat that concerns one rank.
 
     Attributes
     ----------
     start : int
-        Which start of the function.
+        Start of the function.
     progress : int
-        A number that changes when the rank gets on.
+        A number that changes when the rank makes progress.
     waiting : bool
         Whether it waits for other ranks.
     version : int
         Its last commit.
+    operations : int
+        Number of operations between ranks that its loop has begun in this generation.
+    operation : str
+        Name of the operation in which it waits; empty if that is not known.
     """
 
     start: int
     progress: int
     waiting: bool
     version: int
+    operations: int = 0
+    operation: str = ""
 
 
 @dataclass(frozen=True)
@@ -228,15 +331,26 @@ class Beats(Event):
 
 @dataclass(frozen=True)
 class StopRequested(Event):
-    """The job's owner wants it to end: at the next commit, or now."""
+    """Request to end the job at the next commit, or now.
+
+    Attributes
+    ----------
+    now : bool
+        Whether to end it now.
+    reason : StopReason
+        The reason.
+    seconds : float
+        The lease of an unattended job.
+    """
 
     now: bool = False
-    reason: str = "stopped by its user"
+    reason: StopReason = StopReason.STOPPED
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class LimitsChanged(Event):
-    """The job's owner has changed how many ranks it may have; None leaves a limit as it is."""
+    """Change of the number of ranks that a job may have; None leaves a limit as it is."""
 
     min_np: int | None = None
     max_np: int | None = None

@@ -1,61 +1,85 @@
-"""The state machine that decides who is in a job.
+"""State machine of a job's membership: one event in, a list of effects out.
 
-``handle(event, now)`` takes one event and returns what to do about it. The machine holds no clock,
-no thread and no connection; `now` and the random part of exclusions are handed in, so the same
-events always lead to the same decisions, and every run can be replayed.
-
-After every event, whatever the order, loss and duplication of events, this holds:
-
-1. One generation at a time; numbers strictly grow; a message from an older one changes nothing.
-2. Ranks of a plan are ``0..n-1``, ``min_np <= n <= max_np``, a slot appears once, ranks on one
-   host are contiguous.
-3. Survivors keep their relative order; the source of a plan holds its newest version.
-4. A worker that cools down, is leaving or is gone is in no new plan.
-5. The committed version never goes back while a rank lives that has it.
-6. Every state but the last has a deadline (:meth:`Machine.deadline`).
-7. Success means that every rank of the last generation returned; after the end, nothing happens.
-8. A fault on one worker costs the others no more than the batch in flight.
-
-The machine can be written to a dict and read back (:mod:`.serial`).
+The machine holds no clock, thread or connection. Time and the random part of exclusions are
+arguments, so the same events always lead to the same decisions, and every run can be replayed.
+After every event, whatever the order, loss and duplication of events, the invariants in the
+docstring of :class:`Machine` hold.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import events as ev
-from .effects import Effect, EndRank
-from .idle import is_idle
-from .model import over
-from .placement import arrange
-from .rank import Phase, Rank, Stage
-from .rules import Rules
+from . import reasons as why
+from . import rules
+from .divergence import compare
+from .effects import (
+    Abort,
+    Effect,
+    End,
+    EndRank,
+    Notify,
+    Publish,
+    Record,
+    Release,
+    RestartWorker,
+    StartRank,
+)
+from .failure_policy import STALLS, ErrorReport, FailurePolicy, MemberLoss, OwnFailure
+from .model import FRESH, FailureKind, Limits, Member, Outcome, Plan, Slot
+from .placement import arrange, broken_pairs, choose_removed, places_of
+from .ranks import Phase, Rank, Stage
+from .roster import Roster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Machine"]
 
-_HANDLERS = {kind: f"_on_{kind.__name__}" for kind in ev.Event.__subclasses__()}
+_HANDLERS = {
+    kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower()
+    for kind in ev.Event.__subclasses__()
+}
 
 
-class Machine(Rules):
-    """Who is in a job.
+class Machine:
+    """Membership of one job.
+
+    1. There is one generation at a time, and numbers strictly grow. A message from an older one
+       changes nothing.
+    2. Ranks of a plan are ``0..n-1``, ``min_np <= n <= max_np``, a slot appears once, ranks on one
+       host are contiguous.
+    3. Survivors keep their relative order. The source of a plan holds its newest version.
+    4. A worker that is excluded, leaving or gone is in no new plan, unless it is leaving and alone
+       holds the state.
+    5. The committed version never goes back while a rank lives that has it.
+    6. Every state but the last has a deadline (:meth:`deadline`).
+    7. Success means that every rank of the last generation returned. Nothing happens after the end.
+    8. A fault on one worker costs the others no more than the batch in flight.
 
     Parameters
     ----------
     limits : Limits
-        What the job's owner allows.
+        Limits set by the job's owner.
     """
 
+    def __init__(self, limits: Limits) -> None:
+        self.roster = Roster(limits=limits, policy=FailurePolicy.of(limits))
+        self._chance = 0.0
+        self._deadline: float | None = None
+        self._effects: list[Effect] = []
+
     def handle(self, event: ev.Event, now: float, chance: float = 0.0) -> list[Effect]:
-        """Take in one event and return what to do.
+        """Take one event and return what to do.
 
         Parameters
         ----------
         event : Event
-            What happened.
+            The event.
         now : float
             The time in seconds, on any clock that never goes back.
         chance : float, default 0.0
@@ -63,12 +87,12 @@ class Machine(Rules):
         """
         self._chance, self._effects = chance, []
         roster = self.roster
-        due = self.deadline()  # asked first, so that what is due at this very moment counts
+        due = self.deadline()  # read first, so that what is due at this very moment counts
         roster.now = max(now, roster.now)
         if roster.phase != Phase.ENDED:
             handler: Callable[[ev.Event], None] = getattr(self, _HANDLERS[type(event)])
             handler(event)
-            if self._effects or roster.now >= (due or 0.0) or not self._is_idle(event):
+            if self._effects or roster.now >= (due or 0.0) or not self._needs_nothing(event):
                 self._deadline = None
                 self._advance()
         return self._effects
@@ -76,54 +100,63 @@ class Machine(Rules):
     def deadline(self) -> float | None:
         """Return when to hand in a ``Tick`` if nothing else happens; None after the end."""
         if self._deadline is None:
-            self._deadline = self.roster.deadline(self.roster.now)
+            self._deadline = rules.deadline(self.roster)
         return self._deadline
 
-    def _is_idle(self, event: ev.Event) -> bool:
-        """Return whether the rules can be spared; who applies them gets the same decisions."""
-        return is_idle(self.roster, event)
+    def _needs_nothing(self, event: ev.Event) -> bool:
+        return rules.needs_nothing(self.roster, event)
 
-    # -- slots -------------------------------------------------------------------------------
+    @property
+    def _now(self) -> float:
+        return self.roster.now
 
-    def _on_SlotsFound(self, event: ev.SlotsFound) -> None:  # noqa: N802
+    # -- events: slots -------------------------------------------------------------------------
+
+    def _on_slots_found(self, event: ev.SlotsFound) -> None:
         for slot in event.slots:
             if slot.id not in self.roster.departing:
                 self.roster.find_slot(slot)
 
-    def _on_SlotBusy(self, event: ev.SlotBusy) -> None:  # noqa: N802
-        self.roster.drop_slot(event.slot)
-        for rank in self._on_slot(event.slot):
+    def _on_workers_unused(self, event: ev.WorkersUnused) -> None:
+        self.roster.unused = list(event.workers)
+
+    def _on_slot_busy(self, event: ev.SlotBusy) -> None:
+        roster = self.roster
+        roster.drop_slot(event.slot)
+        for rank in roster.on_slot(event.slot):
             if rank.stage in (Stage.STARTING, Stage.ENDING):
-                self.roster.ranks.pop(rank.start)
-        if not self.roster.ranks and self.roster.plan is None:
-            self.roster.launched = False
+                roster.ranks.pop(rank.start)
+        if not roster.ranks and roster.plan is None:
+            roster.launched = False
 
-    def _on_SlotLeaving(self, event: ev.SlotLeaving) -> None:  # noqa: N802
-        self._depart(event.slot)
-        for rank in self._on_slot(event.slot):
-            if not rank.leaving and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                self._ask_to_leave(rank, "its worker was asked to leave")
+    def _on_slot_leaving(self, event: ev.SlotLeaving) -> None:
+        self.roster.depart(event.slot)
+        for rank in self.roster.on_slot(event.slot):
+            asked = rank.leaving and not (event.soon and not rank.leave_sent)
+            if not asked and rank.stage not in (Stage.ENDING, Stage.RETURNED):
+                self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING, soon=event.soon)
 
-    def _on_SlotGone(self, event: ev.SlotGone) -> None:  # noqa: N802
-        self._depart(event.slot)
-        for rank in self._on_slot(event.slot):
+    def _on_slot_gone(self, event: ev.SlotGone) -> None:
+        self.roster.depart(event.slot)
+        for rank in self.roster.on_slot(event.slot):
             if rank.stage != Stage.RETURNED:  # else its result is here already
-                self._lose(rank, event.detail or "its worker is gone", process_gone=True)
+                self._lose(rank, event.reason, event.detail)
 
-    def _on_SlotSilent(self, event: ev.SlotSilent) -> None:  # noqa: N802
+    def _on_slot_died(self, event: ev.SlotDied) -> None:
+        if event.slot in self.roster.departing:
+            self.roster.last_death = event.detail
+
+    def _on_slot_silent(self, event: ev.SlotSilent) -> None:
         self.roster.drop_slot(event.slot)
-        running = [rank for rank in self._on_slot(event.slot) if rank.stage != Stage.RETURNED]
-        self._evict(running, event.detail or "its worker sends no heartbeat")
+        ranks = [rank for rank in self.roster.on_slot(event.slot) if rank.stage != Stage.RETURNED]
+        self._evict(ranks, event.reason, event.seconds)
 
-    def _on_slot(self, slot: str) -> list[Rank]:
-        return list(self.roster.counted.on_slot.get(slot, {}).values())
+    # -- events: ranks -------------------------------------------------------------------------
 
-    # -- ranks -------------------------------------------------------------------------------
-
-    def _on_RankReady(self, event: ev.RankReady) -> None:  # noqa: N802
+    def _on_rank_ready(self, event: ev.RankReady) -> None:
         rank = self.roster.ranks.get(event.start)
         if rank is None or rank.stage in (Stage.ENDING, Stage.RETURNED):
-            return  # fenced: it was told to end, or is told again by whoever relays this
+            return  # fenced: it was ordered to end
         if event.left < rank.planned or event.left > self.roster.generation:
             return  # sent before the plan that it is in now
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
@@ -134,49 +167,48 @@ class Machine(Rules):
             store=event.store,
             unreached=event.unreached,
         )
-        self._note_version(rank, event.version)
+        self.roster.note_version(rank, event.version)
         if was_member:
-            self._note_commits()
-            self._bury(rank, event.gone)
+            self.roster.note_commits()
+            self._remove_dead_members(rank, event.gone)
             self._left_generation(rank, event)
-        if rank.leaving:
-            self._end_rank(rank, "leave", "its worker was asked to leave")
+        self._end_leaving()
 
-    def _bury(self, witness: Rank, gone: tuple[int, ...]) -> None:
-        """Take out members whose processes have ended; a neighbour has it from the system."""
+    def _remove_dead_members(self, witness: Rank, gone: tuple[int, ...]) -> None:
+        """Remove members whose processes have ended, as a neighbour reports from the system."""
         for start in gone:
             rank = self.roster.ranks.get(start)
             if rank is None or rank.stage not in (Stage.MEMBER, Stage.DONE) or rank is witness:
                 continue  # it is known already
-            self._depart(rank.slot.id)
-            self._lose(rank, "its process has ended", process_gone=True)
+            self.roster.depart(rank.slot.id)
+            self._lose(rank, why.LossReason.PROCESS_ENDED)
 
     def _left_generation(self, rank: Rank, event: ev.RankReady) -> None:
         roster = self.roster
+        if event.own and event.detail and roster.own_failure is None:
+            # The others fail with it, and may report sooner.
+            roster.own_failure = why.GenerationLeft(roster.id(rank), event.failed, event.detail)
         if event.failed and roster.aborted:
-            return  # it did as it was told
+            return  # it followed the order
         if roster.plan and event.loop > roster.plan.loop and not event.failed:
-            if roster.phase != Phase.GATHERING:  # on to the next loop, in a generation of its own
-                self._enter(Phase.GATHERING)
+            if roster.phase != Phase.GATHERING:  # the next loop has a generation of its own
+                roster.enter(Phase.GATHERING)
         elif roster.phase == Phase.RUNNING and roster.pending and not event.failed:
             self._regather()
         elif event.failed or roster.phase in (Phase.RUNNING, Phase.FORMING):
-            roster.forming_failures += roster.phase == Phase.FORMING
-            unasked = "an operation failed" if event.failed else "it left its generation unasked"
-            self._break(f"{self._name(rank)}: {event.detail or unasked}")
+            roster.policy.forming_failures += roster.phase == Phase.FORMING and not event.own
+            self._break(why.GenerationLeft(roster.id(rank), event.failed, event.detail))
 
-    def _on_RankFormed(self, event: ev.RankFormed) -> None:  # noqa: N802
-        rank = self.roster.ranks.get(event.start)
-        if rank is not None and rank.planned == event.generation == self.roster.generation:
-            self.roster.backend = event.backend
-            self._note_formed(rank)
-            self._note_remark(event)
-
-    def _note_remark(self, event: ev.RankFormed) -> None:
-        """Put into the history why there is nothing faster: once, not with every generation."""
-        if event.remark and event.remark != self.roster.remark:
-            self.roster.remark = event.remark
-            self._record("backend", detail=f"tensors go {over(event.backend)}: {event.remark}")
+    def _on_rank_formed(self, event: ev.RankFormed) -> None:
+        roster = self.roster
+        rank = roster.ranks.get(event.start)
+        if rank is None or not rank.planned == event.generation == roster.generation:
+            return
+        roster.backend = event.backend
+        self._note_formed(rank)
+        if event.remark and event.remark != roster.remark:  # once, not with every generation
+            roster.remark = event.remark
+            self._record("backend", reason=why.Transport(event.backend, event.remark))
 
     def _note_formed(self, rank: Rank) -> None:
         roster = self.roster
@@ -185,88 +217,150 @@ class Machine(Rules):
         rank.formed = True
         if not roster.counted.unformed:
             for member in roster.members():
-                member.moved_at = member.heard_at = self._now
+                member.progress_at = member.heartbeat_at = self._now
             roster.still_since = self._now
-            roster.forming_failures = 0
-            roster.ran = roster.ran or (roster.plan is not None and roster.plan.loop > 0)
-            self._enter(Phase.RUNNING)
-            size = roster.counted.present
-            words = f"{size} rank{'s' * (size != 1)} {over(roster.backend)}"
-            self._record("formed", detail=words.rstrip())
+            roster.policy.forming_failures = 0
+            roster.ran = roster.ran or roster.in_loop
+            roster.enter(Phase.RUNNING)
+            self._record("formed", reason=why.Connected(roster.counted.present, roster.backend))
 
-    def _on_LoopDone(self, event: ev.LoopDone) -> None:  # noqa: N802
+    def _on_loop_done(self, event: ev.LoopDone) -> None:
         rank = self.roster.ranks.get(event.start)
         if rank is None or rank.planned != event.generation or rank.stage != Stage.MEMBER:
             return
-        rank.stage, rank.moved_at = Stage.DONE, self._now
-        self._note_version(rank, event.version)
+        rank.stage, rank.progress_at, rank.operations = Stage.DONE, self._now, event.operations
+        self.roster.note_version(rank, event.version)
         self._note_formed(rank)
         if self.roster.phase == Phase.GATHERING:
-            self._abort_awaited("ranks left their loop at different steps")
+            self._abort_awaited(why.StepsDiffer())
 
-    # -- ranks that have ended ---------------------------------------------------------------
+    def _on_beats(self, event: ev.Beats) -> None:
+        roster = self.roster
+        for beat in event.beats:
+            rank = roster.ranks.get(beat.start)
+            if rank is not None:
+                rank.note_heartbeat(
+                    roster.now, beat.progress, beat.waiting, beat.operations, beat.operation
+                )
+                if rank.stage == Stage.MEMBER:
+                    self.roster.note_version(rank, beat.version)
+        if roster.phase == Phase.RUNNING:
+            self.roster.note_commits()
 
-    def _on_RankReturned(self, event: ev.RankReturned) -> None:  # noqa: N802
+    def _on_rank_note(self, event: ev.RankNote) -> None:
+        rank = self.roster.ranks.get(event.start)
+        if rank is not None:
+            self._record(event.about, rank, why.Text(event.detail), event.figures)
+            if event.resumed is not None:
+                self.roster.policy.progress.note_resumed(*event.resumed)
+
+    def _on_weights_sampled(self, event: ev.WeightsSampled) -> None:
+        if event.start in self.roster.ranks and event.generation == self.roster.generation:
+            self._warn(compare(self.roster.samples, event))
+
+    # -- events: the end of a rank -------------------------------------------------------------
+
+    def _on_rank_returned(self, event: ev.RankReturned) -> None:
         roster = self.roster
         rank = roster.ranks.get(event.start)
         if rank is None or rank.stage == Stage.RETURNED:
             return
-        in_loop = roster.plan is not None and roster.plan.loop > 0
-        if rank.stage == Stage.ENDING or (
-            in_loop and rank.leaving and roster.phase != Phase.FINISHING
-        ):
-            self._on_RankLeft(ev.RankLeft(event.start))
+        leaves = roster.in_loop and rank.leaving and roster.phase != Phase.FINISHING
+        if rank.stage == Stage.ENDING or leaves:
+            self._on_rank_left(ev.RankLeft(event.start))
             return
         rank.stage, rank.since = Stage.RETURNED, self._now
-        if roster.plan is None and not roster.crew:
-            roster.crew = [other.start for other in arrange([], roster.staying())]
-        if in_loop and roster.phase in (Phase.RUNNING, Phase.FORMING):
-            self._end("failed", "returned_early", f"{self._name(rank)} returned while others train")
+        if event.isolated is not None:
+            roster.isolated[event.start] = event.isolated
+        if roster.plan is None and not roster.expected:
+            roster.expected = [other.start for other in arrange([], roster.staying())]
+        if roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FORMING):
+            early = why.ReturnedEarly((roster.id(rank),), waiting=False)
+            self._fail(FailureKind.RETURNED_EARLY, early)
         else:
             self._note_formed(rank)
 
-    def _on_RankFailed(self, event: ev.RankFailed) -> None:  # noqa: N802
+    def _on_rank_raised(self, event: ev.RankRaised) -> None:
         roster = self.roster
         rank = roster.ranks.get(event.start)
         if rank is None or rank.stage == Stage.RETURNED:
             return
-        self._note_version(rank, event.version)
+        self.roster.note_version(rank, event.version)
         if rank.stage == Stage.ENDING:
             if roster.ended and not event.collective:
-                roster.broken_by_user[event.start] = event.error
-            self._drop(rank, "it ended")
+                roster.user_errors[event.start] = event.error
+            roster.ranks.pop(rank.start)
             return
-        self._record("lost", rank, event.error)
-        cause = f"{self._name(rank)}: {event.error}"
-        if self._is_fatal(event):
+        cause = why.Lost(roster.id(rank), why.LossReason.RAISED, event.error)
+        self._record("lost", rank, cause)
+        if event.interpreter and self._start_again(rank):
+            self._drop(rank, cause)
+            roster.drop_slot(rank.slot.id)  # it is found again when the rank's task is over
+        elif rules.is_fatal(roster, event):
             roster.ranks.pop(rank.start)
             if not event.collective:
-                roster.broken_by_user[event.start] = event.error
-            self._end("failed", "rank_lost" if event.collective else "rank_failed", cause)
+                roster.user_errors[event.start] = event.error
+            kind = FailureKind.RANK_LOST if event.collective else FailureKind.RANK_FAILED
+            self._fail(kind, cause)
+        elif event.state_mismatch and event.version == FRESH and rules.can_do_without(roster, rank):
+            self._warn(why.CannotJoin(roster.id(rank), event.error))
+            self._drop(rank, cause)
+            # The worker is not at fault. It is tried again later, when another state may fit.
+            self._record(
+                "cooldown", rank, roster.policy.exclude_name(rank.slot, self._now, self._chance)
+            )
+        else:
+            if not event.collective and rank.stage != Stage.STARTING:
+                roster.user_errors[event.start] = event.error
+            self._note_lost(rank, cause)
+            self._drop(rank, cause)
+            self._note_failure(rank, process_gone=False)
+            if rank.planned and not event.collective:
+                self._end_if_repeated(rank, event.error)
+
+    def _start_again(self, rank: Rank) -> bool:
+        """Return whether a rank is started once more after an error of Python itself.
+
+        That is so for the first failure to start on a worker.
+        """
+        roster, name = self.roster, rank.slot.lasting
+        if rank.stage != Stage.STARTING or name in roster.started_again:
+            return False
+        if not rules.can_start(roster):
+            return False
+        roster.started_again.append(name)
+        return True
+
+    def _end_if_repeated(self, rank: Rank, error: str) -> None:
+        """End the job if the same error came from several workers."""
+        roster, slot, policy = self.roster, rank.slot, self.roster.policy
+        if roster.ended:
             return
-        if not event.collective and rank.stage != Stage.STARTING:
-            roster.broken_by_user[event.start] = event.error
-        self._drop(rank, cause)
-        self._cool_down(rank, process_gone=False)
-        if rank.planned and not event.collective:
-            self._blame_function(rank, event.error)
+        report = ErrorReport(
+            start=rank.start,
+            worker=slot.lasting,
+            host=slot.host,
+            generation=rank.planned,
+            version=roster.version,
+            time=self._now,
+            error=error,
+        )
+        chain = policy.errors.note(report)
+        for_good = policy.workers.bounds is None
+        short = for_good and rules.within_reach(roster) < roster.limits.min_np
+        if policy.error_repeats(chain, roster.hosts(), short=short):
+            roster.user_errors.update({each.start: each.error for each in chain})
+            workers = len({each.worker for each in chain})
+            at_once = len({each.generation for each in chain}) == 1
+            self._fail(FailureKind.RANK_FAILED, why.RepeatedError(error, workers, at_once))
 
-    def _is_fatal(self, event: ev.RankFailed) -> bool:
-        """Return whether a rank's failure cannot be made good by going back to a commit."""
-        roster = self.roster
-        if roster.phase == Phase.FINISHING:
-            return True
-        if event.collective:
-            return roster.plan is None or roster.plan.loop == 0
-        return max(other.version for other in roster.ranks.values()) <= 0
-
-    def _on_RankLeft(self, event: ev.RankLeft) -> None:  # noqa: N802
+    def _on_rank_left(self, event: ev.RankLeft) -> None:
         roster = self.roster
         rank = roster.ranks.get(event.start)
         if rank is None or rank.stage == Stage.RETURNED:
             return
         if not roster.ended:
-            self._record("left", rank, "as planned")
+            self._record("left", rank, why.Lost(roster.id(rank), why.LossReason.LEFT))
         agreed = rank.leaving and roster.phase in (Phase.GATHERING, Phase.FINISHING)
         planned = roster.phase == Phase.RUNNING and roster.pending
         if planned or agreed:
@@ -274,61 +368,616 @@ class Machine(Rules):
             if planned and rank.stage in (Stage.MEMBER, Stage.DONE):
                 self._regather()
         else:
-            self._drop(rank, f"{self._name(rank)} ended")
+            self._drop(rank, why.Lost(roster.id(rank), why.LossReason.ENDED))
 
-    def _on_RankNote(self, event: ev.RankNote) -> None:  # noqa: N802
-        if event.start in self.roster.ranks:
-            self._record(event.about, self.roster.ranks[event.start], event.detail)
+    # -- events: the owner ---------------------------------------------------------------------
 
-    # -- beats -------------------------------------------------------------------------------
-
-    def _on_Beats(self, event: ev.Beats) -> None:  # noqa: N802
+    def _on_stop_requested(self, event: ev.StopRequested) -> None:
         roster = self.roster
-        for beat in event.beats:
-            rank = roster.ranks.get(beat.start)
-            if rank is not None:
-                self._note_beat(rank, beat)
-        if roster.phase == Phase.RUNNING:
-            self._note_commits()
-
-    def _note_beat(self, rank: Rank, beat: ev.Beat) -> None:
-        rank.hear(self.roster.now, beat.progress, beat.waiting)
-        if rank.stage == Stage.MEMBER:
-            self._note_version(rank, beat.version)
-
-    # -- the owner ---------------------------------------------------------------------------
-
-    def _on_StopRequested(self, event: ev.StopRequested) -> None:  # noqa: N802
-        roster = self.roster
+        reason = why.Stopping(event.reason, seconds=event.seconds)
+        commits_to_come = roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FINISHING)
         if roster.ended:
             if event.now:
                 for rank in roster.in_stage(Stage.ENDING):
-                    self._emit(
-                        EndRank(start=rank.start, slot=rank.slot, how="cancel", reason=event.reason)
-                    )
-        elif event.now or not self._commits_to_come():
-            self._end("stopped", reason=event.reason, how="cancel" if event.now else "stop")
+                    self._send_end(rank, "cancel", reason)
+        elif event.now or not commits_to_come:
+            self._end(Outcome("stopped", reason=reason), "cancel" if event.now else "stop")
         else:
             roster.stopping = True
 
-    def _commits_to_come(self) -> bool:
-        """Return whether the members will reach a commit, or the end, by themselves."""
-        roster = self.roster
-        in_loop = roster.plan is not None and roster.plan.loop > 0
-        return in_loop and roster.phase in (Phase.RUNNING, Phase.FINISHING)
+    def _on_limits_changed(self, event: ev.LimitsChanged) -> None:
+        self.roster.limits = self.roster.limits.changed(event.min_np, event.max_np)
 
-    def _on_LimitsChanged(self, event: ev.LimitsChanged) -> None:  # noqa: N802
-        limits = self.roster.limits
-        low = limits.min_np if event.min_np is None else event.min_np
-        high = limits.max_np if event.max_np is None else event.max_np
-        if high is not None and low > high:  # asked for one after the other: the later one counts
-            low, high = (low, low) if event.max_np is None else (high, high)
-        start = limits.np if event.min_np is None else low
-        self.roster.limits = replace(limits, np=start, min_np=low, max_np=high)
-
-    def _on_ClusterGone(self, event: ev.ClusterGone) -> None:  # noqa: N802
+    def _on_cluster_gone(self, event: ev.ClusterGone) -> None:
         self.roster.ranks.clear()
-        self._end("failed", "cluster_lost", event.detail)
+        self._fail(FailureKind.CLUSTER_LOST, why.SchedulerLost(event.detail))
 
-    def _on_Tick(self, event: ev.Tick) -> None:  # noqa: N802
+    def _on_tick(self, event: ev.Tick) -> None:
         """Let time pass; :meth:`_advance` does the rest."""
+
+    # -- what follows from the situation -------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Do all that the present situation calls for."""
+        self._apply_time_limits()
+        if not self.roster.ended:
+            self._end_leaving()
+        if self.roster.phase == Phase.RUNNING:
+            self._note_finish()
+        if self.roster.phase == Phase.FINISHING:
+            self._finish()
+        if not self.roster.ended:
+            self._remove_surplus()
+            self._note_shortage()
+        if self.roster.phase == Phase.GATHERING:
+            self._gather()
+        if not self.roster.ended:
+            self._start_ranks()
+        if self.roster.phase == Phase.RUNNING:
+            self._announce_changes()
+        if self.roster.phase == Phase.ENDING:
+            self._close()
+
+    def _note_finish(self) -> None:
+        """Enter ``FINISHING`` if the members have reached the end of their loop or function."""
+        roster = self.roster
+        if not roster.any_in(Stage.RETURNED):
+            if roster.any_in(Stage.MEMBER):
+                return
+            self.roster.note_commits()
+            starts = tuple(member.start for member in roster.members())
+            self._emit(Release(generation=roster.generation, starts=starts))
+        roster.enter(Phase.FINISHING)
+        for rank in roster.awaited():
+            rank.progress_at = self._now
+        roster.still_since = self._now
+
+    def _finish(self) -> None:
+        """End the job once every member that is left has returned."""
+        roster = self.roster
+        for rank in roster.in_stage(Stage.STARTING, Stage.READY):
+            self._end_rank(rank, "stop", why.EndOrder(why.EndReason.FINISHING))
+        if roster.any_in(Stage.MEMBER, Stage.DONE):
+            return
+        if roster.any_in(Stage.RETURNED):
+            self._conclude()
+        else:
+            roster.enter(Phase.GATHERING)
+
+    def _remove_surplus(self) -> None:
+        """End newcomers that cannot join, or that are more than the job may have."""
+        for rank in rules.left_behind(self.roster):
+            self.roster.closed = True
+            self._end_rank(rank, "stop", why.EndOrder(why.EndReason.LEFT_BEHIND))
+        for rank in rules.surplus(self.roster):
+            self._end_rank(rank, "leave", why.EndOrder(why.EndReason.SCALED_DOWN))
+
+    def _note_shortage(self) -> None:
+        """Note since when there are too few slots; give up after the elastic timeout."""
+        roster, limits = self.roster, self.roster.limits
+        if roster.phase != Phase.GATHERING:
+            roster.short_since = None
+            return
+        there = rules.within_reach(roster)
+        if there >= rules.needed(roster):
+            return
+        if roster.user_errors and roster.counted.synced and rules.is_stuck(roster):
+            errors = why.UserErrors(rules.errors(roster), rules.presence(roster))
+            self._fail(FailureKind.RANK_FAILED, errors)
+            return
+        if roster.short_since is None:
+            roster.short_since = self._now
+            self._record("waiting", reason=rules.presence(roster))
+        if self._now < roster.short_since + limits.elastic_timeout:
+            return
+        if not roster.launched and there >= limits.min_np:
+            roster.limits = replace(limits, np=limits.min_np)
+            roster.short_since = None
+            return
+        self._fail(FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
+
+    def _start_ranks(self) -> None:
+        """Start ranks on free slots, as many as the job may have."""
+        roster, slots = self.roster, rules.slots_to_start(self.roster)
+        if slots:
+            if not roster.counted.staying and not rules.last_holders(roster):
+                roster.first_starts, roster.closed = roster.starts + len(slots), False
+            roster.launched = True
+            self._start_on(slots)
+
+    def _announce_changes(self) -> None:
+        """Notify the members of a planned change, once per generation."""
+        roster, most = self.roster, self.roster.limits.max_np
+        counted = roster.counted
+        stay = counted.staying == len(roster.ranks) and (most is None or counted.staying <= most)
+        if roster.pending or (stay and not roster.stopping and not counted.ready):
+            return
+        members = roster.members()
+        staying = [rank for rank in members if not rank.leaving]
+        if most is not None:
+            for rank in staying[most:]:
+                self._ask_to_leave(rank, why.EndReason.SCALED_DOWN)
+        leaving = any(rank.leave_sent for rank in members)
+        if leaving or roster.stopping or rules.newcomers_should_join(roster, staying):
+            roster.pending = True
+            starts = tuple(rank.start for rank in members)
+            self._emit(Notify(generation=roster.generation, starts=starts))
+
+    # -- the next generation -------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Make the next plan if all ranks that belong to it are ready."""
+        roster = self.roster
+        if roster.any_in(Stage.MEMBER, Stage.DONE):
+            return
+        if roster.stopping:
+            self._end(
+                Outcome("stopped", reason=why.Stopping(why.StopReason.STOPPED, at_commit=True))
+            )
+            return
+        if roster.any_in(Stage.RETURNED):
+            self._gather_returned(rules.ready(roster))
+            return
+        holders = len(rules.last_holders(roster))
+        synced = roster.counted.synced or holders
+        if roster.user_errors and not synced:
+            self._fail(FailureKind.RANK_FAILED, why.UserErrors(rules.errors(roster)))
+            return
+        starting = roster.counted.first(Stage.STARTING)
+        if starting is not None and starting.start < roster.first_starts and not synced:
+            return  # ranks that were started together take part from the first generation
+        if roster.counted.ready + holders >= roster.limits.min_np:
+            self._plan(rules.ready(roster))
+
+    def _gather_returned(self, ready: list[Rank]) -> None:
+        if ready:
+            early = why.ReturnedEarly(tuple(map(self.roster.id, ready)), waiting=True)
+            self._fail(FailureKind.RETURNED_EARLY, early)
+        elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
+            self._conclude()
+
+    def _plan(self, ready: list[Rank]) -> None:
+        """Make the next plan of the ready ranks, if they are enough."""
+        roster, low = self.roster, self.roster.limits.min_np
+        if roster.policy.forming_failures > 1:
+            ready = self._remove_unreachable(ready)
+        order = rules.next_members(roster, ready)
+        if len(order) < low:
+            if len(ready) >= low and not roster.any_in(Stage.STARTING):
+                self._fail(FailureKind.NO_PROGRESS, why.PlacesDiffer())
+        elif roster.policy.cannot_form():
+            self._fail(FailureKind.NO_PROGRESS, why.CannotForm(roster.causes()))
+        elif roster.plan is None or self._count_reset(order):
+            chosen = set(order)
+            for rank in ready:
+                if rank not in chosen and (rank.version != FRESH or rank.planned):
+                    self._end_rank(rank, "leave", why.EndOrder(why.EndReason.SCALED_DOWN))
+            known = set(roster.expected)
+            self._publish(order)
+            for rank in order:
+                if rank.start not in known:
+                    self._record("joined", rank)
+            self._remove_surplus()  # those that the plan has left behind
+
+    def _remove_unreachable(self, ready: list[Rank]) -> list[Rank]:
+        """Remove the ranks without which plans may form, if there are enough others.
+
+        These are as few as it takes that the others reach each other, where ranks report which
+        they cannot reach. Without such reports these are the newcomers.
+        """
+        roster, policy = self.roster, self.roster.policy
+        candidates = rules.next_members(roster, ready)
+        order = [r.start for r in sorted(candidates, key=lambda rank: rank.version == FRESH)]
+        pairs = broken_pairs(order, {rank.start: rank.unreached for rank in ready})
+        for pair in pairs:
+            one, other = (roster.id(roster.ranks[start]) for start in pair)
+            roster.reset_causes.append(why.Unreachable(one, other))
+        removed = choose_removed(order, pairs)
+        others = [rank for rank in ready if rank.start not in removed]
+        if not removed:
+            others = [rank for rank in ready if rank.version != FRESH or not rank.planned]
+        if len(rules.next_members(roster, others)) < roster.limits.min_np:
+            return ready
+        for rank in ready:
+            if rank not in others:
+                lost = why.Lost(roster.id(rank), why.LossReason.UNREACHABLE)
+                self._record("lost", rank, lost)
+                self._end_rank(rank, "evict", lost)
+                if removed:  # the worker is not at fault, and networks heal
+                    exclusion = policy.exclude_name(rank.slot, self._now, self._chance)
+                    self._record("cooldown", rank, exclusion)
+                else:
+                    self._note_failure(rank, process_gone=False)
+        return others
+
+    def _count_reset(self, order: list[Rank]) -> bool:
+        """Count a change of membership; return whether the job may go on."""
+        roster, policy = self.roster, self.roster.policy
+        causes = roster.causes()
+        same = [rank.start for rank in order] == roster.expected
+        if same and not causes and roster.plan and order[0].loop > roster.plan.loop:
+            return True  # on to the next loop, with nothing changed
+        if policy.reset_limit_reached(roster.limits):
+            limit = roster.limits.reset_limit or 0
+            self._fail(FailureKind.RESET_LIMIT, why.ResetLimit(limit, causes))
+            return False
+        times = policy.count_reset(same_members=same, failed=bool(causes))
+        if times:
+            self._fail(FailureKind.NO_PROGRESS, why.NoCommit(times, causes))
+            return False
+        if not self._makes_progress(order):
+            return False
+        policy.resets += 1
+        roster.reset_causes.clear()
+        self._record("reset", reason=why.Reset(causes, len(order)))
+        return True
+
+    def _makes_progress(self, order: list[Rank]) -> bool:
+        """Return whether another generation can get further than the last; else end the job."""
+        roster, plan, progress = self.roster, self.roster.plan, self.roster.policy.progress
+        newest = max(rank.version for rank in order)
+        reached = math.ceil(max(newest, 0))
+        reason: why.Reason
+        if roster.own_failure is not None and not roster.lost and plan is not None:
+            gained = reached - math.ceil(max(plan.version, 0))
+            times = progress.note(OwnFailure(roster.own_failure.detail, reached, gained))
+            reason = why.OwnFailures(roster.own_failure, times, reached)
+        elif roster.lost:
+            state_lost = newest == FRESH and roster.ran
+            reached = roster.newest if state_lost else reached
+            times = progress.note_loss(MemberLoss(tuple(roster.lost), reached, state_lost))
+            if len(progress.losses) == 1:
+                roster.last_death = ""  # earlier deaths are no part of it
+            losses = tuple(roster.lost.values())
+            reason = why.RepeatedLoss(losses, times, reached, state_lost, roster.last_death)
+        else:
+            progress.clear()
+            return True
+        if times:
+            raised = bool(roster.user_errors)
+            self._fail(FailureKind.RANK_FAILED if raised else FailureKind.NO_PROGRESS, reason)
+        return not times
+
+    def _publish(self, order: Sequence[Rank]) -> None:
+        """Make `order` the next generation."""
+        roster = self.roster
+        roster.generation += 1
+        roster.counted.begin(roster.generation)
+        plan = Plan(
+            generation=roster.generation,
+            members=tuple(Member(r.start, r.slot, r.store, r.version) for r in order),
+            loop=max(rank.loop for rank in order),
+        )
+        newest = plan.version
+        if roster.version > max(newest, 0) or (roster.ran and newest == FRESH):
+            self._record("restarted", reason=why.StateLost(roster.newest))
+            roster.version = roster.newest = math.floor(max(newest, 0))
+        for rank in order:
+            rank.change(stage=Stage.MEMBER, planned=plan.generation, formed=False, waiting=False)
+            rank.since = rank.progress_at = rank.heartbeat_at = self._now
+            if rank.version == FRESH:
+                rank.version_at_join = max(newest, 0)
+        roster.plan = plan
+        roster.expected = [rank.start for rank in order]
+        roster.aborted = roster.pending = False
+        roster.backend = ""
+        roster.short_since = None
+        roster.user_errors.clear()
+        roster.lost.clear()
+        roster.own_failure = None
+        roster.enter(Phase.FORMING)
+        self._emit(Publish(plan))
+
+    # -- time limits: `now >= since + limit` means that it is over -----------------------------
+
+    def _apply_time_limits(self) -> None:
+        self._expire_ending()
+        if self.roster.ended:
+            return
+        self._expire_starting()
+        if self.roster.phase == Phase.FORMING:
+            self._expire_forming()
+        elif self.roster.phase == Phase.GATHERING:
+            self._expire_gathering()
+        else:
+            self._end_if_loops_differ()
+            self._end_if_operations_differ()
+        if self.roster.phase in (Phase.RUNNING, Phase.FINISHING):
+            self._check_for_stalls()
+
+    def _expire_ending(self) -> None:
+        roster, limit = self.roster, self.roster.limits.ending_timeout
+        oldest = roster.counted.first(Stage.ENDING)
+        if oldest is None or self._now < oldest.since + limit:
+            return
+        for rank in roster.in_stage(Stage.ENDING):
+            if self._now >= rank.since + limit:
+                roster.ranks.pop(rank.start)
+                roster.drop_slot(rank.slot.id)
+                reason = why.DidNotEnd(roster.id(rank), limit)
+                self._emit(RestartWorker(slot=rank.slot, reason=reason))
+                self._warn(reason)
+
+    def _expire_starting(self) -> None:
+        limit = self.roster.limits.elastic_timeout
+        oldest = self.roster.counted.first(Stage.STARTING)
+        if oldest is None or self._now < oldest.since + limit:
+            return
+        starting = self.roster.in_stage(Stage.STARTING)
+        late = [rank for rank in starting if self._now >= rank.since + limit]
+        self._evict(late, why.LossReason.NOT_READY, limit)
+
+    def _expire_forming(self) -> None:
+        """Evict members that are silent and do not connect; where none is, try again.
+
+        One member that cannot connect keeps others from connecting, so they are not to blame.
+        """
+        roster, limit = self.roster, self.roster.limits.forming_timeout
+        if self._now < roster.phase_since + limit:
+            return
+        roster.policy.forming_failures += 1
+        late = [rank for rank in roster.members() if not rank.formed]
+        silent = rules.silent(roster, late)
+        self._evict(silent, why.LossReason.NOT_CONNECTED, limit)
+        if not silent:
+            self._break(why.NotConnected(tuple(map(roster.id, late)), limit))
+
+    def _expire_gathering(self) -> None:
+        roster, limit = self.roster, self.roster.limits.stall_timeout
+        if self._now >= roster.phase_since + limit:
+            self._evict(roster.awaited(), why.LossReason.NOT_LEFT, limit)
+
+    def _end_if_loops_differ(self) -> None:
+        """End the job if a rank waits in an operation for one whose loop has ended.
+
+        It has begun more operations than that rank, which will never take part in them.
+        """
+        pair = rules.waits_for_finished(self.roster)
+        if pair is not None:
+            done, waiting = map(self.roster.id, pair)
+            self._fail(FailureKind.NO_PROGRESS, why.LoopsDiffer(done, waiting))
+
+    def _end_if_operations_differ(self) -> None:
+        """End the job if its ranks wait for each other in different operations."""
+        sides = rules.different_operations(self.roster)
+        if sides:
+            ranks = tuple(map(self.roster.id, sides.values()))
+            self._fail(FailureKind.NO_PROGRESS, why.OperationsDiffer(ranks, tuple(sides)))
+
+    def _check_for_stalls(self) -> None:
+        roster, limit = self.roster, self.roster.limits.stall_timeout
+        if self._now < roster.still_since + limit:
+            return
+        awaited = roster.awaited()
+        roster.still_since = min((rank.progress_at for rank in awaited), default=self._now)
+        suspects = rules.stall_suspects(roster)
+        if not suspects:
+            return
+        if len(suspects) < len(awaited):
+            self._evict(suspects, why.LossReason.STALLED, limit)
+            return
+        if roster.policy.note_stall(roster.version):
+            self._fail(FailureKind.NO_PROGRESS, why.AllWaited(limit, STALLS))
+        elif roster.phase == Phase.FINISHING:
+            self._fail(FailureKind.NO_PROGRESS, why.AllWaited(limit, after_loop=True))
+        else:
+            self._break(why.AllWaited(limit))
+
+    # -- steps: ranks --------------------------------------------------------------------------
+
+    def _start_on(self, slots: Sequence[Slot]) -> None:
+        """Start the function on `slots`, with the place foreseen for each."""
+        roster = self.roster
+        newcomers = []
+        for slot in slots:
+            rank = Rank(start=roster.starts, slot=slot, since=self._now)
+            roster.starts += 1
+            roster.ranks[rank.start] = rank
+            newcomers.append(rank)
+        members = [rank for rank in roster.members() if not rank.leaving]
+        known = {rank.start for rank in members}
+        others = [rank for rank in roster.staying() if rank.start not in known]
+        order = arrange(members, others)
+        places = dict(zip(order, places_of([rank.slot for rank in order]), strict=True))
+        for rank in newcomers:
+            self._emit(StartRank(start=rank.start, slot=rank.slot, place=places[rank]))
+
+    def _end_rank(self, rank: Rank, how: str, reason: why.Reason) -> None:
+        """Order a rank to end. From now on it does not count."""
+        if rank.stage != Stage.ENDING:
+            rank.stage, rank.since = Stage.ENDING, self._now
+            self._send_end(rank, how, reason)
+
+    def _send_end(self, rank: Rank, how: str, reason: why.Reason) -> None:
+        self._emit(EndRank(start=rank.start, slot=rank.slot, how=how, reason=reason))
+
+    def _ask_to_leave(self, rank: Rank, reason: why.EndReason, *, soon: bool = False) -> None:
+        """Have a rank leave: with its generation if it is in one, else at once."""
+        rank.leaving, rank.leave_reason = True, reason
+        rank.leave_deadline = self._now if soon else self._now + rules.STAY
+        if rank.stage == Stage.STARTING:
+            self._end_rank(rank, "leave", why.EndOrder(reason))
+        self._end_leaving()
+
+    def _end_leaving(self) -> None:
+        """Order leaving ranks to end, except those that alone hold the state."""
+        roster = self.roster
+        if not roster.any_leaving:
+            return
+        holders = rules.last_holders(roster)
+        for rank in roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE):
+            if not rank.leaving or rank in holders:
+                continue
+            if rank.stage == Stage.READY:
+                self._end_rank(rank, "leave", why.EndOrder(rank.leave_reason))
+            elif not rank.leave_sent and roster.phase != Phase.FINISHING:  # there it returns anyway
+                rank.leave_sent = True
+                self._send_end(rank, "leave", why.EndOrder(rank.leave_reason))
+
+    def _drop(self, rank: Rank, cause: why.Reason) -> None:
+        """Remove a rank from the job, because it has ended or does not count any more.
+
+        If it was a member, its generation is over for the others too.
+        """
+        was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
+        self.roster.ranks.pop(rank.start, None)
+        if was_member:
+            self._break(cause)
+
+    def _lose(
+        self, rank: Rank, reason: why.LossReason, detail: str = "", seconds: float = 0.0
+    ) -> None:
+        """Remove a rank whose process is gone, and exclude its worker or host."""
+        roster = self.roster
+        planned = rank.leaving or rank.stage == Stage.ENDING
+        lost = why.Lost(roster.id(rank), reason, detail, seconds)
+        if not roster.ended:
+            self._record("left" if planned else "lost", rank, lost)
+        self._drop(rank, lost)
+        if not planned and not roster.ended:
+            self._note_lost(rank, lost)
+            self._note_failure(rank, process_gone=True)
+
+    def _note_lost(self, rank: Rank, lost: why.Lost) -> None:
+        """Note the loss of a member of the newest plan."""
+        if rank.planned and rank.planned == self.roster.generation:
+            self.roster.lost[rank.slot.lasting] = lost
+
+    def _evict(self, ranks: Sequence[Rank], reason: why.LossReason, seconds: float) -> None:
+        """Go on without ranks whose workers do not answer, and restart these workers."""
+        for rank in ranks:
+            lost = why.Lost(self.roster.id(rank), reason, seconds=seconds)
+            self._send_end(rank, "evict", lost)
+            self._emit(RestartWorker(slot=rank.slot, reason=lost))
+            self.roster.depart(rank.slot.id)
+            self._lose(rank, reason, seconds=seconds)
+
+    def _note_failure(self, rank: Rank, *, process_gone: bool) -> None:
+        """Exclude a rank's worker after a failure, and its host after several."""
+        roster, slot, policy = self.roster, rank.slot, self.roster.policy
+        exclusion = policy.exclude_worker(slot, self._now, self._chance, process_gone=process_gone)
+        if exclusion is not None:
+            self._record("cooldown", rank, exclusion)
+            key = policy.worker_key(slot)
+            for other in list(roster.ranks.values()):
+                if policy.worker_key(other.slot) == key and not other.leaving:
+                    self._ask_to_leave(other, why.EndReason.WORKER_EXCLUDED)
+        self._count_failure(rank)
+
+    def _count_failure(self, rank: Rank) -> None:
+        if rank.version > rank.version_at_join:
+            self.roster.policy.forgive(rank.slot)
+        for exclusion in self.roster.policy.count_failure(rank.slot, self._now, self._chance):
+            self._record("cooldown", rank, exclusion)
+
+    # -- steps: the generation -----------------------------------------------------------------
+
+    def _break(self, cause: why.Reason) -> None:
+        """End the present generation because of a fault: free its members wherever they wait.
+
+        Members that have left their loop for good go on, unless they wait for a lost member.
+        """
+        roster = self.roster
+        if roster.ended:
+            return
+        roster.reset_causes.append(cause)
+        if roster.plan is not None and roster.plan.loop == 0 and roster.phase != Phase.GATHERING:
+            self._fail(FailureKind.RANK_LOST, why.NoLoop(cause))
+            return
+        if roster.phase in (Phase.FORMING, Phase.RUNNING):
+            roster.enter(Phase.GATHERING)
+        elif roster.phase == Phase.FINISHING:
+            for rank in roster.awaited():
+                rank.progress_at = self._now
+        self._abort_awaited(cause)
+
+    def _regather(self) -> None:
+        """End the present generation as planned: its members leave it at the same step."""
+        self.roster.enter(Phase.GATHERING)
+        if self.roster.any_in(Stage.DONE):
+            self._abort_awaited(why.StepsDiffer())
+
+    def _abort_awaited(self, cause: why.Reason) -> None:
+        if self.roster.aborted:
+            return
+        starts = tuple(rank.start for rank in self.roster.awaited())
+        if starts:
+            self.roster.aborted = True
+            self._emit(Abort(generation=self.roster.generation, starts=starts, reason=cause))
+
+    # -- steps: the end ------------------------------------------------------------------------
+
+    def _fail(self, error: FailureKind, reason: why.Reason) -> None:
+        """End the job with a failure."""
+        errors = self.roster.user_errors if error == FailureKind.RANK_FAILED else ()
+        self._end(Outcome("failed", error, reason, tuple(errors)), "cancel")
+
+    def _end(self, outcome: Outcome, how: str = "stop") -> None:
+        """Fix the outcome, and end the ranks that still run."""
+        roster = self.roster
+        if roster.ended:
+            return
+        roster.outcome = outcome
+        reason = outcome.reason or why.EndOrder(why.EndReason.FINISHING)
+        if outcome.kind == "failed":
+            self._abort_awaited(reason)
+        roster.enter(Phase.ENDING)
+        for rank in roster.in_stage(Stage.STARTING, Stage.READY, Stage.MEMBER, Stage.DONE):
+            self._end_rank(rank, how, reason)
+
+    def _conclude(self) -> None:
+        """End the job: finished if every rank whose result it needs has returned."""
+        roster = self.roster
+        returned = {rank.start for rank in roster.in_stage(Stage.RETURNED)}
+        missing = [start for start in roster.expected if start not in returned]
+        if missing:
+            reason = why.RanksMissing(len(missing), len(roster.expected), roster.causes())
+            self._fail(FailureKind.RANK_LOST, reason)
+        else:
+            self._warn(rules.never_met(roster))
+            self._end(Outcome("finished", starts=tuple(roster.expected)))
+
+    def _close(self) -> None:
+        """Emit the end of the job, once nothing runs any more."""
+        roster = self.roster
+        if roster.any_in(Stage.ENDING) or roster.outcome is None:
+            return
+        outcome = roster.outcome
+        if outcome.error == FailureKind.RANK_FAILED:
+            outcome = roster.outcome = replace(outcome, starts=tuple(roster.user_errors))
+        roster.enter(Phase.ENDED)
+        self._record(outcome.kind, reason=outcome.reason)
+        self._emit(End(outcome))
+
+    # -- steps: effects ------------------------------------------------------------------------
+
+    def _emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def _record(
+        self,
+        kind: str,
+        rank: Rank | None = None,
+        reason: why.Reason | None = None,
+        figures: dict[str, float] | None = None,
+    ) -> None:
+        plan = self.roster.plan
+        number = plan.rank_of(rank.start) if plan is not None and rank is not None else None
+        self._emit(
+            Record(
+                kind=kind,
+                generation=self.roster.generation,
+                worker=rank.slot.worker if rank else None,
+                rank=number,
+                start=rank.start if rank else None,
+                reason=reason,
+                name=rank.slot.name if rank else "",
+                figures=figures or {},
+            )
+        )
+
+    def _warn(self, warning: why.Reason | None) -> None:
+        """Record a warning, if there is one and it is new."""
+        if warning is not None and warning not in self.roster.warnings:
+            self.roster.warnings.append(warning)
+            self._record("warning", reason=warning)

@@ -1,11 +1,25 @@
-"""The nouns of membership: slots, limits, plans, outcomes. Plain frozen data."""
+"""Data of membership: slots, limits, plans, outcomes. All of it is frozen."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-__all__ = ["FRESH", "Limits", "Member", "Outcome", "Place", "Plan", "Slot", "over"]
+from .reasons import Reason, UnusedReason
+
+__all__ = [
+    "FRESH",
+    "FailureKind",
+    "Limits",
+    "Member",
+    "Outcome",
+    "Place",
+    "Plan",
+    "Slot",
+    "UnusedWorker",
+]
 
 FRESH = -1
 """Version of a rank that has never synchronised with the job's state."""
@@ -13,7 +27,7 @@ FRESH = -1
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for one rank.
+    """Capacity for one rank.
 
     Attributes
     ----------
@@ -24,7 +38,7 @@ class Slot:
     name : str
         The worker's name, which outlives a restart by its nanny.
     host : str
-        The machine, as workers on it prove it to each other.
+        The machine, identified by what its workers share.
     """
 
     id: str
@@ -34,13 +48,33 @@ class Slot:
 
     @property
     def lasting(self) -> str:
-        """What stays when the worker's process is restarted: its name on its host."""
+        """Identity that outlives a restart of the process: the worker's name on its host."""
         return f"{self.host}/{self.name}"
 
 
 @dataclass(frozen=True)
+class UnusedWorker:
+    """A worker that is there and not offered to the job.
+
+    Attributes
+    ----------
+    worker : str
+        The worker's address.
+    reason : UnusedReason
+        The reason.
+    detail : str
+        The other job for ``TAKEN``, what is lacking for ``LACKS_RESOURCES``, the versions for
+        ``OTHER_VERSIONS``, the error for ``REFUSED``.
+    """
+
+    worker: str
+    reason: UnusedReason
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class Limits:
-    """What a job's owner allows. All times in seconds.
+    """Limits set by a job's owner. All times are in seconds.
 
     Attributes
     ----------
@@ -51,18 +85,18 @@ class Limits:
     max_np : int or None
         Most ranks that may train; None for all that the cluster offers.
     elastic_timeout : float
-        How long to wait for enough slots, and for a started rank to be ready.
+        Longest wait for enough slots, and for a started rank to be ready.
     stall_timeout : float
-        How long a rank may hold up others that wait for it.
+        Longest time that a rank may hold up others that wait for it.
     forming_timeout : float
-        How long the ranks of a plan may take to connect.
+        Longest time that the ranks of a plan may take to connect.
     ending_timeout : float
-        How long ranks may take to end when told to; then their workers are restarted.
+        Longest time that ranks may take to end; then their workers are restarted.
     reset_limit : int or None
         Most changes of membership.
     cooldown : tuple of (float, float) or None
         Shortest and longest exclusion of a worker that failed; None excludes its process for
-        good. Hosts are never left out for good: without a range, for 10 to 600 s.
+        good. Hosts are never excluded for good: without a range, for 10 to 600 s.
     slots_per_host : int or None
         Most ranks on one host.
     """
@@ -84,10 +118,22 @@ class Limits:
         if self.cooldown is not None and not 0 <= self.cooldown[0] <= self.cooldown[1]:
             raise ValueError(f"cooldown={self.cooldown}: must be (lo, hi) with 0 <= lo <= hi")
 
+    def changed(self, min_np: int | None, max_np: int | None) -> Limits:
+        """Return the limits after a change; None leaves a limit as it is.
+
+        If the new limit contradicts the other one, it changes that, too.
+        """
+        low = self.min_np if min_np is None else min_np
+        high = self.max_np if max_np is None else max_np
+        if high is not None and low > high:
+            low, high = (low, low) if max_np is None else (high, high)
+        start = self.np if min_np is None else low
+        return dataclasses.replace(self, np=start, min_np=low, max_np=high)
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: in the job, on its host, and over the hosts."""
+    """Position of a rank in the job, on its host, and over the hosts."""
 
     rank: int
     size: int
@@ -104,14 +150,14 @@ class Member:
     Attributes
     ----------
     start : int
-        Which start of the function this is, counted over the job; never reused.
+        Number of this start of the function, counted over the job and never reused.
     slot : Slot
         Where it runs.
     store : tuple of (str, int)
         Address of the store that it keeps open.
     version : float
-        What it holds, as in :class:`~nbelastic.membership.RankReady`; ``FRESH`` if it has never
-        synchronised.
+        Its version of the state, as in :class:`~nbelastic.membership.RankReady`; ``FRESH`` if it
+        has never synchronised.
     """
 
     start: int
@@ -122,7 +168,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Plan:
-    """One agreed membership: what the driver tells the members of a generation.
+    """One agreed membership, as the members of a generation receive it.
 
     Attributes
     ----------
@@ -131,7 +177,7 @@ class Plan:
     members : tuple of Member
         In the order of their ranks.
     loop : int
-        Which elastic loop of the function they are in, from 1; 0 for a function without one.
+        Number of the members' elastic loop, from 1; 0 for a function without one.
     """
 
     generation: int
@@ -140,18 +186,18 @@ class Plan:
 
     @property
     def version(self) -> float:
-        """Newest committed version among the members; ``FRESH`` when nobody has any."""
+        """Newest committed version among the members; ``FRESH`` if none has any."""
         return max(member.version for member in self.members)
 
     @property
     def source(self) -> int:
-        """Lowest rank that holds the newest version: where the state comes from."""
+        """Source of the state: the lowest rank that holds the newest version."""
         newest = self.version
         return next(r for r, member in enumerate(self.members) if member.version == newest)
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """Ranks that must receive the state."""
+        """Ranks that have to receive the state."""
         newest, source = self.version, self.source
         return tuple(
             rank
@@ -168,38 +214,35 @@ class Plan:
         return {member.start: rank for rank, member in enumerate(self.members)}
 
 
+class FailureKind(str, enum.Enum):
+    """Kind of a job's failure."""
+
+    RANK_FAILED = "rank_failed"
+    RANK_LOST = "rank_lost"
+    RETURNED_EARLY = "returned_early"
+    NOT_ENOUGH_WORKERS = "not_enough_workers"
+    RESET_LIMIT = "reset_limit"
+    NO_PROGRESS = "no_progress"
+    CLUSTER_LOST = "cluster_lost"
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes
     ----------
     kind : str
         ``finished``, ``failed`` or ``stopped``.
-    error : str
-        For a failure, which: ``rank_failed``, ``rank_lost``, ``not_enough_workers``,
-        ``reset_limit``, ``no_progress``, ``cluster_lost``, ``returned_early``.
-    reason : str
-        For people.
+    error : FailureKind or None
+        The kind of a failure.
+    reason : Reason or None
+        The reason for a failure or a stop.
     starts : tuple of int
-        Whose results, or whose errors, the job ends with, by rank.
+        Starts whose results, or whose errors, the job ends with, by rank.
     """
 
     kind: str
-    error: str = ""
-    reason: str = ""
-    starts: tuple[int, ...] = field(default=())
-
-
-_MEDIA = {"gloo": "Gloo", "shm": "shared memory", "hierarchical": "shared memory and Gloo"}
-
-
-def over(backend: str) -> str:
-    """Return what tensors travel over, in words; empty where that is not known, or they do not.
-
-    Parameters
-    ----------
-    backend : str
-        Which kind of communicator the members have, by its name.
-    """
-    return "" if backend in ("", "solo") else f"over {_MEDIA.get(backend, backend)}"
+    error: FailureKind | None = None
+    reason: Reason | None = None
+    starts: tuple[int, ...] = ()

@@ -1,4 +1,8 @@
-"""Who is in a plan, and with which rank. Pure functions."""
+"""Choice and order of a plan's members, as pure functions.
+
+Members of a generation need a connection between every pair. Where some pairs have none,
+:func:`choose_removed` picks a small set of ranks without which no broken pair is left.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from .model import Place, Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["arrange", "choose", "place_of", "places_of", "spread"]
+__all__ = ["arrange", "broken_pairs", "choose", "choose_removed", "count_by_host"]
+__all__ += ["place_of", "places_of"]
 
 
 class Located(Protocol):
@@ -35,9 +40,9 @@ def arrange(
     Parameters
     ----------
     survivors : sequence
-        Members of the generation before, in the order of their old ranks: taken first.
+        Members of the generation before, in the order of their old ranks. They are chosen first.
     newcomers : sequence
-        The others, in the order in which they were started.
+        The other candidates, in the order in which they were started.
     most : int, optional
         Most members.
     per_host : int, optional
@@ -53,49 +58,49 @@ def arrange(
     hosts: dict[str, list[T]] = {}
     for member in choose((*survivors, *newcomers), most=most, per_host=per_host):
         hosts.setdefault(member.slot.host, []).append(member)
-    return [member for crew in hosts.values() for member in crew]
+    return [member for group in hosts.values() for member in group]
 
 
 def choose(
     candidates: Sequence[T], *, most: int | None = None, per_host: int | None = None
 ) -> list[T]:
-    """Return the first of `candidates` that there is room for, in their order."""
-    crews: dict[str, int] = {}
+    """Return the first of `candidates` that fit within both limits, in their order."""
+    counts: dict[str, int] = {}
     chosen: list[T] = []
     for candidate in candidates:
         host = candidate.slot.host
-        crew = crews.get(host, 0)
-        if (most is None or len(chosen) < most) and (per_host is None or crew < per_host):
-            crews[host] = crew + 1
+        count = counts.get(host, 0)
+        if (most is None or len(chosen) < most) and (per_host is None or count < per_host):
+            counts[host] = count + 1
             chosen.append(candidate)
     return chosen
 
 
 def place_of(slots: Sequence[Slot], rank: int) -> Place:
-    """Return where `rank` stands when the ranks run on `slots`."""
+    """Return the place of `rank` when the ranks run on `slots`."""
     host = slots[rank].host
     first = next(i for i, slot in enumerate(slots) if slot.host == host)
     local_rank = rank - first
-    crews = spread(slots)
-    peers = [name for name, crew in crews.items() if crew > local_rank]
+    counts = count_by_host(slots)
+    peers = [name for name, count in counts.items() if count > local_rank]
     return Place(
         rank=rank,
         size=len(slots),
         local_rank=local_rank,
-        local_size=crews[host],
+        local_size=counts[host],
         cross_rank=peers.index(host),
         cross_size=len(peers),
     )
 
 
 def places_of(slots: Sequence[Slot]) -> list[Place]:
-    """Return where each rank stands when the ranks run on `slots`: :func:`place_of` of all."""
-    crews = spread(slots)
-    sizes = [0] * max(crews.values(), default=0)  # by local rank: how many hosts have it
-    for crew in crews.values():
-        for local_rank in range(crew):
+    """Return the places of all ranks, as :func:`place_of` gives them, in one pass."""
+    counts = count_by_host(slots)
+    sizes = [0] * max(counts.values(), default=0)  # by local rank: number of hosts that have it
+    for count in counts.values():
+        for local_rank in range(count):
             sizes[local_rank] += 1
-    local_ranks = dict.fromkeys(crews, 0)
+    local_ranks = dict.fromkeys(counts, 0)
     before = [0] * len(sizes)
     places = []
     for rank, slot in enumerate(slots):
@@ -104,7 +109,7 @@ def places_of(slots: Sequence[Slot]) -> list[Place]:
             rank=rank,
             size=len(slots),
             local_rank=local_rank,
-            local_size=crews[slot.host],
+            local_size=counts[slot.host],
             cross_rank=before[local_rank],
             cross_size=sizes[local_rank],
         )
@@ -114,9 +119,38 @@ def places_of(slots: Sequence[Slot]) -> list[Place]:
     return places
 
 
-def spread(slots: Sequence[Slot]) -> dict[str, int]:
+def count_by_host(slots: Sequence[Slot]) -> dict[str, int]:
     """Count the ranks on each host, hosts in the order of their first rank."""
-    crews: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for slot in slots:
-        crews[slot.host] = crews.get(slot.host, 0) + 1
-    return crews
+        counts[slot.host] = counts.get(slot.host, 0) + 1
+    return counts
+
+
+def broken_pairs(
+    order: Sequence[int], unreached: Mapping[int, Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Return the pairs of which either reports that it cannot reach the other, each once."""
+    place = {start: number for number, start in enumerate(order)}
+    pairs = {
+        (min(one, other, key=place.__getitem__), max(one, other, key=place.__getitem__))
+        for one in order
+        for other in unreached.get(one, ())
+        if other in place and other != one
+    }
+    return sorted(pairs, key=lambda pair: (place[pair[0]], place[pair[1]]))
+
+
+def choose_removed(order: Sequence[int], pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the starts to remove so that no broken pair is left.
+
+    The start in most broken pairs is removed first; of several, the last in `order`. Ranks on one
+    host are neighbours in `order`, so between two separated hosts one host is removed.
+    """
+    left, removed = list(pairs), []
+    while left:
+        counts = {start: sum(start in pair for pair in left) for start in order}
+        worst = max(reversed(order), key=lambda start: counts[start])
+        removed.append(worst)
+        left = [pair for pair in left if worst not in pair]
+    return removed

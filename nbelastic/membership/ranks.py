@@ -1,64 +1,171 @@
-"""A job's ranks, and what is counted over them, so that no event costs more where there are more.
+"""One start of the function, and the counts kept over all of a job's ranks.
 
-All counts follow from the ranks themselves; they are kept up to date as ranks come, go and change,
-and are made anew when a machine is read back.
+Every count follows from the ranks themselves. The counts are kept up to date as ranks are added,
+removed and changed, so that no event costs more in a larger job. They are computed anew when a
+machine is read back.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from .model import FRESH
-from .rank import Rank, Stage
+from .model import FRESH, Slot
+from .reasons import EndReason
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
-    from .model import Slot
-
-__all__ = ["Ranks"]
+__all__ = ["Phase", "Rank", "Ranks", "Stage"]
 
 K = TypeVar("K", bound="Hashable")
 
 
+class Phase(str, enum.Enum):
+    """Phase of a job.
+
+    In ``GATHERING`` ranks become ready for the next generation. In ``FORMING`` the ranks of a plan
+    connect. In ``RUNNING`` they train. In ``FINISHING`` all have left the elastic loop. In
+    ``ENDING`` the outcome is known and ranks are being ended. ``ENDED`` is final.
+    """
+
+    GATHERING = "gathering"
+    FORMING = "forming"
+    RUNNING = "running"
+    FINISHING = "finishing"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class Stage(str, enum.Enum):
+    """Stage of a rank.
+
+    ``STARTING`` until the rank reports ready; ``READY`` while it waits for a plan; ``MEMBER`` of
+    the present generation; ``DONE`` with its elastic loop, waiting for the others; ``RETURNED``
+    from its function; ``ENDING`` from the order to end until the rank has ended.
+    """
+
+    STARTING = "starting"
+    READY = "ready"
+    MEMBER = "member"
+    DONE = "done"
+    RETURNED = "returned"
+    ENDING = "ending"
+
+
+_COUNTED = frozenset({"stage", "version", "loop", "planned", "formed", "leaving"})
+
+
+@dataclass(eq=False)
+class Rank:
+    """One start of the function.
+
+    `planned` is the newest generation that the rank was planned into. A rank that was asked to
+    leave (`leaving`, because of `leave_reason`) stays until `leave_deadline` if no other rank holds
+    the state. `leave_sent` says whether the order to leave was sent.
+
+    Every change of a counted field updates the counts in :class:`Ranks`.
+    """
+
+    start: int
+    slot: Slot
+    since: float
+    stage: Stage = Stage.STARTING
+    version: float = FRESH
+    loop: int = 0
+    store: tuple[str, int] = ("", 0)
+    unreached: tuple[int, ...] = ()
+    planned: int = 0
+    formed: bool = False
+    leaving: bool = False
+    leave_sent: bool = False
+    leave_reason: EndReason = EndReason.WORKER_LEAVING
+    leave_deadline: float = 0.0
+    progress: int = 0
+    waiting: bool = False
+    operations: int = 0
+    operation: str = ""
+    progress_at: float = 0.0
+    heartbeat_at: float = 0.0
+    version_at_join: float = 0
+
+    counted_by: ClassVar[Ranks | None] = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        ranks = self.counted_by if name in _COUNTED else None
+        if ranks is None:
+            self.__dict__[name] = value
+        elif getattr(self, name) != value:
+            ranks.discount(self, moves=name == "stage")
+            self.__dict__[name] = value
+            ranks.count(self)
+
+    def change(self, **fields: object) -> None:
+        """Change several fields at once, and count once."""
+        ranks = self.counted_by
+        if ranks is not None:
+            ranks.discount(self, moves=fields.get("stage", self.stage) != self.stage)
+        self.__dict__.update(fields)
+        if ranks is not None:
+            ranks.count(self)
+
+    def note_heartbeat(
+        self, now: float, progress: int, waiting: bool, operations: int, operation: str
+    ) -> None:
+        """Note a heartbeat. None of its fields is counted, so this bypasses the counts."""
+        fields = self.__dict__
+        fields["heartbeat_at"] = now
+        fields["operations"] = operations
+        fields["operation"] = operation
+        if progress != fields["progress"] or waiting != fields["waiting"]:
+            fields["progress_at"] = now
+            fields["progress"] = progress
+            fields["waiting"] = waiting
+
+    def waits(self, phase: Phase) -> bool:
+        """Return whether the rank waits for others, in a collective or at its loop's end."""
+        return self.waiting or (self.stage == Stage.DONE and phase == Phase.RUNNING)
+
+
 class Ranks(dict[int, Rank]):
-    """Ranks by their starts; to be changed by assignment, :meth:`pop` and :meth:`clear` only.
+    """Ranks by their starts; changed by assignment, :meth:`pop` and :meth:`clear` only.
 
     Parameters
     ----------
     ranks : iterable of Rank
-        Those to begin with.
+        The first ranks.
     slots : mapping of str to Slot
-        The slots that are there, by their identity: looked at when a rank lets go of one.
+        The known slots, by their identity.
     generation : int
         Number of the newest plan.
 
     Attributes
     ----------
     stages : dict of Stage to dict of int to Rank
-        Ranks by stage, in each in the order in which they came to it.
+        Ranks by stage, in the order in which they entered it.
     on_slot : dict of str to dict of int to Rank
         Ranks by slot.
     vacant : dict of str to None
         Slots without a rank.
     staying : int
-        Ranks that are there and not on their way out.
+        Number of ranks that are neither ending nor leaving.
     loops : dict of int to int
-        Loops of those that stay and have been members, with how many are in each.
+        Loops of the staying ranks that have been members: ranks in each.
     newcomers : int
-        Starting or ready, and never planned.
+        Number of ranks that are starting or ready and were never planned.
     ready_loops : dict of int to int
-        Loops of those that are ready.
+        Loops of the ready ranks: ranks in each.
     ready : int
-        Ready, and not leaving.
+        Number of ranks that are ready and not leaving.
     synced : int
-        Of those, the ones that have synchronised with the job's state once.
+        Number of those that have synchronised with the job's state.
     present : int
-        Members of the newest plan that are still there.
+        Number of members of the newest plan that are left.
     versions : dict of float to int
-        What they hold.
+        Versions that these members hold: ranks with each.
     unformed : int
-        Those of them that have not said that they are connected.
+        Number of these members that have not reported that they are connected.
     """
 
     def __init__(self, ranks: Iterable[Rank], slots: Mapping[str, Slot], generation: int) -> None:
@@ -75,8 +182,8 @@ class Ranks(dict[int, Rank]):
         self.versions: dict[float, int] = {}
         for rank in ranks:
             self[rank.start] = rank
-        for stage, crew in self.stages.items():
-            by_age = sorted(crew.values(), key=lambda rank: rank.since)
+        for stage, group in self.stages.items():
+            by_age = sorted(group.values(), key=lambda rank: rank.since)
             self.stages[stage] = {rank.start: rank for rank in by_age}
 
     def __setitem__(self, start: int, rank: Rank) -> None:
@@ -87,46 +194,45 @@ class Ranks(dict[int, Rank]):
         self.count(rank)
 
     def pop(self, start: int, *default: None) -> Rank:  # type: ignore[override]
-        """Take a rank out; nothing happens where a default is given and it is not there."""
+        """Remove a rank; with a default, do nothing if there is no such rank."""
         rank = super().pop(start, *default)
         if rank is not None:
             self.discount(rank, moves=True)
             object.__setattr__(rank, "counted_by", None)
-            slot, crew = rank.slot.id, self.on_slot[rank.slot.id]
-            crew.pop(start)
-            if not crew:
+            slot, group = rank.slot.id, self.on_slot[rank.slot.id]
+            group.pop(start)
+            if not group:
                 del self.on_slot[slot]
                 if slot in self._slots:
                     self.vacant[slot] = None
         return rank
 
     def clear(self) -> None:
-        """Take out all."""
+        """Remove all ranks."""
         for start in list(self):
             self.pop(start)
 
-    def hold(self, rank: Rank, version: float) -> None:
-        """Note what a rank holds now: the short way where only that is counted anew."""
+    def note_version(self, rank: Rank, version: float) -> None:
+        """Note the version that a rank holds. Most messages come here, so this is a short way."""
         before = rank.version
         if FRESH in (before, version) or rank.start not in self:
             rank.version = version
             return
         if rank.planned == self.generation and rank.planned and rank.stage != Stage.ENDING:
-            versions = self.versions  # _tally twice, without its calls: most messages come here
+            versions = self.versions  # two calls of _tally, inlined
             versions[version] = versions.get(version, 0) + 1
             if versions[before] > 1:
                 versions[before] -= 1
             else:
                 del versions[before]
-        rank.hold(version)
+        rank.__dict__["version"] = version
 
     def first(self, stage: Stage) -> Rank | None:
-        """Return who came to `stage` first of those that are in it."""
-        crew = self.stages[stage]
-        return next(iter(crew.values())) if crew else None
+        """Return the rank that has been in `stage` the longest."""
+        return next(iter(self.stages[stage].values()), None)
 
     def begin(self, generation: int) -> None:
-        """Go on to another generation, of which nobody is a member yet."""
+        """Begin a generation, which has no members yet."""
         self.generation = generation
         self.present = self.unformed = 0
         self.versions.clear()
@@ -137,7 +243,7 @@ class Ranks(dict[int, Rank]):
         self._add(rank, 1)
 
     def discount(self, rank: Rank, *, moves: bool) -> None:
-        """Take a rank, as it is now, out of all counts: it is about to change, or to move on."""
+        """Remove a rank, as it is now, from all counts, because it is about to change."""
         if moves:
             self.stages[rank.stage].pop(rank.start)
         self._add(rank, -1)

@@ -1,291 +1,451 @@
-"""What follows from a situation: the rules that the machine applies after every event."""
+"""Rules of membership: questions to the roster, as pure functions.
+
+They say which ranks may start, stay, join, or hold up the others, and when time alone may change
+the answer. The machine acts on the answers.
+"""
 
 from __future__ import annotations
 
-import math
+from typing import TYPE_CHECKING
 
-from .effects import Notify, Release
+from . import events as ev
 from .model import FRESH
-from .placement import arrange, choose
-from .rank import Phase, Rank, Stage
-from .roster import JOIN_WINDOW
-from .separation import broken_pairs, outsiders
-from .watch import Watch
+from .placement import arrange, choose, count_by_host
+from .ranks import Phase, Rank, Stage
+from .reasons import NeverMet, Presence, Shortage, UnusedGroup, UnusedReason
 
-__all__ = ["Rules"]
+if TYPE_CHECKING:
+    from .model import Slot
+    from .roster import Roster
 
-FORMING_FAILURES = 5
-"""Plans in a row that could not form, after which the job fails."""
+__all__ = ["JOIN_WINDOW", "MOST_NAMES", "QUIET", "STAY", "VAIN_WAIT"]
 
-FRUITLESS = 10
-"""Plans in a row of the same members, each ended by a fault without a commit; then it fails."""
+JOIN_WINDOW = 1.0
+"""Seconds that a newcomer waits for others that are starting, so that they join in one reset."""
+
+STAY = 20.0
+"""Seconds that the last holders of the state stay for others to take it, when asked to leave.
+
+Dask's workers are given longer, so that they reach their next commit then.
+"""
+
+VAIN_WAIT = 1.0
+"""Seconds that a rank must wait for an operation that can never finish before that counts."""
+
+QUIET = 5.0
+"""Seconds without a heartbeat after which a rank is silent, if others are not."""
+
+MOST_NAMES = 3
+"""Unused workers that a reason names; of the others it has the number."""
 
 
-BARREN = 30
-"""Plans in a row, whoever their members, each after a fault and without a commit; then it fails."""
+# -- starting ranks ------------------------------------------------------------------------------
 
 
-class Rules(Watch):
-    """The rules; :meth:`_advance` applies them all."""
+def loop(roster: Roster) -> int | None:
+    """Return the elastic loop of the ranks that have been members, or None if there are none.
 
-    def _advance(self) -> None:
-        """Do all that the present situation calls for."""
-        self._expire()
-        if self.roster.phase == Phase.RUNNING:
-            self._note_finish()
-        if self.roster.phase == Phase.FINISHING:
-            self._finish()
-        if not self.roster.ended:
-            self._trim()
-            self._note_shortage()
-        if self.roster.phase == Phase.GATHERING:
-            self._gather()
-        if not self.roster.ended:
-            self._hire()
-        if self.roster.phase == Phase.RUNNING:
-            self._announce_changes()
-        if self.roster.phase == Phase.ENDING:
-            self._close()
+    Newcomers start the function from the top, so they can join ranks in loop 1 only.
+    """
+    loops = roster.counted.loops
+    here = [] if loops else [rank.loop for rank in last_holders(roster)]
+    return max(here or loops, default=None)
 
-    # -- the end of a generation -------------------------------------------------------------
 
-    def _note_finish(self) -> None:
-        """See whether the members have come to their end: of the loop, or of the function."""
-        roster = self.roster
-        if not roster.any_in(Stage.RETURNED):
-            if roster.any_in(Stage.MEMBER):
-                return
-            self._note_commits()
-            starts = tuple(member.start for member in roster.members())
-            self._emit(Release(generation=roster.generation, starts=starts))
-        self._enter(Phase.FINISHING)
-        for rank in roster.awaited():
-            rank.moved_at = self._now
-        roster.still_since = self._now
+def last_holders(roster: Roster) -> list[Rank]:
+    """Return ranks that were asked to leave, but alone hold the state.
 
-    def _note_commits(self) -> None:
-        """Note the newest commit that all members hold."""
-        roster = self.roster
-        common = min(roster.counted.versions, default=FRESH)
-        if common >= roster.version + 1:
-            roster.version = math.floor(common)
-            roster.stalls = roster.fruitless = roster.barren = 0
+    Newcomers can receive it from them in the first loop only.
+    """
+    if not roster.any_leaving:
+        return []
+    ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
+    holders = [rank for rank in ranks if rank.version != FRESH]
+    if roster.stopping or any(not rank.leaving for rank in holders):
+        return []
+    return [
+        rank
+        for rank in holders
+        if rank.loop == 1 and not rank.leave_sent and roster.now < rank.leave_deadline
+    ]
 
-    def _finish(self) -> None:
-        """End the job once every member that is left has returned."""
-        roster = self.roster
-        for rank in roster.in_stage(Stage.STARTING, Stage.READY):
-            self._end_rank(rank, "stop", "the job is finishing")
-        if roster.any_in(Stage.MEMBER, Stage.DONE):
-            return
-        if roster.any_in(Stage.RETURNED):
-            self._conclude()
+
+def can_start(roster: Roster) -> bool:
+    """Return whether newcomers could join."""
+    if roster.ended or roster.stopping or roster.phase == Phase.FINISHING:
+        return False
+    if roster.any_in(Stage.RETURNED):
+        return False
+    alone = not roster.counted.staying and not last_holders(roster)
+    return alone or (loop(roster) in (None, 1) and not roster.closed)
+
+
+def free_slots(roster: Roster) -> list[Slot]:
+    """Return the slots on which a rank could be started now, in the order of discovery."""
+    vacant = [roster.slots[id] for id in roster.counted.vacant]
+    vacant = [slot for slot in vacant if not roster.excluded(slot)]
+    if len(vacant) > 1:
+        ids = {slot.id for slot in vacant}
+        vacant = [slot for slot in roster.slots.values() if slot.id in ids]
+    cap = roster.limits.slots_per_host
+    if cap is None or not vacant:
+        return vacant
+    counts = count_by_host([rank.slot for rank in roster.staying()])
+    free = []
+    for slot in vacant:
+        count = counts.get(slot.host, 0)
+        if count < cap:
+            free.append(slot)
+            counts[slot.host] = count + 1
+    return free
+
+
+def slots_to_start(roster: Roster) -> list[Slot]:
+    """Return the slots on which ranks are to be started now, as many as the job may have."""
+    staying, most = roster.counted.staying, roster.limits.max_np
+    if not can_start(roster):
+        return []
+    if not roster.launched and within_reach(roster) < needed(roster):
+        return []
+    if not roster.counted.vacant or (most is not None and staying >= most):
+        return []
+    free = free_slots(roster)
+    return free if most is None else free[: most - staying]
+
+
+def within_reach(roster: Roster) -> int:
+    """Return how many ranks the job could have with the slots that are there now."""
+    count, most = roster.counted.staying, roster.limits.max_np
+    if can_start(roster) and (most is None or count < most):
+        if roster.limits.slots_per_host is None and not roster.policy.excludes_any:
+            count += len(roster.counted.vacant)
         else:
-            self._enter(Phase.GATHERING)
+            count += len(free_slots(roster))
+    return count if most is None else min(count, most)
 
-    # -- the next generation -----------------------------------------------------------------
 
-    def _gather(self) -> None:
-        """Make the next plan if all who belong to it are ready."""
-        roster = self.roster
-        if roster.any_in(Stage.MEMBER, Stage.DONE):
-            return
-        if roster.stopping:
-            self._end("stopped", reason="stopped by its user at a commit")
-            return
-        if roster.any_in(Stage.RETURNED):
-            self._gather_returned(self._ready())
-            return
-        synced = roster.counted.synced
-        if roster.broken_by_user and not synced:
-            reason = "; ".join(sorted(set(roster.broken_by_user.values())))
-            self._end("failed", "rank_failed", reason)
-            return
-        starting = roster.counted.first(Stage.STARTING)
-        if starting is not None and starting.start < roster.founders and not synced:
-            return  # those who were started together take part from the first
-        if roster.counted.ready >= roster.limits.min_np:
-            self._plan(self._ready())
+def needed(roster: Roster) -> int:
+    """Return how many slots the job waits for."""
+    low, high = roster.limits.min_np, roster.limits.max_np
+    if roster.launched:
+        return low
+    return max(low, roster.limits.np if high is None else min(roster.limits.np, high))
 
-    def _ready(self) -> list[Rank]:
-        return [rank for rank in self.roster.in_stage(Stage.READY) if not rank.leaving]
 
-    def _gather_returned(self, ready: list[Rank]) -> None:
-        if ready:
-            names = ", ".join(self._name(rank) for rank in ready)
-            self._end("failed", "returned_early", f"ranks returned while others wait: {names}")
-        elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
-            self._conclude()
+def is_stuck(roster: Roster) -> bool:
+    """Return whether all that the job lacks are workers that are excluded for good.
 
-    def _plan(self, ready: list[Rank]) -> None:
-        """Make the next plan of those who are ready, if they are enough."""
-        roster, limits = self.roster, self.roster.limits
-        if roster.forming_failures > 1:
-            ready = self._leave_out(ready)
-        order = self._order(ready)
-        if len(order) < limits.min_np:
-            if len(ready) >= limits.min_np and not roster.any_in(Stage.STARTING):
-                self._end("failed", "no_progress", "ranks wait at different places of the function")
-        elif roster.forming_failures >= FORMING_FAILURES:
-            self._give_up("the ranks could not connect")
-        elif roster.plan is None or self._count_reset(order):
-            chosen = set(order)
-            for rank in ready:
-                if rank not in chosen and (rank.version != FRESH or rank.planned):
-                    self._end_rank(rank, "leave", "the job was scaled down")
-            known = set(roster.crew)
-            self._publish(order)
-            for rank in order:
-                if rank.start not in known:
-                    self._record("joined", rank)
-            self._trim()  # those whom the plan has left behind
+    Such workers are there, so nothing replaces them, and none that has gone may come back.
+    """
+    if roster.policy.workers.bounds is not None or roster.any_in(Stage.ENDING):
+        return False
+    out = {id for id in roster.slots if roster.policy.workers.excludes(id, roster.now)}
+    others = (slot for id, slot in roster.slots.items() if id not in out)
+    for_a_while = any(map(roster.excluded, others))
+    recent = roster.now - roster.limits.elastic_timeout
+    gone = any(since > recent for since in roster.departing.values())
+    enough = within_reach(roster) + len(out) >= needed(roster)
+    return enough and not for_a_while and not gone
 
-    def _order(self, ready: list[Rank]) -> list[Rank]:
-        """Choose members and put them in the order of their ranks.
 
-        When there is not room for all, those with the newest commit come first.
-        """
-        roster, limits = self.roster, self.roster.limits
-        before = {start: rank for rank, start in enumerate(roster.crew)}
-        loop = max((rank.loop for rank in ready), default=0)
-        ready = [rank for rank in ready if rank.loop == loop]
-        ready.sort(key=lambda rank: (before.get(rank.start, len(before)), rank.start))
-        by_worth = sorted(ready, key=lambda rank: -rank.version)
-        chosen = set(choose(by_worth, most=limits.max_np, per_host=limits.slots_per_host))
-        survivors = [rank for rank in ready if rank in chosen and rank.start in before]
-        newcomers = [rank for rank in ready if rank in chosen and rank.start not in before]
-        return arrange(survivors, newcomers)
+def presence(roster: Roster) -> Presence:
+    """Return how many workers there are of those needed, and which others are not used."""
+    out = sum(map(roster.excluded, roster.slots.values()))
+    return Presence(within_reach(roster), needed(roster), out, unused(roster))
 
-    def _leave_out(self, ready: list[Rank]) -> list[Rank]:
-        """Part with those without whom plans may form, if there are enough others.
 
-        Those are, where ranks say whom they cannot reach, as few as it takes that the others
-        reach each other; where nobody does, the newcomers.
-        """
-        in_order = sorted(self._order(ready), key=lambda rank: rank.version == FRESH)
-        order = [rank.start for rank in in_order]
-        pairs = broken_pairs(order, {rank.start: rank.unreached for rank in ready})
-        for one, other in pairs:
-            names = self._name(self.roster.ranks[one]), self._name(self.roster.ranks[other])
-            self.roster.reset_causes.append(f"{names[0]} cannot reach {names[1]}")
-        out = outsiders(order, pairs)
-        others = [rank for rank in ready if rank.start not in out]
-        if not out:
-            others = [rank for rank in ready if rank.version != FRESH or not rank.planned]
-        if len(self._order(others)) < self.roster.limits.min_np:
-            return ready
-        for rank in ready:
-            if rank not in others:
-                self._record("lost", rank, "the others cannot connect to it")
-                self._end_rank(rank, "evict", "the others cannot connect to this rank")
-                if out:  # its worker does nothing wrong, and networks heal
-                    self._rest("worker", rank.slot.lasting, rank)
-                else:
-                    self._cool_down(rank, process_gone=False)
-        return others
+def shortage(roster: Roster) -> Shortage:
+    """Return why a job fails that has waited for workers too long."""
+    limits = roster.limits
+    since = roster.now if roster.short_since is None else roster.short_since
+    return Shortage(
+        presence=presence(roster),
+        min_np=limits.min_np,
+        waited=roster.now - since,
+        timeout=limits.elastic_timeout,
+        excluded=tuple(slot.worker for slot in roster.slots.values() if roster.excluded(slot)),
+        last_error=roster.policy.errors.last,
+    )
 
-    def _count_reset(self, order: list[Rank]) -> bool:
-        """Count a change of membership; return whether the job may go on."""
-        roster, limit = self.roster, self.roster.limits.reset_limit
-        causes = "; ".join(dict.fromkeys(roster.reset_causes))
-        same = [rank.start for rank in order] == roster.crew
-        if same and not causes and roster.plan and order[0].loop > roster.plan.loop:
-            return True  # on to the next loop, with nothing changed
-        if limit is not None and roster.resets >= limit:
-            reason = f"reset_limit={limit} is used up; next: {causes or 'ranks join or leave'}"
-            self._end("failed", "reset_limit", reason)
-            return False
-        roster.fruitless = roster.fruitless + 1 if same and causes else 0
-        roster.barren += bool(causes)
-        if roster.fruitless >= FRUITLESS or roster.barren >= BARREN:
-            times = FRUITLESS if roster.fruitless >= FRUITLESS else BARREN
-            self._give_up(f"ranks failed {times} times in a row without a commit")
-            return False
-        roster.resets += 1
-        roster.reset_causes.clear()
-        self._record("reset", detail=f"{causes or 'ranks join or leave'} → {len(order)} ranks")
+
+def unused(roster: Roster, *, chosen: bool = True) -> tuple[UnusedGroup, ...]:
+    """Return the workers that the job does not use, by reason, without the excluded ones.
+
+    Parameters
+    ----------
+    roster : Roster
+        The machine's memory.
+    chosen : bool, default True
+        Whether to include workers that the job's own options exclude.
+    """
+    groups: dict[tuple[UnusedReason, str], list[str]] = {}
+    for each in roster.unused:
+        if chosen or not each.reason.chosen:
+            groups.setdefault((each.reason, each.detail), []).append(each.worker)
+    if chosen:
+        why, usable = (UnusedReason.TOO_LATE, ""), set()
+        if can_start(roster):
+            why = (UnusedReason.HOST_FULL, str(roster.limits.slots_per_host))
+            usable = {slot.id for slot in free_slots(roster)}
+        for slot in roster.slots.values():  # in the order of discovery, which is serialized
+            free = slot.id in roster.counted.vacant and slot.id not in usable
+            if free and not roster.excluded(slot):
+                groups.setdefault(why, []).append(slot.worker)
+    return tuple(
+        UnusedGroup(*why, len(workers), tuple(workers[:MOST_NAMES]))
+        for why, workers in groups.items()
+    )
+
+
+# -- members of the next generation ---------------------------------------------------------------
+
+
+def ready(roster: Roster) -> list[Rank]:
+    """Return the ranks that are ready for the next generation."""
+    holders = last_holders(roster)
+    return [rank for rank in roster.in_stage(Stage.READY) if not rank.leaving or rank in holders]
+
+
+def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
+    """Choose the members of the next generation, in the order of their ranks.
+
+    If the limits leave some out, ranks with the newest commit come first. A rank that only stays
+    until another has the state takes no place from the last rank that could take the state.
+    """
+    limits = roster.limits
+    before = {start: rank for rank, start in enumerate(roster.expected)}
+    furthest = max((rank.loop for rank in candidates), default=0)
+    candidates = [rank for rank in candidates if rank.loop == furthest]
+    candidates.sort(key=lambda rank: (before.get(rank.start, len(before)), rank.start))
+    holders = set(last_holders(roster)).intersection(candidates)
+    most = limits.max_np
+    if most is not None and holders:
+        most = max(most - len(holders), 1)
+    others = [rank for rank in candidates if rank not in holders]
+    by_version = sorted(others, key=lambda rank: -rank.version)
+    chosen = set(choose(by_version, most=most, per_host=limits.slots_per_host)) | holders
+    survivors = [rank for rank in candidates if rank in chosen and rank.start in before]
+    newcomers = [rank for rank in candidates if rank in chosen and rank.start not in before]
+    return arrange(survivors, newcomers)
+
+
+def can_do_without(roster: Roster, rank: Rank) -> bool:
+    """Return whether the others can train without a rank."""
+    others = [other for other in roster.staying() if other is not rank]
+    return len(others) >= roster.limits.min_np
+
+
+def is_fatal(roster: Roster, event: ev.RankRaised) -> bool:
+    """Return whether no return to a commit makes up for the failure of a rank."""
+    if roster.phase == Phase.FINISHING or event.on_all_ranks:
         return True
+    if event.collective:
+        return not roster.in_loop
+    return max(other.version for other in roster.ranks.values()) <= 0
 
-    def _give_up(self, reason: str) -> None:
-        causes = dict.fromkeys(self.roster.reset_causes)
-        self._end("failed", "no_progress", f"{reason}: {'; '.join(causes)}")
 
-    # -- newcomers ---------------------------------------------------------------------------
+def left_behind(roster: Roster) -> list[Rank]:
+    """Return ranks that cannot take part any more, because the others are past their place."""
+    here = loop(roster)
+    together = here is None or all(each == here for each in roster.counted.ready_loops)
+    if together and (here in (None, 1) or not roster.counted.newcomers):
+        return []
+    return [
+        rank
+        for rank in roster.in_stage(Stage.STARTING, Stage.READY)
+        if (here not in (None, 1) and not rank.planned)
+        or (here is not None and rank.stage == Stage.READY and rank.loop != here)
+    ]
 
-    def _trim(self) -> None:
-        """End newcomers that cannot join, or that there is no room for any more."""
-        roster, limits = self.roster, self.roster.limits
-        for rank in self._left_behind():
-            roster.closed = True
-            reason = "the others are past where this rank is: nobody can join them there"
-            self._end_rank(rank, "stop", reason)
-        if limits.max_np is not None:
-            surplus = roster.counted.staying - limits.max_np
-            if surplus > 0:
-                waiting = roster.in_stage(Stage.STARTING, Stage.READY)
-                new = [rank for rank in waiting if rank.version == FRESH and not rank.planned]
-                for rank in new[max(len(new) - surplus, 0) :]:
-                    self._end_rank(rank, "leave", "the job was scaled down")
 
-    def _left_behind(self) -> list[Rank]:
-        """Return ranks that cannot take part any more: the others are past where these are."""
-        roster, loop = self.roster, self.roster.loop()
-        here = loop is None or all(ready == loop for ready in roster.counted.ready_loops)
-        if here and (loop in (None, 1) or not roster.counted.newcomers):
-            return []
-        return [
-            rank
-            for rank in roster.in_stage(Stage.STARTING, Stage.READY)
-            if (loop not in (None, 1) and not rank.planned)
-            or (loop is not None and rank.stage == Stage.READY and rank.loop != loop)
-        ]
+def surplus(roster: Roster) -> list[Rank]:
+    """Return newcomers that are more than the job may have, the latest of them."""
+    most = roster.limits.max_np
+    number = 0 if most is None else roster.counted.staying - most
+    if number <= 0:
+        return []
+    waiting = roster.in_stage(Stage.STARTING, Stage.READY)
+    new = [rank for rank in waiting if rank.version == FRESH and not rank.planned]
+    return new[max(len(new) - number, 0) :]
 
-    def _hire(self) -> None:
-        """Start ranks on free slots, as many as the job may have."""
-        roster, limits = self.roster, self.roster.limits
-        if not roster.may_hire():
-            return
-        if not roster.launched and roster.within_reach(self._now) < roster.needed():
-            return
-        staying, most = roster.counted.staying, limits.max_np
-        if not roster.counted.vacant or (most is not None and staying >= most):
-            return
-        free = roster.free_slots(self._now)
-        if most is not None:
-            free = free[: most - staying]
-        if free:
-            if not staying:
-                roster.founders, roster.closed = roster.starts + len(free), False
-            roster.launched = True
-            self._start(free)
 
-    # -- changes that are planned ------------------------------------------------------------
+def newcomers_should_join(roster: Roster, members: list[Rank]) -> bool:
+    """Return whether the generation should end so that newcomers can join."""
+    limits, waiting = roster.limits, ready(roster)
+    if not waiting:
+        return False
+    larger = choose([*members, *waiting], most=limits.max_np, per_host=limits.slots_per_host)
+    waited = roster.now >= min(rank.since for rank in waiting) + JOIN_WINDOW
+    alone = not roster.any_in(Stage.STARTING)
+    return len(larger) > len(members) and (alone or waited)
 
-    def _announce_changes(self) -> None:
-        """Tell the members of a change, once per generation."""
-        roster, limits = self.roster, self.roster.limits
-        counted, most = roster.counted, limits.max_np
-        stay = counted.staying == len(roster.ranks) and (most is None or counted.staying <= most)
-        if roster.pending or (stay and not roster.stopping and not counted.ready):
-            return
-        members = roster.members()
-        staying = [rank for rank in members if not rank.leaving]
-        if limits.max_np is not None:
-            for rank in staying[limits.max_np :]:
-                self._ask_to_leave(rank, "the job was scaled down")
-        leaving = any(rank.leaving for rank in members)
-        if leaving or roster.stopping or self._joiners(staying):
-            roster.pending = True
-            starts = tuple(rank.start for rank in members)
-            self._emit(Notify(generation=roster.generation, starts=starts))
 
-    def _joiners(self, members: list[Rank]) -> bool:
-        """Return whether newcomers should be taken in now."""
-        roster, limits = self.roster, self.roster.limits
-        ready = self._ready()
-        if not ready:
-            return False
-        larger = choose([*members, *ready], most=limits.max_np, per_host=limits.slots_per_host)
-        waited = self._now >= min(rank.since for rank in ready) + JOIN_WINDOW
-        alone = not roster.any_in(Stage.STARTING)
-        return len(larger) > len(members) and (alone or waited)
+# -- ranks that hold up the others -----------------------------------------------------------------
+
+
+def silent(roster: Roster, ranks: list[Rank], quiet: float = QUIET) -> list[Rank]:
+    """Return those of `ranks` that send no heartbeats for `quiet` s while other members do.
+
+    If no member sends any, the messages are late, not the ranks.
+    """
+    heard = {rank for rank in roster.awaited() if roster.now < rank.heartbeat_at + quiet}
+    return [rank for rank in ranks if rank not in heard] if heard else []
+
+
+def waits_for_finished(roster: Roster) -> tuple[Rank, Rank] | None:
+    """Return a member whose loop has ended and one that waits for it in vain, if there are.
+
+    All members still in the loop have sent a heartbeat since, so what the one waits for is not
+    late.
+    """
+    done = min(roster.in_stage(Stage.DONE), key=_operations, default=None)
+    if done is None or roster.phase != Phase.RUNNING:
+        return None
+    members = roster.in_stage(Stage.MEMBER)
+    heard = min((rank.heartbeat_at for rank in members), default=0.0)
+    for rank in members:
+        if (
+            rank.waiting
+            and rank.operations > done.operations
+            and heard >= rank.progress_at + VAIN_WAIT
+        ):
+            return done, rank
+    return None
+
+
+def different_operations(roster: Roster) -> dict[str, Rank]:
+    """Return a member for each of several operations, all of which wait for all members.
+
+    All have begun equally many operations, all wait, and all have sent a heartbeat since. So they
+    wait for the same operation, but do not mean the same by it.
+    """
+    members = roster.counted.stages[Stage.MEMBER].values()
+    if roster.phase != Phase.RUNNING or roster.any_in(Stage.DONE):
+        return {}
+    sides: dict[str, Rank] = {}
+    heard = since = 0.0
+    for rank in members:
+        if not (rank.waiting and rank.operations and rank.operation):
+            return {}
+        if sides and rank.operations != next(iter(sides.values())).operations:
+            return {}
+        heard = min(heard, rank.heartbeat_at) if sides else rank.heartbeat_at
+        since = max(since, rank.progress_at)
+        sides.setdefault(rank.operation, rank)
+    return sides if len(sides) > 1 and heard >= since + VAIN_WAIT else {}
+
+
+def stall_suspects(roster: Roster) -> list[Rank]:
+    """Return members that hold up others for longer than the stall timeout.
+
+    Some member must have waited all that time. Members that report that they wait are not to
+    blame, unless all wait. Then no member is to blame alone, and all are returned: the list is
+    never empty while the generation is stalled.
+    """
+    members, limit, now = roster.awaited(), roster.limits.stall_timeout, roster.now
+    quiet = min(QUIET, limit / 2)  # the last heartbeat of a frozen rank may say that it waits
+    lost = set(silent(roster, members, quiet))
+    if not any(now < rank.heartbeat_at + quiet for rank in members):
+        return []
+    still = [rank for rank in members if now >= rank.progress_at + limit]
+    if not any(rank.waits(roster.phase) for rank in still):
+        return []
+    idle = [rank for rank in still if rank in lost or not rank.waits(roster.phase)]
+    if idle:
+        return idle
+    return members if len(still) == len(members) else []
+
+
+def errors(roster: Roster) -> tuple[str, ...]:
+    """Return the different errors that user code raised since the newest plan."""
+    return tuple(sorted(set(roster.user_errors.values())))
+
+
+def never_met(roster: Roster) -> NeverMet | None:
+    """Return a warning if no two ranks ever exchanged anything."""
+    starts, isolated = roster.expected, roster.isolated
+    if len(starts) < 2 or any(start not in isolated for start in starts):
+        return None
+    libraries = dict.fromkeys(name for start in starts for name in isolated[start])
+    return NeverMet(len(starts), tuple(libraries))
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+def deadline(roster: Roster) -> float | None:
+    """Return when time alone may change something next; None only after the end."""
+    if roster.phase == Phase.ENDED:
+        return None
+    limits, now = roster.limits, roster.now
+    times = [now + limits.stall_timeout]
+    times += _oldest(roster, Stage.ENDING, limits.ending_timeout)
+    times += _oldest(roster, Stage.STARTING, limits.elastic_timeout)
+    if roster.phase == Phase.FORMING:
+        times.append(roster.phase_since + limits.forming_timeout)
+    elif roster.phase == Phase.GATHERING and roster.any_in(Stage.MEMBER, Stage.DONE):
+        times.append(roster.phase_since + limits.stall_timeout)
+    elif roster.phase in (Phase.RUNNING, Phase.FINISHING):
+        still = [roster.still_since]
+        if now >= roster.still_since + limits.stall_timeout:
+            still = [rank.progress_at for rank in roster.awaited()]
+        times += [since + limits.stall_timeout for since in still]
+        times += _oldest(roster, Stage.READY, JOIN_WINDOW)
+    times += [rank.leave_deadline for rank in last_holders(roster)]
+    if roster.short_since is not None:
+        times.append(roster.short_since + limits.elastic_timeout)
+    times += roster.policy.next_end(now)
+    return min([time for time in times if time > now], default=now)
+
+
+def _oldest(roster: Roster, stage: Stage, limit: float) -> list[float]:
+    """Return when the rank that is in `stage` the longest has been there for `limit` s."""
+    first = roster.counted.first(stage)
+    return [] if first is None else [first.since + limit]
+
+
+def needs_nothing(roster: Roster, event: ev.Event) -> bool:
+    """Return whether an event that was taken in calls for nothing more.
+
+    It had no effect, and nothing is due by time. Without this rule the decisions are the same; it
+    spares a large job the rules for most of its messages.
+    """
+    kind = type(event)
+    if kind in (ev.WorkersUnused, ev.WeightsSampled):
+        return True  # for people only
+    if kind is ev.Beats:
+        if roster.phase == Phase.RUNNING and roster.any_in(Stage.DONE):
+            return False  # a rank may wait for one whose loop has ended
+        if different_operations(roster) or roster.any_leaving:
+            return False  # a leaving rank may stay until another has the state
+        in_generation = roster.phase in (Phase.RUNNING, Phase.FINISHING)
+        return in_generation and roster.now < roster.still_since + roster.limits.stall_timeout
+    if kind is ev.SlotsFound:
+        waiting = roster.phase == Phase.GATHERING and roster.short_since is not None
+        short = waiting and within_reach(roster) < needed(roster)
+        return short and not roster.launched
+    if kind is ev.RankFormed:
+        return roster.phase == Phase.FORMING
+    return kind is ev.RankReady and _others_will_report(roster)
+
+
+def _others_will_report(roster: Roster) -> bool:
+    counted = roster.counted
+    starting = counted.first(Stage.STARTING)
+    first = starting is not None and starting.start < roster.first_starts
+    awaited = roster.any_in(Stage.MEMBER, Stage.DONE) or (first and not counted.synced)
+    alike = counted.loops if counted.loops else counted.ready_loops
+    return (
+        roster.phase == Phase.GATHERING
+        and awaited
+        and not roster.any_in(Stage.RETURNED)
+        and not counted.vacant
+        and not roster.user_errors
+        and alike.keys() == counted.ready_loops.keys()
+        and len(alike) == 1
+        and (roster.short_since is not None or within_reach(roster) >= needed(roster))
+    )
+
+
+def _operations(rank: Rank) -> int:
+    return rank.operations

@@ -1,22 +1,29 @@
-"""The machine as a dict of plain values, and back."""
+"""Serialization of the machine to a dict of plain values, and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import functools
+import math
 import types
 import typing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from . import events, reasons
+from .events import Event
 from .machine import Machine
+from .reasons import Reason
 from .roster import Roster
 
-__all__ = ["from_dict", "plain", "to_dict", "typed"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["from_dict", "pack_reason", "plain", "tag", "to_dict", "typed", "unpack_reason"]
 
 
 def to_dict(machine: Machine) -> dict[str, Any]:
-    """Write a machine to a dict that JSON and msgpack can carry."""
+    """Write a machine as a dict that JSON and msgpack can carry."""
     return typing.cast("dict[str, Any]", plain(machine.roster))
 
 
@@ -28,10 +35,38 @@ def from_dict(data: dict[str, Any]) -> Machine:
     return machine
 
 
+def pack_reason(reason: Reason | None) -> dict[str, Any] | None:
+    """Write a reason as a dict."""
+    return typing.cast("dict[str, Any] | None", plain(reason))
+
+
+def unpack_reason(data: dict[str, Any] | None) -> Reason | None:
+    """Read :func:`pack_reason`'s dict."""
+    return typing.cast("Reason | None", None if data is None else typed(Reason, data))
+
+
+def tag(base: type, key: str, classes: Iterable[type]) -> None:
+    """Have the subclasses of a base be written with their name under a key, and read by it."""
+    _TAGS[base] = (key, {each.__name__: each for each in classes})
+
+
+_TAGS: dict[type, tuple[str, dict[str, type]]] = {}
+
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+
+
 def plain(value: object) -> object:
-    """Write dataclasses, enums and collections of them as dicts, lists and plain values."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    """Write dataclasses, enums and collections of them as dicts, lists and plain values.
+
+    An event has its class in the item ``kind``, a reason in the item ``code``.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if dataclasses.is_dataclass(kind):
+        data = {name: plain(getattr(value, name)) for name in _names(kind)}
+        key = _key(kind)
+        return data if key is None else {key: kind.__name__, **data}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
@@ -41,29 +76,101 @@ def plain(value: object) -> object:
     return value
 
 
-def typed(kind: Any, value: Any) -> Any:
-    """Build `value`, as :func:`plain` wrote it, into the annotated type `kind`."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        inner = [arg for arg in args if arg is not type(None)]
-        return None if value is None else typed(inner[0], value)
-    if origin is dict:
-        return {typed(args[0], key): typed(args[1], item) for key, item in value}
-    if origin is list:
-        return [typed(args[0], item) for item in value]
-    if origin is tuple:
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(typed(args[0], item) for item in value)
-        return tuple(typed(arg, item) for arg, item in zip(args, value, strict=True))
-    if dataclasses.is_dataclass(kind):
-        hints = _hints(typing.cast(Any, kind))
-        fields = {name: typed(hints[name], item) for name, item in value.items()}
-        return typing.cast(Any, kind)(**fields)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(value)
-    return value
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in dataclasses.fields(kind))
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _key(kind: type) -> str | None:
+    """Return the key under which instances of a class carry its name, if they do."""
+    return next((_TAGS[base][0] for base in kind.__mro__ if base in _TAGS), None)
+
+
+def typed(kind: Any, value: Any, *, strict: bool = False) -> Any:
+    """Read `value`, as :func:`plain` wrote it, as the annotated type `kind`.
+
+    Raises
+    ------
+    TypeError
+        With `strict`: a plain value is of another type.
+    """
+    return _reader(kind, strict)(value)
+
+
+@functools.cache
+def _reader(kind: Any, strict: bool) -> Callable[[Any], Any]:
+    """Return the function that reads a type. Messages are many, and their types few."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        inner = _reader(next(arg for arg in args if arg is not type(None)), strict)
+        return lambda value: None if value is None else inner(value)
+    if origin is dict:
+        key, item = _reader(args[0], strict), _reader(args[1], strict)
+        return lambda value: {key(k): item(v) for k, v in value}
+    if origin is list or (origin is tuple and len(args) == 2 and args[1] is Ellipsis):
+        element = _reader(args[0], strict)
+        return lambda value: origin(map(element, _sequence(value)))
+    if origin is tuple:
+        parts = [_reader(arg, strict) for arg in args]
+        return lambda value: tuple(
+            part(each) for part, each in zip(parts, _sequence(value), strict=True)
+        )
+    if origin is typing.Annotated:
+        return _any_number
+    if dataclasses.is_dataclass(kind):
+        return functools.partial(_instance, kind, strict)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind
+    if strict and kind is not Any:
+        return functools.partial(_checked, kind)
+    return lambda value: value
+
+
+def _instance(kind: Any, strict: bool, value: Any) -> Any:
+    """Read a dataclass, or one of the classes of a tagged base."""
+    key = _key(kind)
+    if kind in _TAGS:
+        kind = _TAGS[kind][1][value[key]]
+    readers = _field_readers(kind, strict)
+    return kind(**{name: readers[name](item) for name, item in value.items() if name != key})
+
+
+@functools.cache
+def _field_readers(kind: type, strict: bool) -> dict[str, Callable[[Any], Any]]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: _reader(hints[name], strict) for name in _names(kind)}
+
+
+def _sequence(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{value!r:.80} is not a list")
+    return value
+
+
+def _any_number(value: Any) -> Any:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r:.80} is not a number")
+    return value
+
+
+def _checked(kind: type, value: Any) -> Any:
+    if not _is(value, kind):
+        raise TypeError(f"{value!r:.80} is not of type {kind.__name__}")
+    return value
+
+
+def _is(value: object, kind: type) -> bool:
+    """Return whether a plain value is of a type; an int is a float, a bool is neither."""
+    if kind is float:
+        return type(value) is int or (type(value) is float and math.isfinite(value))
+    return type(value) is kind
+
+
+def _subclasses(module: Any, base: type) -> Iterable[type]:
+    found = (getattr(module, name) for name in module.__all__)
+    return [each for each in found if isinstance(each, type) and issubclass(each, base)]
+
+
+tag(Reason, "code", _subclasses(reasons, Reason))
+tag(Event, "kind", _subclasses(events, Event))

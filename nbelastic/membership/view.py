@@ -1,4 +1,4 @@
-"""What the machine looks like from outside: the part of a job's status that it knows."""
+"""View of a machine: the part of a job's status that follows from its roster."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .rank import Phase, Rank, Stage
+from . import rules
+from .ranks import Phase, Rank, Stage
+from .reasons import NotUsed, StopPending, Waiting, WaitingForRanks
 from .roster import Roster
 
 if TYPE_CHECKING:
     from .machine import Machine
+    from .model import Plan
+    from .reasons import Reason
 
-__all__ = ["RankView", "View", "view"]
+__all__ = ["JobView", "RankView", "view"]
 
 _STATES = {
     Phase.FORMING: "forming",
@@ -23,19 +27,20 @@ _STATES = {
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank; `rank` is None while it belongs to no generation."""
+    """A rank; `rank` is None while it belongs to no generation."""
 
     start: int
     rank: int | None
     worker: str
+    name: str
     host: str
     state: str
     commits: int
 
 
 @dataclass(frozen=True)
-class View:
-    """The job; `state` is one of waiting, forming, running, finished, failed, stopped."""
+class JobView:
+    """A job; `state` is one of waiting, forming, running, finished, failed, stopped."""
 
     state: str
     generation: int
@@ -44,27 +49,48 @@ class View:
     max_np: int | None
     resets: int
     commits: int
-    reason: str
+    reason: Reason | None
     ranks: tuple[RankView, ...]
     backend: str
 
 
-def view(machine: Machine, now: float) -> View:
-    """Return what a machine looks like at a time."""
+def view(machine: Machine, now: float) -> JobView:
+    """Return the view of a machine at a time."""
     roster = machine.roster
+    if roster.phase == Phase.ENDED and roster.plan is not None:
+        return _last(roster, roster.plan)
     members = [] if roster.phase == Phase.GATHERING else roster.members()
     numbers = {rank.start: number for number, rank in enumerate(members)}
     ranks = sorted(roster.ranks.values(), key=lambda r: (numbers.get(r.start, 1 << 30), r.start))
-    return View(
+    shown = [_rank_view(roster, rank, numbers.get(rank.start)) for rank in ranks]
+    return _view(roster, len(members), shown, _reason(roster, now))
+
+
+def _last(roster: Roster, plan: Plan) -> JobView:
+    """Return the view of an ended job, with the members of its last generation."""
+    shown = []
+    for number, member in enumerate(plan.members):
+        rank = roster.ranks.get(member.start)
+        if rank is not None:
+            shown.append(_rank_view(roster, rank, number))
+        else:
+            where = (member.slot.worker, member.slot.name, member.slot.host)
+            shown.append(RankView(member.start, number, *where, "ended", roster.version))
+    reason = roster.outcome.reason if roster.outcome is not None else None
+    return _view(roster, len(roster.members()), shown, reason)
+
+
+def _view(roster: Roster, size: int, ranks: list[RankView], reason: Reason | None) -> JobView:
+    return JobView(
         state=_state(roster),
         generation=roster.generation,
-        size=len(members),
+        size=size,
         min_np=roster.limits.min_np,
         max_np=roster.limits.max_np,
-        resets=roster.resets,
+        resets=roster.policy.resets,
         commits=roster.version,
-        reason=_reason(roster, now),
-        ranks=tuple(_rank_view(roster, rank, numbers.get(rank.start)) for rank in ranks),
+        reason=reason,
+        ranks=tuple(ranks),
         backend=roster.backend,
     )
 
@@ -85,26 +111,29 @@ def _rank_view(roster: Roster, rank: Rank, number: int | None) -> RankView:
         start=rank.start,
         rank=number,
         worker=rank.slot.worker,
+        name=rank.slot.name,
         host=rank.slot.host,
         state=state,
         commits=math.floor(max(rank.version, 0)),
     )
 
 
-def _reason(roster: Roster, now: float) -> str:
+def _reason(roster: Roster, now: float) -> Reason | None:
     if roster.outcome is not None:
         return roster.outcome.reason
+    most = roster.limits.max_np
     if roster.phase != Phase.GATHERING:
-        return "; ".join(r for r in ["stopping at the next commit"] if roster.stopping)
-    if roster.short_since is not None:
-        there, needed = roster.within_reach(now), roster.needed()
+        if roster.stopping:
+            return StopPending()
+        if roster.phase != Phase.RUNNING or (most is not None and roster.counted.staying >= most):
+            return None
+        groups = rules.unused(roster, chosen=False)
+        return NotUsed(groups) if groups else None
+    if roster.short_since is not None and rules.within_reach(roster) < rules.needed(roster):
         waited = now - roster.short_since
-        left = f"{waited:.0f} s of {roster.limits.elastic_timeout:g} s"
-        if there < needed:
-            missing = needed - there
-            return f"{roster.presence(now)}; waiting {left} for {missing} more"
-    awaited = roster.awaited()
+        return Waiting(rules.presence(roster), waited, roster.limits.elastic_timeout)
+    awaited = len(roster.awaited())
     if awaited:
-        return f"waiting for {len(awaited)} ranks to leave generation {roster.generation}"
-    starting = roster.in_stage(Stage.STARTING)
-    return f"waiting for {len(starting)} ranks to be ready" if starting else ""
+        return WaitingForRanks(awaited, roster.generation)
+    starting = len(roster.in_stage(Stage.STARTING))
+    return WaitingForRanks(starting, 0) if starting else None

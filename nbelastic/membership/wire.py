@@ -1,4 +1,4 @@
-"""Events and plans as plain values, for messages: dicts, lists, strings and numbers only."""
+"""Serialization of events and plans for messages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,31 @@ __all__ = ["pack_event", "pack_place", "pack_plan", "unpack_event", "unpack_plac
 
 def pack_event(event: events.Event) -> dict[str, Any]:
     """Write an event as a dict."""
-    return {"kind": type(event).__name__, **cast("dict[str, Any]", plain(event))}
+    return cast("dict[str, Any]", plain(event))
 
 
 def unpack_event(data: dict[str, Any]) -> events.Event:
-    """Read :func:`pack_event`'s dict. Fields that it lacks take their defaults."""
-    kind = getattr(events, data["kind"])
-    names = {field.name for field in dataclasses.fields(kind)}
-    fields = {name: value for name, value in data.items() if name in names}
-    return cast(events.Event, typed(kind, fields))
+    """Read :func:`pack_event`'s dict. Fields that it lacks take their defaults.
+
+    Raises
+    ------
+    ValueError
+        It is not an event.
+    """
+    try:
+        kind = _KINDS[data["kind"]]
+        names = {field.name for field in dataclasses.fields(kind)}
+        fields = {name: value for name, value in data.items() if name in names}
+        return cast(events.Event, typed(kind, fields, strict=True))
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ValueError(f"not an event of a job: {data!r:.200} ({error!r:.200})") from error
+
+
+_KINDS = {
+    name: kind
+    for name, kind in ((name, getattr(events, name)) for name in events.__all__)
+    if issubclass(kind, events.Event)
+}
 
 
 def pack_plan(plan: Plan) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""C++ under :mod:`nbelastic.collectives`, where it could be built.
+"""Native core of :mod:`nbelastic.collectives`, in C++, if it could be built.
 
-What is in it: :mod:`nbelastic.native._core`. Without it everything runs over Gloo.
+Its interface is in ``_core.pyi``. Without it, tensors travel over Gloo only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives in memory that processes of one host share.
+"""Collective operations in memory that processes of one host share.
 
 All pointers are addresses (``tensor.data_ptr()``), all lengths of types 0 to 7 (see `TYPES`) are
 elements, all others bytes. Calls that wait or move data release the GIL.
@@ -7,32 +7,35 @@ elements, all others bytes. Calls that wait or move data release the GIL.
 from typing import Any
 
 TYPES: dict[str, int]
-"""Codes of what can be reduced, by torch's names: ``float32``, ``float64``, ``float16``,
+"""Codes of types that can be reduced, by torch's names: ``float32``, ``float64``, ``float16``,
 ``bfloat16``, ``int8``, ``int32``, ``int64``, ``uint8``."""
 
 OPS: dict[str, int]
 """Codes of reductions: ``sum``, ``average``, ``min``, ``max``, ``product``."""
 
 ISA: str
-"""What the loops in use were compiled for: ``baseline``, ``avx2``, ``avx512`` or ``neon``."""
+"""Instruction set of the loops in use: ``baseline``, ``avx2``, ``avx512`` or ``neon``."""
 
 class Broken(Exception):
-    """The segment is broken, by an abort, a peer that is gone, or ranks that disagree."""
+    """The segment is broken: by an abort, a dead peer, or ranks that disagree."""
+
+class Disagreement(Broken):
+    """The segment is broken because ranks were in different operations."""
 
 def create(size: int) -> int:
-    """Make a segment for so many ranks; return its file descriptor (a memfd, nowhere named).
+    """Create a segment for `size` ranks; return its file descriptor, an unnamed memfd.
 
-    Raises ``OSError`` where that cannot be.
+    Raises ``OSError`` if the system refuses.
     """
 
 def copy(target: int, source: int, nbytes: int, far: bool = False) -> None:
-    """Copy as messages are copied into a ring: `far`, to where a processor far away has read."""
+    """Copy as messages are copied into a ring; `far` if a distant processor has read the target."""
 
 class Block:
-    """A piece of this rank's memory in a segment, all ranks having it mapped.
+    """A piece of this rank's memory in a segment, mapped by all ranks.
 
-    Has the buffer protocol (and DLPack) as bytes; goes back to the segment when nothing refers to
-    it.
+    Has the buffer protocol (and DLPack) as bytes. Returns to the segment when it is no longer
+    referenced.
     """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -43,39 +46,38 @@ class Group:
     """One rank's part in a segment.
 
     The thread that made it calls everything but `abort`, `failure`, `dead`, `waiting` and
-    `completed`. Operations begun (``…_async``) return a ticket and happen in their order, in a
-    thread of the group's own, or in that of whoever waits for them. Memory handed in stays the
-    caller's to keep until the operation has ended.
+    `completed`. Beginning an operation (``…_async``) returns a ticket. Operations run in order, in
+    the group's own thread or in a waiting one. The caller keeps their memory until they have ended.
     """
 
     def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
-        """Map the segment behind `fd`, which stays the caller's to close.
+        """Map the segment behind `fd`, which the caller closes.
 
-        Raises ``OSError`` where it cannot be mapped, ``ValueError`` where it is none.
+        Raises ``OSError`` if it cannot be mapped, ``ValueError`` if it is no segment.
         """
 
     def watch(self, peers: list[tuple[int, int]]) -> None:
         """Break the segment when a peer dies: (rank, connected socket) pairs.
 
-        The sockets are the group's from here on. A peer whose socket closes after it has left
-        in good order breaks nothing.
+        The group owns the sockets from here on. The end of one after an orderly leave breaks
+        nothing.
         """
 
     def empty(self, nbytes: int) -> Any:
-        """Return a `Block` of so many bytes; what is in it is undefined. MemoryError if full."""
+        """Return an uninitialised `Block` of `nbytes`. Raises ``MemoryError`` if full."""
 
     def holds(self, ptr: int, nbytes: int) -> bool:
         """Return whether that memory is in this rank's part of the segment."""
 
     def allreduce(self, ptr: int, count: int, type: int, op: int) -> None: ...
     def allreduce_async(self, ptr: int, count: int, type: int, op: int) -> int:
-        """In place. Without copies, where all ranks' memory is in the segment."""
+        """Reduce in place; without copies if all ranks' memory is in the segment."""
 
     def allreduce_coalesced(self, parts: list[tuple[int, int]], type: int, op: int) -> None: ...
     def allreduce_coalesced_async(self, parts: list[tuple[int, int]], type: int, op: int) -> int:
-        """In place, of memory in several places, as if it were in one.
+        """Reduce memory in several places in place, as if it were in one.
 
-        Pairs are an address and a number of elements; how they are cut may differ between ranks.
+        Pairs are an address and a number of elements. Ranks may split the elements differently.
         """
 
     def reduce_scatter_async(
@@ -96,9 +98,15 @@ class Group:
     ) -> int:
         """Pairs are an address and a number of bytes, one pair per rank."""
 
+    def share(self, record: bytes) -> list[bytes]:
+        """Return the `record` of every rank, of at most 16 KiB each; waits for all of them.
+
+        To ranks in another operation, a rank is described by its record up to a zero byte.
+        """
+
     def barrier_async(self) -> int: ...
     def send(self, parts: list[tuple[int, int]], to: int) -> None:
-        """Send parts as one message, and wait until it is taken.
+        """Send parts as one message, and wait until it is received.
 
         Pairs are an address and a number of bytes. One thread at a time for each `to`.
         """
@@ -121,7 +129,7 @@ class Group:
 
     @property
     def completed(self) -> int:
-        """How many operations have been waited for with success."""
+        """Number of operations completed."""
 
     @property
     def failure(self) -> str | None:
@@ -129,13 +137,13 @@ class Group:
 
     @property
     def dead(self) -> list[int]:
-        """The ranks whose processes are known to have ended without leaving."""
+        """Ranks whose processes are known to have ended without leaving."""
 
     def abort(self, reason: str) -> None:
-        """Break the segment for all ranks, and wake all who wait. The first reason stays."""
+        """Break the segment for all ranks, and wake the waiting ones. The first reason stays."""
 
     def close(self) -> None:
-        """Leave: in good order if nothing is under way, else break the segment.
+        """Leave; in an orderly way if no operation is under way, else break the segment.
 
-        Ends the group's threads; takes a moment. Memory in use stays mapped until it is not.
+        Ends the group's threads. Memory stays mapped as long as it is in use.
         """

@@ -146,6 +146,20 @@ public:
         return executor_->begin(std::move(its));
     }
 
+    std::vector<nb::bytes> share(nb::bytes record) {
+        if (record.size() > kSmallBytes) throw std::invalid_argument("the record is too long");
+        std::vector<std::string> records(team_.size());
+        Operation its{.kind = Kind::share, .count = record.size(), .records = records};
+        its.data = reinterpret_cast<std::byte*>(const_cast<char*>(record.c_str()));  // only read
+        {
+            const nb::gil_scoped_release released;
+            executor_->run(std::move(its));
+        }
+        std::vector<nb::bytes> all;
+        for (const std::string& each : records) all.emplace_back(each.data(), each.size());
+        return all;
+    }
+
     std::uint64_t barrier_async() { return executor_->begin({.kind = Kind::barrier}); }
 
     void send(const Pieces& parts, std::uint32_t to) {
@@ -251,15 +265,12 @@ nb::dict codes(const char* const (&names)[n]) {
     return all;
 }
 
-constexpr const char* kTypeNames[kTypes] = {"float32", "float64", "float16", "bfloat16",
-                                            "int8",    "int32",   "int64",   "uint8"};
-constexpr const char* kOpNames[kOps] = {"sum", "average", "min", "max", "product"};
-
 }  // namespace
 
 NB_MODULE(_core, m) {
     using NoGil = nb::call_guard<nb::gil_scoped_release>;
-    nb::exception<Broken>(m, "Broken");
+    const nb::exception<Broken> broken(m, "Broken");
+    nb::exception<Disagreement>(m, "Disagreement", broken.ptr());
     nb::register_exception_translator([](const std::exception_ptr& error, void*) {
         try {
             std::rethrow_exception(error);
@@ -301,6 +312,7 @@ NB_MODULE(_core, m) {
              nb::arg("nbytes"), NoGil())
         .def("all_to_all_async", &Group::all_to_all_async, nb::arg("outputs"), nb::arg("inputs"),
              NoGil())
+        .def("share", &Group::share, nb::arg("record"))
         .def("barrier_async", &Group::barrier_async, NoGil())
         .def("send", &Group::send, nb::arg("parts"), nb::arg("to"), NoGil())
         .def("receive", &Group::receive, nb::arg("ptr"), nb::arg("nbytes"), nb::arg("source"),

@@ -1,4 +1,4 @@
-"""The notebook's side of nbelastic: ``%%elastic_train``, ``%elastic`` and what they show.
+"""The notebook's part: ``%%elastic_train``, ``%elastic`` and displays of jobs.
 
 Importing this package loads neither IPython nor ipywidgets; loading the extension does.
 """
@@ -14,7 +14,7 @@ __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics: what ``%load_ext nbelastic`` does.
+    """Register the magics, for ``%load_ext nbelastic``.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Take the magics away again: what ``%unload_ext nbelastic`` does.
+    """Unregister the magics, for ``%unload_ext nbelastic``.
 
     Parameters
     ----------

@@ -1,16 +1,17 @@
-"""A notebook cell as a function that can travel.
+"""A notebook cell as a function that can be sent to ranks.
 
-A :class:`CellFunction` runs a cell's source on a rank as the notebook would run it: from the top,
-in a namespace of its own whose ``__name__`` is ``"__main__"``, with the variables of the notebook
-that it uses. Functions that were defined in the notebook see that same namespace, as they do at
-home: what the cell assigns, they read.
+A :class:`CellFunction` runs a cell on a rank as the notebook would: from the top, in a namespace
+called ``"__main__"`` with the notebook's variables that it uses. Functions defined in the notebook
+share that namespace, so they read what the cell assigns.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import linecache
+import marshal
 import re
 import tokenize
 import types
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.elastic.context import LocalContext, current
 from nbelastic.errors import NotInitialized, PreflightError
 
-from .names import needed_names
-from .parcel import pack
+from .names import imported_names, needed_names
+from .remote_value import pack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,28 +31,28 @@ __all__ = ["CellError", "CellFunction"]
 _RESULT = "__nbelastic_result__"
 
 _IPYTHONS = re.compile(r"^\s*[%!?]|^[\w\s.,\[\]]*=\s*[%!]|\?\s*$")
-"""A line that only IPython understands: a magic, a shell command, a question."""
+"""A line that only IPython understands: a magic, a shell command, a help request."""
 
 
 class CellError(PreflightError):
     """The cell cannot be a training function; the message names the line."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show the message alone: the frames are all of the magic's own code."""
+        """Show the message alone, because all frames are the magic's own."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class CellFunction:
-    """A cell's source with what it needs; calling it runs the cell.
+    """A cell's source with the variables that it needs; calling it runs the cell.
 
     Parameters
     ----------
     body : str
         The cell without its magic line.
     namespace : mapping of str to object
-        The notebook's variables; those that the cell uses are taken along.
+        The notebook's variables; those that the cell uses are captured.
     filename : str, default "Cell"
-        What tracebacks call it, such as ``Cell In[5]``.
+        Its name in tracebacks, such as ``Cell In[5]``.
     above : str, default ""
         The lines above the body (the magic's own), so that lines are numbered as in the cell.
     home : dict, optional
@@ -62,12 +63,14 @@ class CellFunction:
     Attributes
     ----------
     captured : dict of str to object
-        The variables that travel with the cell.
+        The variables that are sent with the cell.
+    imported : set of str
+        The modules that it imports.
 
     Raises
     ------
     SyntaxError
-        The cell is not Python; with the line as it is numbered in the cell.
+        The cell is not Python. Lines are numbered as in the cell.
     CellError
         The cell is empty, or has a line that only IPython understands.
     """
@@ -90,20 +93,30 @@ class CellFunction:
         self._shared: dict[str, Any] | None = None
         self._anchor: types.FunctionType | None = None
         self._remember_lines()
-        self._compile()
+        self._code: types.CodeType | None = self._compile()
         names = needed_names(self._parse(), self._padded)
+        self.imported = set(imported_names(self._parse()))
         self.captured = {name: namespace[name] for name in sorted(names) if name in namespace}
 
     def __repr__(self) -> str:
         return f"<CellFunction {self.filename}: {', '.join(self.captured) or 'no variables'}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_home": None, "_shared": None}
+        # Send compiled code: a rank that parses may fail while another thread of its worker parses
+        # as well, because CPython 3.11 has one recursion counter for both.
+        code = importlib.util.MAGIC_NUMBER, marshal.dumps(self._code)
+        state = {**self.__dict__, "_home": None, "_shared": None, "_code": code}
         if self._home is not None:
-            # Functions of one namespace that are pickled together share one again where they
-            # arrive. This one holds on to it, whether or not the cell uses any other.
+            # Functions of one namespace that are pickled together share one again on the rank.
+            # This one keeps it, whether or not the cell uses another.
             state["_anchor"] = types.FunctionType(_nothing.__code__, self._home, "cell")
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        magic, code = state["_code"]
+        same = magic == importlib.util.MAGIC_NUMBER
+        self._code = marshal.loads(code) if same else None  # None: compiled when called
 
     def __call__(self) -> Any:
         """Run the cell.
@@ -112,11 +125,11 @@ class CellFunction:
         -------
         object
             On rank 0 the value of the last expression, if the cell ends in one without a
-            semicolon; None on other ranks. In a job it is packed for its way to the notebook.
+            semicolon; None on other ranks. In a job it is packed to be sent to the notebook.
         """
         self._remember_lines()
         namespace = self._namespace()
-        exec(self._compile(), namespace)
+        exec(self._code or self._compile(), namespace)
         value = namespace.pop(_RESULT, None)
         try:
             context = current()
@@ -134,7 +147,7 @@ class CellFunction:
         return "\n" * len(self._above) + self._body
 
     def _remember_lines(self) -> None:
-        """Let tracebacks in this process show the cell's lines."""
+        """Make the cell's lines available to tracebacks in this process."""
         lines = [f"{line}\n" for line in (*self._above, *self._body.splitlines())]
         linecache.cache[self.filename] = (sum(map(len, lines)), None, lines, self.filename)
 
@@ -148,7 +161,7 @@ class CellFunction:
             if not _IPYTHONS.search(line):
                 raise
             raise CellError(
-                f"{self.filename}, line {error.lineno}: {line.strip()!r} is for IPython, and a "
+                f"{self.filename}, line {error.lineno}: {line.strip()!r} is for IPython, but a "
                 "rank runs plain Python; move it to a cell of its own above this one"
             ) from None
         if not tree.body:
@@ -156,7 +169,7 @@ class CellFunction:
         return tree
 
     def _compile(self) -> types.CodeType:
-        """Compile the cell such that the value of a last expression is kept."""
+        """Compile the cell so that the value of a last expression is kept."""
         tree = self._parse()
         last = tree.body[-1]
         if isinstance(last, ast.Expr) and not _ends_in_semicolon(self._body):
@@ -164,7 +177,7 @@ class CellFunction:
             tree.body[-1] = ast.copy_location(ast.Assign([target], last.value), last)
         try:
             code: types.CodeType = compile(tree, self.filename, "exec", self._flags, True)
-        except SyntaxError as error:  # found without the text at hand: a return, an await
+        except SyntaxError as error:  # a return or an await, found without the text
             error.text = error.text or linecache.getline(self.filename, error.lineno or 0)
             raise
         return code
@@ -172,7 +185,7 @@ class CellFunction:
     # -- namespace -----------------------------------------------------------------------------
 
     def _namespace(self) -> dict[str, Any]:
-        """Return the namespace to run in: fresh, with what was captured."""
+        """Return a fresh namespace with the captured variables."""
         namespace: dict[str, Any] = {}
         if self._anchor is not None:
             namespace = self._anchor.__globals__
@@ -185,7 +198,7 @@ class CellFunction:
 
 
 def _nothing() -> None:
-    """Do nothing: the code of the function that holds a namespace."""
+    """Do nothing: this is the code of the function that keeps a namespace."""
 
 
 def _ends_in_semicolon(source: str) -> bool:

@@ -1,4 +1,4 @@
-"""What ``%elastic`` does: look at a job, steer it, and set defaults for later cells."""
+"""Subcommands of ``%elastic``: inspect and control jobs, set defaults for cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Commands"]
 MAGIC = "%elastic"
 
 REMEMBERED = 5
-"""Ended jobs that are found although no variable holds them; more would keep their results."""
+"""Ended jobs that are kept although no variable holds them. Each keeps its results in memory."""
 
 
 class Commands:
@@ -28,9 +28,9 @@ class Commands:
     Parameters
     ----------
     namespace : mapping of str to object
-        The notebook's variables, as they are when a command runs.
+        The notebook's variables; read when a command runs.
     write : callable
-        Takes the text to show.
+        Called with the text to show.
     """
 
     def __init__(self, namespace: Mapping[str, Any], write: Callable[[str], object]) -> None:
@@ -49,23 +49,23 @@ class Commands:
         }
 
     def remember(self, job: Any) -> None:
-        """Take note of a job, so that it is found without a variable."""
+        """Keep a job, so that commands find it without a variable."""
         ended = [each for each in self._jobs if each.done()]
         forgotten = {id(each) for each in ended[: -REMEMBERED + 1]}
         self._jobs = [each for each in self._jobs if id(each) not in forgotten] + [job]
 
     def run(self, line: str) -> None:
-        """Carry out one line.
+        """Run one command.
 
         Parameters
         ----------
         line : str
-            What stands behind ``%elastic``.
+            The words after ``%elastic``.
 
         Raises
         ------
         MagicOptionError
-            There is no such command, option or job; with what to do instead.
+            The command, an option or the job does not exist. The message suggests another.
         """
         command, *words = split(line, MAGIC) or [""]
         if command not in self._commands:
@@ -74,7 +74,7 @@ class Commands:
             self._commands[command](words)
         except MagicOptionError:
             raise
-        except OptionError as error:  # a job has refused it
+        except OptionError as error:  # raised by the job
             raise MagicOptionError(f"{MAGIC} {command}: {error} (more: {MAGIC}?)") from None
 
     def _no_command(self, command: str) -> str:
@@ -87,13 +87,13 @@ class Commands:
     # -- jobs ----------------------------------------------------------------------------------
 
     def jobs(self) -> list[Any]:
-        """Return the jobs that this notebook knows, the latest first."""
+        """Return the jobs of this notebook, the latest first."""
         held = [value for value in list(self._namespace.values()) if isinstance(value, Job)]
         known = {id(job): job for job in (*self._jobs, *held)}
         return sorted(known.values(), key=lambda job: -job.started)
 
     def find(self, name: str | None) -> Any:
-        """Return the job of a name or a variable; without one, the latest.
+        """Return the job with a name or in a variable; the latest by default.
 
         Parameters
         ----------
@@ -159,7 +159,7 @@ class Commands:
         job = self.find(options.pop("job"))
         if not options:
             raise MagicOptionError(
-                f"{MAGIC} scale: say to how many ranks, as in {MAGIC} scale --min-np 2 --max-np 6"
+                f"{MAGIC} scale: a limit is missing, as in {MAGIC} scale --min-np 2 --max-np 6"
             )
         if self._goes_on(job):
             job.scale(**options)
@@ -170,8 +170,8 @@ class Commands:
         options = self._parse("logs", words, rank=count(0))
         job = self.find(options["job"])
         text = job.logs(options.get("rank"))
-        who = f"rank {options['rank']} has" if "rank" in options else "its ranks have"
-        self._say(text.removesuffix("\n") or f"{job.name}: {who} printed nothing yet")
+        subject = f"rank {options['rank']} has" if "rank" in options else "its ranks have"
+        self._say(text.removesuffix("\n") or f"{job.name}: {subject} printed nothing yet")
 
     def _list(self, words: list[str]) -> None:
         self._parse("jobs", words)

@@ -1,4 +1,4 @@
-"""``%%elastic_train`` and ``%elastic``: thin, since all they do is done by ``fit`` and ``Job``."""
+"""Magics ``%%elastic_train`` and ``%elastic``, layers over ``fit`` and ``Job``."""
 
 from __future__ import annotations
 import __future__
@@ -19,9 +19,10 @@ from nbelastic.errors import OptionError
 
 from .cell import CellFunction
 from .commands import Commands
+from .debugging import unwrap_debug, wrap_debug
 from .names import users_names
-from .options import MagicOptionError, split, train_parser
-from .weight import heavy
+from .options import MagicOptionError, options_help, split, train_parser
+from .size_estimate import large_variables
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -31,7 +32,7 @@ __all__ = ["ElasticMagics", "register", "unregister"]
 MAGIC = "%%elastic_train"
 
 _FUTURES = __future__.annotations.compiler_flag
-"""What ``from __future__ import …`` in an earlier cell may have set."""
+"""Compiler flags that ``from __future__ import …`` in an earlier cell may have set."""
 
 
 def register(shell: InteractiveShell) -> None:
@@ -43,10 +44,11 @@ def register(shell: InteractiveShell) -> None:
         The notebook's shell.
     """
     shell.register_magics(ElasticMagics)
+    wrap_debug(shell)
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Take the magics from a shell.
+    """Unregister the magics from a shell.
 
     Parameters
     ----------
@@ -57,6 +59,7 @@ def unregister(shell: InteractiveShell) -> None:
     magics["cell"].pop("elastic_train", None)
     magics["line"].pop("elastic", None)
     shell.magics_manager.registry.pop(ElasticMagics.__name__, None)
+    unwrap_debug(shell)
 
 
 @magics_class
@@ -80,54 +83,17 @@ class ElasticMagics(Magics):
         """Run this cell on every rank of an elastic job, from the top.
 
         The cell is a training function. Variables, functions and modules of the notebook that it
-        uses come along as they are now; what it assigns stays on the ranks. The value of its last
+        uses are sent as they are now; what it assigns stays on the ranks. The value of its last
         expression on rank 0 is the result, shown as usual; a semicolon behind it hides it. Lines
         beginning with % or ! belong into another cell. Other cells run in the notebook as ever.
 
-        How many ranks
-          --np N                  start with N, and stay at N unless the next two say otherwise
-                                      %%elastic_train --np 4
-          --min-np N              fewest that may train; below, the job waits for workers
-                                      %%elastic_train --min-np 2
-          --max-np N              most that may train; without it, all that the cluster offers
-                                      %%elastic_train --min-np 2 --max-np 8
-
-        Where
+        Which cluster
           --cluster NAME          a variable with a Dask client or cluster, or an address; without
                                   it the notebook's current client, else a LocalCluster for this job
                                       %%elastic_train --cluster client
                                       %%elastic_train --cluster tcp://10.0.0.5:8786
-          --workers A B …         only these workers: names, addresses or hosts
-                                      %%elastic_train --workers alice bob
-          --resources NAME=N …    what a worker must offer for each rank
-                                      %%elastic_train --resources GPU=1 MEM=2
-          --slots-per-host N      most ranks on one machine
-                                      %%elastic_train --slots-per-host 4
 
-        How tensors travel
-          --backend B             one of auto, gloo, shm, pygloo (auto)
-                                      %%elastic_train --np 4 --backend gloo
-
-        When things go wrong
-          --reset-limit N         give up after N changes of membership (never)
-                                      %%elastic_train --reset-limit 20
-          --elastic-timeout S     seconds to wait for enough workers (600)
-                                      %%elastic_train --elastic-timeout 60
-          --stall-timeout S       seconds that a rank may hold up the others (60)
-                                      %%elastic_train --stall-timeout 120
-          --heartbeat-timeout S   seconds of silence after which a worker counts as frozen (10)
-                                      %%elastic_train --heartbeat-timeout 30
-          --lease S               seconds for which the job goes on without its kernel (3600)
-                                      %%elastic_train --lease 86400
-          --checkpoint PLACE      a directory that all workers see, or a URL, for commits on disk
-                                      %%elastic_train --checkpoint s3://bucket/run
-          --checkpoint-every N    commits between two checkpoints (100)
-                                      %%elastic_train --checkpoint ckpt --checkpoint-every 10
-          --resume                start from the newest complete checkpoint there
-                                      %%elastic_train --checkpoint ckpt --resume
-          --blacklist-cooldown LO HI
-                                  a worker that failed rests LO seconds, then twice that, up to HI
-                                      %%elastic_train --blacklist-cooldown 10 100
+        {options of fit}
 
         The job and this cell
           --name NAME             name of the job (made up)
@@ -140,11 +106,13 @@ class ElasticMagics(Magics):
                                       %%elastic_train --block
           -q, --quiet             show only the result: no panel, no output, no last line
                                       %%elastic_train --quiet
-          --stream WHO            whose output is shown: rank0 (the default), all or none
+          -v, --verbose           list the modules of yours that travel with the cell
+                                      %%elastic_train --verbose
+          --stream RANKS          ranks whose output is shown: rank0 (the default), all or none
                                       %%elastic_train --stream all
 
         Interrupting the cell stops the job at its next commit, interrupting it again stops it now.
-        {name} and $name on the line stand for variables: %%elastic_train --np {ranks}
+        {name} and $name on the line are replaced by variables: %%elastic_train --np {ranks}
         Defaults for later cells: %elastic config max-np=8; more in %elastic?
         """
         given = train_parser(MAGIC).parse_line(split(line, MAGIC))
@@ -152,17 +120,19 @@ class ElasticMagics(Magics):
         try:
             function = self._function(line, cell)
         except SyntaxError as error:
-            raise error.with_traceback(None) from None  # the cell's line, not how it was found
-        quiet = options.pop("quiet", False)
+            raise error.with_traceback(None) from None  # shows the cell's line only
+        quiet, verbose = options.pop("quiet", False), options.pop("verbose", False)
         stream = options.pop("stream", "none" if quiet else "rank0")
         out, block = options.pop("out", None), options.pop("block", True)
         options["cluster"] = self._cluster(options.get("cluster"))
         options.setdefault("name", f"job-{uuid.uuid4().hex[:8]}")
-        _set_manner(options["name"], stream, quiet)
+        _set_display_options(options["name"], stream, quiet)
         if not quiet:
-            _tell_sizes(function)
+            _warn_of_large_variables(function)
         job = self._start(function, options, given)
         self.commands.remember(job)
+        if verbose:
+            _write(job.modules.describe())
         if out is not None:
             self.shell.user_ns[out] = job
         return _wait(job) if block else job
@@ -190,7 +160,7 @@ class ElasticMagics(Magics):
         """
         self.commands.run(line)
 
-    # -- what a job is made of -------------------------------------------------------------------
+    # -- building a job -------------------------------------------------------------------
 
     def _function(self, line: str, cell: str) -> CellFunction:
         shell = self.shell
@@ -204,14 +174,14 @@ class ElasticMagics(Magics):
         )
 
     def _blank_lines(self) -> int:
-        """Return how many empty lines stand above the magic; IPython takes them away."""
+        """Return the number of empty lines above the magic, which IPython removes."""
         history = self.shell.history_manager
         raw = history.input_hist_raw[-1] if history is not None else ""
         above = re.match(rf"\s*\n(?=\s*{MAGIC})", raw)
         return above.group().count("\n") if above else 0
 
     def _cluster(self, name: str | None) -> Any:
-        """Return what ``--cluster`` means; without it the current client, if there is one."""
+        """Return the value of ``--cluster``; by default the current client, if there is one."""
         if name is None:
             try:
                 return Client.current()  # type: ignore[no-untyped-call]
@@ -250,36 +220,44 @@ class ElasticMagics(Magics):
             raise MagicOptionError(f"{MAGIC}: {text} ({more})") from None
 
 
+_HELP = str(ElasticMagics.elastic_train.__doc__)
+ElasticMagics.elastic_train.__doc__ = _HELP.replace(
+    "{options of fit}", options_help(MAGIC).lstrip("\n").removeprefix(" " * 8)
+)
+
+
 def _is_cluster(value: Any) -> bool:
-    """Return what its class says, without asking attributes of a stranger's object."""
+    """Return whether a value is a cluster by its class, without reading its attributes."""
     if isinstance(value, type):
         return False
     return isinstance(value, Client) or hasattr(type(value), "scheduler_address")
 
 
-def _set_manner(name: str, stream: Any, quiet: bool) -> None:
-    from .show import Manner, set_manner
+def _set_display_options(name: str, stream: Any, quiet: bool) -> None:
+    from .display_service import DisplayOptions, set_options
 
-    set_manner(name, Manner(stream=stream, quiet=quiet, panel=not quiet))
+    set_options(name, DisplayOptions(stream=stream, quiet=quiet, panel=not quiet))
 
 
 def _wait(job: Any) -> Any:
-    """Wait for the end of a job and return its result; only a main thread can be interrupted."""
+    """Wait for a job and return its result. Only the main thread can be interrupted."""
     try:
         if threading.current_thread() is threading.main_thread():
-            job.wait_interruptibly()
+            job._wait_interruptibly()
         return job.result()
     except KeyboardInterrupt:
-        if not job.done():  # it came just before or after the wait that deals with it
+        if not job.done():  # interrupted just outside the wait that handles it
             job.cancel()
         raise
 
 
-def _tell_sizes(function: CellFunction) -> None:
-    """Name the large variables that travel with a cell."""
-    sizes = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in heavy(function.captured))
+def _warn_of_large_variables(function: CellFunction) -> None:
+    """Warn of large variables that are sent with a cell."""
+    sizes = ", ".join(
+        f"{name} {size / 2**20:,.0f} MiB" for name, size in large_variables(function.captured)
+    )
     if sizes and os.environ.get("NBELASTIC_NONINTERACTIVE") != "1":
-        _write(f"to every worker travels: {sizes}; load large data on the workers instead\n")
+        _write(f"sent to every worker: {sizes}; load large data on the workers instead\n")
 
 
 def _write(text: str) -> None:

@@ -1,10 +1,10 @@
-"""Which names a cell needs from the notebook, found without running it.
+"""Names that a cell needs from the notebook, found without running it.
 
-Code at the cell's top level runs in order, so a name is needed where it is read before it is
-bound. Bodies of functions run later: a name they use is needed unless the cell binds it for
-certain. Taking a name too many costs little; a name too few is a ``NameError`` on a worker. So
-after an ``if`` a name counts as bound only if every branch binds it; bodies of loops and ``with``
-count as run, since what is read after them is nearly always what they have made.
+Code at the top level runs in order, so a name is needed if it is read before it is bound. Bodies of
+functions run later, so a name that they use is needed unless the cell certainly binds it. One name
+too many costs little; one too few is a ``NameError`` on a worker. So after an ``if`` a name counts
+as bound only if every branch binds it. Bodies of loops and of ``with`` count as run, because what
+is read after them is nearly always what they have bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["needed_names", "users_names"]
+__all__ = ["imported_names", "needed_names", "users_names"]
 
 _OF_IPYTHON = re.compile(
     r"In|Out|get_ipython|exit|quit|display|_+|_i+|_i?\d+|_[iod]h|_exit_code|__\w+__"
@@ -27,14 +27,14 @@ _OF_IPYTHON = re.compile(
 def users_names(
     namespace: Mapping[str, Any], hidden: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what in a notebook's namespace is the user's.
+    """Return the user's own names in a notebook's namespace.
 
     Parameters
     ----------
     namespace : mapping of str to object
         The notebook's variables.
     hidden : mapping of str to object, optional
-        What IPython itself has put there; a name that means something else now is the user's.
+        IPython's own variables. A name with another value now is the user's.
     """
     hidden = hidden or {}
     missing = object()
@@ -46,19 +46,28 @@ def users_names(
 
 
 def needed_names(tree: ast.Module, source: str) -> set[str]:
-    """Return the names that a cell reads and does not make itself.
+    """Return the names that a cell reads without binding them itself.
 
     Parameters
     ----------
     tree : ast.Module
         The parsed cell.
     source : str
-        The same as text.
+        Its source.
     """
     flow = _Flow()
     flow.run(tree.body)
     later = set(_used_in_bodies(symtable.symtable(source, "cell", "exec")))
     return flow.needed | (later - flow.bound)
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of modules in all import statements of a cell."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
 
 
 def _used_in_bodies(table: symtable.SymbolTable) -> Iterator[str]:
@@ -69,14 +78,14 @@ def _used_in_bodies(table: symtable.SymbolTable) -> Iterator[str]:
 
 
 class _Flow(ast.NodeVisitor):
-    """Walks through a cell's top level in the order in which it runs.
+    """Traverses a cell's top level in the order in which it runs.
 
     Attributes
     ----------
     bound : set of str
-        What has a value by now.
+        Names that have a value by now.
     needed : set of str
-        What was read before it had one.
+        Names that were read before they had one.
     """
 
     def __init__(self) -> None:
@@ -95,7 +104,7 @@ class _Flow(ast.NodeVisitor):
             self.needed.add(name)
 
     def _branch(self, start: set[str], nodes: Sequence[ast.AST]) -> set[str] | None:
-        """Return what is bound after a branch; None where nothing comes after it."""
+        """Return the names bound after a branch; None if it leaves the block."""
         self.bound = set(start)
         self.run(nodes)
         ends = nodes and isinstance(nodes[-1], (ast.Raise, ast.Continue, ast.Break))

@@ -1,29 +1,31 @@
-"""The options of ``%%elastic_train`` and ``%elastic``: those of ``fit``, under the same names.
+"""Options of ``%%elastic_train`` and ``%elastic``, by the names of ``fit``.
 
-IPython's own ``UsageError`` prints a line and lets the cell pass, so that a notebook that is run
-as a test would not notice. Here a wrong option is an error like any other.
+IPython's own ``UsageError`` prints a line and lets the cell pass, so a test that runs a notebook
+would not notice it. A wrong option is an ordinary error here.
 """
 
 from __future__ import annotations
 
 import argparse
 import keyword
-import math
 import shlex
-from typing import TYPE_CHECKING, Any, NoReturn
+import textwrap
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from nbelastic.collectives import BACKENDS
 from nbelastic.driver.hints import did_you_mean
+from nbelastic.driver.option_kinds import Choice, Count, Flag, Range
+from nbelastic.driver.options import DEFAULTS, TABLE, OptionRow
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = [
-    "FIT_OPTIONS",
+    "OF_FIT",
     "MagicOptionError",
     "OptionParser",
     "count",
+    "options_help",
     "parse_setting",
     "split",
     "train_parser",
@@ -32,24 +34,24 @@ __all__ = [
 STREAMS = ("rank0", "all", "none")
 
 PER_CELL = frozenset({"out", "name"})
-"""Options that make sense for one cell only, so that no default can be set for them."""
+"""Options of one cell only; no default can be set for them."""
 
 
 class MagicOptionError(OptionError):
-    """An option of a magic is wrong; the message names it, its range and where help is."""
+    """An option of a magic is wrong; the message names it, its range and the help."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show the message alone: the frames are all of the magic's own code."""
+        """Show the message alone, because all frames are the magic's own."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions with a hint, and that takes no abbreviations.
+    """A parser that raises errors with a hint, and accepts no abbreviations.
 
     Parameters
     ----------
     magic : str
-        What the user has typed, with its percent signs: ``%%elastic_train``.
+        The magic's name with its percent signs: ``%%elastic_train``.
     """
 
     def __init__(self, magic: str) -> None:
@@ -67,7 +69,7 @@ class OptionParser(argparse.ArgumentParser):
         Raises
         ------
         MagicOptionError
-            An option is unknown, or has a value it cannot have.
+            An option is unknown, or its value is out of range.
         """
         try:
             found, unknown = self.parse_known_args(list(words))
@@ -79,7 +81,7 @@ class OptionParser(argparse.ArgumentParser):
         return vars(found)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong, with where to read more."""
+        """Raise an error that refers to the help."""
         raise MagicOptionError(f"{self.prog}: {message} (every option: {self.help_at})")
 
     def _about_unknown(self, word: str) -> str:
@@ -100,7 +102,7 @@ def split(line: str, magic: str) -> list[str]:
     Parameters
     ----------
     line : str
-        What stands behind the magic's name.
+        The words after the magic's name.
     magic : str
         The magic, for the error.
     """
@@ -118,24 +120,12 @@ def count(least: int) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least {least}")
-        return value
+            return cast(int, Count(least).read("", [text]))
+        except OptionError:
+            message = f"{text!r} must be a whole number, at least {least}"
+            raise argparse.ArgumentTypeError(message) from None
 
     return convert
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
-    return value
 
 
 def _choice(choices: Sequence[str]) -> Callable[[str], str]:
@@ -154,58 +144,34 @@ def _variable(text: str) -> str:
     return text
 
 
-def _resource(text: str) -> tuple[str, float]:
-    name, equals, amount = text.partition("=")
-    try:
-        value = float(amount)
-    except ValueError:
-        value = math.nan
-    if not name or not equals or not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be NAME=AMOUNT with an amount above 0, as in GPU=1"
-        )
-    return name, value
-
-
 # -- the options -------------------------------------------------------------------------------
 
-FIT_OPTIONS: dict[str, dict[str, Any]] = {
-    "cluster": {"metavar": "NAME"},
-    "np": {"type": count(1)},
-    "min_np": {"type": count(1)},
-    "max_np": {"type": count(1)},
-    "workers": {"nargs": "+"},
-    "resources": {"nargs": "+", "type": _resource},
-    "slots_per_host": {"type": count(1)},
-    "reset_limit": {"type": count(0)},
-    "elastic_timeout": {"type": _seconds},
-    "stall_timeout": {"type": _seconds},
-    "heartbeat_timeout": {"type": _seconds},
-    "blacklist_cooldown": {"nargs": 2, "type": _seconds},
-    "lease": {"type": _seconds},
-    "checkpoint": {"metavar": "PLACE"},
-    "checkpoint_every": {"type": count(1)},
-    "resume": {"action": "store_true"},
-    "backend": {"type": _choice(BACKENDS)},
-    "name": {},
-}
-"""The options of :func:`nbelastic.fit` that can stand on a line, and how each is read."""
+OF_FIT = {row.name: row for row in TABLE}
+"""The options of :func:`nbelastic.fit` that all cells can share."""
 
 
 class _TrainParser(OptionParser):
-    """Puts options of several values into the shape that ``fit`` takes."""
+    """A parser that converts values by the table of ``fit``'s options."""
 
     def parse_line(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the options that were given, as ``fit`` takes them."""
         found = super().parse_line(words)
-        if "resources" in found:
-            found["resources"] = dict(found["resources"])
-        if "blacklist_cooldown" in found:
-            low, high = found["blacklist_cooldown"]
-            if not low <= high < math.inf:
-                self.error(f"--blacklist-cooldown: {low:g} {high:g} must be LO HI with LO <= HI")
-            found["blacklist_cooldown"] = (low, high)
+        for name, row in OF_FIT.items():
+            if name in found:
+                found[name] = self.read(row, found[name])
         return found
+
+    def read(self, row: OptionRow, words: Any) -> Any:
+        """Return the value of an option, from its words."""
+        words = words if isinstance(words, list) else [words]
+        try:
+            return row.kind.read(row.name, words)
+        except OptionError:
+            hint = ""
+            if isinstance(row.kind, Choice):
+                hint = did_you_mean(words[0], row.kind.choices)
+            given, expected = " ".join(words), row.kind.as_words or row.kind.expects
+            self.error(f"{row.flag}: {given!r} must be {expected}{hint}")
 
 
 def train_parser(magic: str = "%%elastic_train") -> OptionParser:
@@ -214,19 +180,27 @@ def train_parser(magic: str = "%%elastic_train") -> OptionParser:
     Parameters
     ----------
     magic : str
-        What its errors call it.
+        The magic's name in error messages.
     """
     parser = _TrainParser(magic)
-    for name, how in FIT_OPTIONS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", dest=name, default=argparse.SUPPRESS, **how
-        )
     only_given: dict[str, Any] = {"default": argparse.SUPPRESS}
+    for row in TABLE:
+        how = dict(only_given)
+        if isinstance(row.kind, Flag):
+            how |= {"action": "store_const", "const": ""}
+        elif isinstance(row.kind, Range):
+            how |= {"nargs": 2}
+        elif row.kind.several:
+            how |= {"nargs": "+"}
+        parser.add_argument(row.flag, dest=row.name, **how)
+    parser.add_argument("--cluster", **only_given)
+    parser.add_argument("--name", **only_given)
     parser.add_argument("-o", "--out", type=_variable, **only_given)
     wait = parser.add_mutually_exclusive_group()
     wait.add_argument("-b", "--block", dest="block", action="store_true", **only_given)
     wait.add_argument("-a", "--noblock", dest="block", action="store_false", **only_given)
     parser.add_argument("-q", "--quiet", action="store_true", **only_given)
+    parser.add_argument("-v", "--verbose", action="store_true", **only_given)
     parser.add_argument("--stream", type=_choice(STREAMS), **only_given)
     return parser
 
@@ -247,7 +221,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     parser = train_parser("%elastic config")
     option, equals, value = text.partition("=")
     name = option.lstrip("-").replace("-", "_")
-    known = sorted({*FIT_OPTIONS, "block", "quiet", "stream"} - PER_CELL)
+    known = sorted({*OF_FIT, "cluster", "block", "quiet", "stream", "verbose"})
     if name in PER_CELL:
         parser.error(f"{option} belongs to one cell and can have no default")
     if name not in known:
@@ -258,10 +232,39 @@ def parse_setting(text: str) -> tuple[str, Any]:
         parser.error(f"{text!r} must be OPTION=VALUE, as in max-np=8")
     if not value:
         return name, None
-    if name in ("block", "quiet", "resume"):
+    row = OF_FIT.get(name)
+    flags = ("block", "quiet", "verbose")
+    if name in flags or (row is not None and isinstance(row.kind, Flag)):
         if value.lower() not in ("true", "false"):
             parser.error(f"{option}={value} must be true or false")
         return name, value.lower() == "true"
-    several = FIT_OPTIONS.get(name, {}).get("nargs") is not None
-    words = value.split(",") if several else [value]
+    words = value.split(",") if row is not None and row.kind.several else [value]
     return name, parser.parse_line([f"--{name.replace('_', '-')}", *words])[name]
+
+
+def options_help(prefix: str) -> str:
+    """Return the options of ``fit`` as the help of a magic lists them, by group.
+
+    Parameters
+    ----------
+    prefix : str
+        The prefix of an example: ``%%elastic_train``.
+    """
+    lines = []
+    for group in dict.fromkeys(row.group for row in TABLE):
+        lines += ["", f"        {group}"]
+        for row in TABLE:
+            if row.group == group:
+                lines += _help(row, prefix)
+    return "\n".join(lines[1:])
+
+
+def _help(row: OptionRow, prefix: str) -> list[str]:
+    metavar = row.kind.metavar
+    default = DEFAULTS[row.name]
+    meaning = row.meaning + (f" ({default})" if default not in (None, False) else "")
+    head = f"          {f'{row.flag} {metavar}'.rstrip():<24}"
+    indent = " " * 34
+    wrapped = textwrap.wrap(meaning, 66)
+    first = [head + wrapped[0]] if len(head) < len(indent) else [head, indent + wrapped[0]]
+    return [*first, *(indent + more for more in wrapped[1:]), f"{indent}    {prefix} {row.example}"]

@@ -1,10 +1,10 @@
-"""The live panel: a job in core ipywidgets, with a Stop button and a slider for its limits.
+"""Live panel: a job in ipywidgets, with a Stop button and fields for its limits.
 
-Whoever shows it calls :meth:`Panel.refresh` as often as they like, from whatever thread; it looks
-again at most four times a second, and at once when something has happened. What the panel shows
-comes from the pure functions in ``render``, a widget a part, and a part is sent only if it has
-changed. The callbacks of the controls come in the kernel's thread or in another, so that everything
-that is written here is written under one lock, and jobs are asked outside it.
+Any thread may call :meth:`Panel.refresh` at any time. It reads the job at most four times a second,
+and at once after an event. Each part is a widget, rendered by the pure functions in ``render``, and
+is sent only if it has changed. Callbacks of the controls may run in another thread, so everything
+is written under one lock, and the job is called outside it. The limits are fields, because a screen
+reader cannot name the handles of an ipywidgets slider.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import ipywidgets
 
 from nbelastic.errors import OptionError
 
-from .guard import Guard
-from .render import PARTS, STYLE, Picture, timeline_key
+from .display_group import ErrorBoundary
+from .render import PARTS, STYLE, JobSnapshot, timeline_key
 from .render.curves import curves_key
-from .render.picture import ENDED
+from .render.formatting import escape
+from .render.job_snapshot import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,19 +32,24 @@ __all__ = ["Panel"]
 logger = logging.getLogger(__name__)
 
 BETWEEN_UPDATES = 0.25
-"""Seconds between two updates, at least, while nothing happens but steps."""
+"""Minimum of seconds between two updates without an event."""
 
-LEAST_UPPER = 8
-"""The slider goes at least up to here."""
+MOST_RANKS = 1_000_000
 
 PATIENCE = 3.0
-"""Seconds for which the slider shows what was asked for while the job has yet to say the same."""
+"""Seconds for which the fields keep the requested limits until the job reports them."""
 
-_KEYS: dict[str, Callable[[Picture], tuple[object, ...]]] = {
+STALE = (
+    '<p class="nbe-stale">No news for 15 s: the kernel is busy, was restarted or is gone. '
+    "<code>nbelastic.jobs()</code> lists what still runs.</p>"
+)
+"""Shown by its style, 15 s after the last update: a kernel that is gone cannot show it."""
+
+_KEYS: dict[str, Callable[[JobSnapshot], tuple[object, ...]]] = {
     "timeline": timeline_key,
     "curves": curves_key,
 }
-"""What the expensive parts depend on: they are drawn again only when it changes."""
+"""Values on which the expensive parts depend: they are redrawn only when these change."""
 
 
 class Panel:
@@ -52,41 +58,39 @@ class Panel:
     Parameters
     ----------
     job : Job
-        What to show.
+        The job.
     clock : callable
-        The time in seconds.
+        Returns seconds.
 
     Attributes
     ----------
     widget : ipywidgets.VBox
-        What to display.
+        The widget to display.
     """
 
     def __init__(self, job: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._job: Any = job
         self._clock = clock
-        self._guard = Guard(f"job {job.name!r}")
+        self._boundary = ErrorBoundary(f"job {job.name!r}")
         self._lock = threading.RLock()
         self._seen: tuple[str, int] = ("", -1)
         self._updated = float("-inf")
         self._keys: dict[str, tuple[object, ...]] = {}
         self._wanted: tuple[tuple[int, int], float] | None = None
+        self._limits: tuple[int, int] | None = None
         self._setting = 0
         self._parts = {name: _html() for name in PARTS}
         self.stop = ipywidgets.Button(
             description="Stop", icon="stop", tooltip="End the job at its next commit"
         )
-        self.slider = ipywidgets.IntRangeSlider(
-            value=(1, LEAST_UPPER),
-            min=1,
-            max=LEAST_UPPER,
-            description="Min/max ranks",
-            continuous_update=False,
-            style={"description_width": "initial"},
-            layout={"width": "340px"},
+        self.least = _field("Min ranks", 1, "Fewer ranks than these do not train")
+        self.most = _field(
+            "Max ranks", 0, "No more ranks than these; 0: all that there is room for"
         )
+        self._refusal = ipywidgets.HTML()
+        controls = [self.stop, self.least, self.most, self._refusal]
         self._controls = ipywidgets.HBox(
-            [self.stop, self.slider], layout={"flex_flow": "row wrap", "align_items": "center"}
+            controls, layout={"flex_flow": "row wrap", "align_items": "center"}
         )
         frame = ipywidgets.HTML(STYLE, layout={"display": "none"})
         above = [self._parts[name] for name in ("head", "progress")]
@@ -94,32 +98,33 @@ class Panel:
         self.widget = ipywidgets.VBox([frame, *above, self._controls, *below])
         self.widget.add_class("nbe-panel")
         self.stop.on_click(self._stop_pressed)
-        self.slider.observe(self._slider_moved, names="value")
+        for limit in (self.least, self.most):
+            limit.observe(self._limit_changed, names="value")
         self.refresh()
 
     @property
     def broken(self) -> bool:
         """Whether the panel has switched itself off after a fault."""
-        return self._guard.broken
+        return self._boundary.broken
 
     def refresh(self) -> bool:
-        """Show how the job stands; return whether something was looked at. Never raises.
+        """Update the panel; return whether the job was read. Never raises.
 
-        While another thread is at it, there is nothing to do.
+        Does nothing while another thread updates it.
         """
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            return self._guard(self._refresh, False)
+            return self._boundary(self._refresh, False)
         finally:
             self._lock.release()
 
     def finish(self) -> None:
-        """Show the final state, and take the controls away. Never raises."""
+        """Show the final state, and remove the controls. Never raises."""
         with self._lock:
-            self._guard(self._finish, None)
+            self._boundary(self._finish, None)
 
-    # -- what it shows -------------------------------------------------------------------------
+    # -- rendering -------------------------------------------------------------------------
 
     def _refresh(self) -> bool:
         if self._job is None:
@@ -129,15 +134,17 @@ class Panel:
         if seen == self._seen and now - self._updated < BETWEEN_UPDATES:
             return False
         self._seen, self._updated = seen, now
-        self._put(Picture.of(self._job))
+        self._put(JobSnapshot.of(self._job))
         return True
 
-    def _put(self, picture: Picture) -> None:
+    def _put(self, snapshot: JobSnapshot) -> None:
         for name, draw in PARTS.items():
-            key = _KEYS[name](picture) if name in _KEYS else None
+            key = _KEYS[name](snapshot) if name in _KEYS else None
             if key is not None and self._keys.get(name) == key:
                 continue
-            drawn = draw(picture)
+            drawn = draw(snapshot)
+            if name == "head" and not snapshot.ended:
+                drawn += STALE
             shown = f'<div class="nbe">{drawn}</div>' if drawn else ""
             part = self._parts[name]
             if part.value != shown:
@@ -147,55 +154,56 @@ class Panel:
                 part.layout.display = display
             if key is not None:
                 self._keys[name] = key
-        if picture.status.state in ENDED:
+        if snapshot.status.state in ENDED:
             self._disable()
         else:
-            self._put_limits(picture)
+            self._put_limits(snapshot)
 
-    def _put_limits(self, picture: Picture) -> None:
-        """Move the slider to the job's limits, unless its user has just asked for others."""
-        status = picture.status
-        # the drawn scale only ever grows: a handle must not move under the mouse
-        upper = max(status.max_np or 0, status.size, status.min_np, LEAST_UPPER, self.slider.max)
-        limits = (status.min_np, upper if status.max_np is None else status.max_np)
+    def _put_limits(self, snapshot: JobSnapshot) -> None:
+        """Show the job's limits if they have changed, or if a request had no effect.
+
+        The fields' values are not compared, because a thread that waits for the lock may be about
+        to request them.
+        """
+        limits = (snapshot.status.min_np, snapshot.status.max_np or 0)
         if self._wanted is not None:
             wanted, since = self._wanted
             if limits != wanted and self._clock() - since < PATIENCE:
                 return
-            self._wanted = None
-        if (self.slider.max, self.slider.value) == (upper, limits):
+            self._wanted = self._limits = None
+        if limits == self._limits:
             return
+        self._limits = limits
         self._setting = threading.get_ident()
         try:
-            with self.slider.hold_sync():
-                self.slider.max = upper
-                self.slider.value = limits
+            self.least.value, self.most.value = limits
         finally:
             self._setting = 0
 
     def _finish(self) -> None:
         if self._job is None:
             return
-        self._put(Picture.of(self._job))
+        self._put(JobSnapshot.of(self._job))
         self._disable()
         self.widget.children = tuple(c for c in self.widget.children if c is not self._controls)
-        # ipywidgets keeps every widget for the life of the kernel: let it not keep the job
+        # ipywidgets keeps every widget for the life of the kernel; do not let it keep the job
         self.stop.on_click(self._stop_pressed, remove=True)
-        self.slider.unobserve_all()
+        self.least.unobserve_all()
+        self.most.unobserve_all()
         self._job = None
 
     def _disable(self) -> None:
-        for control in (self.stop, self.slider):
+        for control in (self.stop, self.least, self.most):
             if not control.disabled:
                 control.disabled = True
 
-    # -- what its user asks for ----------------------------------------------------------------
+    # -- controls ----------------------------------------------------------------
 
     def _stop_pressed(self, _: object) -> None:
         self._ask(self._stop)
 
     def _stop(self) -> None:
-        """The first time at the next commit, the second time now."""
+        """Stop the job: at its next commit the first time, at once the second time."""
         with self._lock:
             job, again = self._job, self.stop.description != "Stop"
             if job is None or self.stop.disabled:
@@ -210,34 +218,52 @@ class Panel:
         else:
             job.stop()
 
-    def _slider_moved(self, change: Any) -> None:
+    def _limit_changed(self, _: object) -> None:
         if self._setting != threading.get_ident():
-            self._ask(lambda: self._scale(change["new"]))
+            self._ask(self._scale)
 
     def _ask(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception:  # the job did not take it: the panel, and the next press, must still work
+        except Exception:  # any: the panel, and the next press, must still work
             logger.warning("a control of the panel failed", exc_info=True)
 
-    def _scale(self, wanted: tuple[int, int]) -> None:
-        """Ask for the limits that differ. At its upper end "no limit" stays what it is."""
+    def _scale(self) -> None:
+        """Request the limits that differ from the job's. A maximum cannot be removed with 0."""
         with self._lock:
             job = self._job
             if job is None:
                 return
-            status, top = job.status, self.slider.max
+            status, wanted = job.status, (self.least.value, self.most.value)
+            low = wanted[0] if wanted[0] != status.min_np else None
+            high = wanted[1] if wanted[1] != (status.max_np or 0) else None
             self._wanted = (wanted, self._clock())
-        low = wanted[0] if wanted[0] != status.min_np else None
-        unlimited = status.max_np is None and wanted[1] == top
-        high = None if unlimited or wanted[1] == status.max_np else wanted[1]
-        if low is None and high is None:
-            return
+        refusal = ""
         try:
-            job.scale(min_np=low, max_np=high)
-        except OptionError:  # the limits have changed meanwhile: show what they are
-            with self._lock:
-                self._wanted = None
+            if high == 0:
+                raise OptionError("a job with a maximum keeps one: enter a number of ranks")
+            if low is not None or high is not None:
+                job.scale(min_np=low, max_np=high)
+        except OptionError as error:
+            refusal = str(error)
+        with self._lock:
+            self._refusal.value = escape(refusal)
+            if refusal:  # show the actual limits
+                self._wanted = self._limits = None
+                self._put_limits(JobSnapshot.of(job))
+
+
+def _field(name: str, least: int, meaning: str) -> Any:
+    return ipywidgets.BoundedIntText(
+        value=least,
+        min=least,
+        max=MOST_RANKS,
+        description=name,
+        tooltip=meaning,
+        continuous_update=False,
+        style={"description_width": "initial"},
+        layout={"width": "150px"},
+    )
 
 
 def _html() -> Any:

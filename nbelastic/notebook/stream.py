@@ -1,9 +1,8 @@
-"""What ranks print, made into text for one reader.
+"""Output of ranks as text for one reader.
 
-Pure: outputs in, text out; the clock is handed in. Lines are never torn: each rank's unfinished
-line waits for its end. Where many ranks print the same line at about the same time, it comes once,
-with all their numbers. A flood is cut, with a word on where the rest is: nothing is lost from
-``job.logs()``.
+Lines are never torn: each rank's unfinished line waits for its end. A line that many ranks print at
+about the same time is shown once, with all their numbers. A flood is cut, with a hint at
+``job.logs()``, which keeps everything. The output and the clock are arguments; nothing is written.
 """
 
 from __future__ import annotations
@@ -12,53 +11,42 @@ import bisect
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Spoken", "Streamer"]
+    from nbelastic.driver import Output
+
+__all__ = ["Mode", "Streamer"]
 
 Mode = Literal["rank0", "all", "none"]
 
 TOGETHER_S = 0.25
-"""Equal lines that come within this time are one."""
+"""Equal lines within this time are shown as one."""
 
-LONGEST = 4_000
-"""Characters of one line."""
+MAX_LINE = 4_000
+"""Characters shown of one line."""
+
+MAX_UNFINISHED = 1_000_000
+"""Characters after which an unfinished line counts as finished."""
 
 TAIL = 10
-"""Lines shown from the end of what was cut."""
-
-
-class Spoken(Protocol):
-    """What a rank has printed: ``nbelastic.driver``'s ``Output``."""
-
-    @property
-    def start(self) -> int:
-        """Which start of the function it was."""
-
-    @property
-    def rank(self) -> int | None:
-        """Its rank at that time."""
-
-    @property
-    def text(self) -> str:
-        """What it printed, lines whole or not."""
+"""Lines shown from the end of a cut."""
 
 
 @dataclass
 class _Line:
-    """A line, and who has printed it: by start, the rank or None."""
+    """A line, and the rank, or None, of each start that has printed it."""
 
     text: str
     since: float
-    speakers: dict[int, int | None] = field(default_factory=dict)
+    printers: dict[int, int | None] = field(default_factory=dict)
 
     @property
-    def who(self) -> str:
-        ranks = sorted({rank for rank in self.speakers.values() if rank is not None})
-        starts = sorted(start for start, rank in self.speakers.items() if rank is None)
+    def source(self) -> str:
+        ranks = sorted({rank for rank in self.printers.values() if rank is not None})
+        starts = sorted(start for start, rank in self.printers.items() if rank is None)
         names = [f"{'rank' if len(ranks) == 1 else 'ranks'} {_ranges(ranks)}"] if ranks else []
         names += [f"start {_ranges(starts)}"] if starts else []
         return ", ".join(names)
@@ -70,14 +58,14 @@ class Streamer:
     Parameters
     ----------
     mode : {"rank0", "all", "none"}, default "rank0"
-        Whose output is shown. With "all", ``[rank 3]`` stands before a line where the speaker
+        Ranks whose output is shown. With "all", ``[rank 3]`` precedes a line when the rank
         changes.
     clock : callable, optional
         Returns seconds.
     lines_per_s : float or None, default 200
-        Most lines in the long run; None for no cap.
+        Maximum of lines in the long run; None for no cap.
     burst : int, default 1000
-        Most lines at once.
+        Maximum of lines at once.
     """
 
     def __init__(
@@ -92,20 +80,29 @@ class Streamer:
         self._clock = clock
         self._cap = None if lines_per_s is None else _Cap(lines_per_s, burst, clock())
         self._queue = _Queue()
+        self._cursor = 0  # in the output of the job
         self._parts: dict[int, tuple[int | None, str]] = {}
         self._tail: deque[_Line] = deque(maxlen=TAIL)
         self._dropped = 0
-        self._speaker = ""
-        self._open = -1  # the start whose unfinished line stands at the end of the text
+        self._source = ""
+        self._open = -1  # the start whose unfinished line is at the end of the text
 
-    def feed(self, outputs: Iterable[Spoken]) -> str:
-        """Take what was printed, possibly nothing; return what to show now.
+    def new_text(self, job: Any) -> str:
+        """Return the text for what the ranks of a job have printed since the last call."""
+        self._cursor, outputs = job.output(self._cursor)
+        return self.feed(outputs)
+
+    def remaining_text(self, job: Any) -> str:
+        """Return the text for all output of a job that has not been returned yet."""
+        return self.new_text(job) + self.flush()
+
+    def feed(self, outputs: Iterable[Output]) -> str:
+        """Take new output, possibly none; return the text to show now.
 
         Parameters
         ----------
-        outputs : iterable of Spoken
-            In the order in which it came. Call it now and then without any: lines wait a moment
-            for their like.
+        outputs : iterable of Output
+            In order of arrival. Call it regularly, because lines wait for equal ones.
         """
         now = self._clock()
         if self._mode == "none":
@@ -115,7 +112,7 @@ class Streamer:
         return "".join(shown) + self._emit(now, due)
 
     def flush(self) -> str:
-        """Return everything that still waits, unfinished lines as well."""
+        """Return all waiting lines, unfinished ones included."""
         now = self._clock()
         for start, (rank, text) in sorted(self._parts.items()):
             if text and start != self._open:
@@ -126,8 +123,8 @@ class Streamer:
 
     # -- in ------------------------------------------------------------------------------------
 
-    def _take(self, output: Spoken, now: float) -> str:
-        """Queue the whole lines of an output; return what of a progress bar can be shown."""
+    def _take(self, output: Output, now: float) -> str:
+        """Queue the whole lines of an output; return the progress bar in it, if any."""
         if self._mode == "rank0" and output.rank != 0:
             return ""
         start, rank = output.start, output.rank
@@ -141,6 +138,9 @@ class Streamer:
             self._queue.add(_visible(line), start, rank, now)
         if "\r" in rest:
             rest = f"\r{_visible(rest)}" + ("\r" if rest.endswith("\r") else "")
+        elif len(rest) > MAX_UNFINISHED:
+            self._queue.add(rest, start, rank, now)
+            rest = ""
         self._parts[start] = (rank, rest)
         if rank == 0 and _visible(rest) and "\r" in rest:
             shown += self._update_bar(start, rest, now)
@@ -154,8 +154,8 @@ class Streamer:
         return self._bar(text)
 
     def _bar(self, text: str) -> str:
-        """Return the last state of a progress bar, such that it overwrites the one before."""
-        self._speaker = "rank 0"
+        """Return the last state of a progress bar, so that it overwrites the one before."""
+        self._source = "rank 0"
         prefix = "[rank 0] " if self._mode == "all" else ""
         return f"\r{prefix}{_visible(text)}"
 
@@ -178,11 +178,11 @@ class Streamer:
         return "".join(shown)
 
     def _report_dropped(self) -> str:
-        """Say how much was cut, and show its last lines."""
+        """Return the number of lines that were cut, and the last of them."""
         cut = self._dropped - len(self._tail)
         word = ""
         if cut > 0:
-            self._speaker = ""
+            self._source = ""
             what = "line" if cut == 1 else "lines"
             word = f"{self._end_open_line()}… {cut:,} {what} more: job.logs()\n"
         tail, self._tail, self._dropped = tuple(self._tail), deque(maxlen=TAIL), 0
@@ -190,16 +190,16 @@ class Streamer:
 
     def _show(self, line: _Line) -> str:
         text = line.text
-        if len(text) > LONGEST:
-            text = f"{text[:LONGEST]} … {len(text) - LONGEST:,} characters more: job.logs()"
-        who = line.who
-        prefix = f"[{who}] " if self._mode == "all" and who != self._speaker else ""
-        self._speaker = who
+        if len(text) > MAX_LINE:
+            text = f"{text[:MAX_LINE]} … {len(text) - MAX_LINE:,} characters more: job.logs()"
+        source = line.source
+        prefix = f"[{source}] " if self._mode == "all" and source != self._source else ""
+        self._source = source
         return f"{self._end_open_line()}{prefix}{text}\n"
 
 
 class _Queue:
-    """Lines that wait for their like; each rank's stay in order."""
+    """Lines that wait for equal ones; each rank's stay in order."""
 
     def __init__(self) -> None:
         self._lines: deque[_Line] = deque()
@@ -208,7 +208,7 @@ class _Queue:
         self._last_of: dict[int, int] = {}
 
     def add(self, text: str, start: int, rank: int | None, now: float) -> None:
-        """Join an equal line after this rank's last one, or stand at the end."""
+        """Merge with an equal line after this rank's last one, or append."""
         equal = self._with_text.setdefault(text, [])
         after = max(self._last_of.get(start, -1), self._first - 1)
         place = bisect.bisect_right(equal, after)
@@ -216,7 +216,7 @@ class _Queue:
             equal.append(self._first + len(self._lines))
             self._lines.append(_Line(text, now))
         number = equal[place]
-        self._lines[number - self._first].speakers[start] = rank
+        self._lines[number - self._first].printers[start] = rank
         self._last_of[start] = number
 
     def take(self, until: float) -> list[_Line]:
@@ -257,7 +257,7 @@ class _Cap:
 
 
 def _visible(text: str) -> str:
-    """Return what a terminal would show of a line that overwrites itself."""
+    """Return the visible part of a line that overwrites itself."""
     return text.rstrip("\r").rpartition("\r")[2] if "\r" in text else text
 
 

@@ -8,17 +8,40 @@ A script written for ``horovod.torch`` runs with its import changed. What differ
 - there are no process sets and no ``join()``.
 """
 
+from nbelastic.elastic.context import shutdown
+from nbelastic.elastic.ranks import (
+    cross_rank,
+    cross_size,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    size,
+)
 from nbelastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from nbelastic.torch import elastic
-from nbelastic.torch.broadcast import (
+from nbelastic.torch.device import device
+from nbelastic.torch.gradients.optimizer import DistributedOptimizer
+from nbelastic.torch.ops.broadcast import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from nbelastic.torch.compression import Compression
-from nbelastic.torch.device import device
-from nbelastic.torch.functions import (
+from nbelastic.torch.ops.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from nbelastic.torch.ops.compression import Compression
+from nbelastic.torch.ops.functions import (
     allgather,
     allgather_async,
     alltoall,
@@ -30,8 +53,7 @@ from nbelastic.torch.functions import (
     poll,
     synchronize,
 )
-from nbelastic.torch.optimizer import DistributedOptimizer
-from nbelastic.torch.reductions import (
+from nbelastic.torch.ops.reductions import (
     Adasum,
     Average,
     Max,
@@ -46,18 +68,7 @@ from nbelastic.torch.reductions import (
     grouped_allreduce_,
     reducescatter,
 )
-from nbelastic.torch.world import (
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from nbelastic.torch.ops.world import global_process_set, init
 
 __all__ = [
     "Adasum",
@@ -86,20 +97,30 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "device",
     "elastic",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allreduce",
     "grouped_allreduce_",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
+    "rocm_built",
     "shutdown",
     "size",
     "synchronize",

@@ -1,17 +1,4 @@
-"""Which device a rank computes on.
-
-Where a worker owns a GPU
--------------------------
-dask-cuda starts one worker per GPU and gives each a ``CUDA_VISIBLE_DEVICES`` that lists *all* GPUs
-of the host, its own first: ``0,1,2,3`` for the first worker, ``1,2,3,0`` for the second, and so on.
-In such a worker the GPU to use is always ``cuda:0``; ``cuda:{local_rank()}``, which Horovod scripts
-use, would meet a neighbour's. A worker is recognised as such by a list that is an ascending one
-turned round, or (the first worker's list, and lists of UUIDs, look like any other) by dask-cuda
-being loaded in its process. A worker that sees a single GPU owns that one.
-
-Elsewhere all workers of a host see the same list, and a rank takes the GPU of its local rank,
-modulo their number where ranks outnumber GPUs.
-"""
+"""Choice of the device that a rank computes on."""
 
 from __future__ import annotations
 
@@ -29,11 +16,17 @@ __all__ = ["device"]
 def device() -> torch.device:
     """Return the device for the calling rank: its own GPU, else the CPU.
 
+    dask-cuda starts one worker per GPU and lists *all* GPUs of the host in its
+    ``CUDA_VISIBLE_DEVICES``, its own first: ``0,1,2,3`` for the first worker, ``1,2,3,0`` for the
+    second. There the rank's GPU is ``cuda:0``; ``cuda:{local_rank()}``, which Horovod scripts use,
+    may be a neighbour's. A worker that sees a single GPU owns that one. Other workers of a host see
+    the same list, and a rank takes the GPU of its local rank, modulo the number of GPUs.
+
     Returns
     -------
     torch.device
-        ``cuda:0`` where the worker owns a GPU (see the module's docstring), ``cuda:{n}`` with n
-        from the local rank where workers share the host's GPUs, ``cpu`` where there are none.
+        ``cuda:0`` where the worker owns a GPU, ``cuda:{n}`` with n from the local rank where
+        workers share the host's GPUs, ``cpu`` where there are none.
 
     Raises
     ------
@@ -46,9 +39,9 @@ def device() -> torch.device:
     """
     chosen = _choose()
     try:
-        current().vitals.device = str(chosen)
+        current().telemetry.device = str(chosen)
     except NotInitialized:
-        pass  # nobody to tell
+        pass  # there is no telemetry without a rank
     return chosen
 
 
@@ -62,6 +55,11 @@ def _choose() -> torch.device:
 
 
 def _own_gpu_first(visible: str) -> bool:
+    """Return whether a list of visible GPUs is dask-cuda's: an ascending one that is rotated.
+
+    The first worker's list, and lists of UUIDs, look like any other. There it counts whether
+    dask-cuda is loaded.
+    """
     names = [name.strip() for name in visible.split(",") if name.strip()]
     if not names:
         return False

@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState, State
-from nbelastic.torch.state import TorchState
+from nbelastic.torch.state.torch_state import TorchState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,9 +18,9 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 
 class ElasticSampler(ShardSampler, Sampler[int]):
-    """Deal a dataset to the ranks, and what is left of it again when ranks come or go.
+    """Deal a dataset to the ranks, and its rest again when ranks join or leave.
 
-    To be part of a :class:`TorchState`, and told of each batch that is done::
+    Make it part of a :class:`TorchState`, and record each batch that is done::
 
         sampler = ElasticSampler(dataset)
         loader = DataLoader(dataset, batch_size, sampler=sampler)
@@ -35,17 +35,17 @@ class ElasticSampler(ShardSampler, Sampler[int]):
                     state.commit()
                 state.sampler.set_epoch(state.epoch + 1)
 
-    Then each sample is used once per epoch, whoever comes, leaves or dies, but for the repetitions
-    that make the shares equally long, and for batches that were not committed.
+    Then each sample is used once per epoch, although ranks join, leave or die. Exceptions are the
+    repetitions that make the shares equally long, and batches that were not committed.
 
     Parameters
     ----------
     dataset : sized
-        What to take samples of.
+        The samples to deal.
     shuffle : bool, default True
         Whether to shuffle, differently in each epoch.
     seed : int, default 0
-        What the shuffling starts from; the same on all ranks.
+        Of the shuffling; the same on all ranks.
     """
 
     def __iter__(self) -> Iterator[int]:

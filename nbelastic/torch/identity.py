@@ -1,4 +1,4 @@
-"""Whether things are the same ones; equal they may be without that, and tensors have no answer."""
+"""Comparison of sequences by identity, because comparing tensors yields tensors."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from benchmarks.side_by_side import ROOT
             {"mlp-1m": {"parameters", "steps", "rounds"}},
         ),
         ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
+        ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
         ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours"}}),
         (
             "control_plane",

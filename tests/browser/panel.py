@@ -104,7 +104,9 @@ class PanelView:
         self.area.get_by_role("button", name="Stop").click()
 
     def lower_the_most(self) -> None:
-        """Move the upper handle of the slider down by one, by keyboard."""
-        upper = self.area.get_by_role("slider").nth(1)
-        upper.focus()
-        self.lab.page.keyboard.press("ArrowLeft")
+        """Lower the greatest number of ranks by one, by keyboard."""
+        most = self.area.get_by_label("Max ranks")
+        least = int(most.input_value()) - 1
+        most.press("ArrowDown")  # to the field, though a menu that closes may move the focus
+        expect(most).to_have_value(str(least))
+        most.press("Tab")

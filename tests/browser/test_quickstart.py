@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(400)  # the first test may have to install Chromium
 
+ENDLESS = 10**9
+
 SETUP = """
 import os
 import signal
@@ -50,7 +52,8 @@ model = torch.nn.Linear(8, 1)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.02), named_parameters=model.named_parameters()
 )
-state = hvd.elastic.TorchState(model, optimizer, step=0)
+state = hvd.elastic.TorchState(model, optimizer, step=0, epoch=0)
+state.set_total(epoch=1)
 
 @hvd.elastic.run
 def loop(state):
@@ -86,19 +89,41 @@ from dataclasses import replace
 from nbelastic.elastic.context import current
 
 rank = current()
-means = rank._means
+runtime = rank._runtime
 
 def slowly(rendezvous):
     for _ in range(60):
         time.sleep(0.1)
-    return means.connect(rendezvous)
+    return runtime.connect(rendezvous)
 
-rank._means = replace(means, connect=slowly)
+rank._runtime = replace(runtime, connect=slowly)
+"""
+
+IN_KERNEL = f"""
+import os
+import time
+
+from dask.distributed import Client
+
+%load_ext nbelastic
+STEPS = {ENDLESS}
+client = Client(n_workers=2, threads_per_worker=1, dashboard_address=":0")
+pids = sorted(client.run(os.getpid).values())
+"""
+
+SAME_WORKERS = "print(sorted(client.run(os.getpid).values()) == pids)\nclient.close()"
+
+TRAINS_ON = """
+seen = job.status.commits
+while job.status.commits < seen + 5 and not job.done():
+    time.sleep(0.05)
+print(f"{job.status.state} {job.status.size}, {job.status.resets} resets")
+job.cancel()
+job.wait()
 """
 
 BUSY = "print('busy:', sum(len(tasks) > 0 for tasks in client.processing().values()))"
 LATER = "print('later')"
-ENDLESS = 10**9
 
 
 def setup(crew: Crew, steps: int = ENDLESS) -> str:
@@ -112,10 +137,7 @@ def train(options: str, before: str = "") -> str:
 def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> None:
     quickstart = nbformat.read(lab.server.notebooks / "01_quickstart.ipynb", as_version=4)
     code = [cell.source for cell in quickstart.cells if cell.cell_type == "code"]
-    few = "BATCH = 100,"  # epochs, over too soon for all that is done here
-    assert sum(few in source for source in code) == 1
-    # without what was saved with it, which shows a world of four as well
-    lab.write("longer.ipynb", [source.replace(few, "BATCH = 400,") for source in code])
+    lab.write("quickstart.ipynb", code)  # without its outputs, which show a world of four as well
     training = next(i for i, source in enumerate(code) if source.startswith("%%elastic_train"))
     killing = next(i for i, source in enumerate(code) if "SIGKILL" in source)
     panel = PanelView(lab, training)
@@ -126,7 +148,6 @@ def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> N
     panel.wait_for_worlds([4, 3])  # thirty commits and a kill,
     panel.wait_for_worlds([4, 3, 4])  # a worker and a rank started: each may take its time
     panel.wait_for_world(4)
-    expect(panel.area.get_by_role("progressbar")).to_be_visible()
     panel.pictures("quickstart")
     panel.lower_the_most()
     panel.wait_for_world(3)
@@ -143,6 +164,7 @@ def test_the_panel_shows_a_killed_worker_and_never_stays_stale(lab: Lab, crew: C
     lab.run_cell(1)
     panel = PanelView(lab, 1)
     panel.wait_for_world(4)
+    expect(panel.area.get_by_role("progressbar")).to_be_visible()
     panel.watch_worlds()
     lab.run_cell(2)
     panel.wait_for_worlds([4, 3])  # soon four again
@@ -183,6 +205,28 @@ def test_an_interrupt_frees_the_workers_and_stops_run_all(
     assert lab.output(2).inner_text() == ""
     lab.run_cell(3)
     lab.wait_for_text(3, "busy: 0")
+
+
+def test_an_interrupt_spares_workers_of_clusters_in_the_kernel(lab: Lab) -> None:
+    waiting = "print('waiting', flush=True)\ntime.sleep(600)"
+    embedded = train("--np 2 --noblock -o job")
+    cells = [IN_KERNEL.strip(), train("--np 2"), SAME_WORKERS, embedded, waiting, TRAINS_ON.strip()]
+    lab.write("kernel.ipynb", cells)
+    lab.run_cell(0)
+    lab.run_cell(1)
+    PanelView(lab, 1).wait_for_state("running")
+    lab.interrupt()
+    lab.wait_for_text(1, "its 2 workers are free")
+    lab.run_cell(2)
+    lab.wait_for_text(2, "True")
+    lab.run_cell(3)
+    PanelView(lab, 3).wait_for_world(2)
+    lab.run_cell(4)
+    lab.wait_for_text(4, "waiting")
+    lab.interrupt()
+    lab.wait_for_text(4, "KeyboardInterrupt")
+    lab.run_cell(5)
+    lab.wait_for_text(5, "running 2, 0 resets")
 
 
 def test_a_saved_notebook_shows_the_final_state_without_javascript(

@@ -1,8 +1,8 @@
 """A campaign: ``python -m tests.chaos --minutes 20 [--seed 1]``, or ``make chaos MINUTES=20``.
 
-One job after another, each under a random storm of its own, until the time is over. Prints what was
+One job after another, each under a random plan of its own, until the time is over. Prints what was
 injected and how long the jobs took to recover. Exits with 1 if any job hung, came to a wrong result
-or left something behind; then with the seed of its storm and its history.
+or left something behind; then with the seed of its plan and its history.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import dask
 
-from tests.chaos.storms import WORKERS, Run, merged, weather
+from tests.chaos.plans import WORKERS, Run, merged, random_plan
 from tests.support.clusters import a_crew
 
 EPOCHS = 120
@@ -26,7 +26,7 @@ EVERY = 2.0
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=1, help="of the first storm")
+    parser.add_argument("--seed", type=int, default=1, help="of the first plan")
     parser.add_argument("--every", type=float, default=EVERY)
     arguments = parser.parse_args()
     dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"})
@@ -40,7 +40,7 @@ def main() -> int:
             seed = arguments.seed + len(runs)
             marks = Path(folder) / str(seed)
             marks.mkdir()
-            run = weather(crew, marks, seed, epochs=EPOCHS, every=arguments.every)
+            run = random_plan(crew, marks, seed, epochs=EPOCHS, every=arguments.every)
             runs.append(run)
             done = run.report.rows[-1].injected
             print(f"seed {seed}: {done} faults; {run.problem or 'right'}", flush=True)

@@ -6,7 +6,7 @@ import pytest
 
 from nbelastic import chaos
 from nbelastic.errors import OptionError
-from tests.chaos.storms import WORKERS, weather
+from tests.chaos.plans import WORKERS, random_plan
 from tests.support.clusters import a_crew, kinds, sizes, until
 from tests.support.training import Workload, check
 
@@ -17,10 +17,10 @@ def under(crew, work, *faults, **options):
     """Run a job with faults to its end; return it and the report."""
     job = crew.fit(work, **{**PATIENT, **options})
     until(lambda: job.status.state == "running" or job.done(), "it runs")
-    storm = chaos.inject(job, *faults)
+    plan = chaos.inject(job, *faults)
     check(job.results(120), work)
-    assert storm.wait(10)
-    return job, storm.report()
+    assert plan.wait(10)
+    return job, plan.report()
 
 
 def each_had(batches, work):
@@ -118,38 +118,38 @@ def test_what_cannot_be_done_is_told_in_the_report(crew, tmp_path):
     assert {i.problem for i in report.skipped} == {"there are 4 ranks", "its time has not come"}
 
 
-def test_a_storm_that_was_stopped_does_no_more_harm(crew, tmp_path):
+def test_a_plan_that_was_stopped_injects_nothing_more(crew, tmp_path):
     work = Workload(tmp_path, epochs=30)
     job = crew.fit(work, **PATIENT)
-    storm = chaos.inject(job, chaos.kill(rank=0, step=80), chaos.kill(rank=1, after=60))
+    plan = chaos.inject(job, chaos.kill(rank=0, step=80), chaos.kill(rank=1, after=60))
     until(lambda: job.status.commits > 5 or job.done(), "commits")
-    with pytest.raises(OptionError, match="has a storm already"):
+    with pytest.raises(OptionError, match="has a plan of faults already"):
         chaos.inject(job)
-    storm.stop()
+    plan.stop()
     check(job.results(120), work)
     assert sizes(job) == [4]
-    assert len(storm.report().skipped) == 2
+    assert len(plan.report().skipped) == 2
 
 
-def test_what_was_done_when_a_storm_was_stopped_is_not_done_again_by_others(crew, tmp_path):
+def test_what_was_done_when_a_plan_was_stopped_is_not_done_again_by_others(crew, tmp_path):
     work = Workload(tmp_path, epochs=30)
     job = crew.fit(work, **PATIENT)
-    storm = chaos.inject(job, chaos.kill(rank=0, step=20))
+    plan = chaos.inject(job, chaos.kill(rank=0, step=20))
 
     def stop_at_once(message):
-        storm._take(message)
-        storm._over.set()
+        plan._take(message)
+        plan._over.set()
 
     job._driver.chaos = stop_at_once
     check(job.results(120), work)
-    assert storm.wait(10)
+    assert plan.wait(10)
     assert kinds(job).count("lost") == 1
-    assert len(storm.report().injections) == 1
+    assert len(plan.report().injections) == 1
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.timeout(400)
-def test_a_random_storm_changes_no_result_and_leaves_nothing_behind(tmp_path, seed):
+def test_a_random_plan_changes_no_result_and_leaves_nothing_behind(tmp_path, seed):
     with a_crew(n_workers=WORKERS) as crew:
-        run = weather(crew, tmp_path, seed, epochs=60, every=1.5)
+        run = random_plan(crew, tmp_path, seed, epochs=60, every=1.5)
     assert not run.problem, f"seed {seed}: {run.problem}\n{run.report}\n{run.trace}"

@@ -1,4 +1,4 @@
-"""What a storm has cost, worked out from made-up histories; no cluster."""
+"""What a plan has cost, worked out from made-up histories; no cluster."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from nbelastic import HistoryEvent, chaos
-from nbelastic.chaos.cases import Tally
 from nbelastic.chaos.report import with_recovery
+from nbelastic.chaos.scheduled_faults import CommitRate
 from nbelastic.errors import OptionError
 
 
@@ -17,7 +17,7 @@ def event(time, kind, worker=None):
 
 
 def hit(time, kind="kill", worker="a"):
-    return chaos.Injection(kind, 1, worker, time)
+    return chaos.FaultOutcome(kind, 1, worker, time)
 
 
 def recoveries(injections, history):
@@ -70,9 +70,9 @@ def report(*injections, **values):
 
 def test_a_report_has_a_row_for_each_kind_and_one_for_all():
     spans = [0.1 * number for number in range(1, 11)]
-    kills = [chaos.Injection("kill", 1, "a", 1.0, recovery=span) for span in spans]
-    skipped = chaos.Injection("hang", 9, "", 0.0, problem="there are 4 ranks")
-    made = report(*kills, chaos.Injection("slow", 0, "b", 2.0), skipped)
+    kills = [chaos.FaultOutcome("kill", 1, "a", 1.0, recovery=span) for span in spans]
+    skipped = chaos.FaultOutcome("hang", 9, "", 0.0, problem="there are 4 ranks")
+    made = report(*kills, chaos.FaultOutcome("slow", 0, "b", 2.0), skipped)
     kill, slow, everything = made.rows
     assert (kill.kind, kill.injected, kill.resets) == ("kill", 10, 10)
     assert (kill.p50, kill.p99) == (pytest.approx(0.5), pytest.approx(1.0))
@@ -91,13 +91,13 @@ def test_a_report_without_anything_to_compare_with_names_no_goodput():
 
 
 def test_a_report_is_escaped_in_a_notebook():
-    made = report(chaos.Injection("kill", 1, "a", 0.0, problem="<script>"))
+    made = report(chaos.FaultOutcome("kill", 1, "a", 0.0, problem="<script>"))
     assert "<script>" not in made._repr_html_()
     assert "&lt;script&gt;" in made._repr_html_()
 
 
 def test_the_pace_is_measured_between_changes():
-    tally = Tally()
+    tally = CommitRate()
     for number in range(1, 6):
         tally.note(float(number), 10 * number)
     tally.mark()
@@ -109,7 +109,7 @@ def test_the_pace_is_measured_between_changes():
     assert tally.since(None) == pytest.approx(4.0)
 
 
-def test_one_seed_is_one_storm():
+def test_one_seed_is_one_plan():
     def first(seed):
         return list(itertools.islice(chaos.random(seed, every=5).draws(), 300))
 

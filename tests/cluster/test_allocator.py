@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import nbelastic.torch as nbt
-from nbelastic.cluster import allocator
-from nbelastic.cluster.allocator import steady_memory
+from nbelastic.cluster.worker import allocator
+from nbelastic.cluster.worker.allocator import steady_memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no glibc")
 
 MEASURE = """
 import os, resource, threading
 import torch
-from nbelastic.cluster.allocator import steady_memory
+from nbelastic.cluster.worker.allocator import steady_memory
 
 def faults():  # pages of memory that came from the system: for gradients of 44 MB, 11,264
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -86,51 +86,11 @@ def test_what_somebody_has_chosen_stays(environment):
     assert inside > 50_000
 
 
-FILL = """
-import resource, threading
-import torch
-from nbelastic.cluster.allocator import fill_heaps, steady_memory
-
-def faults(count):  # of blocks of 16 MB: 4,096 pages each
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(4 << 20) for _ in range(count)]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-def rank():
-    block = torch.ones(4 << 20)
-    fill_heaps([(block.data_ptr(), block.nbytes)])  # not kept yet: nothing happens
-    with steady_memory():
-        first = torch.ones(13 << 20)  # of a thread's first heap there is what it has had
-        block = torch.ones(4 << 20)
-        where = [(block.data_ptr(), block.nbytes)]
-        del block
-        if FILLED:
-            fill_heaps([*where, (0, 16 << 20), (where[0][0], 1 << 40)])
-        print(faults(2))
-
-thread = threading.Thread(target=rank)
-thread.start()
-thread.join()
-"""
-
-
-@pytest.mark.parametrize("filled", [False, True])
-def test_a_heap_that_is_filled_has_all_its_pages(filled):
-    process = subprocess.run(
-        [sys.executable, "-c", FILL.replace("FILLED", str(filled))],
-        env={"MALLOC_TRIM_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    taken = int(process.stdout)
-    assert taken < 500 if filled else taken > 8_000
-
-
 def test_without_an_environment_nothing_is_touched(monkeypatch):
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    monkeypatch.setattr("nbelastic.cluster.allocator._glibc", lambda: pytest.fail("was asked for"))
+    monkeypatch.setattr(
+        "nbelastic.cluster.worker.allocator._glibc", lambda: pytest.fail("was asked for")
+    )
     with steady_memory():
         pass
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,8 @@ from distributed import Client, LocalCluster
 from distributed.core import Status
 
 import nbelastic
-from nbelastic.cluster.agent import Agent
+from nbelastic.cluster.worker import agent as agents
+from nbelastic.cluster.worker.agent import Agent
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,16 @@ from nbelastic.cluster.agent import Agent
 def test_a_process_that_ends_with_its_worker_is_not_searched(
     monkeypatch, status, nanny, parent, freezes
 ):
-    frozen = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    frozen, heeded = [], []
+    monkeypatch.setattr(agents, "gc", SimpleNamespace(freeze=lambda: frozen.append(True)))
+    monkeypatch.setattr(agents, "multiprocessing", SimpleNamespace(parent_process=lambda: parent))
     agent = Agent()
     agent._sessions = {}
     agent._beats = SimpleNamespace(stop=lambda: None)
+    agent._heed_interrupts = lambda: heeded.append(True)
     asyncio.run(agent.teardown(SimpleNamespace(status=status, nanny=nanny)))
     assert len(frozen) == freezes
+    assert bool(heeded) == (status is Status.running)  # it goes on without the agent
 
 
 def test_a_kernel_whose_workers_are_threads_goes_on_collecting():

@@ -3,11 +3,14 @@
 import asyncio
 
 import pytest
+from distributed import Future
 from distributed.comm import CommClosedError
 
-from nbelastic.cluster import environment, preflight
-from nbelastic.cluster.preflight import check_versions
-from nbelastic.errors import VersionMismatch
+from nbelastic.cluster.kernel import preflight
+from nbelastic.cluster.kernel.preflight import check_versions, pack_function
+from nbelastic.cluster.payload import unpack_call
+from nbelastic.cluster.worker import environment
+from nbelastic.errors import NotPicklable, VersionMismatch
 
 HERE = environment.versions()
 
@@ -54,3 +57,61 @@ def test_a_worker_that_is_dying_is_not_waited_for(monkeypatch):
 def test_a_worker_that_cannot_run_anything_is_named():
     with pytest.raises(VersionMismatch, match=r"odd could not be asked: .*no module"):
         check_versions(FakeClient(odd=ImportError("no module")))
+
+
+# -- what a function is called with ----------------------------------------------------------------
+
+
+class Promise(Future):
+    """A future of no client."""
+
+    def __init__(self):
+        self.key = "load-1"
+
+    status = "pending"
+    __hash__ = object.__hash__
+
+    def __del__(self):
+        pass
+
+
+promise = Promise()
+
+
+def uses_a_global():
+    return promise
+
+
+def make_closure():
+    outer = [promise]
+    return lambda: outer
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "where"),
+    [
+        (print, (1, promise), {}, r"^args\[1\] is"),
+        (print, ([1, (2, promise)],), {}, r"^\[1\]\[1\] of args\[0\] is"),
+        (print, ({"data": {promise}},), {}, r"^\['data'\]\[an element\] of args\[0\] is"),
+        (print, (), {"data": promise}, r"^the argument 'data' is"),
+        (uses_a_global, (), {}, r"^the variable 'promise' that uses_a_global\(\) uses is"),
+        (make_closure(), (), {}, r"^\[0\] of the variable 'outer' that <lambda>\(\) uses is"),
+        (lambda data=promise: data, (), {}, r"^the default of 'data' is"),
+    ],
+)
+def test_a_future_is_refused_by_name(function, args, kwargs, where):
+    with pytest.raises(NotPicklable, match=where + r" a Dask Future \(pending\).*result\(\)"):
+        pack_function(function, args, kwargs)
+
+
+def test_functions_that_cannot_be_looked_into_travel_all_the_same():
+    def outer():
+        def inner():
+            return late
+
+        packed = pack_function(inner, (list(range(100_000)),), {})
+        late = 1
+        return packed, late
+
+    packed, _ = outer()
+    assert callable(unpack_call(packed[0])[0])

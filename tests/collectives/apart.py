@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import cloudpickle
 import torch
 
-from nbelastic.collectives import Rendezvous, connect, open_store
+from nbelastic.collectives import Rendezvous, RendezvousServer, connect
 from tests.collectives.worlds import BIND, PATIENCE_S
 
 START_S = 120.0  # importing torch in several processes on few and busy cores
@@ -29,7 +29,7 @@ def _call(pickled):
 
 
 def _open_store():
-    _here.store = open_store(BIND, b"secret")
+    _here.store = RendezvousServer(BIND, b"secret")
     return _here.store.address
 
 

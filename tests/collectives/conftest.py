@@ -1,4 +1,4 @@
-"""What all communicators are put through, whatever their kind."""
+"""Fixtures of the conformance suite, for communicators of every kind."""
 
 from __future__ import annotations
 

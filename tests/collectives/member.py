@@ -1,4 +1,4 @@
-"""A rank in a process of its own, told over its standard input what to do.
+"""A rank in a process of its own, controlled over its standard input.
 
 Each line is a request, ``[number, verb, arguments]``; each line of output an answer,
 ``[number, "ok" or "error", value]``. Requests that may block are served by the rank's thread, in
@@ -16,12 +16,13 @@ import threading
 
 import torch
 
-from nbelastic.collectives import Op, Rendezvous, host
+from nbelastic.collectives import Op, Rendezvous
+from nbelastic.collectives.shm import handshake
 from tests.collectives.worlds import MAKERS
 
 
 class Member:
-    """What it can be told to do."""
+    """The requests that it serves."""
 
     at_once = ("make", "abort", "waiting", "threads")
     communicator = None
@@ -44,8 +45,8 @@ class Member:
 
     def die_when_forming(self):
         """Be killed, in time to come, in the middle of forming a segment."""
-        for name in ("receive", "visit"):
-            setattr(host.Door, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        for name in ("create", "join"):
+            setattr(handshake.SegmentSocket, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
     def abort(self, reason):
         self.communicator.abort(reason)

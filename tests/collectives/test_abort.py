@@ -86,7 +86,7 @@ def test_nothing_begins_after_an_abort(pair, begin):
     assert failure(pair.start(0, begin)) == "enough"
 
 
-def test_an_operation_that_has_ended_still_fails_if_it_was_not_waited_for(pair):
+def test_an_ended_operation_fails_if_it_was_not_completed(pair):
     """Or ranks would disagree on what has happened, depending on who was waited for first."""
     handles = pair.run(lambda c: c.allreduce_async(torch.ones(3)))
     eventually(lambda: all(handle.done() for handle in handles), "done()")
@@ -137,7 +137,7 @@ def test_abort_frees_who_connects(make):
         world.abort("enough")
         assert failure(connecting[0]) == "enough"
         # Rank 1 may have seen rank 0 leave before it was aborted itself.
-        assert re.fullmatch("enough|.*rank 0 left before all had come", failure(connecting[1]))
+        assert re.fullmatch("enough|.*rank 0 left before all had joined", failure(connecting[1]))
         assert failure(world.start(2, lambda c: c.connect())) == "enough"
         gone(lambda: threads_of(world), "threads of communicators")
 
@@ -174,7 +174,7 @@ def test_closing_in_any_state(make):
     ],
     ids=["allreduce", "receive"],
 )
-def test_closing_leaves_nothing_under_way_though_nobody_has_its_handle(make, start):
+def test_closing_ends_operations_whose_handles_are_dropped(make, start):
     with World(make, 2) as world:
         world.do(0, lambda c: (start(c), None)[1])
         world.do(0, lambda c: c.close())
@@ -206,7 +206,7 @@ def test_a_failure_is_noticed_without_waiting_for_the_operation(pair):
     failure(pair.start(0, lambda c: c.broadcast_async(torch.ones(3), root=0)))
 
 
-def test_an_error_runs_round_the_ring_and_an_abort_frees_whom_it_missed(make):
+def test_an_error_spreads_round_the_ring_and_an_abort_frees_all(make):
     """Gloo forgets who waits for a message that is cut in the middle: a few in a hundred.
 
     Here one rank's end cuts the connections of all, for they are in one process, while the others

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from nbelastic.collectives import Rendezvous, open_store
+from nbelastic.collectives import Rendezvous, RendezvousServer
 from nbelastic.errors import CollectiveError
 from tests.collectives.worlds import BIND, PATIENCE_S, TIMEOUT_S, World, eventually
 
@@ -20,7 +20,7 @@ def descriptors():
 def test_hundreds_of_generations_leave_nothing_behind(make):
     with World(make, 2) as world:  # what is made once and for all
         world.run(lambda c: c.allreduce(torch.ones(3)))
-    store = open_store(BIND)
+    store = RendezvousServer(BIND)
     eventually(lambda: threading.active_count() <= 2 + len(_others()), "quiet")
     threads, open_before = set(threading.enumerate()), descriptors()
     for number in range(200):
@@ -44,8 +44,8 @@ def _step(communicator):
     return tensor.item()
 
 
-def test_a_rank_that_stayed_behind_neither_reaches_nor_disturbs_the_next(make):
-    store = open_store(BIND)
+def test_a_rank_left_behind_does_not_disturb_the_next_generation(make):
+    store = RendezvousServer(BIND)
     with World(make, 3, store=store.address) as old:
         stuck = old.start(2, lambda c: c.allreduce(torch.full((1000,), 99.0)))
         old.wait_until_waiting([2])
@@ -60,7 +60,7 @@ def test_a_rank_that_stayed_behind_neither_reaches_nor_disturbs_the_next(make):
 
 
 def test_a_rank_that_comes_late_meets_nobody(make):
-    store = open_store(BIND)
+    store = RendezvousServer(BIND)
     with World(make, 2, store=store.address) as old:
         old.run(lambda c: c.barrier())
 
@@ -90,7 +90,7 @@ def test_a_rank_that_comes_late_meets_nobody(make):
 
 
 def test_jobs_with_generations_of_one_number_share_a_store(make):
-    store = open_store(BIND)
+    store = RendezvousServer(BIND)
     with (
         World(make, 2, store=store.address, job="one", connected=False) as one,
         World(make, 2, store=store.address, job="two", connected=False) as two,
@@ -107,7 +107,7 @@ def test_jobs_with_generations_of_one_number_share_a_store(make):
 def test_memory_of_an_aborted_operation_is_not_handed_to_another(make):
     """What the old generation may still write to is nobody's: new tensors keep their values."""
     size = 300_000
-    store = open_store(BIND)
+    store = RendezvousServer(BIND)
     for _ in range(5):
         with World(make, 2, store=store.address) as old:
             waiter = old.start(0, lambda c: _average_of_parts(c, size))
@@ -130,7 +130,7 @@ def _average_of_parts(communicator, size):
     communicator.reduce_scatter(output, [torch.full((size,), 7.0) for _ in range(2)])
 
 
-def test_a_failed_operation_leaves_outputs_of_composed_ones_alone(pair):
+def test_a_failed_operation_leaves_composed_outputs_alone(pair):
     output = torch.full((3,), 5.0)
     handle = pair.do(0, lambda c: c.reduce_scatter_async(output, [torch.ones(3), torch.ones(3)]))
     pair[0].abort("enough")

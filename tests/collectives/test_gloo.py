@@ -12,23 +12,24 @@ import types
 import pytest
 import torch
 
-from nbelastic.collectives import Op, Rendezvous, buffers, keeper, sever
-from nbelastic.collectives.alarm import Alarm
-from nbelastic.collectives.flights import first_sentence
-from nbelastic.collectives.lanes import MessageFlight
+from nbelastic.collectives import Op, Rendezvous, buffers
+from nbelastic.collectives.abort_signal import AbortSignal
+from nbelastic.collectives.gloo import group as group_module
+from nbelastic.collectives.gloo import sockets
+from nbelastic.collectives.operations import QueuedOperation, first_sentence
 from nbelastic.errors import CollectiveError
-from tests.collectives.guests import visit
+from tests.collectives.clients import join
 from tests.collectives.test_abort import OPERATIONS
 from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, World, eventually, gone
 
 
-def keepers(world):
+def owner_threads(world):
     start = f"nbelastic-gloo-{world.generation}-"
     return [t.name for t in threading.enumerate() if t.name.startswith(start)]
 
 
 def gloo_address(host, port):
-    """Return what Gloo brings to a meeting of two ranks."""
+    """Return what Gloo sends to the rendezvous of two ranks."""
     sockaddr = struct.pack("@H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
     return b"".join(
         (
@@ -40,10 +41,10 @@ def gloo_address(host, port):
 
 
 def test_a_peer_of_another_generation_is_turned_away(monkeypatch):
-    def token(rendezvous, rank, true=keeper._token):
+    def token(rendezvous, rank, true=group_module.peer_token):
         return true(rendezvous, rank + 100 * (rendezvous.rank == 1))
 
-    monkeypatch.setattr(keeper, "_token", token)
+    monkeypatch.setattr(group_module, "peer_token", token)
     with World(MAKERS["gloo"], 2, connected=False) as world:
         connecting = [world.start(rank, lambda c: c.connect()) for rank in range(2)]
         for future in connecting:
@@ -53,23 +54,23 @@ def test_a_peer_of_another_generation_is_turned_away(monkeypatch):
 
 
 def test_abort_frees_who_connects_to_a_peer_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(keeper, "FORMING_LIMIT_S", 0.3)
+    monkeypatch.setattr(group_module, "FORMING_LIMIT_S", 0.3)
     with World(MAKERS["gloo"], 2, connected=False) as world:
         connecting = world.start(0, lambda c: c.connect())
         # Of two ranks the one with the higher address calls the other; this one never does.
         address = gloo_address("127.0.0.9", 12345)
-        with visit(world._store, f"test/{world.generation}", 1, 2, address, secret=b"") as peer:
+        with join(world._store, f"test/{world.generation}", 1, 2, address, secret=b"") as peer:
             assert peer.recv(1)  # rank 0 has been told too
-        eventually(lambda: world[0]._keeper._meeting.addresses, "the meeting")
+        eventually(lambda: world[0]._owner._store.addresses, "the rendezvous")
         world.abort("enough")
         error = connecting.exception(PATIENCE_S)
         assert isinstance(error, CollectiveError)
         assert str(error) == "enough"
-        gone(lambda: keepers(world), "keepers")
+        gone(lambda: owner_threads(world), "owner threads")
 
 
-def test_without_severing_abort_still_frees_and_what_is_stuck_ends_with_its_timeout(monkeypatch):
-    monkeypatch.setattr(keeper, "ends_of", lambda addresses, rank: None)
+def test_stuck_operations_time_out_if_connections_are_not_cut(monkeypatch):
+    monkeypatch.setattr(group_module, "endpoints_of", lambda addresses, rank: None)
     one = torch.ones(1)
     with World(MAKERS["gloo"], 2, timeout_s=2.0) as world:
         waiting = [
@@ -79,7 +80,7 @@ def test_without_severing_abort_still_frees_and_what_is_stuck_ends_with_its_time
         world.wait_until_waiting(range(2))
         world.abort("enough")
         assert {str(future.exception(PATIENCE_S)) for future in waiting} == {"enough"}
-    gone(lambda: keepers(world), "keepers")
+    gone(lambda: owner_threads(world), "owner threads")
 
 
 def test_abort_frees_who_sends_what_nobody_receives():
@@ -88,7 +89,7 @@ def test_abort_frees_who_sends_what_nobody_receives():
         world.wait_until_waiting([0])
         world[0].abort("enough")
         assert isinstance(waiter.exception(PATIENCE_S), CollectiveError)
-    gone(lambda: keepers(world), "keepers")
+    gone(lambda: owner_threads(world), "owner threads")
 
 
 def test_severing_leaves_other_sockets_alone():
@@ -98,8 +99,8 @@ def test_severing_leaves_other_sockets_alone():
         socket.create_connection(server.getsockname()) as one,
         server.accept()[0] as other,
     ):
-        ends = sever.ends_of(world[0]._keeper._meeting.addresses, 0)
-        assert sever.sever(ends) in (1, 2)  # Gloo may be quick to close the other end
+        ends = sockets.endpoints_of(world[0]._owner._store.addresses, 0)
+        assert sockets.cut_connections(ends) in (1, 2)  # Gloo may be quick to close the other end
         with pytest.raises(CollectiveError):
             world.do(0, lambda c: c.barrier())
         one.sendall(b"whole")
@@ -108,7 +109,7 @@ def test_severing_leaves_other_sockets_alone():
             pass
         with World(MAKERS["gloo"], 2) as another:
             another.run(lambda c: c.barrier())
-            assert sever.sever(ends) == 0
+            assert sockets.cut_connections(ends) == 0
             another.run(lambda c: c.barrier())
 
 
@@ -123,10 +124,10 @@ def test_severing_leaves_other_sockets_alone():
     ],
 )
 def test_addresses_of_an_unknown_kind_are_not_severed(value):
-    assert sever.ends_of([gloo_address(BIND, 1), value], 0) is None
-    assert sever.ends_of([], 0) is None
-    ends = sever.ends_of([gloo_address(BIND, 1), gloo_address("127.0.0.2", 2)], 0)
-    assert ends == sever.Ends((BIND, 1), frozenset({("127.0.0.2", 2)}))
+    assert sockets.endpoints_of([gloo_address(BIND, 1), value], 0) is None
+    assert sockets.endpoints_of([], 0) is None
+    ends = sockets.endpoints_of([gloo_address(BIND, 1), gloo_address("127.0.0.2", 2)], 0)
+    assert ends == sockets.Endpoints((BIND, 1), frozenset({("127.0.0.2", 2)}))
 
 
 def test_memory_that_gloo_cannot_reach_is_staged(monkeypatch):
@@ -177,7 +178,7 @@ def test_errors_are_told_without_where_in_gloo_they_arose():
 
 
 def test_the_limit_of_forming_is_not_that_of_operations(monkeypatch):
-    monkeypatch.setattr(keeper, "FORMING_LIMIT_S", 1.0)
+    monkeypatch.setattr(group_module, "FORMING_LIMIT_S", 1.0)
     with contextlib.ExitStack() as stack:
         waiters = []
         for begin in (*OPERATIONS.values(), lambda c: c.send_async(torch.ones(3_000_000), 1)):
@@ -188,18 +189,18 @@ def test_the_limit_of_forming_is_not_that_of_operations(monkeypatch):
         assert not any(waiter.done() for waiter in waiters)
 
 
-def test_a_failed_operation_is_waited_for_like_one_that_is_under_way(monkeypatch):
+def test_a_failed_operation_is_drained_like_one_under_way(monkeypatch):
     """It has ended here; others may be in the middle of it, and write to this rank."""
     now = itertools.count()  # seconds: as many as looks at the clock
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None)
-    monkeypatch.setattr(keeper, "time", clock)
-    monkeypatch.setattr(keeper, "DRAIN_LIMIT_S", 100)
+    monkeypatch.setattr(group_module, "time", clock)
+    monkeypatch.setattr(group_module, "DRAIN_LIMIT_S", 100)
     rendezvous = Rendezvous(job="test", generation=1, rank=0, size=2, store=(BIND, 1), bind=BIND)
     for error, looks in ((None, 2), ("it failed", 101)):
-        its = keeper.Keeper(rendezvous, Alarm())
-        flight = MessageFlight()
-        flight.land(error)
-        its.watch(flight)
+        its = group_module.GlooGroupOwner(rendezvous, AbortSignal())
+        operation = QueuedOperation()
+        operation.end(error)
+        its.track(operation)
         before = next(now)
         its._drain()
         assert next(now) - before - 1 == looks

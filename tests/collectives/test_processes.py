@@ -11,8 +11,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from nbelastic.collectives import open_store
-from tests.collectives.nursery import Nursery
+from nbelastic.collectives import RendezvousServer
+from tests.collectives.fork_server import ForkServer
 from tests.collectives.worlds import BIND, KINDS, PATIENCE_S, TIMEOUT_S, eventually, needs_core
 
 _numbers = itertools.count()
@@ -22,11 +22,11 @@ _generations = itertools.count(1)
 class Process:
     """A process that serves as a rank; see ``member.py``."""
 
-    def __init__(self, nursery):
-        self._nursery = nursery
+    def __init__(self, fork_server):
+        self._fork_server = fork_server
         its_input, stdin = os.pipe()
         stdout, its_output = os.pipe()
-        self._number = nursery.bear(its_input, its_output)
+        self._number = fork_server.start(its_input, its_output)
         for end in (its_input, its_output):
             os.close(end)
         self._stdin, self._stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
@@ -64,7 +64,7 @@ class Process:
         return self._part()
 
     def _part(self):
-        code = self._nursery.wait(self._number)
+        code = self._fork_server.wait(self._number)
         self._reader.join(PATIENCE_S)
         for pipe in (self._stdin, self._stdout):
             try:
@@ -77,10 +77,10 @@ class Process:
 class Crew:
     """Processes, with a store, in generations of which all that live are members."""
 
-    def __init__(self, kind, size, nursery):
+    def __init__(self, kind, size, fork_server):
         self.kind = kind
-        self.store = open_store(BIND)
-        self.members = [Process(nursery) for _ in range(size)]
+        self.store = RendezvousServer(BIND)
+        self.members = [Process(fork_server) for _ in range(size)]
 
     def form(self):
         """Connect all members and check that they can work together."""
@@ -144,16 +144,16 @@ def error(answer):
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def fork_server():
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture(params=KINDS, scope="module")
-def crew(request, nursery):
+def crew(request, fork_server):
     """Four processes; the tests of this module, in their order, use them up."""
-    crew = Crew(request.param, 4, nursery)
+    crew = Crew(request.param, 4, fork_server)
     yield crew
     crew.close()
 
@@ -214,8 +214,8 @@ def test_processes_end_cleanly_whatever_is_under_way(crew):
 @needs_core
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("kind", ["shm", "hierarchical"])
-def test_one_that_is_killed_while_a_segment_forms_holds_up_nobody(nursery, kind, victim):
-    crew = Crew(kind, 4, nursery)
+def test_a_rank_killed_while_a_segment_forms_blocks_no_other(fork_server, kind, victim):
+    crew = Crew(kind, 4, fork_server)
     try:
         dying = crew.members[victim]
         ok(dying.ask("die_when_forming"))

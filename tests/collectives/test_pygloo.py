@@ -43,7 +43,7 @@ from tests.collectives.test_operations import (  # noqa: F401
 
 pytest.importorskip("pygloo", reason="pygloo has wheels for Python 3.8 to 3.10 only")
 
-from nbelastic.collectives.with_pygloo import LIMIT_S
+from nbelastic.collectives.gloo.with_pygloo import LIMIT_S
 
 SIZES = (2, 3, 4)
 ENDS_S = LIMIT_S - 10  # by then who waits is free because something broke, not because of the limit
@@ -139,7 +139,7 @@ def test_who_waits_is_freed_when_another_rank_leaves(pair, end):
 
 
 def _cut(communicator):
-    assert communicator.cut() == 1
+    assert communicator.cut_connections() == 1
 
 
 def test_nothing_is_done_after_an_abort(pair):

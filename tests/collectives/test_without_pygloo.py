@@ -17,7 +17,7 @@ def rendezvous(size):
 
 def test_it_says_which_package_is_missing_and_for_which_python(monkeypatch):
     monkeypatch.setitem(sys.modules, "pygloo", None)
-    monkeypatch.delitem(sys.modules, "nbelastic.collectives.with_pygloo", raising=False)
+    monkeypatch.delitem(sys.modules, "nbelastic.collectives.gloo.with_pygloo", raising=False)
     with pytest.raises(ImportError, match=r"pygloo.*Python 3.8 to 3.10.*pip install"):
         connect(rendezvous(2))
 

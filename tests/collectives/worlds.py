@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
+import gc
 import itertools
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbelastic.collectives import Communicator, Rendezvous, connect, open_store
-from nbelastic.collectives.cards import Layout
-from nbelastic.collectives.choice import Chooser
+from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, connect
+from nbelastic.collectives.negotiation import NegotiatingCommunicator
+from nbelastic.collectives.topology import Topology
 from nbelastic.native import core, missing
 
 if TYPE_CHECKING:
@@ -28,15 +32,15 @@ def of(backend: str) -> Maker:
     return lambda rendezvous: connect(dataclasses.replace(rendezvous, backend=backend))
 
 
-class _Apart(Chooser):
-    """One that chooses as if half of the ranks were on another host."""
+class _Apart(NegotiatingCommunicator):
+    """A communicator that negotiates as if half of the ranks were on another host."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         first = rendezvous.rank < rendezvous.size // 2
         super().__init__(rendezvous, host="one" if first else "other")
 
     def _over_gloo(self) -> Communicator:
-        two_alone = Layout(((0,), (1,)), "")  # nothing to gain, but the operations are the same
+        two_alone = Topology(((0,), (1,)), "")  # nothing to gain, but the operations are the same
         return self._over_segments(two_alone, None)
 
 
@@ -112,7 +116,7 @@ class World:
     ) -> None:
         self.size = size
         self.generation = next(_generations)
-        self._store = open_store(BIND) if store is None else None
+        self._store = RendezvousServer(BIND) if store is None else None
         address = store if self._store is None else self._store.address
         self.communicators = [
             make(
@@ -194,3 +198,18 @@ class World:
         """Abort all communicators, from this thread."""
         for communicator in self.communicators:
             communicator.abort(reason)
+
+
+def descriptors() -> int:
+    """Count this process's descriptors of segments and of sockets of its host.
+
+    Connections over TCP are left out: clusters of other tests open and close some.
+    """
+    gc.collect()  # a segment lives as long as its last user, who may be part of a cycle
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    local = {f"socket:[{line.split()[6]}]" for line in lines}
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum(each in local or each.startswith("/memfd:nbelastic") for each in targets)

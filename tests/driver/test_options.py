@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
+import math
 import os
+import runpy
 import traceback
+from pathlib import Path
 
+import dask
 import numpy
 import pytest
 
 import nbelastic
 from nbelastic.driver import Job
 from nbelastic.driver.hints import ELSEWHERE
-from nbelastic.driver.options import Options
-from nbelastic.driver.shell import Driver
+from nbelastic.driver.options import DEFAULTS, TABLE, Options
+from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
 from nbelastic.membership import Place, Slot, StartRank
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +43,6 @@ from nbelastic.membership import Place, Slot, StartRank
         ({"resources": {"GPU": 0}}, "resources"),
         ({"slots_per_host": 0}, "slots_per_host=0"),
         ({"backend": "mpi"}, "backend='mpi': must be one of auto, gloo, shm"),
-        ({"backend": None}, "backend=None"),
         ({"backend": "pygloo"}, "heartbeat_timeout=10: with backend='pygloo' it must be above 30"),
         ({"name": "a job"}, "name='a job'"),
         ({"name": 5}, "name=5"),
@@ -110,6 +116,68 @@ def test_numbers_of_numpy_are_sent_as_plain_numbers():
     assert Options.unpack(packed) == options
 
 
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (90, 90.0),
+        (0.5, 0.5),
+        ("90", 90.0),
+        ("90 s", 90.0),
+        ("2 minutes", 120.0),
+        ("1h", 3600.0),
+        (datetime.timedelta(minutes=1), 60.0),
+        (numpy.float32(2.0), 2.0),
+        (math.inf, math.inf),
+    ],
+)
+def test_a_duration_may_be_what_dask_takes(given, seconds):
+    options = Options(stall_timeout=given, blacklist_cooldown=(1, "2 s"))
+    assert options.stall_timeout == seconds
+    assert options.blacklist_cooldown == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("given", ["soon", "5 parsecs", "-1 s", True, None, [1], b"1 s"])
+def test_what_is_no_duration_is_refused_with_examples(given):
+    with pytest.raises(OptionError, match=r"stall_timeout=.* such as '90 s'"):
+        Options(stall_timeout=given)
+
+
+def all_options(**given):
+    return dict.fromkeys((row.name for row in TABLE), None) | given
+
+
+def test_what_is_not_given_comes_from_dasks_configuration():
+    with dask.config.set({"nbelastic.stall_timeout": "2 minutes", "nbelastic.min-np": 3}):
+        options = Options.given(all_options(lease="5 s"))
+    assert (options.stall_timeout, options.min_np, options.lease) == (120.0, 3, 5.0)
+    assert Options.given(all_options()) == Options()
+
+
+def test_a_wrong_configuration_is_an_error_of_the_option():
+    with (
+        dask.config.set({"nbelastic.stall_timeout": "long"}),
+        pytest.raises(OptionError, match="stall_timeout='long'"),
+    ):
+        nbelastic.fit(print)
+
+
+def test_who_takes_a_job_over_ignores_this_kernels_configuration():
+    packed = Options(stall_timeout=5).pack()
+    with dask.config.set({"nbelastic.stall_timeout": "2 minutes", "nbelastic.np": 7}):
+        assert Options.unpack(packed) == Options(stall_timeout=5)
+
+
+def test_the_packages_file_has_each_option_and_no_other():
+    assert list(DEFAULTS) and set(DEFAULTS) == {row.name for row in TABLE}
+
+
+def test_the_documents_have_the_table_as_it_is():
+    tables = runpy.run_path(str(ROOT / "docs" / "make_tables.py"))
+    for name in ("options.md", "notebooks.md"):
+        text = (ROOT / "docs" / name).read_text()
+        assert tables["written"](text) == text, "run docs/make_tables.py"
+
+
 @pytest.mark.parametrize("options", [{"max_np": "4"}, {"max_np": 2.5}, {"min_np": True}])
 def test_a_scale_that_is_no_whole_number_is_refused(options):
     job = Job(Driver("scaled", Options(np=2), lambda: None))
@@ -130,8 +198,8 @@ def test_the_logs_of_a_rank_that_never_was_are_an_error(rank, message):
     for start in range(2):
         slot = Slot(f"s{start}", f"tcp://w{start}:1", f"w{start}", "h")
         place = Place(start, 2, start, 2, 0, 1)
-        driver.books.note_effect(StartRank(start=start, slot=slot, place=place), 2)
-    driver.books.note_output(1, "one\n")
+        driver.log.note_effect(StartRank(start=start, slot=slot, place=place), 2)
+    driver.log.note_output(1, "one\n")
     assert (job.logs(0), job.logs(1)) == ("", "one\n")
     with pytest.raises(OptionError, match=message):
         job.logs(rank)
@@ -174,7 +242,7 @@ def test_what_is_no_cluster_is_refused():
         nbelastic.fit(print, cluster=42)
 
 
-def test_a_function_that_cannot_travel_is_refused_with_the_name_of_the_culprit():
+def test_what_cannot_be_pickled_in_a_function_is_named():
     import threading
 
     lock = threading.Lock()
@@ -206,8 +274,6 @@ def test_the_inside_of_a_captured_value_is_named():
 
 
 def test_an_address_where_nobody_listens_is_said_so():
-    import dask
-
     with (
         dask.config.set({"distributed.comm.timeouts.connect": "200ms"}),
         pytest.raises(ClusterLost, match="no scheduler answers"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nbelastic.elastic.checkpoint import CheckpointSpec
-from nbelastic.elastic.port import RankSpec
+from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+from nbelastic.elastic.runtime import RankSpec
 from nbelastic.membership import FRESH, Member, Place, Plan, Slot
 
 
@@ -16,14 +16,18 @@ class Notes(list):
         self.append(event.detail)
 
 
-def make_member(context, url, *, run="a", every=1, resume=False, version=FRESH, notes=None):
+def make_member(
+    context, url, *, run="a", every=1, resume=False, version=FRESH, notes=None, patience=60.0
+):
     """Make a member of a static world look like a session, and return the plan of that world."""
     context.spec = RankSpec(
         job="job",
         start=context.rank,
         place=Place(context.rank, context.size, 0, 1, 0, 1),
         bind="127.0.0.1",
-        checkpoint=CheckpointSpec(url=str(url), run=run, every=every, resume=resume),
+        checkpoint=CheckpointSpec(
+            url=str(url), run=run, every=every, resume=resume, patience=patience
+        ),
     )
     context.moves = 0
     context.port = Notes() if notes is None else notes

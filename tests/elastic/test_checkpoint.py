@@ -10,8 +10,8 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic import ObjectState
-from nbelastic.elastic.checkpoint import keeping
-from nbelastic.elastic.checkpoint_files import CheckpointFiles
+from nbelastic.elastic.checkpoint.files import CheckpointFiles
+from nbelastic.elastic.checkpoint.manager import checkpointing
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import State
 from nbelastic.errors import Evicted, NbelasticError, OptionError, Stopped
@@ -49,7 +49,7 @@ def train_a_while(context, url, steps):
     plan = make_member(context, url, every=2)
     state = training(seed=context.rank)
     seen = []
-    with keeping(context, state, 1) as checkpoints:
+    with checkpointing(context, state, 1) as checkpoints:
         begin(context, state, checkpoints, plan)
         for number in range(1, steps + 1):
             seen.append(step(state))
@@ -61,7 +61,7 @@ def train_a_while(context, url, steps):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_job_goes_on_from_a_checkpoint_with_exactly_what_nobody_had_done(tmp_path, size):
+def test_a_resumed_job_deals_exactly_the_samples_that_are_left(tmp_path, size):
     before = run_ranks(2, lambda context: train_a_while(context, tmp_path, 5))
     done = {index for seen, _ in before for batch in seen[:4] for index in batch}
     assert len(done) == 16
@@ -69,7 +69,7 @@ def test_a_job_goes_on_from_a_checkpoint_with_exactly_what_nobody_had_done(tmp_p
     def go_on(context):
         plan = make_member(context, tmp_path, run="b", resume=True)
         state = training(seed=100 + context.rank)
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             resized = begin(context, state, checkpoints, plan)
         assert resized == (size != 2 and context.rank == 0)
         assert (context.moves > 0) == (context.rank == 0), "long reading must not look like a stall"
@@ -85,12 +85,12 @@ def test_a_job_goes_on_from_a_checkpoint_with_exactly_what_nobody_had_done(tmp_p
     assert len(dealt) - len(set(dealt)) < size, "dealt twice"
 
 
-def test_every_nth_commit_is_written_and_so_is_the_last_as_it_was_committed(tmp_path):
+def test_every_nth_commit_and_the_last_one_are_written(tmp_path):
     def rank(context):
         plan = make_member(context, tmp_path, every=3)
         state = ObjectState(count=0, sampler=ShardSampler(range(40), shuffle=False))
         listing = []
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for number in range(8):
                 state.count += 1
@@ -105,7 +105,7 @@ def test_every_nth_commit_is_written_and_so_is_the_last_as_it_was_committed(tmp_
 
     (listing, notes), (_, nothing) = run_ranks(2, rank)
     generation = listing[2][0][3:9]
-    name = f"01-{generation}-{{:010d}}.nbe".format
+    name = f"01-{generation}-{{:010d}}.safetensors".format
     assert [len(each) for each in listing] == [0, 0, 1, 1, 1, 2, 2, 2]
     assert files_in(tmp_path) == [name(6), name(8)]
     assert notes == [f"commit 3 is in {tmp_path}/run-0001-a/{name(3)}"]
@@ -114,7 +114,7 @@ def test_every_nth_commit_is_written_and_so_is_the_last_as_it_was_committed(tmp_
     def go_on(context):
         plan = make_member(context, tmp_path, run="b", resume=True)
         state = ObjectState(count=0, sampler=ShardSampler(range(40), shuffle=False))
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
         return state.count, state.sampler.epoch, state.sampler.remaining_indices
 
@@ -129,23 +129,23 @@ class Gate:
         self.versions = []
         inner = CheckpointFiles.write
 
-        def write(files, header, payload, moving):
+        def write(files, header, tensors, moving):
             self.versions.append(header.version)
             self.entered.set()
             while not self.open.wait(0.01):
                 moving()
-            return inner(files, header, payload, moving)
+            return inner(files, header, tensors, moving)
 
         monkeypatch.setattr(CheckpointFiles, "write", write)
 
 
-def test_what_is_under_way_is_not_disturbed_and_further_ones_are_left_out(tmp_path, monkeypatch):
+def test_checkpoints_are_left_out_while_one_is_written(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
 
     def rank(context):
         plan = make_member(context, tmp_path)
         state = hvd.elastic.TorchState(count=torch.zeros(3))
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for _ in range(5):
                 state.count += 1
@@ -162,9 +162,11 @@ def test_what_is_under_way_is_not_disturbed_and_further_ones_are_left_out(tmp_pa
 
     def go_on(context):
         plan = make_member(context, tmp_path, run="b", resume=True)
-        Path(path).with_name("01-999999-0000000001.nbe").write_bytes(Path(path).read_bytes())
+        Path(path).with_name("01-999999-0000000001.safetensors").write_bytes(
+            Path(path).read_bytes()
+        )
         state = hvd.elastic.TorchState(count=None)
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
         return state.count
 
@@ -178,7 +180,7 @@ def test_an_order_to_end_leaves_neither_a_thread_nor_a_torn_file(tmp_path, monke
     def rank(context):
         plan = make_member(context, tmp_path)
         state = ObjectState(count=0)
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             state.commit()
             gate.entered.wait()
@@ -194,7 +196,7 @@ def test_a_job_that_stops_at_a_commit_leaves_that_commit_on_disk(tmp_path):
     def rank(context):
         plan = make_member(context, tmp_path, every=1000)
         state = ObjectState(count=0)
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             state.count = 5
             state.save()
@@ -205,7 +207,7 @@ def test_a_job_that_stops_at_a_commit_leaves_that_commit_on_disk(tmp_path):
 
     with pytest.raises(Stopped):
         run_ranks(1, rank)
-    assert [name[-14:] for name in files_in(tmp_path)] == ["0000000001.nbe"]
+    assert [Path(name).stem[-10:] for name in files_in(tmp_path)] == ["0000000001"]
 
 
 def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):
@@ -215,7 +217,7 @@ def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):
     def rank(context):
         plan = make_member(context, place)
         state = ObjectState(count=0)
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for number in range(6):
                 if number == 3:
@@ -240,7 +242,7 @@ def test_a_state_that_cannot_be_copied_is_told_and_training_goes_on(tmp_path):
     def rank(context):
         plan = make_member(context, tmp_path)
         state = ObjectState(lock=Lock())
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for _ in range(3):
                 state.commit()
@@ -257,20 +259,20 @@ def resumed(url, state_of, *, resume=True):
     def rank(context):
         plan = make_member(context, url, run="z", resume=resume)
         state = state_of()
-        with keeping(context, state, 1) as checkpoints:
+        with checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
         return context.port, state
 
     return run_ranks(1, rank)[0]
 
 
-def test_with_nothing_to_resume_from_a_job_starts_from_the_beginning_and_says_so(tmp_path):
+def test_resume_without_a_checkpoint_starts_from_the_beginning(tmp_path):
     notes, state = resumed(tmp_path, lambda: ObjectState(count=7))
     assert state.count == 7
     assert notes == [f"nothing to resume from in {tmp_path}: it starts from the beginning"]
 
 
-def test_a_place_that_cannot_be_read_fails_a_job_that_is_to_resume_and_no_other(tmp_path):
+def test_an_unreadable_place_fails_only_a_job_that_resumes(tmp_path):
     place = tmp_path / "file"
     place.touch()
     nowhere = f"{place}/within"
@@ -281,9 +283,9 @@ def test_a_place_that_cannot_be_read_fails_a_job_that_is_to_resume_and_no_other(
     assert "cannot be read" in notes[0]
 
 
-def test_a_checkpoint_of_something_else_is_an_error_that_names_the_file(tmp_path):
+def test_a_checkpoint_that_does_not_fit_names_the_file(tmp_path):
     run_ranks(2, lambda context: train_a_while(context, tmp_path, 4))
-    with pytest.raises(NbelasticError, match=r"\.nbe does not fit the state"):
+    with pytest.raises(NbelasticError, match=r"\.safetensors does not fit the state"):
         resumed(tmp_path, lambda: _other(torch.nn.Sequential(torch.nn.Linear(3, 1))))
     with pytest.raises(NbelasticError, match=r"samplers of \[48\] samples; now they have \[50\]"):
         resumed(tmp_path, lambda: training(0, samples=50))
@@ -300,7 +302,7 @@ def test_in_a_later_loop_all_ranks_receive_what_the_source_has_loaded(tmp_path):
         plan = make_member(context, tmp_path)
         for loop in (1, 2):
             state = ObjectState(loop=loop, count=0)
-            with keeping(context, state, loop) as checkpoints:
+            with checkpointing(context, state, loop) as checkpoints:
                 begin(context, state, checkpoints, plan)
                 state.count = 10 * loop
                 state.commit()
@@ -313,7 +315,7 @@ def test_in_a_later_loop_all_ranks_receive_what_the_source_has_loaded(tmp_path):
             version = FRESH if loop == 1 else 3  # all have the same commit after the first loop
             plan = make_member(context, tmp_path, run="b", resume=True, version=version)
             state = ObjectState(loop=0, count=0)
-            with keeping(context, state, loop) as checkpoints:
+            with checkpointing(context, state, loop) as checkpoints:
                 begin(context, state, checkpoints, plan)
                 counts.append((state.loop, state.count))
                 state.commit()
@@ -330,7 +332,7 @@ def test_a_state_that_cannot_be_written_is_refused(tmp_path):
 
     def rank(context):
         make_member(context, tmp_path)
-        with keeping(context, OfTheirOwn(), 1):
+        with checkpointing(context, OfTheirOwn(), 1):
             pass
 
     with pytest.raises(OptionError, match="OfTheirOwn cannot be written to disk"):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nbelastic.elastic.checkpoint_files import CheckpointFiles
-from nbelastic.elastic.checkpoint_format import Header
+from nbelastic.elastic.checkpoint.files import CheckpointFiles
+from nbelastic.elastic.checkpoint.format import Header, StoredTensor
 from nbelastic.errors import NbelasticError
 
 
@@ -21,16 +21,9 @@ def nothing():
 
 def put(files, version, *, loop=1, generation=1, payload=b"", moving=nothing):
     payload = payload or str(version).encode() * 50
-    header = Header(
-        job="job",
-        loop=loop,
-        generation=generation,
-        version=version,
-        size=2,
-        index=4,
-        payload=len(payload),
-    )
-    return files.write(header, [memoryview(payload)], moving)
+    header = Header(job="job", loop=loop, generation=generation, version=version, size=2)
+    tensors = {"x": StoredTensor("U8", [len(payload)], memoryview(payload))}
+    return files.write(header, tensors, moving)
 
 
 def newest(files, loop=1, *, others=True):
@@ -38,7 +31,7 @@ def newest(files, loop=1, *, others=True):
     for entry in files.candidates(loop, others=others):
         found = files.read(entry.path)
         if found is not None:
-            return found[0].generation, found[0].version
+            return found.header.generation, found.header.version
     return None
 
 
@@ -49,10 +42,11 @@ def names(directory):
 def test_what_is_written_is_read_back(tmp_path):
     files = CheckpointFiles(str(tmp_path), "a")
     path = put(files, 7, payload=bytes(range(256)) * 40)
-    header, payload = files.read(path)
+    found = files.read(path)
+    header, tensor = found.header, found.tensors["x"]
     assert (header.job, header.loop, header.generation, header.version) == ("job", 1, 1, 7)
-    assert (header.size, header.index, header.payload) == (2, 4, 256 * 40)
-    assert payload == bytes(range(256)) * 40
+    assert (header.size, tensor.dtype, tensor.shape) == (2, "U8", [256 * 40])
+    assert tensor.data == bytes(range(256)) * 40
 
 
 def test_other_file_systems_do_as_well():
@@ -93,8 +87,8 @@ def test_a_file_with_any_byte_wrong_is_passed_over_for_the_one_before(tmp_path):
 def test_a_file_of_a_later_format_is_an_error_not_a_torn_one(tmp_path, monkeypatch):
     files = CheckpointFiles(str(tmp_path), "a")
     path = put(files, 1)
-    monkeypatch.setattr("nbelastic.elastic.checkpoint_format.FORMAT", 0)
-    with pytest.raises(NbelasticError, match=r"\.nbe: it has format 2"):
+    monkeypatch.setattr("nbelastic.elastic.checkpoint.format.FORMAT", 0)
+    with pytest.raises(NbelasticError, match=r"\.safetensors: it has format 3"):
         files.read(path)
 
 
@@ -103,7 +97,7 @@ def test_the_two_newest_of_each_loop_are_kept(tmp_path):
     for loop in (1, 2):
         for version in (10, 20, 30, 40):
             put(files, version, loop=loop)
-    assert [name[:2] + name[-8:-4] for name in names(tmp_path)] == [
+    assert [name[:2] + name[16:20] for name in names(tmp_path)] == [
         "010030",
         "010040",
         "020030",
@@ -112,7 +106,7 @@ def test_the_two_newest_of_each_loop_are_kept(tmp_path):
     assert newest(files, 1) == newest(files, 2) == (1, 40)
 
 
-def test_one_that_is_given_up_leaves_nothing_and_the_one_before_intact(tmp_path):
+def test_a_cancelled_checkpoint_leaves_the_one_before_intact(tmp_path):
     files = CheckpointFiles(str(tmp_path), "a")
     put(files, 1)
     calls = []
@@ -124,8 +118,8 @@ def test_one_that_is_given_up_leaves_nothing_and_the_one_before_intact(tmp_path)
 
     with pytest.raises(InterruptedError):
         put(files, 2, payload=bytes(10 << 20), moving=moving)
-    assert "01-000001-0000000002.nbe.tmp" in calls[-1]
-    assert names(tmp_path) == ["01-000001-0000000001.nbe"]
+    assert "01-000001-0000000002.safetensors.tmp" in calls[-1]
+    assert names(tmp_path) == ["01-000001-0000000001.safetensors"]
     assert newest(files) == (1, 1)
 
 
@@ -139,7 +133,7 @@ def test_a_disk_that_is_full_leaves_the_one_before_intact(tmp_path):
             put(files, 2, payload=bytes(10 << 20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert names(tmp_path) == ["01-000001-0000000001.nbe"]
+    assert names(tmp_path) == ["01-000001-0000000001.safetensors"]
     put(files, 3)
     assert newest(files) == (1, 3)
 
@@ -156,23 +150,23 @@ def test_a_rank_that_was_parted_with_never_makes_its_own_look_newest(tmp_path):
     assert len(names(tmp_path)) == 2
 
 
-def test_a_later_writer_sweeps_up_what_a_killed_one_has_left_but_no_earlier_one_does(tmp_path):
+def test_only_a_later_writer_removes_unfinished_files(tmp_path):
     files = CheckpointFiles(str(tmp_path), "a")
     run = Path(put(files, 10, generation=2)).parent
-    (run / "01-000002-0000000020.nbe.tmp").touch()
+    (run / "01-000002-0000000020.safetensors.tmp").touch()
     put(files, 15, generation=1)
-    assert "01-000002-0000000020.nbe.tmp" in names(tmp_path)
+    assert "01-000002-0000000020.safetensors.tmp" in names(tmp_path)
     put(files, 30, generation=2)
-    assert "01-000002-0000000020.nbe.tmp" not in names(tmp_path)
+    assert "01-000002-0000000020.safetensors.tmp" not in names(tmp_path)
 
 
-def test_a_job_prefers_its_own_then_those_it_descends_from_then_the_newest(tmp_path):
+def test_a_job_prefers_its_own_then_its_parents_then_the_newest(tmp_path):
     first, second, third, fourth = (CheckpointFiles(str(tmp_path), run) for run in "dcba")
     path = put(first, 1)
     put(second, 2)
     assert newest(third, others=False) is None
     assert newest(third, others=True) == (1, 2)
-    third.descend(path)
+    third.record_parent(path)
     assert newest(third, others=False) == (1, 1)
     assert newest(fourth, others=True) == (1, 2)
     put(third, 3)
@@ -189,8 +183,8 @@ def test_nothing_is_found_where_nothing_is(tmp_path):
 
 KILLED = """
 import os, random, signal, sys, time
-from nbelastic.elastic.checkpoint_files import CheckpointFiles
-from nbelastic.elastic.checkpoint_format import Header
+from nbelastic.elastic.checkpoint.files import CheckpointFiles
+from nbelastic.elastic.checkpoint.format import Header, StoredTensor
 
 url = sys.argv[1]
 chance = random.Random(3)
@@ -199,21 +193,24 @@ PIECES, LENGTH = 12, 100_000
 def content(version):
     return random.Random(version).randbytes(PIECES * LENGTH)
 
-def pieces(payload, fuse):
+def pieces(payload):
     for at in range(0, len(payload), LENGTH):
-        if fuse[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        fuse[0] -= 1
         yield memoryview(payload)[at : at + LENGTH]
+
+def burn(fuse):
+    if fuse[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fuse[0] -= 1
 
 def write_on(version, acknowledge, fuse):
     files = CheckpointFiles(url, "a")
     while True:
         version += 1
         payload = content(version)
-        header = Header(job="job", loop=1, generation=1, version=version, size=1,
-                        index=0, payload=len(payload))
-        files.write(header, pieces(payload, fuse), lambda: None)
+        header = Header(job="job", loop=1, generation=1, version=version, size=1)
+        tensors = {str(n): StoredTensor("U8", [len(piece)], piece)
+                   for n, piece in enumerate(pieces(payload))}
+        files.write(header, tensors, lambda: burn(fuse))
         os.write(acknowledge, version.to_bytes(8, "little"))
 
 def killed(version, by_itself):
@@ -240,9 +237,10 @@ for number in range(30):
     torn += any(name.endswith(".tmp") for _, _, names in os.walk(url) for name in names)
     if not acknowledged and not found:
         continue
-    header, payload = next(each for each in found if each is not None)
+    newest = next(each for each in found if each is not None)
+    header, tensors = newest.header, newest.tensors
     assert header.version in (acknowledged, acknowledged + 1), (header, acknowledged)
-    assert payload == content(header.version)
+    assert b"".join(tensors[str(n)].data for n in range(PIECES)) == content(header.version)
     version = header.version
 print(version, torn)
 """

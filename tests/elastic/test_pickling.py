@@ -8,7 +8,7 @@ import pytest
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.transfer import allgather_object
 from nbelastic.pickling import dumps
-from nbelastic.torch.state import TorchState
+from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import run_ranks
 
 SOURCE = """

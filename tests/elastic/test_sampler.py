@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.elastic.context import activate
+from nbelastic.elastic.progress_agreement import agree_on_progress
 from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
-from nbelastic.elastic.settlement import settle_together
 from tests.elastic.worlds import sampler_at, settle_all, world_of
 from tests.support.world import StaticContext, run_ranks
 
@@ -43,7 +43,7 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     assert sampler_at(0, 1, 8).remaining_indices == [3, 7, 4, 0, 2, 6, 5, 1]
 
 
-def test_recording_does_not_change_the_share_until_a_change_of_membership() -> None:
+def test_the_share_is_fixed_until_the_membership_changes() -> None:
     sampler = sampler_at(1, 2, 10, shuffle=False)
     with activate(world_of(1, 2)):
         sampler.record_batch(0, 2)
@@ -83,7 +83,7 @@ def test_set_epoch_clears_what_was_done() -> None:
     assert (sampler.epoch, sampler.processed_indices, len(sampler)) == (1, set(), 10)
 
 
-def test_set_epoch_at_the_start_of_a_function_called_again_keeps_what_was_done() -> None:
+def test_set_epoch_in_a_function_called_again_keeps_progress() -> None:
     sampler = sampler_at(0, 1, 10)
     sampler.record_batch(0, 4)
     settle_all([sampler], 0, set())
@@ -130,7 +130,7 @@ def test_iterating_and_len_use_the_present_rank_and_size() -> None:
         assert (sampler.rank, sampler.num_replicas) == (1, 3)
 
 
-def test_reset_leaves_out_what_is_known_to_all_and_keeps_what_only_this_rank_knows() -> None:
+def test_reset_keeps_samples_that_only_this_rank_has_done() -> None:
     alone = sampler_at(0, 1, 6, shuffle=False)
     alone.record_batch(0, 2)
     alone.reset()
@@ -217,7 +217,7 @@ def test_N4_ranks_settle_on_the_same_rest() -> None:
         other = ShardSampler(range(10), shuffle=False)
         sampler.record_batch(0, 16)
         other.record_indices([context.rank])
-        deals = settle_together([sampler, other], context)
+        deals = agree_on_progress([sampler, other], context)
         for each, deal in zip((sampler, other), deals, strict=True):
             each.install(deal, context.rank)
         return sampler.processed_num, other.processed_indices, list(sampler)
@@ -239,7 +239,7 @@ def test_N4_ranks_behind_or_apart_take_over_what_the_others_settle() -> None:
             sampler.record_batch(0, 5 if context.rank < 3 else 3)
         if context.rank == 2:
             sampler.set_epoch(5)
-        [deal] = settle_together([sampler], context, behind=[0])
+        [deal] = agree_on_progress([sampler], context, behind=[0])
         sampler.install(deal, context.rank)
         return sampler.epoch, sampler.processed_num, np.packbits(deal.done).tobytes()
 

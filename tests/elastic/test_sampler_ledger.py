@@ -221,7 +221,7 @@ def test_N4_nothing_is_lost_out_of_lockstep(length: int, size: int, rounds: list
         if how == "leave":
             settle_all(samplers, 0, set())
         elif goner == slowest:
-            goner = (goner + 1) % len(samplers)  # see Notes of settle()
+            goner = (goner + 1) % len(samplers)  # see Notes of merge_claims()
         if len(samplers) > 1:
             del samplers[goner]
         stay = len(samplers)

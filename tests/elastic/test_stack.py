@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from nbelastic.elastic.stack import innermost, stands_at
+from nbelastic.elastic.stack import innermost, user_line
 
 SCRIPT = """
 import gc, random, sys, threading, time
@@ -43,7 +43,7 @@ stack._NOT_THE_USERS = ("",)  # nothing is found: every call is looked at
 end = time.monotonic() + 2
 while time.monotonic() < end:
     watching = True
-    assert not stack.stands_at(worker.ident) and not interrupt._busy(worker.ident)
+    assert not stack.user_line(worker.ident) and not interrupt._busy(worker.ident)
     watching = False
 over = True
 worker.join()
@@ -61,7 +61,7 @@ def test_a_thread_that_is_looked_at_may_go_on_meanwhile():
 def test_who_has_no_search_for_garbage_gets_none():
     gc.disable()
     try:
-        stands_at(threading.get_ident())
+        user_line(threading.get_ident())
         assert not gc.isenabled()
         with pytest.raises(ZeroDivisionError):
             innermost(threading.get_ident(), lambda code: 1 // 0)
@@ -77,4 +77,4 @@ def test_there_is_nothing_to_see_of_a_thread_that_has_ended():
     thread = threading.Thread(target=int)
     thread.start()
     thread.join()
-    assert stands_at(thread.ident) == []
+    assert user_line(thread.ident) == []

@@ -191,7 +191,7 @@ def test_a_state_of_ones_own_is_aligned_by_its_sync() -> None:
 def test_the_room_does_not_import_torch() -> None:
     code = (
         "import sys; import nbelastic.elastic.state, nbelastic.elastic.sampler, "
-        "nbelastic.elastic.settlement, nbelastic.elastic.transfer; "
+        "nbelastic.elastic.progress_agreement, nbelastic.elastic.transfer; "
         "assert not {'torch', 'IPython'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbelastic.elastic import transfer
-from nbelastic.elastic.parcel import Parcel
+from nbelastic.elastic.state_payload import StatePayload
 from nbelastic.elastic.transfer import allgather_object, spread, tree
 from nbelastic.errors import CollectiveError
 from tests.support.world import StaticContext, run_ranks
@@ -45,8 +45,8 @@ def test_a_parcel_arrives_whole_at_members_and_nobody_else_takes_part(
         if context.rank not in members:
             assert context.communicator().completed == 0
             return
-        parcel = Parcel(b"head", tensors) if context.rank == members[0] else None
-        found = spread(context.communicator(), members, parcel)
+        payload = StatePayload(b"head", tensors) if context.rank == members[0] else None
+        found = spread(context.communicator(), members, payload)
         assert found.head == b"head"
         assert all(
             a.dtype == b.dtype and torch.equal(a, b)
@@ -56,7 +56,7 @@ def test_a_parcel_arrives_whole_at_members_and_nobody_else_takes_part(
     run_ranks(5, main)
 
 
-def test_what_is_sent_is_not_lent_to_a_communicator_that_may_not_let_go() -> None:
+def test_memory_is_copied_for_a_communicator_that_keeps_it() -> None:
     lent: list[torch.Tensor] = []
 
     class Done:
@@ -65,14 +65,14 @@ def test_what_is_sent_is_not_lent_to_a_communicator_that_may_not_let_go() -> Non
 
     class Spy:
         rank = 0
-        lets_go = False
+        stops_sending_on_failure = False
 
         def send_async(self, tensor: torch.Tensor, to: int) -> Done:
             lent.append(tensor)
             return Done()
 
     mine = [torch.ones(1000), torch.ones(1000, dtype=torch.uint8)]
-    spread(Spy(), [0, 1], Parcel(b"x" * 1000, mine))  # type: ignore[arg-type]
+    spread(Spy(), [0, 1], StatePayload(b"x" * 1000, mine))  # type: ignore[arg-type]
     assert sum(len(each) for each in lent) > 5000
     memory = {each.untyped_storage().data_ptr() for each in mine}
     assert not any(each.untyped_storage().data_ptr() in memory for each in lent)

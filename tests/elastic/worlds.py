@@ -42,13 +42,13 @@ def deals_of_all(
     claims = {r: [s.claim()] for r, s in enumerate(samplers) if r not in behind}
     root, apart = choose_root(claims, source)
     column = [each[0] for each in claims.values()]
-    wire = samplers[root].settle(column, size).pack()
+    wire = samplers[root].merge_claims(column, size).pack()
     deals = [
         sampler.unpack(wire, size)
         if rank in behind or rank in apart
-        else sampler.settle(column, size)
+        else sampler.merge_claims(column, size)
         for rank, sampler in enumerate(samplers)
     ]
     assert len({deal.key for deal in deals}) == 1
-    assert len({deal.settled for deal in deals}) == 1
+    assert len({deal.merges for deal in deals}) == 1
     return deals

@@ -28,7 +28,8 @@ PORT = 8786
 
 SETTINGS = {
     # After how long Dask gives up a connection whose other end does not answer. It should be more
-    # than the time after which ranks do (nbelastic.cluster.tether.LIMIT), so that both are seen.
+    # than the time after which ranks do (nbelastic.cluster.dask_compat.LIMIT_S), so that
+    # both are seen.
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "15s",
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s",
     "DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "False",
@@ -83,7 +84,7 @@ class RemoteJob:
     @property
     def sizes(self) -> list[int]:
         """The size of each generation that has formed."""
-        return [int(e["detail"].split()[0]) for e in self.history if e["kind"] == "formed"]
+        return [event["size"] for event in self.history if event["kind"] == "formed"]
 
     @property
     def reasons(self) -> list[str]:

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from nbelastic.collectives import Op, Rendezvous, connect, open_store
+from nbelastic.collectives import Op, Rendezvous, RendezvousServer, connect
 from tests.collectives.test_operations import REDUCED, SHAPES, ops_of, part, reduced, same, values
 
 TIMEOUT_S = 60.0
@@ -83,7 +83,7 @@ def rank_main(terms):
 def main():
     address, ranks, size = sys.argv[1:]
     told = sys.stdin.readline().strip()
-    opened = None if told else open_store(address)
+    opened = None if told else RendezvousServer(address)
     where = tuple(json.loads(told)) if told else opened.address
     print(json.dumps(where), flush=True)
     children = []

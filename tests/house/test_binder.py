@@ -57,7 +57,7 @@ def test_the_environment_is_conda_forge_alone_with_one_python():
     assert re.fullmatch(r"python=3\.\d+", python)
 
 
-def test_the_environment_has_what_the_package_needs_to_run_to_show_and_to_build():
+def test_the_environment_has_all_dependencies_of_the_package():
     declared = project()["project"]
     needed = names(declared["dependencies"]) | names(declared["optional-dependencies"]["notebook"])
     needed |= names(project()["build-system"]["requires"])

@@ -22,7 +22,7 @@ def work(marks: Path, kill_at: int, between: bool) -> tuple[int, int, list[float
     model = torch.nn.Linear(4, 2)
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
     state = hvd.elastic.TorchState(model, optimizer, step=0)
-    held = []
+    uncopied = []
 
     @hvd.elastic.run
     def loop(state):
@@ -31,7 +31,7 @@ def work(marks: Path, kill_at: int, between: bool) -> tuple[int, int, list[float
             model(torch.ones(3, 4) + state.step).square().sum().backward()
             optimizer.step()
             if state.step == kill_at and not (marks / "done").exists():
-                held.append(state._deferral.held)
+                uncopied.append(state._lazy.uncopied)
                 if hvd.rank() == 1:
                     time.sleep(0.5)  # the others are done with their steps
                     (marks / "done").touch()
@@ -44,7 +44,7 @@ def work(marks: Path, kill_at: int, between: bool) -> tuple[int, int, list[float
     loop(state)
     steps = {int(each["step"]) for each in optimizer.state.values()}
     values = [value for p in model.parameters() for value in p.flatten().tolist()]
-    return *steps, state.step, values, all(held)
+    return *steps, state.step, values, all(uncopied)
 
 
 def test_who_dies_between_step_and_commit_costs_nobody_a_step(crew, tmp_path):

@@ -164,7 +164,7 @@ def test_a_rank_that_hangs_in_user_code_is_evicted(crew, tmp_path):
     check(job.results(), work)
     assert sizes(job)[:2] == [4, 3]
     lost = next(event for event in job.history if event.kind == "lost")
-    assert re.search(r"it stood at .*training\.py, line \d+, in _do_harm$", lost.detail)
+    assert re.search(r"it was executing .*training\.py, line \d+, in _do_harm$", lost.detail)
 
 
 def test_B4_a_rank_that_raises_after_a_commit_is_left_out(crew, tmp_path):

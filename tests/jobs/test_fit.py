@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
 import nbelastic
@@ -134,8 +137,9 @@ def test_cancel_ends_a_job_in_pure_python_code_and_its_cleanup_runs(crew, tmp_pa
     assert job.cancel()
     with pytest.raises(JobStopped, match="cancelled"):
         job.result(30)
-    assert job.status.state == "stopped"
+    assert job.status.state == "stopped" and job.cancelled()
     assert not job.cancel()
+    assert job.status.ranks == ()  # none was ever a member
 
 
 def test_done_callbacks_get_the_job(crew):
@@ -145,6 +149,28 @@ def test_done_callbacks_get_the_job(crew):
     job.result(30)
     until(lambda: seen, "the callback", 5)
     assert seen == [job]
+
+
+def test_a_job_can_be_awaited_and_giving_up_leaves_it_alone(crew):
+    async def main(job):
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(job, 0.1)
+        assert job.running() and not job.cancelled()
+        return await job
+
+    def slow():
+        time.sleep(1.0)
+        return 7
+
+    job = crew.fit(slow, np=1, block=False)
+    assert asyncio.run(main(job)) == 7
+    assert not job.running() and not job.cancelled()
+
+    async def failing():
+        await crew.fit(lambda: 1 / 0, np=1, block=False)
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(failing())
 
 
 def test_a_timeout_leaves_the_job_alone(crew):

@@ -31,16 +31,32 @@ def test_N4_N9_a_retired_worker_leaves_at_a_commit_and_each_sample_counts_once(t
         assert len(results[0]["losses"]) == results[0]["steps"]
 
 
+def test_the_only_rank_is_retired_and_stays_until_another_has_the_state(tmp_path):
+    with a_crew(n_workers=2) as crew:
+        work = Workload(tmp_path, epochs=1000, until_told=True, slow_start=0.5)
+        job = crew.fit(work, np=1, block=False)
+        until(lambda: job.status.commits > 5 or job.done(), "commits")
+        (rank,) = job.status.ranks
+        crew.client.retire_workers([rank.worker], close_workers=True)
+        (tmp_path / "enough").touch()
+        results = job.results(120)
+        check(results, work)
+        assert sizes(job) == [1, 2, 1], "two for a moment, so that one can have it from the other"
+        assert "left" in kinds(job)
+        assert not {"lost", "restarted"}.intersection(kinds(job))
+        assert len(results[0]["losses"]) == results[0]["steps"], "nothing was done again"
+
+
 def test_a_job_without_a_commit_in_reach_loses_the_worker_after_the_grace(tmp_path):
-    from nbelastic.cluster import manners
+    from nbelastic.cluster.scheduler import scaling
 
     with a_crew(n_workers=2) as crew:
 
-        def hasten(grace):
-            manners.RETIRE_GRACE = grace
+        def shorten_batching(grace):
+            scaling.RETIRE_GRACE = grace
 
-        before = manners.RETIRE_GRACE
-        crew.client.run_on_scheduler(hasten, 0.5)
+        before = scaling.RETIRE_GRACE
+        crew.client.run_on_scheduler(shorten_batching, 0.5)
         try:
             work = Workload(tmp_path, epochs=1000, commit_every=10**9)
             job = crew.fit(work, np=2, min_np=1, block=False)
@@ -50,4 +66,4 @@ def test_a_job_without_a_commit_in_reach_loses_the_worker_after_the_grace(tmp_pa
             with pytest.raises(JobStopped):
                 job.result(60)
         finally:
-            hasten(before)
+            shorten_batching(before)

@@ -40,11 +40,13 @@ def descriptors(ports):
 
 
 def footprint(ports):
-    """Return what a process holds, by kind."""
+    """Return what a process holds, by kind, without what only waits for a search for garbage."""
+    import gc
     import multiprocessing
     import os
     import threading
 
+    gc.collect()
     return {
         "threads": threading.active_count(),
         "descriptors": descriptors(ports),
@@ -59,8 +61,9 @@ def scheduler_state(dask_scheduler):
     plugin = dask_scheduler.plugins["nbelastic"]
     return {
         "tasks": len(dask_scheduler.tasks),
+        "topics": sum(name.startswith("nbelastic") for name in dask_scheduler._broker._topics),
         "jobs": len(plugin.jobs),
-        "taken": sum(1 for host in plugin._hosts.values() if host.holder),
+        "taken": sum(1 for host in plugin._workers.values() if host.holder),
         "handlers": len(dask_scheduler.stream_handlers) + len(dask_scheduler.handlers),
     }
 
@@ -245,3 +248,29 @@ def test_a_backward_pass_that_was_interrupted_keeps_no_memory(crew):
         crew.fit(interrupted, np=2)
     crew.wait_until_whole(4)
     assert crew.client.run(kept) == dict.fromkeys(crew.workers(), 0)
+
+
+def large():
+    return bytes(30_000_000)
+
+
+def bytes_kept(dask_scheduler):
+    """Return how many bytes of results the scheduler keeps, also of jobs that are over."""
+    import gc
+
+    from nbelastic.cluster.job_log import JobLog
+    from nbelastic.cluster.scheduler.records import JobRecord
+
+    kept = gc.get_objects()
+    archives = [each for each in kept if type(each) is JobLog]
+    records = [each for each in kept if type(each) is JobRecord]
+    of_results = [len(result) for each in archives for result in each.results.values()]
+    return sum(of_results) + sum(len(each.payload.call) for each in records)
+
+
+def test_large_results_are_kept_once_and_in_the_kernel_alone(crew):
+    before = crew.client.run_on_scheduler(bytes_kept)  # jobs of others, to be taken over
+    job = crew.fit(large, np=2)
+    assert [len(result) for result in job.results()] == [30_000_000, 30_000_000]
+    assert crew.client.run_on_scheduler(bytes_kept) <= before
+    assert not job._driver.log.results

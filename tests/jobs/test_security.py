@@ -19,7 +19,8 @@ def listen_and_be_asked():
     import torch
 
     import nbelastic.torch as hvd
-    from nbelastic.collectives.store import GREETING, request
+    from nbelastic.collectives.rendezvous.handshake import GREETING, encode_request
+    from nbelastic.collectives.rendezvous.server import PURPOSE, encode_body
     from nbelastic.elastic.context import current
 
     def listeners():
@@ -45,9 +46,9 @@ def listen_and_be_asked():
     session = current()
     with socket.create_connection(session._store.address, 10) as connection:
         _, challenge = GREETING.unpack(connection.recv(GREETING.size, socket.MSG_WAITALL))
-        room = f"{session.spec.job}/{session.generation + 1}"
-        asked = {"room": room, "rank": 0, "size": 1, "value": b""}
-        connection.sendall(request(b"", challenge, bytes(16), **asked))
+        key = f"{session.spec.job}/{session.generation + 1}"
+        body = encode_body(key, 0, 1, b"")
+        connection.sendall(encode_request(b"", PURPOSE, challenge, bytes(16), body))
         answer = connection.recv(1)
     return ours, answer, session.secret
 

@@ -10,6 +10,7 @@ import pytest
 import nbelastic
 from nbelastic.driver import display
 from tests.support.clusters import kinds
+from tests.support.logs import own_records
 from tests.support.training import Fault, Workload, check
 
 
@@ -48,6 +49,33 @@ def reporting(epochs, marks):
     return hvd.size()
 
 
+def test_a_rank_prints_in_every_way_and_its_child_processes_too(crew):
+    def talk():
+        import faulthandler
+        import subprocess
+        import sys
+
+        faulthandler.enable()
+        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.buffer.write("bytes ü\n".encode())
+        subprocess.run(["echo", "a child"], stdout=sys.stdout, check=True)
+
+    job = crew.fit(talk, np=1)
+    assert sorted(job.logs(rank=0).splitlines()) == ["a child", "bytes ü"]
+
+
+@pytest.mark.parametrize("how", ["breakpoint", "pdb", "input"])
+def test_a_rank_without_a_console_says_how_to_debug(crew, how):
+    def stop():
+        import pdb
+
+        {"breakpoint": breakpoint, "pdb": pdb.set_trace, "input": input}[how]()
+        return nbelastic.rank()
+
+    with pytest.raises(nbelastic.errors.RankFailed, match="call it in the notebook without fit"):
+        crew.fit(stop, np=1)
+
+
 def test_reports_are_means_by_place_each_once_though_a_rank_dies(crew, tmp_path):
     job = crew.fit(reporting, args=[6, tmp_path], np=4, min_np=2)
     assert "lost" in kinds(job)
@@ -56,7 +84,7 @@ def test_reports_are_means_by_place_each_once_though_a_rank_dies(crew, tmp_path)
     assert [row["step"] for row in rows] == list(range(18))
     size = rows[-1]["size"]  # a newcomer may still join at the last commit
     assert (rows[-1]["ranks"], rows[-1]["rank"]) == (size, (size - 1) / 2)  # nothing is held back
-    assert job.curves()["place"][0] == (0.0, 0.0)
+    assert job._curves()["place"][0] == (0.0, 0.0)
 
 
 def test_status_tells_steps_speed_device_and_progress(crew, tmp_path):
@@ -73,7 +101,7 @@ def test_status_tells_steps_speed_device_and_progress(crew, tmp_path):
     assert all(rank.step > 0 for rank in middle.ranks)
     assert middle.progress.epochs == 40 and 0 < middle.progress.fraction < 1
     assert any(status.progress.remaining_s for status in running)
-    assert job.pace()
+    assert job._pace()
 
 
 PHASES = ["aborted", "restored", "ready", "planned", "connected", "synchronised", "stepped"]
@@ -90,12 +118,14 @@ def test_the_history_tells_where_the_time_of_a_recovery_went(crew, tmp_path):
     check(job.results(), work)
     told = [event for event in job.history if event.kind == "phases"]
     assert {event.rank for event in told} == {0}
-    recoveries = [event.detail for event in told if "restored" in event.detail]
-    assert len(recoveries) == 1
-    phases = re.findall(r"([a-z]+) ([\d.]+)", recoveries[0])
-    assert [name for name, _ in phases] == ["noticed", *PHASES]
-    times = [float(time) for _, time in phases]
+    (event,) = [event for event in told if "restored" in event.figures]
+    assert list(event.figures) == ["noticed", *PHASES, "batches", "samples"]
+    times = [event.figures[name] for name in ("noticed", *PHASES)]
     assert times == sorted(times)
+    assert event.detail.startswith(f"noticed 0.0, aborted {times[1]:.1f}, ")
+    assert event.figures["batches"] >= 0 and event.figures["samples"] >= 0
+    names = {str(worker["name"]) for worker in crew.client.scheduler_info()["workers"].values()}
+    assert {event.name for event in job.history if event.kind == "lost"} <= names
     sizes = {rank.state_bytes for status in seen for rank in status.ranks} - {0}
     assert len(sizes) <= 2 and max(sizes) > 1000  # without and with the optimizer's state
 
@@ -176,12 +206,19 @@ def test_a_broken_display_is_complained_of_once_and_harms_nothing(crew, set_disp
     work = nbelastic.fit(nbelastic.size, cluster=crew.client, np=2)
     assert work.results() == [2, 2]
     assert nbelastic.fit(nbelastic.size, cluster=crew.client, np=2).results() == [2, 2]
-    assert len([r for r in caplog.records if "display" in r.message]) == 1
+    assert len([r for r in own_records(caplog) if "display" in r.message]) == 1
+
+
+def meet():
+    import nbelastic.torch as hvd
+
+    hvd.init()
+    hvd.barrier()
 
 
 def test_a_job_without_a_display_shows_itself_in_a_line(crew, set_display, capsys):
     set_display(None)
-    job = crew.fit(nbelastic.size, np=2, name="plain")
+    job = crew.fit(meet, np=2, name="plain")
     capsys.readouterr()
     job._ipython_display_()
     assert capsys.readouterr().out == "<Job plain: finished, 2 ranks, 0 commits>\n"
@@ -196,6 +233,31 @@ def test_errors_name_the_users_files_as_the_display_calls_them(crew, set_display
         crew.fit(fail, np=1)
 
 
+def fails_later_on_rank_1(steps):
+    import nbelastic.torch as hvd
+
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def train(state):
+        for state.step in range(state.step, steps):
+            hvd.barrier()
+            state.commit()
+            if state.step == 5 and hvd.rank() == 1 and hvd.size() == 2:
+                raise LookupError("a batch that is not there")
+
+    train(state)
+
+
+def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, set_display):
+    set_display(Recorder())
+    job = crew.fit(fails_later_on_rank_1, args=[30], np=2, min_np=1)
+    lost = next(event for event in job.history if event.kind == "lost")
+    assert re.search(
+        r"LookupError: a batch.*; raised at The cell, line \d+, in train$", lost.detail
+    )
+
+
 def test_losses_and_sizes_are_in_the_history(crew, tmp_path):
     work = Workload(tmp_path, epochs=4, faults=(Fault(rank=1, epoch=1, batch=1),))
     job = crew.fit(work, np=4, min_np=2)
@@ -206,18 +268,18 @@ def test_losses_and_sizes_are_in_the_history(crew, tmp_path):
 
 def without_figures():
     import nbelastic.torch as hvd
-    from nbelastic.elastic import vitals
+    from nbelastic.elastic import telemetry
 
     def broken(_):
         raise RuntimeError("no figures")
 
-    take, vitals.Vitals.take = vitals.Vitals.take, broken
+    take, telemetry.Telemetry.take = telemetry.Telemetry.take, broken
     try:
         hvd.init()
         hvd.barrier()
         return hvd.size()
     finally:
-        vitals.Vitals.take = take
+        telemetry.Telemetry.take = take
 
 
 def test_what_others_wait_for_is_said_though_there_are_no_figures(crew):

@@ -1,4 +1,4 @@
-"""The machine with its invariants watched: each is a check that runs after every event."""
+"""Machine with its invariants checked after every event."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from nbelastic.membership import (
     Phase,
     Plan,
     Publish,
-    RankFailed,
     RankFormed,
     RankLeft,
+    RankRaised,
     RankReady,
     RankReturned,
     Record,
@@ -35,18 +35,19 @@ from nbelastic.membership import (
     to_dict,
 )
 from nbelastic.membership.ranks import Ranks
+from nbelastic.membership.reasons import LossReason, Lost
 
 if TYPE_CHECKING:
     from nbelastic.membership import Outcome
 
-FAULTS = (SlotGone, SlotSilent, RankFailed, RankReady)
-OF_A_RANK = (RankReady, RankFormed, LoopDone, RankReturned, RankFailed, RankLeft)
+FAULTS = (SlotGone, SlotSilent, RankRaised, RankReady)
+OF_A_RANK = (RankReady, RankFormed, LoopDone, RankReturned, RankRaised, RankLeft)
 
 
 class Thorough(Machine):
     """A machine that applies all rules after every event."""
 
-    def _is_idle(self, event: Event) -> bool:
+    def _needs_nothing(self, event: Event) -> bool:
         return False
 
 
@@ -89,6 +90,10 @@ class Checked:
         ranks = {start: (r.slot.id, r.version) for start, r in self.roster.ranks.items()}
         here = [rank.start for rank in self.roster.staying()]
         version, unchanged = self.roster.version, None
+        members = self.roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
+        holders = {
+            r.start for r in members if r.version != FRESH and r.loop == 1 and not r.leave_sent
+        }
         stale = self._stale(event)
         if stale or isinstance(event, FAULTS):
             unchanged = self.copy()
@@ -114,6 +119,7 @@ class Checked:
             if isinstance(effect, StartRank):
                 self.check_4_start(effect)
         self.check_5_version(version, ranks, effects)
+        self.check_5_kept(holders, effects)
         self.check_6_deadline(now)
         self.check_counts()
         self.check_7_end(before, effects)
@@ -153,11 +159,13 @@ class Checked:
         """Ranks are 0..n-1 without gaps, min_np <= n <= max_np; a slot once; hosts contiguous."""
         limits, members = self.roster.limits, plan.members
         assert [plan.rank_of(m.start) for m in members] == list(range(len(members)))
-        assert limits.min_np <= len(members) <= (limits.max_np or math.inf)
+        kept = sum(self.roster.ranks[member.start].leaving for member in members)
+        most = max(limits.max_np, kept + 1) if limits.max_np is not None else math.inf
+        assert limits.min_np <= len(members) <= most
         assert len({member.slot.id for member in members}) == len(members)
-        crews = [(host, len(list(crew))) for host, crew in groupby(m.slot.host for m in members)]
-        assert len({host for host, _ in crews}) == len(crews)
-        assert max(size for _, size in crews) <= (limits.slots_per_host or math.inf)
+        sizes = [(host, len(list(on))) for host, on in groupby(m.slot.host for m in members)]
+        assert len({host for host, _ in sizes}) == len(sizes)
+        assert max(size for _, size in sizes) <= (limits.slots_per_host or math.inf) + kept
 
     def check_3_order_and_source(self, plan: Plan, here: list[int]) -> None:
         """Survivors keep their relative order, newcomers follow those on their host, and the
@@ -165,28 +173,36 @@ class Checked:
         old = [member.start for member in self.plans[-1].members] if self.plans else []
         survivors = [m.start for m in plan.members if m.start in old]
         assert survivors == [start for start in old if start in survivors]
-        for _, crew in groupby(plan.members, key=lambda member: member.slot.host):
-            new = [member.start not in old for member in crew]
+        for _, group in groupby(plan.members, key=lambda member: member.slot.host):
+            new = [member.start not in old for member in group]
             assert new == sorted(new)
         versions = [member.version for member in plan.members]
         assert plan.source == versions.index(max(versions))
         ranks = [self.roster.ranks[start] for start in here if start in self.roster.ranks]
-        candidates = [r.version for r in ranks if r.loop == plan.loop and not r.leaving]
+        ranks += [r for r in self.roster.ranks.values() if r.leaving and r.stage == Stage.MEMBER]
+        candidates = [r.version for r in ranks if r.loop == plan.loop]
         assert plan.version == max([*candidates, FRESH])
 
     def check_4_no_excluded(self, plan: Plan) -> None:
-        """A worker that cools down, is retiring or is gone is in no new plan."""
+        """A worker that cools down, is retiring or is gone is in no new plan; unless it is one
+        that was asked to leave and holds the state, which no other rank does."""
         roster = self.roster
+        holders = [r for r in roster.ranks.values() if r.version != FRESH and not r.leaving]
+        keep = not any(rank.stage in (Stage.MEMBER, Stage.READY) for rank in holders)
         for member in plan.members:
+            if keep and roster.ranks[member.start].leaving and member.version != FRESH:
+                continue
             assert member.slot.id not in self.unusable
-            assert not roster.workers_out.excludes(roster.worker_key(member.slot), roster.now)
+            assert not roster.policy.workers.excludes(
+                roster.policy.worker_key(member.slot), roster.now
+            )
             assert not roster.ranks[member.start].leaving
 
     def check_4_start(self, effect: StartRank) -> None:
         """No rank is started on a worker or host that cools down, is retiring, gone or taken."""
         slot, roster = effect.slot, self.roster
         assert slot.id not in self.unusable
-        assert not roster.excluded(slot, roster.now)
+        assert not roster.excluded(slot)
         assert [r.start for r in roster.ranks.values() if r.slot.id == slot.id] == [effect.start]
 
     def check_5_version(
@@ -199,6 +215,18 @@ class Checked:
             assert again, "the job starts over without a word"
             alive = [r for r in self.roster.staying() if r.version >= version]
             assert not alive, f"{alive} have commit {version}"
+
+    def check_5_kept(self, holders: set[int], effects: list[Effect]) -> None:
+        """Who holds the state alone is not sent away before another has it, or its time is up."""
+        roster = self.roster
+        if roster.ended or roster.stopping:
+            return
+        others = [r.start for r in roster.ranks.values() if r.version != FRESH and not r.leaving]
+        for effect in effects:
+            if isinstance(effect, EndRank) and effect.how == "leave" and effect.start in holders:
+                rank = roster.ranks[effect.start]
+                early = roster.now < rank.leave_deadline and rank.loop == 1  # others can join there
+                assert others or not early, f"start {effect.start} holds the state alone"
 
     def check_6_deadline(self, now: float) -> None:
         """Every state but the end has a deadline, and it lies ahead."""
@@ -216,9 +244,11 @@ class Checked:
         for rank in roster.ranks.values():
             object.__setattr__(rank, "counted_by", roster.counted)
         assert vars(roster.counted) == vars(anew)
-        for stage, crew in roster.counted.stages.items():
-            assert [rank.since for rank in crew.values()] == sorted(r.since for r in crew.values())
-            assert all(rank.stage == stage for rank in crew.values())
+        for stage, group in roster.counted.stages.items():
+            assert [rank.since for rank in group.values()] == sorted(
+                r.since for r in group.values()
+            )
+            assert all(rank.stage == stage for rank in group.values())
 
     def check_7_end(self, before: tuple[Phase, Outcome | None], effects: list[Effect]) -> None:
         """Success means that every rank of the last generation returned; after the end, no effect
@@ -259,7 +289,8 @@ class Checked:
         for effect in effects:
             harsh = isinstance(effect, EndRank) and effect.how in ("evict", "cancel")
             if harsh or isinstance(effect, RestartWorker):
-                left_out = "cannot connect to this rank" in effect.reason
+                reason = effect.reason
+                left_out = isinstance(reason, Lost) and reason.reason == LossReason.UNREACHABLE
                 assert effect.slot.id == slot or left_out or effect in by_time
         for start in set(ranks) & set(machine.roster.ranks):
             gone = start in getattr(event, "gone", ())

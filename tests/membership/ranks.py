@@ -1,4 +1,4 @@
-"""Ranks that play by the rules, without any training: they report and obey as real ones do."""
+"""Simulated ranks, which report and obey as real ones do, without any training."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nbelastic.membership import (
     LoopDone,
     Place,
     Plan,
-    RankFailed,
     RankFormed,
     RankLeft,
+    RankRaised,
     RankReady,
     RankReturned,
 )
 
 if TYPE_CHECKING:
-    from .crew import Worker, World
     from .ring import Ring
+    from .world import Worker, World
 
 
 @dataclass
@@ -90,9 +90,9 @@ class FakeRank:
         else:
             self.end(RankReturned(self.start))
 
-    def await_plan(self, *, failed: bool = False) -> None:
+    def await_plan(self, *, failed: bool = False, own: str = "") -> None:
         self.where, self.plan, self.reported = "waiting", None, -1
-        self.failed = failed
+        self.failed, self.own = failed, own
         if self.leaving:
             self.end(RankLeft(self.start))
         else:
@@ -101,8 +101,19 @@ class FakeRank:
     def report_ready(self) -> None:
         self.reported = self.heard
         store = (self.worker.slot.host, self.start)
-        ready = RankReady(self.start, self.heard, self.version, self.loop, store, self.failed)
-        self.world.send(self.worker, ready)
+        self.world.send(
+            self.worker,
+            RankReady(
+                self.start,
+                self.heard,
+                self.version,
+                self.loop,
+                store,
+                self.failed,
+                self.own,
+                own=bool(self.own),
+            ),
+        )
 
     def formed(self) -> None:
         self.where = "training"
@@ -137,13 +148,18 @@ class FakeRank:
         if not self.member or self.hung:
             return
         if self.loop == 0:
-            self.end(RankFailed(self.start, "a collective failed", collective=True))
+            self.end(RankRaised(self.start, "a collective failed", collective=True))
         else:
             if self.version > 0 and self.version % 1 == 0 and self._is_ahead():
                 self.saved += 1
                 self.version += 0.5
             self.batch = self.saved
             self.await_plan(failed=True)
+
+    def give_up(self, cause: str) -> None:
+        """Have user code raise what makes the ranks go back to their last commit."""
+        self.batch = self.saved
+        self.await_plan(failed=True, own=cause)
 
     def _is_ahead(self) -> bool:
         ahead = self.world.script.ahead
@@ -152,7 +168,7 @@ class FakeRank:
     def raise_error(self, error: str = "ValueError: bad", *, collective: bool = False) -> None:
         """Have user code raise."""
         if self.where != "ended" and self.worker.alive:
-            self.end(RankFailed(self.start, error, collective, self.version))
+            self.end(RankRaised(self.start, error, collective, self.version))
 
     def recover(self) -> None:
         """Come back from where it hangs."""
@@ -169,7 +185,7 @@ class FakeRank:
         if member:
             self.ring.lose(self)
 
-    def end(self, event: RankFailed | RankLeft | RankReturned) -> None:
+    def end(self, event: RankRaised | RankLeft | RankReturned) -> None:
         if self.where == "ended":
             return
         self.die()

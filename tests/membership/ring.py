@@ -1,4 +1,4 @@
-"""What the members of a generation share: they train in lockstep."""
+"""State that the members of a generation share: they train in lockstep."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from nbelastic.membership import Plan
 
 if TYPE_CHECKING:
-    from .crew import World
     from .ranks import FakeRank
+    from .world import World
 
 CONNECT = 0.005
 NEIGHBOUR_NOTICES = 0.015

@@ -1,4 +1,4 @@
-"""How the tests begin a job, and what they ask of it afterwards."""
+"""Helpers that start a simulated job, and questions to it afterwards."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from nbelastic.membership import Effect, Event, Limits, Place, Plan, place_of
 
-from .crew import World
 from .ranks import Script
+from .world import World
 
 
 def job(*workers: str, script: Script | None = None, **limits: Any) -> World:

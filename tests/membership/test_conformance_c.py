@@ -1,4 +1,4 @@
-"""Elastic Horovod's own tests of its driver (C): who gets which rank, and who is told what."""
+"""Elastic Horovod's own tests of its driver (C): ranks, and messages to them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from nbelastic.membership import (
     StartRank,
     pack_plan,
     place_of,
+)
+from nbelastic.membership.reasons import (
+    LossReason,
+    Lost,
+    Presence,
+    RankId,
+    RanksMissing,
+    ReturnedEarly,
 )
 
 from .ranks import Script
@@ -73,7 +81,7 @@ def test_C4_waits_for_slots_enough_then_starts_once() -> None:
     world.add("B0")
     world.run_for(1.0)
     assert not world.of(StartRank)
-    assert [record.detail for record in world.records("waiting")] == ["2 of at least 4 workers"]
+    assert [record.reason for record in world.records("waiting")] == [Presence(2, 4)]
     world.add("B1")
     trained(world)
     assert len(world.of(StartRank)) == 4
@@ -97,7 +105,7 @@ def test_C7_one_rank_returns_while_others_train() -> None:
     world.run()
     assert world.outcome.kind == "failed"
     assert world.outcome.error == "returned_early"
-    assert "rank 1 on tcp://B0 returned while others train" in world.outcome.reason
+    assert world.outcome.reason == ReturnedEarly((RankId(1, 1, "tcp://B0"),), waiting=False)
     assert {effect.start for effect in world.of(EndRank)} == {0, 2}, "the others are told to stop"
 
 
@@ -106,7 +114,7 @@ def test_C7_one_rank_returns_while_others_are_ready() -> None:
     world.at(5, lambda: setattr(world.ranks[1], "loop", 2))  # its function ends after one loop
     world.run()
     assert world.outcome.error == "returned_early"
-    assert "rank 0 on tcp://A0" in world.outcome.reason
+    assert world.outcome.reason == ReturnedEarly((RankId(0, 0, "tcp://A0"),), waiting=True)
 
 
 def test_C7_success_only_if_all_returned() -> None:
@@ -115,8 +123,8 @@ def test_C7_success_only_if_all_returned() -> None:
     world.run()
     assert world.outcome.kind == "failed"
     assert world.outcome.error == "rank_lost"
-    assert "1 of 2 ranks ended before they returned" in world.outcome.reason
-    assert "tcp://B0" in world.outcome.reason
+    lost = Lost(RankId(1, 1, "tcp://B0"), LossReason.WORKER_GONE)
+    assert world.outcome.reason == RanksMissing(1, 2, (lost,))
     assert world.ranks[0].where == "ended"
 
 
@@ -147,9 +155,9 @@ def test_C10_members_below_min_np_are_told_all_the_same() -> None:
     (abort,) = world.of(Abort)
     assert abort.starts == (0, 2)
     assert abort.generation == 1
-    assert "rank 1 on tcp://B0" in abort.reason
+    assert abort.reason == Lost(RankId(1, 1, "tcp://B0"), LossReason.WORKER_GONE)
     world.run_for(1.0)
-    assert world.records("waiting")[-1].detail == "2 of at least 3 workers"
+    assert world.records("waiting")[-1].reason == Presence(2, 3)
 
 
 def test_C10_members_below_min_np_are_told_of_a_planned_leave() -> None:

@@ -1,14 +1,15 @@
-"""What becomes of a job when user code raises, when ranks are lost, and when all are."""
+"""Errors of user code, losses of some ranks, and the loss of all."""
 
 from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import Abort, EndRank, Phase, RankFailed, RestartWorker, StartRank
+from nbelastic.membership import Abort, EndRank, Phase, RankRaised, RestartWorker, StartRank
+from nbelastic.membership.reasons import LossReason, Lost, RankId, RepeatedError, Reset, UserErrors
 
-from .crew import World
 from .ranks import Script
 from .stories import batches, job, starts, trained, workers
+from .world import World
 
 LONG = Script(batches=400)
 
@@ -25,7 +26,8 @@ def test_before_the_first_commit_it_fails_the_job(where: str) -> None:
     world.rank_on("B0").raise_error("ZeroDivisionError: by zero")
     world.run()
     assert world.outcome.error == "rank_failed"
-    assert "on tcp://B0: ZeroDivisionError: by zero" in world.outcome.reason
+    assert world.outcome.reason.rank.worker == "tcp://B0"
+    assert world.outcome.reason.detail == "ZeroDivisionError: by zero"
     assert world.outcome.starts == (1,)
     assert [(effect.start, effect.how) for effect in world.of(EndRank)] == [(0, "cancel")]
 
@@ -44,8 +46,18 @@ def test_after_a_commit_the_rank_counts_as_failed() -> None:
     world.run()
     assert world.outcome.kind == "finished"
     assert workers(world.plans[-1]) == ["A0", "C0"]
-    assert world.records("lost")[0].detail == "ValueError: sample 7"
-    assert "ValueError: sample 7" in world.records("reset")[0].detail
+    lost = Lost(RankId(1, 1, "tcp://B0"), LossReason.RAISED, "ValueError: sample 7")
+    assert world.records("lost")[0].reason == lost
+    assert world.records("reset")[0].reason == Reset((lost,), 2)
+
+
+def test_an_error_of_all_ranks_at_one_point_ends_the_job() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 20)
+    world.tell(RankRaised(1, "RanksDisagree: a, b", version=20, on_all_ranks=True))
+    world.run()
+    assert world.outcome.error == "rank_failed"
+    assert world.outcome.reason.detail == "RanksDisagree: a, b"
+    assert not world.records("reset")
 
 
 def test_all_raise_one_after_the_other_after_commits() -> None:
@@ -54,7 +66,7 @@ def test_all_raise_one_after_the_other_after_commits() -> None:
         world.later(0.002 * number, world.rank_on(name).raise_error)
     world.run()
     assert world.outcome.error == "rank_failed"
-    assert world.outcome.reason == "ValueError: bad"
+    assert world.outcome.reason == RepeatedError("ValueError: bad", 3, one_generation=True)
     assert sorted(world.outcome.starts) == [0, 1, 2]
 
 
@@ -62,7 +74,8 @@ def test_the_only_rank_raises_after_commits() -> None:
     world = trained(job("A0", np=1, script=LONG), 20)
     world.rank_on("A0").raise_error("ValueError: x")
     world.run()
-    assert (world.outcome.error, world.outcome.reason) == ("rank_failed", "ValueError: x")
+    assert world.outcome.error == "rank_failed"
+    assert world.outcome.reason == UserErrors(("ValueError: x",))
 
 
 def test_after_the_loop_it_fails_the_job() -> None:
@@ -71,7 +84,7 @@ def test_after_the_loop_it_fails_the_job() -> None:
     world.rank_on("B0").raise_error("OSError: disk full")
     world.run()
     assert world.outcome.error == "rank_failed"
-    assert "OSError: disk full" in world.outcome.reason
+    assert world.outcome.reason.detail == "OSError: disk full"
 
 
 def test_a_newcomer_that_raises_is_left_out_and_soon_forgotten() -> None:
@@ -80,7 +93,7 @@ def test_a_newcomer_that_raises_is_left_out_and_soon_forgotten() -> None:
     world.run_for(0.1)
     world.rank_on("C0").raise_error("ImportError: torchvision")
     world.run_for(1.0)
-    assert len(world.plans) == 1, "nobody notices"
+    assert len(world.plans) == 1, "the others do not notice"
     world.kill("A0")
     world.kill("B0")
     world.run()
@@ -95,7 +108,7 @@ def test_a_collective_that_fails_without_a_loop_is_a_consequence() -> None:
     assert world.outcome.starts == ()
 
 
-def test_a_failed_collective_that_leaves_the_loop_costs_only_that_rank() -> None:
+def test_a_collective_error_out_of_the_loop_costs_that_rank() -> None:
     script = Script(batches=100, commit_every=50)
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=script), 5)
     world.rank_on("B0").raise_error("the connection broke", collective=True)
@@ -114,8 +127,8 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
     world.run(until=lambda: len(world.plans) == 2)
     assert [effect.starts for effect in world.of(Abort)] == [(0, 2, 3)]
     assert world.now - killed < 0.05
-    cause = "rank 1 on tcp://B0: its worker is gone"
-    assert [record.detail for record in world.records("reset")] == [f"{cause} → 3 ranks"]
+    cause = Lost(RankId(1, 1, "tcp://B0"), LossReason.WORKER_GONE)
+    assert [record.reason for record in world.records("reset")] == [Reset((cause,), 3)]
     assert not world.of(RestartWorker)
 
 
@@ -205,12 +218,12 @@ def test_a_worker_that_leaves_after_the_loop_is_let_return() -> None:
     assert world.outcome.starts == (0, 1)
 
 
-def test_a_worker_cut_off_is_replaced_and_what_it_says_afterwards_is_ignored() -> None:
+def test_a_worker_cut_off_is_replaced_and_then_ignored() -> None:
     world = trained(job("A0", "B0", "C0", np=2, min_np=2, max_np=2, script=LONG), 10)
     world.cut("B0", after=3.0)
     world.run(until=lambda: len(world.plans) == 2)
     assert workers(world.plans[1]) == ["A0", "C0"]
     (start,) = [effect for effect in world.of(StartRank) if effect.slot.name == "B0"]
-    world.tell(RankFailed(start.start, "ValueError: from the other side"))
+    world.tell(RankRaised(start.start, "ValueError: from the other side"))
     world.run()
     assert world.outcome.kind == "finished"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -25,13 +25,14 @@ from nbelastic.membership import (
     Limits,
     LimitsChanged,
     LoopDone,
-    RankFailed,
     RankFormed,
     RankLeft,
+    RankRaised,
     RankReady,
     RankReturned,
     Slot,
     SlotBusy,
+    SlotDied,
     SlotGone,
     SlotLeaving,
     SlotsFound,
@@ -40,8 +41,8 @@ from nbelastic.membership import (
     Tick,
 )
 
-from .crew import Worker, World
 from .ranks import Script
+from .world import Worker, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -222,12 +223,13 @@ class FaultyWorld(RuleBasedStateMachine):
             lambda: RankFormed(start, generation),
             lambda: LoopDone(start, generation, version),
             lambda: RankReturned(start),
-            lambda: RankFailed(start, "OSError: forged", failed, version),
+            lambda: RankRaised(start, "OSError: forged", failed, version),
             lambda: RankLeft(start),
             lambda: Beats((Beat(start, number, failed, version),)),
             lambda: SlotGone(slot),
             lambda: SlotLeaving(slot),
             lambda: SlotBusy(slot),
+            lambda: SlotDied(slot, "was killed"),
             lambda: SlotSilent(slot),
             lambda: SlotsFound((unknown,)),
         ]
@@ -254,6 +256,8 @@ TestFaultyWorld.settings = settings(
     max_examples=300,
     stateful_step_count=50,
     deadline=None,
+    # An example that fails is printed as it is: to shrink it takes longer than a test may.
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )

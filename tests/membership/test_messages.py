@@ -17,10 +17,10 @@ from nbelastic.membership import (
     Notify,
     Phase,
     Publish,
-    RankFailed,
     RankFormed,
     RankLeft,
     RankNote,
+    RankRaised,
     RankReady,
     RankReturned,
     Record,
@@ -37,11 +37,20 @@ from nbelastic.membership import (
     to_dict,
     view,
 )
+from nbelastic.membership.reasons import (
+    Connected,
+    GenerationLeft,
+    PlacesDiffer,
+    RankId,
+    StepsDiffer,
+    Text,
+    Transport,
+)
 
-from .crew import World
 from .invariants import Checked
 from .ranks import Script
 from .stories import job, trained, workers
+from .world import World
 
 LONG, STORE = Script(batches=2000), ("host", 1)
 
@@ -67,7 +76,7 @@ def running() -> tuple[World, Checked]:
         RankFormed(0, 1),
         LoopDone(0, 1, 5),
         RankReturned(1),
-        RankFailed(1, "ValueError: old"),
+        RankRaised(1, "ValueError: old"),
         RankLeft(1),
         Beats((Beat(1, 5, True, 99),)),
         ready(7, 0),
@@ -116,23 +125,14 @@ def test_formed_means_that_all_have_formed() -> None:
     assert world.phase() == Phase.RUNNING
 
 
-@pytest.mark.parametrize(
-    ("backend", "said"),
-    [
-        ("shm", "2 ranks over shared memory"),
-        ("gloo", "2 ranks over Gloo"),
-        ("hierarchical", "2 ranks over shared memory and Gloo"),
-        ("pygloo", "2 ranks over pygloo"),
-        ("", "2 ranks"),
-    ],
-)
-def test_what_a_generation_is_connected_by_is_said_when_it_has_formed(backend, said) -> None:
+@pytest.mark.parametrize("backend", ["shm", "gloo", "hierarchical", "pygloo", ""])
+def test_a_formed_generation_is_recorded_with_its_communicator(backend) -> None:
     world = job("A0", "B0", np=2)
     world.run(until=lambda: world.phase() == Phase.FORMING)
     assert view(world.machine.machine, world.now).backend == ""
     for start in (0, 1):
         world.tell(RankFormed(start, 1, backend))
-    assert [record.detail for record in world.records("formed")] == [said]
+    assert [record.reason for record in world.records("formed")] == [Connected(2, backend)]
     assert view(world.machine.machine, world.now).backend == backend
 
 
@@ -147,15 +147,16 @@ def test_the_next_generation_may_be_connected_by_something_else() -> None:
     assert view(world.machine.machine, world.now).backend == ""
     world.tell(RankFormed(0, 2, "solo"))
     assert view(world.machine.machine, world.now).backend == "solo"
-    assert [record.detail for record in world.records("formed")][1:] == ["1 rank"]
+    formed = [record.reason for record in world.records("formed")]
+    assert formed[1:] == [Connected(1, "solo")]
 
 
 def test_why_there_is_nothing_faster_is_said_once() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG), 10)
     for start in (0, 1):
         world.tell(RankFormed(start, 1, "gloo", "no native part on 1 of 2 ranks"))
-    assert [record.detail for record in world.records("backend")] == [
-        "tensors go over Gloo: no native part on 1 of 2 ranks"
+    assert [record.reason for record in world.records("backend")] == [
+        Transport("gloo", "no native part on 1 of 2 ranks")
     ]
     world.tell(RankFormed(0, 1, "gloo", "no native part on 2 of 2 ranks"))
     assert len(world.records("backend")) == 2
@@ -191,7 +192,7 @@ def world_slot() -> Slot:
     return Slot("1", "tcp://A0", "A0", "A")
 
 
-def test_a_slot_that_is_busy_is_left_alone_until_it_is_found_again() -> None:
+def test_a_busy_slot_is_not_used_until_it_is_found_again() -> None:
     machine, slot = Machine(Limits()), world_slot()
     machine.handle(SlotsFound((slot,)), 0.0)
     machine.handle(SlotBusy(slot.id), 0.0)
@@ -226,7 +227,7 @@ def test_a_slot_that_falls_silent_while_it_is_free() -> None:
 # -- ends in an unusual order ----------------------------------------------------------------------
 
 
-def test_a_loop_is_done_before_word_that_its_generation_has_formed() -> None:
+def test_a_loop_may_end_before_its_generation_is_known_to_form() -> None:
     world = job("A0", "B0", np=2)
     world.run(until=lambda: world.phase() == Phase.FORMING)
     machine = world.machine
@@ -245,10 +246,10 @@ def test_some_come_to_the_end_of_the_loop_and_others_leave_it() -> None:
     effects = machine.handle(ready(1, 1, 21), world.now, 0.0)
     (abort,) = [effect for effect in effects if isinstance(effect, Abort)]
     assert abort.starts == (0, 2)
-    assert "different steps" in abort.reason
+    assert abort.reason == StepsDiffer()
 
 
-def test_one_leaves_as_planned_while_another_is_at_the_end_of_the_loop() -> None:
+def test_a_planned_leave_while_another_rank_has_ended_its_loop() -> None:
     world, machine = running()
     world.retire("B0")
     machine.handle(LoopDone(0, 1, 20), world.now, 0.0)
@@ -262,7 +263,7 @@ def test_a_rank_that_left_unasked_ends_its_generation() -> None:
     effects = machine.handle(ready(1, 1, 20), world.now, 0.0)
     (abort,) = [effect for effect in effects if isinstance(effect, Abort)]
     assert abort.starts == (0, 2)
-    assert "left its generation unasked" in abort.reason
+    assert abort.reason == GenerationLeft(RankId(1, 1, "tcp://B0"), failed=False)
 
 
 def test_a_leaving_rank_that_is_ready_is_told_once_more() -> None:
@@ -276,7 +277,7 @@ def test_a_leaving_rank_that_is_ready_is_told_once_more() -> None:
     assert [member.start for member in plan.members] == [0, 2]
 
 
-def test_a_leaving_rank_whose_function_swallows_the_order_and_returns() -> None:
+def test_a_leaving_rank_may_return_in_spite_of_the_order() -> None:
     world, machine = running()
     world.tell(SlotLeaving(world.worker("B0").slot.id))
     machine.handle(RankReturned(1), world.now, 0.0)
@@ -298,7 +299,7 @@ def test_what_comes_after_a_rank_returned_is_ignored() -> None:
     world.run(until=lambda: world.phase() == Phase.FINISHING)
     world.ranks[0].end(RankReturned(0))
     world.run_for(0.1)
-    for event in (RankFailed(0, "ValueError: late"), RankLeft(0), SlotGone("A0#1"), ready(0, 1)):
+    for event in (RankRaised(0, "ValueError: late"), RankLeft(0), SlotGone("A0#1"), ready(0, 1)):
         assert world.machine.handle(event, world.now, 0.0) == []
     assert world.run().outcome.kind == "finished"
 
@@ -317,16 +318,17 @@ def test_ranks_that_wait_at_different_places_of_the_function() -> None:
     world.tell(RankReady(1, 0, FRESH, 0, STORE))
     world.run()
     assert world.outcome.error == "no_progress"
-    assert "different places" in world.outcome.reason
+    assert world.outcome.reason == PlacesDiffer()
 
 
-def test_a_note_of_a_rank_goes_into_the_history_and_decides_nothing() -> None:
+def test_a_note_of_a_rank_is_recorded_and_decides_nothing() -> None:
     world, machine = running()
     before = to_dict(machine.machine)
     (record,) = machine.handle(RankNote(1, "checkpoint", "commit 3 is in a file"), world.now, 0.0)
     assert isinstance(record, Record)
-    assert (record.kind, record.start, record.detail) == ("checkpoint", 1, "commit 3 is in a file")
-    assert machine.handle(RankNote(7, "checkpoint", "of nobody"), world.now, 0.0) == []
+    assert (record.kind, record.start) == ("checkpoint", 1)
+    assert record.reason == Text("commit 3 is in a file")
+    assert machine.handle(RankNote(7, "checkpoint", "of no rank"), world.now, 0.0) == []
     assert {**to_dict(machine.machine), "now": 0} == {**before, "now": 0}
 
 

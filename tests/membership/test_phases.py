@@ -15,12 +15,15 @@ from nbelastic.membership import (
     RankReturned,
     RestartWorker,
     StartRank,
+    StopReason,
     StopRequested,
+    view,
 )
+from nbelastic.membership.reasons import NoLoop, RanksMissing, SchedulerLost, Stopping
 
-from .crew import World
 from .ranks import Script
 from .stories import batches, job, starts, trained, workers
+from .world import World
 
 LONG = Script(batches=200)
 
@@ -71,7 +74,7 @@ def test_stop(phase: Callable[[], World], now: bool) -> None:
     world.run()
     finishes = phase is finishing and not now
     assert world.outcome.kind == ("finished" if finishes else "stopped")
-    assert world.outcome.error == ""
+    assert world.outcome.error is None
     assert len(world.plans) == plans
     assert world.now < begun + 1.5
     assert not world.of(RestartWorker)
@@ -81,10 +84,25 @@ def test_stop(phase: Callable[[], World], now: bool) -> None:
     assert all(rank.where == "ended" for rank in world.ranks.values()), "the workers are free"
 
 
+def test_the_last_members_are_in_the_view_after_the_end() -> None:
+    world = running()
+    before = view(world.machine.machine, world.now).ranks
+    world.tell(StopRequested())
+    world.run()
+    after = view(world.machine.machine, world.now)
+    assert (after.state, after.size) == ("stopped", 0)
+    assert [(r.rank, r.worker, r.name) for r in after.ranks] == [
+        (r.rank, r.worker, r.name) for r in before
+    ]
+    assert {rank.state for rank in after.ranks} <= {"ending", "ended"}
+    world.run_for(1.0)
+    assert {rank.state for rank in view(world.machine.machine, world.now).ranks} == {"ended"}
+
+
 def test_stop_at_commit_waits_for_the_commit() -> None:
     script = Script(batches=100, commit_every=20)
     world = trained(job("A0", "B0", np=2, script=script), 5)
-    world.tell(StopRequested(reason="enough"))
+    world.tell(StopRequested())
     assert len(world.of(Notify)) == 1
     world.run()
     assert world.outcome.kind == "stopped"
@@ -96,9 +114,10 @@ def test_stop_now_after_stop_at_commit() -> None:
     world = trained(job("A0", "B0", np=2, script=script), 5)
     world.tell(StopRequested())
     world.run_for(1.0)
-    world.tell(StopRequested(now=True, reason="now"))
+    world.tell(StopRequested(now=True, reason=StopReason.CANCELLED))
     world.run()
-    assert (world.outcome.kind, world.outcome.reason) == ("stopped", "now")
+    assert world.outcome.kind == "stopped"
+    assert world.outcome.reason == Stopping(StopReason.CANCELLED)
     assert batches(world)[-1] < 40
 
 
@@ -119,11 +138,11 @@ def test_the_scheduler_is_gone(phase: Callable[[], World]) -> None:
     effects = len(world.effects)
     world.tell(ClusterGone("the scheduler is gone"))
     assert world.outcome.error == "cluster_lost"
-    assert world.outcome.reason == "the scheduler is gone"
+    assert world.outcome.reason == SchedulerLost("the scheduler is gone")
     assert [type(effect).__name__ for effect in world.effects[effects:]] == ["Record", "End"]
 
 
-def test_a_job_whose_ranks_end_is_stopped_even_if_the_scheduler_goes() -> None:
+def test_a_stopping_job_is_stopped_even_if_the_scheduler_dies() -> None:
     world = running()
     world.tell(StopRequested(now=True))
     world.tell(ClusterGone("gone"))
@@ -140,7 +159,7 @@ def test_two_loops() -> None:
     assert starts(world.plans[0]) == starts(world.plans[1])
     assert batches(world) == [*range(1, 11), *range(1, 11)]
     assert world.plans[1].version == 10
-    assert world.machine.roster.resets == 0, "the next loop is no change of membership"
+    assert world.machine.roster.policy.resets == 0, "the next loop is no change of membership"
 
 
 def test_newcomers_cannot_join_the_second_loop() -> None:
@@ -152,7 +171,7 @@ def test_newcomers_cannot_join_the_second_loop() -> None:
     assert len(world.of(StartRank)) == 2
 
 
-def test_a_newcomer_that_warms_up_when_the_second_loop_begins_is_let_go() -> None:
+def test_a_newcomer_ends_when_the_second_loop_begins() -> None:
     world = job("A0", "B0", np=2, min_np=1, script=Script(batches=20, loops=2, setup=0.5))
     world.at(15, lambda: world.add("C0"))
     world.run()
@@ -182,7 +201,7 @@ def test_too_few_for_the_second_loop() -> None:
     world.add("C0")
     world.run()
     assert world.outcome.error == "not_enough_workers"
-    assert len(world.of(StartRank)) == 2, "nobody new could join: they would begin at the first"
+    assert len(world.of(StartRank)) == 2, "newcomers could not join: they would begin at the first"
 
 
 def test_a_loss_between_the_loops() -> None:
@@ -214,7 +233,7 @@ def test_a_loss_without_a_loop_fails_the_job(how: str) -> None:
     getattr(world, how)("B0")
     world.run()
     assert world.outcome.error == "rank_lost"
-    assert "the function has no elastic loop" in world.outcome.reason
+    assert isinstance(world.outcome.reason, NoLoop)
 
 
 def test_newcomers_cannot_join_a_function_without_a_loop() -> None:
@@ -225,7 +244,7 @@ def test_newcomers_cannot_join_a_function_without_a_loop() -> None:
     assert len(world.of(StartRank)) == 2
 
 
-def test_one_who_is_late_for_a_function_without_a_loop_holds_up_nobody() -> None:
+def test_a_late_rank_of_a_function_without_a_loop_is_ended() -> None:
     world = job("A0", "B0", np=2, script=Script(loops=0, before=40)).run_for(0.1)
     world.add("C0")
     world.run()
@@ -257,7 +276,7 @@ def test_a_function_that_never_uses_a_collective() -> None:
     assert not world.plans
 
 
-def test_a_function_that_never_uses_a_collective_and_loses_a_rank_before_any_returned() -> None:
+def test_without_collectives_a_rank_lost_before_any_returned() -> None:
     world = job("A0", "B0", np=2, script=Script(loops=0, setup=5.0)).run_for(1.0)
     world.kill("B0")
     world.add("C0")
@@ -266,11 +285,12 @@ def test_a_function_that_never_uses_a_collective_and_loses_a_rank_before_any_ret
     assert world.outcome.starts == (0, 2)
 
 
-def test_a_function_that_never_uses_a_collective_and_loses_a_rank_after_one_returned() -> None:
+def test_without_collectives_a_rank_lost_after_one_returned() -> None:
     world = job("A0", "B0", np=2, script=Script(loops=0, setup=5.0)).run_for(1.0)
     world.ranks[0].end(RankReturned(0))
     world.run_for(0.5)
     world.kill("B0")
     world.run()
     assert world.outcome.error == "rank_lost"
-    assert "1 of 2 ranks ended before they returned" in world.outcome.reason
+    assert isinstance(world.outcome.reason, RanksMissing)
+    assert (world.outcome.reason.missing, world.outcome.reason.expected) == (1, 2)

@@ -1,4 +1,4 @@
-"""Who is in a plan, and with which rank."""
+"""Choice and order of the members of a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbelastic.membership import FRESH, Member, Place, Plan, Slot, arrange, place_of
-from nbelastic.membership.placement import choose, places_of, spread
+from nbelastic.membership.placement import choose, count_by_host, places_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def test_whatever_the_candidates(
     hosts = [host for host, _ in groupby(candidate.slot.host for candidate in crew)]
     assert len(hosts) == len(set(hosts))
     assert len(crew) <= (most or 12)
-    assert max(spread([c.slot for c in crew]).values(), default=0) <= (per_host or 12)
+    assert max(count_by_host([c.slot for c in crew]).values(), default=0) <= (per_host or 12)
     if most is None and per_host is None:
         assert set(crew) == {*first, *newcomers}
 

@@ -1,4 +1,4 @@
-"""The machine as a dict and back; events and plans as messages; what it looks like from outside."""
+"""Serialization of the machine, of events and of plans; the view of a machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from nbelastic.membership import (
     Event,
     LimitsChanged,
     LoopDone,
+    LossReason,
     Machine,
     Place,
-    RankFailed,
     RankNote,
+    RankRaised,
     RankReady,
     Slot,
+    SlotGone,
     SlotsFound,
+    SlotSilent,
+    StopReason,
     StopRequested,
     Tick,
+    WeightsSampled,
     from_dict,
     pack_event,
     pack_place,
@@ -33,6 +38,7 @@ from nbelastic.membership import (
     unpack_plan,
     view,
 )
+from nbelastic.membership.reasons import Presence, StopPending, Stopping, Waiting, WaitingForRanks
 
 from .ranks import Script
 from .stories import job, trained
@@ -78,12 +84,17 @@ def test_a_new_machine_survives_the_round_trip() -> None:
         RankReady(3, 2, FRESH, 1, ("host", 80), failed=True, detail="broken", gone=(4,)),
         LoopDone(1, 2, 3),
         RankNote(1, "checkpoint", "commit 3 is in a file"),
-        RankFailed(1, "ValueError: x", collective=True, version=4),
+        WeightsSampled(1, 2, 10, (0.5, -1e300), ("SGD",)),
+        RankRaised(1, "ValueError: x", collective=True, version=4),
+        RankRaised(1, "RanksDisagree: x", version=4, on_all_ranks=True),
         Beats((Beat(0, 1, True, 2), Beat(1, 1, False, 2))),
         StopRequested(now=True),
         LimitsChanged(max_np=3),
         ClusterGone("gone"),
         Tick(),
+        SlotGone("1", LossReason.UNREADABLE, "no number"),
+        SlotSilent("1", LossReason.PROCESS_STOPPED, 3.5),
+        StopRequested(True, StopReason.UNATTENDED, 60.0),
     ],
     ids=lambda event: type(event).__name__,
 )
@@ -93,7 +104,12 @@ def test_events_as_messages(event: Event) -> None:
 
 def test_an_event_may_lack_fields_and_have_unknown_ones() -> None:
     data = {"kind": "SlotGone", "slot": "1", "colour": "red"}
-    assert pack_event(unpack_event(data)) == {"kind": "SlotGone", "slot": "1", "detail": ""}
+    assert pack_event(unpack_event(data)) == {
+        "kind": "SlotGone",
+        "slot": "1",
+        "reason": "worker gone",
+        "detail": "",
+    }
 
 
 def test_plans_and_places_as_messages() -> None:
@@ -109,10 +125,10 @@ def test_the_view_of_a_job_in_its_course() -> None:
     world.run_for(10.0)
     first = view(world.machine.machine, world.now)
     assert (first.state, first.size, first.generation) == ("waiting", 0, 0)
-    assert first.reason == "1 of at least 2 workers; waiting 10 s of 100 s for 1 more"
+    assert first.reason == Waiting(Presence(1, 2), pytest.approx(10.0), 100.0)
     world.add("B0")
     world.run_for(0.1)
-    assert view(world.machine.machine, world.now).reason == "waiting for 2 ranks to be ready"
+    assert view(world.machine.machine, world.now).reason == WaitingForRanks(2, generation=0)
     trained(world, 20)
     running = view(world.machine.machine, world.now)
     assert (running.state, running.size, running.min_np, running.max_np) == ("running", 2, 2, 3)
@@ -126,7 +142,8 @@ def test_the_view_of_a_job_in_its_course() -> None:
     newcomer = view(world.machine.machine, world.now).ranks[-1]
     assert (newcomer.rank, newcomer.state) == (None, "starting")
     world.tell(StopRequested())
-    assert view(world.machine.machine, world.now).reason == "stopping at the next commit"
+    assert view(world.machine.machine, world.now).reason == StopPending()
     world.run()
     last = view(world.machine.machine, world.now)
-    assert (last.state, last.reason) == ("stopped", "stopped by its user at a commit")
+    assert last.state == "stopped"
+    assert last.reason == Stopping(StopReason.STOPPED, at_commit=True)

@@ -1,4 +1,4 @@
-"""Time in the tests: a number that jumps from one thing to the next."""
+"""Simulated time: a number that jumps from one event to the next."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def expected(op, parts):
 
 @pytest.mark.parametrize("name", FLOATS + WHOLE)
 @pytest.mark.parametrize("inside", ["in", "out", "mixed"])
-def test_reductions_have_the_bits_of_adding_in_the_order_of_ranks(groups, name, inside):
+def test_reductions_have_the_bits_of_adding_in_rank_order(groups, name, inside):
     dtype = getattr(torch, name)
     for count in COUNTS:
         parts = [values(rank, count, dtype) for rank in range(RANKS)]

@@ -5,7 +5,7 @@ import sys
 FAULTS = 200
 
 
-def test_200_ranks_killed_or_stopped_inside_collectives_hang_and_corrupt_nobody():
+def test_200_killed_or_stopped_ranks_hang_or_corrupt_no_other():
     """All others hear of it, no sum is wrong, no two ranks are apart by more than a step."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.native.campaign", str(FAULTS), "100"],

@@ -47,8 +47,18 @@ def job_status(**changes: Any) -> JobStatus:
     return JobStatus(**(known | changes))
 
 
-def event(kind: str, at: float, *, size: int = 0, rank: int | None = None, detail: str = "") -> Any:
-    return HistoryEvent(STARTED + at, kind, "tcp://10.0.0.1:40001", rank, 1, detail, size)
+def event(
+    kind: str,
+    at: float,
+    *,
+    size: int = 0,
+    rank: int | None = None,
+    detail: str = "",
+    name: str = "",
+    figures: dict[str, float] | None = None,
+) -> Any:
+    where = "tcp://10.0.0.1:40001"
+    return HistoryEvent(STARTED + at, kind, where, rank, 1, detail, size, name, figures or {})
 
 
 class FakeJob:
@@ -82,10 +92,10 @@ class FakeJob:
         self.set(state=state, **changes)
         self._over.set()
 
-    def curves(self) -> dict[str, list[tuple[float, float]]]:
+    def _curves(self) -> dict[str, list[tuple[float, float]]]:
         return self.shapes
 
-    def pace(self) -> tuple[tuple[float, float], ...]:
+    def _pace(self) -> tuple[tuple[float, float], ...]:
         return self.speeds
 
     def output(self, since: int = 0) -> tuple[int, tuple[Output, ...]]:

@@ -6,7 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
-from nbelastic.notebook.show import NotebookDisplay
+from nbelastic.notebook.display_service import DisplayService
 
 LINE = "nbelastic job quickstart: finished · 4 ranks · 2 resets · 120 commits"
 
@@ -48,7 +48,7 @@ class Stage:
     def __init__(self) -> None:
         self.screen, self.clock = Screen(), Clock()
         self.shell = SimpleNamespace(kernel=object(), execution_count=1)
-        self.display = NotebookDisplay(self.screen, lambda: self.shell, self.clock)
+        self.display = DisplayService(self.screen, lambda: self.shell, self.clock)
 
 
 def until(condition, seconds: float = 10.0) -> None:

@@ -14,12 +14,12 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from nbelastic.cluster.remote import pack_error, unpack_error
+from nbelastic.cluster.rank_error import pack_error, unpack_error
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.notebook.cell import CellError, CellFunction
 from nbelastic.notebook.names import users_names
-from nbelastic.notebook.parcel import StandIn, pack
-from nbelastic.notebook.weight import heavy, weight
+from nbelastic.notebook.remote_value import UnavailableValue, pack
+from nbelastic.notebook.size_estimate import estimated_size, large_variables
 
 
 def cell(body, namespace=None, **options):
@@ -102,7 +102,7 @@ def test_what_ipython_put_into_the_namespace_stays_there():
     assert mine == {"lr": 0.1, "_private": 2, "__data": 3}
 
 
-def test_a_name_that_the_user_took_over_from_ipython_is_the_users():
+def test_a_name_redefined_from_ipython_is_the_users():
     assert users_names({"open": len}, {"open": open}) == {"open": len}
 
 
@@ -143,7 +143,7 @@ def test_it_runs_as_a_cell_does_and_gives_its_last_expression():
         ("from __future__ import annotations\nx: nothing = 1\nx", 1),
     ],
 )
-def test_its_value_is_the_last_expression_unless_a_semicolon_hides_it(body, value):
+def test_its_value_is_the_last_expression_without_a_semicolon(body, value):
     assert cell(body)() == value
 
 
@@ -187,7 +187,7 @@ def test_a_machine_without_ipython_can_run_it():
 # -- lines and errors --------------------------------------------------------------------------
 
 
-def test_a_traceback_of_a_rank_shows_the_cells_lines_with_their_numbers():
+def test_a_ranks_traceback_shows_the_cells_lines_and_numbers():
     body = "def train():\n    loss = 1\n    return loss / nothing\n\ntrain()\n"
     function = sent(cell(body, {"nothing": 0}))
     linecache.cache.pop("Cell In[5]")
@@ -210,7 +210,7 @@ def test_an_error_that_travels_brings_the_cells_frames_only():
     assert failure.where() == where
 
 
-def test_a_name_that_exists_nowhere_is_an_error_of_the_run_with_its_line():
+def test_an_unknown_name_is_an_error_of_the_run_with_its_line():
     function = cell("x = 1\nx + missing")
     with pytest.raises(NameError, match="missing") as caught:
         function()
@@ -281,16 +281,16 @@ def test_a_class_of_the_cell_comes_back(monkeypatch):
     assert (type(value).__name__, value.depth) == ("Net", 3)
 
 
-def test_a_value_that_cannot_be_pickled_is_replaced_by_one_that_says_so(monkeypatch):
+def test_a_value_that_cannot_be_pickled_gets_a_placeholder(monkeypatch):
     value = in_a_job(cell("import threading\nthreading.Lock()"), 0, monkeypatch)
-    assert isinstance(value, StandIn)
+    assert isinstance(value, UnavailableValue)
     assert repr(value).startswith("<unlocked _thread.lock object")
     assert "cannot be pickled" in str(value)
     with pytest.raises(AttributeError, match=r"'acquire'.*cannot be pickled"):
         value.acquire()
 
 
-def test_a_value_that_cannot_be_made_here_is_replaced_too():
+def test_a_value_that_cannot_be_unpickled_is_replaced_too():
     module = types.ModuleType("only_there")
     exec("class Thing:\n    def __repr__(self):\n        return 'a thing'", module.__dict__)
     sys.modules["only_there"] = module
@@ -300,7 +300,7 @@ def test_a_value_that_cannot_be_made_here_is_replaced_too():
         del sys.modules["only_there"]
     value = cloudpickle.loads(data)
     assert repr(value) == "a thing"
-    assert "cannot be made here (ModuleNotFoundError" in value.reason
+    assert "cannot be unpickled here (ModuleNotFoundError" in value.reason
 
 
 def test_a_value_whose_repr_fails_comes_back_all_the_same():
@@ -325,12 +325,12 @@ def test_arrays_tensors_models_and_containers_are_weighed():
     million = 8 * 10**6
     array = np.zeros(10**6)
     model = torch.nn.Linear(1000, 1000)
-    assert weight(array) == million
-    assert weight(torch.zeros(10**6, dtype=torch.float64)) == million
-    assert 4.0e6 < weight(model) < 4.2e6
-    assert 2 * million <= weight([array, {"x": array + 1}]) < 2 * million + 2_000
-    assert weight([array, array]) < million + 1_000
-    assert 0.9 < weight(list(range(10**6))) / sum(map(sys.getsizeof, [10**6] * 10**6)) < 1.4
+    assert estimated_size(array) == million
+    assert estimated_size(torch.zeros(10**6, dtype=torch.float64)) == million
+    assert 4.0e6 < estimated_size(model) < 4.2e6
+    assert 2 * million <= estimated_size([array, {"x": array + 1}]) < 2 * million + 2_000
+    assert estimated_size([array, array]) < million + 1_000
+    assert 0.9 < estimated_size(list(range(10**6))) / sum(map(sys.getsizeof, [10**6] * 10**6)) < 1.4
 
 
 def test_what_cannot_be_weighed_weighs_nothing():
@@ -339,10 +339,31 @@ def test_what_cannot_be_weighed_weighs_nothing():
         def nbytes(self):
             raise RuntimeError("no")
 
-    assert weight(Touchy()) == 0
-    assert weight(np) == 0
+    assert estimated_size(Touchy()) == 0
+    assert estimated_size(np) == 0
 
 
 def test_only_heavy_variables_are_listed_the_heaviest_first():
     values = {"a": np.zeros(10**7), "b": np.zeros(3 * 10**6), "c": 1, "d": np.zeros(10**6)}
-    assert heavy(values) == [("a", 8 * 10**7), ("b", 24 * 10**6)]
+    assert large_variables(values) == [("a", 8 * 10**7), ("b", 24 * 10**6)]
+
+
+# -- its code ------------------------------------------------------------------------------------
+
+
+def no_parser(self):
+    raise SystemError("AST constructor recursion depth mismatch (before=30, after=31)")
+
+
+def test_a_rank_runs_what_was_compiled_here_and_parses_nothing(monkeypatch):
+    function = sent(sent(cell("x = 20\ndef f():\n    return x + 1\nf()")))
+    monkeypatch.setattr(CellFunction, "_parse", no_parser)
+    assert function() == 21
+
+
+def test_code_of_another_python_is_compiled_where_it_runs(monkeypatch):
+    function = cell("a = 6\na * 7")
+    monkeypatch.setattr("importlib.util.MAGIC_NUMBER", b"other")
+    data = cloudpickle.dumps(function)
+    monkeypatch.undo()
+    assert cloudpickle.loads(data)() == 42

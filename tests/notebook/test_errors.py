@@ -16,14 +16,14 @@ def test_the_message_comes_without_lines_of_code(shell, kind, capsys):
     assert shown.strip() == f"{kind}: this and that"
 
 
-def test_an_interrupted_job_is_a_keyboard_interrupt_that_says_what_became_of_it():
+def test_an_interrupt_reports_the_jobs_state():
     error = errors.JobInterrupted("its workers are free")
     assert isinstance(error, KeyboardInterrupt)
     assert error._render_traceback_() == ["JobInterrupted: its workers are free"]
 
 
 @pytest.mark.parametrize("options", ["np='4'", "min_np=5, max_np=2", "num_workers=4"])
-def test_a_wrong_option_of_fit_is_shown_with_the_line_of_the_cell_alone(shell, options, capsys):
+def test_a_wrong_option_of_fit_is_shown_with_the_cells_line_only(shell, options, capsys):
     shell.run_cell(f"import nbelastic\nnbelastic.fit(print, {options})")
     place, line, message = capsys.readouterr().out.strip().splitlines()
     assert place.endswith("line 2")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from nbelastic.notebook.panel import Panel
-from nbelastic.notebook.render import PARTS, Picture, page
+from nbelastic.notebook.render import PARTS, JobSnapshot, page
 
 from .fakes import STARTED, FakeJob, event, job_status, rank_status
 
@@ -34,14 +34,14 @@ def test_no_part_of_a_job_brings_tags_of_its_own(part, kind):
     history = tuple(evil_event(kind, at) for at in (1, 2))
     for state in ("running", "waiting", "failed", "stopped"):
         status = job_status(name=EVIL, state=state, reason=EVIL, ranks=(evil_rank(0),))
-        picture = Picture(status, history, STARTED, {EVIL: [(0, 1.0), (1, 2.0)]})
-        source = page(picture, note=EVIL) if part == "page" else PARTS[part](picture)
+        snapshot = JobSnapshot(status, history, STARTED, {EVIL: [(0, 1.0), (1, 2.0)]})
+        source = page(snapshot, note=EVIL) if part == "page" else PARTS[part](snapshot)
         assert_harmless(source)
 
 
 def test_what_is_cut_off_is_not_cut_within_an_escape():
     for length in range(40, 80):
-        source = PARTS["head"](Picture(job_status(name="&" * length)))
+        source = PARTS["head"](JobSnapshot(job_status(name="&" * length)))
         assert source.count("&") == source.count("&amp;")
 
 

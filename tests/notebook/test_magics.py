@@ -73,7 +73,7 @@ def test_out_holds_the_job_although_it_fails(shell, fit, error):
     assert shell.user_ns["job"] is fit.job
 
 
-def test_an_interrupt_beside_the_wait_leaves_no_job_that_nobody_owns(shell, fit):
+def test_an_interrupt_outside_the_wait_cancels_the_job(shell, fit):
     def interrupt():
         raise KeyboardInterrupt
 
@@ -88,7 +88,7 @@ def test_a_future_import_of_an_earlier_cell_holds_in_this_one(shell, fit):
     assert run(shell, "%%elastic_train\nx: nothing = 1\nx").result == 1
 
 
-def test_a_thread_that_is_not_the_main_one_waits_without_interrupts(shell, fit):
+def test_other_threads_than_the_main_one_wait_uninterrupted(shell, fit):
     results = []
     magic = shell.find_cell_magic("elastic_train")
     thread = threading.Thread(target=lambda: results.append(magic("", "5")))
@@ -215,10 +215,10 @@ def test_a_wrong_cluster_is_an_error_that_knows_the_right_ones(shell, fit):
 
 
 def test_the_manner_is_set_under_the_jobs_name_before_it_starts(shell, fit, monkeypatch):
-    from nbelastic.notebook import show
+    from nbelastic.notebook import display_service as show
 
     manners = {}
-    monkeypatch.setattr(show, "set_manner", manners.__setitem__)
+    monkeypatch.setattr(show, "set_options", manners.__setitem__)
     fit.before = lambda name: manners[name]
     run(shell, "%%elastic_train --stream all\n1")
     assert manners[fit.options["name"]].stream == "all"
@@ -231,7 +231,7 @@ def test_large_variables_are_listed_before_the_start(shell, fit, capsys, monkeyp
     monkeypatch.delenv("NBELASTIC_NONINTERACTIVE", raising=False)
     run(shell, "import numpy as np\nbig = np.zeros(3 * 2**20); small = 1; other = np.zeros(2**22)")
     run(shell, "%%elastic_train\nbig.sum() + small;")
-    assert "to every worker travels: big 24 MiB;" in capsys.readouterr().out
+    assert "sent to every worker: big 24 MiB;" in capsys.readouterr().out
     for line in ("%%elastic_train -q", "%%elastic_train"):
         run(shell, f"{line}\nbig.sum() + small;")
         monkeypatch.setenv("NBELASTIC_NONINTERACTIVE", "1")
@@ -283,7 +283,7 @@ def test_the_extension_can_be_unloaded_and_loaded_again(shell):
     assert shell.find_line_magic("elastic") is not None
 
 
-def test_loading_the_package_loads_neither_ipython_nor_ipywidgets():
+def test_the_package_loads_neither_ipython_nor_ipywidgets():
     code = (
         "import nbelastic.notebook, nbelastic.notebook.cell, nbelastic.notebook.stream, sys;"
         "print([m for m in ('IPython', 'ipywidgets', 'torch') if m in sys.modules])"

@@ -16,7 +16,7 @@ def notebook(shell, crew):
     return shell
 
 
-def test_a_cell_trains_on_all_ranks_and_shows_the_value_of_rank_0(notebook):
+def test_a_cell_trains_on_all_ranks_and_shows_rank_0s_value(notebook):
     run(notebook, "import nbelastic\nbase = 40\ndef answer():\n    return base + scale")
     cell = """%%elastic_train --cluster client --np 2 -o job --stream none
 import torch

@@ -52,7 +52,7 @@ def test_a_job_is_found_by_its_name_or_its_variable(shell, job, capsys, name):
     assert capsys.readouterr().out.startswith("first:")
 
 
-def test_a_job_that_is_not_there_is_an_error_that_names_those_that_are(shell, job):
+def test_an_unknown_job_is_an_error_that_names_the_known_ones(shell, job):
     error = run(shell, "%elastic stop --job third", fails=True)
     assert "--job third" in str(error)
     assert "second, first" in str(error)
@@ -143,7 +143,7 @@ def test_a_wrong_line_is_an_error_that_says_what_to_write(shell, job, line, says
 # -- defaults ----------------------------------------------------------------------------------
 
 
-def test_defaults_hold_for_later_cells_and_the_cell_has_the_last_word(shell, fit, capsys):
+def test_defaults_hold_for_later_cells_that_do_not_override_them(shell, fit, capsys):
     run(shell, "%elastic config max-np=8 stream=all block=false")
     assert capsys.readouterr().out == "block=false max-np=8 stream=all\n"
     assert run(shell, "%%elastic_train\n1").result is fit.job

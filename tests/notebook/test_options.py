@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 import pytest
 
 import nbelastic
 from nbelastic.errors import OptionError
+from nbelastic.notebook.magics import ElasticMagics
 from nbelastic.notebook.options import (
-    FIT_OPTIONS,
+    OF_FIT,
     MagicOptionError,
+    options_help,
     parse_setting,
     split,
     train_parser,
@@ -22,8 +25,8 @@ def parse(line):
 
 
 def test_every_option_of_fit_is_there_and_no_other():
-    of_the_cell = {"fn", "args", "kwargs", "block"}
-    assert set(FIT_OPTIONS) == set(inspect.signature(nbelastic.fit).parameters) - of_the_cell
+    of_the_cell = {"fn", "args", "kwargs", "block", "cluster", "name"}
+    assert set(OF_FIT) == set(inspect.signature(nbelastic.fit).parameters) - of_the_cell
 
 
 def test_every_option_of_fit_is_read_as_fit_takes_it():
@@ -39,7 +42,7 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "np": 3,
         "min_np": 2,
         "max_np": 4,
-        "workers": ["alice", "bob"],
+        "workers": ("alice", "bob"),
         "resources": {"GPU": 1.0, "MEM": 2.5},
         "slots_per_host": 2,
         "reset_limit": 0,
@@ -48,13 +51,31 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "heartbeat_timeout": 5.0,
         "blacklist_cooldown": (10.0, 100.0),
         "lease": 600.0,
-        "checkpoint": "runs/resnet",
+        "checkpoint": os.path.abspath("runs/resnet"),
         "checkpoint_every": 50,
         "resume": True,
         "backend": "shm",
         "name": "resnet",
     }
-    assert set(found) == set(FIT_OPTIONS)
+    assert set(found) == {*OF_FIT, "cluster", "name"}
+
+
+def test_durations_on_a_line_are_read_as_dask_reads_them():
+    found = parse("--stall-timeout 2m --lease '1 day' --blacklist-cooldown 10s 2m")
+    assert found == {
+        "stall_timeout": 120.0,
+        "lease": 86400.0,
+        "blacklist_cooldown": (10.0, 120.0),
+    }
+
+
+def test_the_help_has_every_option_with_a_valid_example():
+    text = options_help("%%elastic_train")
+    for row in OF_FIT.values():
+        assert f"  {row.flag}" in text
+        assert row.name in parse(row.example)
+        assert f"%%elastic_train {row.example}" in text
+    assert text.strip() in str(ElasticMagics.elastic_train.__doc__)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +113,7 @@ def test_the_options_of_the_cell_itself(line, found):
         ("--np -1", ["--np", "'-1'", "at least 1"]),
         ("--np", ["--np", "expected one argument"]),
         ("--reset-limit -1", ["--reset-limit", "at least 0"]),
-        ("--elastic-timeout soon", ["--elastic-timeout", "'soon'", "seconds above 0"]),
+        ("--elastic-timeout soon", ["--elastic-timeout", "'soon'", "above 0", "'90 s'"]),
         ("--stall-timeout 0", ["--stall-timeout", "'0'", "above 0"]),
         ("--backend glo", ["--backend", "'glo'", "auto, gloo, shm", "did you mean gloo or"]),
         ("--resources GPU", ["--resources", "'GPU'", "GPU=1"]),
@@ -126,7 +147,7 @@ def test_an_open_quote_is_an_error():
         ("max_np=8", ("max_np", 8)),
         ("--max-np=8", ("max_np", 8)),
         ("max-np=", ("max_np", None)),
-        ("workers=alice,bob", ("workers", ["alice", "bob"])),
+        ("workers=alice,bob", ("workers", ("alice", "bob"))),
         ("resources=GPU=1,MEM=2", ("resources", {"GPU": 1.0, "MEM": 2.0})),
         ("blacklist-cooldown=10,100", ("blacklist_cooldown", (10.0, 100.0))),
         ("stream=all", ("stream", "all")),

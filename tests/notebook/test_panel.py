@@ -7,6 +7,7 @@ import time
 from nbelastic.errors import OptionError
 from nbelastic.notebook.panel import Panel
 from nbelastic.notebook.render import PARTS
+from tests.support.logs import own_records
 
 from .fakes import FakeJob, rank_status
 
@@ -33,7 +34,7 @@ def sent(panel: Panel) -> list[tuple[str, str]]:
     changes: list[tuple[str, str]] = []
     for name, part in panel._parts.items():
         part.observe(lambda change, name=name: changes.append((name, change["name"])))
-    for name, widget in (("stop", panel.stop), ("slider", panel.slider)):
+    for name, widget in (("stop", panel.stop), ("least", panel.least), ("most", panel.most)):
         widget.observe(lambda change, name=name: changes.append((name, change["name"])))
     return changes
 
@@ -98,7 +99,7 @@ def test_the_timeline_is_not_drawn_again_for_a_commit(monkeypatch):
     assert len(drawn) == 2
 
 
-def test_stop_asks_for_the_next_commit_first_and_for_now_the_second_time():
+def test_stop_waits_for_the_next_commit_unless_pressed_twice():
     job, panel, _ = made()
     panel.stop.click()
     assert job.asked == ["stop"]
@@ -110,86 +111,120 @@ def test_stop_asks_for_the_next_commit_first_and_for_now_the_second_time():
     assert job.asked == ["stop", "cancel"]
 
 
-def test_the_slider_shows_the_limits_of_the_job():
+def limits(panel: Panel) -> tuple[int, int]:
+    return panel.least.value, panel.most.value
+
+
+def test_the_fields_show_the_limits_of_the_job_and_have_names():
     _, panel, _ = made(min_np=2, max_np=6)
-    assert panel.slider.value == (2, 6)
-    assert (panel.slider.min, panel.slider.max) == (1, 8)
-    assert panel.slider.continuous_update is False
+    assert limits(panel) == (2, 6)
+    assert (panel.least.description, panel.most.description) == ("Min ranks", "Max ranks")
+    assert panel.least.continuous_update is False
 
 
-def test_the_slider_has_room_for_what_there_is():
+def test_no_limit_is_shown_as_none():
     job, panel, clock = made(min_np=2, max_np=None, size=30)
-    assert (panel.slider.value, panel.slider.max) == ((2, 30), 30)
+    assert limits(panel) == (2, 0)
     job.set(size=40)
     clock.now = 1.0
     panel.refresh()
-    assert (panel.slider.value, panel.slider.max) == ((2, 40), 40)
+    assert limits(panel) == (2, 0)
     assert job.asked == []
 
 
-def test_moving_the_slider_scales_by_what_was_moved():
+def test_a_field_scales_by_what_was_changed():
     job, panel, _ = made(min_np=2, max_np=6)
-    panel.slider.value = (2, 7)
-    panel.slider.value = (3, 6)
+    panel.most.value = 7
+    job.set(max_np=7)
+    panel.least.value = 3
     assert job.asked == [(None, 7), (3, None)]
 
 
-def test_without_a_limit_the_upper_end_stays_unlimited():
+def test_a_job_without_a_limit_keeps_none_until_it_is_given_one():
     job, panel, _ = made(min_np=2, max_np=None)
-    panel.slider.value = (3, 8)
-    assert job.asked == [(3, None)]
-    panel.slider.value = (2, 5)
-    assert job.asked[-1] == (None, 5)
+    panel.least.value = 3
+    job.set(min_np=3)
+    panel.most.value = 5
+    assert job.asked == [(3, None), (None, 5)]
 
 
-def test_the_slider_stays_where_it_was_put_until_the_job_follows():
+def test_the_fields_stay_as_they_were_put_until_the_job_follows():
     job, panel, clock = made(min_np=2, max_np=6)
-    panel.slider.value = (2, 7)
+    panel.most.value = 7
     clock.now = 1.0
     panel.refresh()
-    assert panel.slider.value == (2, 7)
+    assert limits(panel) == (2, 7)
     job.set(max_np=7)
     clock.now = 2.0
     panel.refresh()
     job.set(max_np=4)  # scaled from elsewhere
     clock.now = 3.0
     panel.refresh()
-    assert panel.slider.value == (2, 4)
+    assert limits(panel) == (2, 4)
     assert job.asked == [(None, 7)]
 
 
-def test_the_slider_goes_back_where_the_job_does_not_follow():
+def test_a_field_changed_during_an_update_keeps_its_value(monkeypatch):
+    job, panel, clock = made(min_np=2, max_np=6)
+    clock.now = 1.0
+    changing = threading.Thread(target=lambda: setattr(panel.most, "value", 5))
+    draw = PARTS["head"]
+
+    def draw_meanwhile(snapshot):
+        changing.start()
+        while panel.most.value != 5:
+            time.sleep(0.001)
+        return draw(snapshot)
+
+    monkeypatch.setitem(PARTS, "head", draw_meanwhile)
+    panel.refresh()
+    changing.join()
+    assert limits(panel) == (2, 5)
+    assert job.asked == [(None, 5)]
+
+
+def test_the_fields_go_back_where_the_job_does_not_follow():
     _, panel, clock = made(min_np=2, max_np=6)
-    panel.slider.value = (2, 7)
+    panel.most.value = 7
     clock.now = 10.0
     panel.refresh()
-    assert panel.slider.value == (2, 6)
+    assert limits(panel) == (2, 6)
 
 
-def test_limits_that_the_job_refuses_are_taken_back(monkeypatch):
-    job, panel, clock = made(min_np=2, max_np=6)
+def test_refused_limits_are_reset_with_the_reason(monkeypatch):
+    job, panel, _ = made(min_np=2, max_np=6)
 
     def refuse(**_):
-        raise OptionError("min_np=4 would be above max_np=3")
+        raise OptionError("min_np=9 would be above max_np=6")
 
     monkeypatch.setattr(job, "scale", refuse)
-    panel.slider.value = (4, 6)
-    clock.now = 1.0
-    panel.refresh()
-    assert panel.slider.value == (2, 6)
+    panel.least.value = 9
+    assert limits(panel) == (2, 6)
+    assert "min_np=9 would be above max_np=6" in panel._refusal.value
+    panel.most.value = 0
+    assert limits(panel) == (2, 6)
+    assert "keeps one" in panel._refusal.value
     assert not panel.broken
 
 
-def test_the_end_puts_in_the_final_state_and_takes_the_controls_away():
+def test_only_a_running_panel_reports_missing_news():
+    job, panel, _ = made()
+    assert "nbe-stale" in values(panel)["head"]
+    job.end("finished", size=3)
+    panel.finish()
+    assert "nbe-stale" not in values(panel)["head"]
+
+
+def test_the_end_shows_the_final_state_without_controls():
     job, panel, _ = made()
     job.end("finished", size=3)
     panel.finish()
     assert "finished" in values(panel)["head"]
-    assert panel.stop.disabled and panel.slider.disabled
+    assert panel.stop.disabled and panel.most.disabled
     shown = [child for box in panel.widget.children for child in getattr(box, "children", [box])]
-    assert panel.stop not in shown and panel.slider not in shown
+    assert panel.stop not in shown and panel.most not in shown
     panel.stop.click()
-    panel.slider.value = (1, 3)
+    panel.most.value = 3
     assert job.asked == []
     assert panel._job is None
     assert not panel.refresh()
@@ -206,7 +241,7 @@ def test_a_fault_is_logged_once_and_switches_the_panel_off(caplog):
     panel.finish()
     panel.stop.click()
     assert panel.broken
-    assert len(caplog.records) == 1
+    assert len(own_records(caplog)) == 1
     assert "job 'quickstart'" in caplog.text
 
 
@@ -237,7 +272,7 @@ def test_callbacks_and_refreshes_may_come_in_any_thread():
     for thread in threads:
         thread.start()
     for i in range(50):
-        panel.slider.value = (2, 7 - i % 2)
+        panel.most.value = 7 - i % 2
     panel.stop.click()
     done.set()
     for thread in threads:

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from nbelastic.driver.status import Progress
-from nbelastic.notebook.render import PARTS, STYLE, Picture, page
+from nbelastic.notebook.render import PARTS, STYLE, JobSnapshot, page
 from nbelastic.notebook.render.theme import _COLOURS, SYMBOLS
 
 from .fakes import STARTED, event, job_status, rank_status
@@ -50,15 +50,15 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def full(**changes) -> Picture:
+def full(**changes) -> JobSnapshot:
     history = (
         event("joined", 1, size=0, rank=0),
         event("formed", 2, size=4),
-        event("lost", 20, size=3, rank=3, detail="its worker was killed"),
+        event("lost", 20, size=3, rank=3, detail="its worker was killed", name="w3"),
         event("reset", 20.1, size=3, detail="rank 3 lost → 3 ranks"),
     )
     progress = Progress(1, 4, 5, 10, remaining_s=75.0)
-    return Picture(
+    return JobSnapshot(
         job_status(progress=progress, **changes),
         history,
         STARTED,
@@ -68,12 +68,18 @@ def full(**changes) -> Picture:
 
 
 @pytest.mark.parametrize("state", sorted(SYMBOLS))
-def test_every_state_is_a_well_formed_page_that_says_it_in_word_and_symbol(state):
+def test_every_state_has_a_well_formed_page_with_word_and_symbol(state):
     source = page(full(state=state, reason="because"))
     shown = Page(source)
     badge = re.search(rf'nbe-badge nbe-{state}"><i aria-hidden="true">(.)</i>{state}<', source)
     assert badge and not badge[1].isascii()
     assert state in shown.text
+
+
+@pytest.mark.parametrize("state", ["running", "finished"])
+def test_warnings_are_on_the_page_with_what_to_do(state):
+    shown = Page(page(full(state=state, warnings=("ranks <never> met\nwrap it", "second"))))
+    assert "Warning: ranks <never> met wrap it Warning: second" in shown.text
 
 
 def test_the_page_needs_no_script_and_nothing_from_elsewhere():
@@ -86,11 +92,12 @@ def test_the_page_needs_no_script_and_nothing_from_elsewhere():
 def test_the_table_of_ranks_can_be_read_by_a_screen_reader():
     shown = Page(page(full()))
     assert len(shown.all("caption")) == 1
-    assert [cell["scope"] for cell in shown.all("th")] == ["col"] * 7 + ["row"] * 4
+    assert [cell["scope"] for cell in shown.all("th")] == ["col"] * 6 + ["row"] * 5
     assert "Ranks: 4 running" in shown.text
+    assert "lost at 0:20" in shown.text  # rank 3's worker, which may come back
 
 
-def test_progress_is_a_real_progress_element_with_a_name_and_the_remaining_time():
+def test_progress_is_a_labelled_element_with_the_remaining_time():
     shown = Page(page(full()))
     (bar,) = shown.all("progress")
     assert bar["value"] == "0.3750" and bar["max"] == "1" and bar["aria-label"]
@@ -99,7 +106,7 @@ def test_progress_is_a_real_progress_element_with_a_name_and_the_remaining_time(
 
 
 def test_drawings_have_a_role_and_a_summary():
-    drawings = [svg for svg in Page(page(full())).all("svg") if "aria-hidden" not in svg]
+    drawings = [svg for svg in Page(page(full())).all("svg") if "role" in svg]
     assert [svg["role"] for svg in drawings] == ["img", "img"]
     assert "1 loss" in (drawings[0]["aria-label"] or "")
     assert "loss: 0.5 at step 1, 2 values" in (drawings[1]["aria-label"] or "")
@@ -128,8 +135,8 @@ def test_what_happened_last_is_said_politely():
     ],
 )
 def test_joins_losses_leaves_and_ends_are_said(kind, said):
-    picture = Picture(job_status(), (event(kind, 1, rank=2), event("formed", 2)), STARTED)
-    assert said in PARTS["live"](picture)
+    snapshot = JobSnapshot(job_status(), (event(kind, 1, rank=2), event("formed", 2)), STARTED)
+    assert said in PARTS["live"](snapshot)
 
 
 def test_everything_foreign_is_escaped():
@@ -138,7 +145,7 @@ def test_everything_foreign_is_escaped():
     history = [event(kind, 1, detail=evil, size=1) for kind in ("lost", "reset", "failed")]
     for state in ("running", "failed", "waiting"):
         status = job_status(name=evil, state=state, reason=evil, ranks=(rank,))
-        source = page(Picture(status, history, STARTED, {evil: [(0, 1)]}), note=evil)
+        source = page(JobSnapshot(status, history, STARTED, {evil: [(0, 1)]}), note=evil)
         shown = Page(source)
         assert shown.all("script") == []
         assert "<script" not in source and "\x00" not in source and "\x1b" not in source
@@ -147,7 +154,7 @@ def test_everything_foreign_is_escaped():
 
 def test_many_ranks_are_cut_to_twenty_rows_and_counted():
     ranks = tuple(rank_status(i) for i in range(198)) + (rank_status(None, state="starting"),) * 2
-    source = PARTS["ranks"](Picture(job_status(ranks=ranks)))
+    source = PARTS["ranks"](JobSnapshot(job_status(ranks=ranks)))
     assert source.count("<tr>") == 21
     assert "+ 180 more" in source
     assert "Ranks: 198 running, 2 starting" in source
@@ -158,19 +165,105 @@ def test_many_ranks_are_cut_to_twenty_rows_and_counted():
     [("shm", "4 running, over shared memory<"), ("", "4 running<"), ("<b>", "over &lt;b&gt;<")],
 )
 def test_the_table_of_ranks_says_what_tensors_travel_over(backend, said):
-    assert said in PARTS["ranks"](Picture(job_status(backend=backend)))
+    assert said in PARTS["ranks"](JobSnapshot(job_status(backend=backend)))
 
 
-def test_many_resets_are_cut_to_the_last_five():
+def test_many_changes_are_cut_to_the_last_six():
     history = [event("reset", at, detail=f"cause {at}") for at in range(12)]
-    source = PARTS["resets"](Picture(job_status(), history, STARTED))
-    assert re.findall(r"cause (\d+)", source) == ["11", "10", "9", "8", "7"]
-    assert "+ 7 more" in source and Page(source).all("details")
+    source = PARTS["changes"](JobSnapshot(job_status(), history, STARTED))
+    assert re.findall(r"cause (\d+)", source) == ["11", "10", "9", "8", "7", "6"]
+    assert "+ 6 more" in source and Page(source).all("details")
+
+
+COST = {"noticed": 0.0, "restored": 6.0, "synchronised": 25.6, "stepped": 470.0}
+
+
+def lines(*history, **changes) -> list[str]:
+    """Return what the page says has happened, newest first."""
+    source = PARTS["changes"](JobSnapshot(job_status(**changes), history, STARTED))
+    return re.findall(r"</time> (.*?)</li>", source)
+
+
+def test_a_failure_says_who_was_lost_and_what_it_has_cost():
+    lost = event("lost", 20, rank=2, detail="its worker left the cluster", name="two")
+    reset = event("reset", 20.1, size=3, detail="rank 2 on tcp://…: its worker left → 3 ranks")
+    cost = event("phases", 20.6, figures={**COST, "batches": 3, "samples": 1200})
+    assert lines(lost, reset, event("formed", 20.2, size=3), cost) == [
+        "Rank 2 on worker two lost: its worker left the cluster → 3 ranks"
+        " · training went on after 26 ms, 3 batches (1,200 samples) redone"
+    ]
+    cost = event("phases", 20.6, figures={**COST, "batches": 0, "samples": 0})
+    assert lines(lost, reset, cost)[0].endswith("after 26 ms, no batch redone")
+
+
+def test_a_planned_change_says_who_joined_and_who_left():
+    assert lines(
+        event("joined", 1, size=4, rank=0, name="one"),  # with the start: no change
+        event("formed", 1, size=4),
+        event("left", 30, size=3, rank=3, name="three", detail="as planned"),
+        event("reset", 30, size=4, detail="a planned change → 4 ranks"),
+        event("joined", 30, size=4, rank=3, name="four"),
+        event("phases", 31, figures={"noticed": 0.0, "synchronised": 4.0}),
+    ) == [
+        "Rank 3 on worker three left; Rank 3 on worker four joined → 4 ranks"
+        " · training went on after 4 ms"
+    ]
+
+
+def test_changes_are_in_order_and_a_loss_precedes_its_reset():
+    reset = event("reset", 20, size=3, detail="rank 1: ranks disagree → 3 ranks")
+    lost = event("lost", 25, rank=0, detail="killed", name="zero")
+    assert lines(reset, lost) == [
+        "Rank 0 on worker zero lost: killed",
+        "rank 1: ranks disagree → 3 ranks",
+    ]
+
+
+def test_many_who_join_at_once_are_counted():
+    reset = event("reset", 20, size=9, detail="a planned change → 9 ranks")
+    joins = [event("joined", 20, size=9, rank=i, name=f"w{i}") for i in range(5)]
+    (line,) = lines(reset, *joins)
+    assert "worker w2 joined; 2 more left or joined → 9 ranks" in line
+
+
+def test_each_change_is_told_once_on_a_page():
+    shown = Page(page(full())).text
+    assert shown.count("its worker was killed") == 1 + 1  # a tooltip of the drawing
+
+
+def test_a_worker_is_shown_by_name_with_its_address_as_tooltip():
+    named = dataclasses.replace(rank_status(0), name="gpu-3")
+    source = PARTS["ranks"](JobSnapshot(job_status(ranks=(named, rank_status(1)))))
+    assert '<td title="tcp://10.0.0.0:40000">worker gpu-3</td>' in source
+    assert "<td" in source and ">10.0.0.1:40001</td>" in source
+
+
+def test_hosts_are_shown_where_there_are_several():
+    one, other = rank_status(0), rank_status(4)
+    assert "on node-0" not in PARTS["ranks"](JobSnapshot(job_status(ranks=(one,))))
+    assert "on node-1" in PARTS["ranks"](JobSnapshot(job_status(ranks=(one, other))))
+
+
+def test_a_lost_worker_is_shown_until_it_is_back_or_replaced():
+    lost = event("lost", 20, rank=1, name="two")
+    crew = tuple(rank_status(i) for i in range(3))
+
+    def table(**changes) -> str:
+        known = {"ranks": crew, "max_np": 4, "elapsed": 42.0} | changes
+        return PARTS["ranks"](JobSnapshot(job_status(**known), (lost,), STARTED))
+
+    assert "lost at 0:20" in table() and "worker two" in table() and "not back yet" in table()
+    assert "not back yet" not in table(max_np=3)
+    assert "not back yet" not in table(elapsed=200.0)
+    assert "not back yet" not in table(state="stopped")
+    back = dataclasses.replace(rank_status(None, state="starting"), name="two")
+    assert "not back yet" not in table(ranks=(*crew, back))
+    assert "starting again" in table(ranks=(*crew, back))
 
 
 def test_many_metrics_are_cut_to_six():
     curves = {f"m{i}": [(0.0, 1.0)] for i in range(9)}
-    source = PARTS["curves"](Picture(job_status(), curves=curves))
+    source = PARTS["curves"](JobSnapshot(job_status(), curves=curves))
     assert len(Page(source).all("svg")) == 6
     assert "+ 3 more metrics" in source
 
@@ -178,20 +271,20 @@ def test_many_metrics_are_cut_to_six():
 def test_metrics_that_are_not_finite_are_drawn_as_far_as_they_go():
     nan, inf = float("nan"), float("inf")
     curves = {"a": [(0, 1.0), (1, nan), (2, inf), (3, 2.0)], "b": [(0, nan)], "c": []}
-    source = PARTS["curves"](Picture(job_status(), curves=curves))
+    source = PARTS["curves"](JobSnapshot(job_status(), curves=curves))
     assert len(Page(source).all("svg")) == 2
     assert not re.search(r' d="[^"]*(nan|inf)', source)
 
 
 def test_a_failure_shows_the_first_lines_of_its_reason():
     reason = "ValueError: no\n" + "\n".join(f"line {i}" for i in range(50))
-    source = page(Picture(job_status(state="failed", reason=reason)))
+    source = page(JobSnapshot(job_status(state="failed", reason=reason)))
     assert "ValueError: no" in source and "line 10" in source and "line 12" not in source
     assert "more lines" in source
 
 
 def test_a_waiting_job_says_what_for():
-    assert "1 more needed" in page(Picture(job_status(state="waiting", reason="1 more needed")))
+    assert "1 more needed" in page(JobSnapshot(job_status(state="waiting", reason="1 more needed")))
 
 
 def test_colours_come_from_jupyter_and_fall_back_by_scheme():
@@ -216,14 +309,17 @@ def test_words_can_be_read_on_their_background_in_both_schemes(column):
 
 
 def test_every_rule_is_scoped_to_what_is_ours():
-    rules = re.sub(r"@media[^{]*\{(.*?\})\}", r"\1", STYLE.replace("<style>", ""))
+    rules = re.sub(r"@keyframes nbe-\w+\{.*?\}\s*\}", "", STYLE.replace("<style>", ""), flags=re.S)
+    rules = re.sub(r"@media[^{]*\{(.*?\})\}", r"\1", rules, flags=re.S)
     selectors = [s for group in re.findall(r"([^{}]+)\{", rules) for s in group.split(",")]
     assert len(selectors) > 40
     assert [s for s in selectors if ".nbe" not in s] == []
 
 
 def test_an_empty_job_has_a_page_too():
-    shown = Page(page(Picture(job_status(state="waiting", size=0, ranks=(), samples_per_s=None))))
+    shown = Page(
+        page(JobSnapshot(job_status(state="waiting", size=0, ranks=(), samples_per_s=None)))
+    )
     assert shown.all("table") == [] and shown.all("progress") == []
 
 

@@ -5,48 +5,57 @@ import dataclasses
 import pytest
 
 from nbelastic.driver.status import Progress
-from nbelastic.notebook.render import Picture, line, text
-from nbelastic.notebook.render.words import count, duration, first_lines, limits, number, rate
+from nbelastic.notebook.render import JobSnapshot, line, text
+from nbelastic.notebook.render.formatting import count, duration, first_lines, limits, number, rate
 
 from .fakes import STARTED, event, job_status, rank_status
 
 
 def test_a_finished_job_is_told_by_its_counts():
     status = job_status(state="finished", size=4, resets=2, commits=120)
-    assert text(Picture(status)) == (
+    assert text(JobSnapshot(status)) == (
         "nbelastic job quickstart: finished · 4 ranks · 2 resets · 120 commits"
     )
 
 
+def test_a_warning_is_in_the_line_by_its_first_line():
+    status = job_status(state="finished", warnings=("ranks never met: 2 trainings\nbecause",))
+    assert text(JobSnapshot(status)).endswith("· warning: ranks never met: 2 trainings")
+    running = line(JobSnapshot(job_status(warnings=status.warnings)))
+    assert running.endswith("· warning: ranks never met: 2 trainings")
+
+
 def test_one_of_something_is_not_plural():
     status = job_status(state="finished", size=1, resets=1, commits=1)
-    assert text(Picture(status)).endswith("1 rank · 1 reset · 1 commit")
+    assert text(JobSnapshot(status)).endswith("1 rank · 1 reset · 1 commit")
 
 
 @pytest.mark.parametrize("state", ["waiting", "forming", "running", "failed", "stopped"])
 def test_what_depends_on_the_moment_is_not_in_the_text(state):
-    first = Picture(job_status(state=state), (event("lost", 3, size=3),), STARTED)
+    first = JobSnapshot(job_status(state=state), (event("lost", 3, size=3),), STARTED)
     later = dataclasses.replace(
         job_status(state=state),
         size=3, commits=7, resets=9, generation=11, elapsed=99.5, samples_per_s=3.0,
         reason="waiting 17 s for tcp://10.0.0.3:40122", ranks=(rank_status(7),),
     )  # fmt: skip
-    assert text(first) == text(Picture(later, (), STARTED + 5))
+    assert text(first) == text(JobSnapshot(later, (), STARTED + 5))
 
 
-def test_whether_a_job_waits_forms_or_runs_makes_no_difference_to_its_text():
-    said = {text(Picture(job_status(state=state))) for state in ("waiting", "forming", "running")}
+def test_the_text_is_the_same_in_every_state_of_a_live_job():
+    said = {
+        text(JobSnapshot(job_status(state=state))) for state in ("waiting", "forming", "running")
+    }
     assert said == {"nbelastic job quickstart: under way · 2 to 8 ranks"}
 
 
 def test_the_text_is_one_line_whatever_the_name():
-    assert "\n" not in text(Picture(job_status(name="a\nb" * 100)))
-    assert len(text(Picture(job_status(name="a" * 1000)))) < 200
+    assert "\n" not in text(JobSnapshot(job_status(name="a\nb" * 100)))
+    assert len(text(JobSnapshot(job_status(name="a" * 1000)))) < 200
 
 
 def test_a_terminal_is_told_how_far_the_job_has_come():
     status = job_status(progress=Progress(1, 4, 0, 0, remaining_s=75.0))
-    said = line(Picture(status))
+    said = line(JobSnapshot(status))
     assert said == (
         "quickstart: running · 4 ranks · 120 commits · 25% · 1,000 samples/s · 1:15 left"
     )
@@ -63,16 +72,18 @@ def test_a_terminal_is_told_how_far_the_job_has_come():
     ],
 )
 def test_a_terminal_is_told_what_tensors_travel_over(backend, said):
-    assert said in line(Picture(job_status(backend=backend)))
+    assert said in line(JobSnapshot(job_status(backend=backend)))
 
 
-def test_what_tensors_travel_over_depends_on_the_machine_and_is_not_in_the_text():
+def test_the_text_does_not_depend_on_the_backend():
     status = job_status(state="finished")
-    assert text(Picture(status)) == text(Picture(dataclasses.replace(status, backend="shm")))
+    assert text(JobSnapshot(status)) == text(
+        JobSnapshot(dataclasses.replace(status, backend="shm"))
+    )
 
 
 def test_a_terminal_is_told_what_a_job_waits_for():
-    said = line(Picture(job_status(state="waiting", reason="1 worker there; 1 more needed")))
+    said = line(JobSnapshot(job_status(state="waiting", reason="1 worker there; 1 more needed")))
     assert "waiting (1 worker there; 1 more needed)" in said
 
 

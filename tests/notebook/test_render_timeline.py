@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from nbelastic.notebook.render import Picture, timeline, timeline_key
+from nbelastic.notebook.render import JobSnapshot, timeline, timeline_key
 from nbelastic.notebook.render.timeline import MARKS, legend, thin
 
 from .fakes import STARTED, event, job_status
@@ -21,8 +21,8 @@ STORY = (
 )
 
 
-def drawn(picture: Picture) -> ET.Element:
-    return ET.fromstring(timeline(picture))
+def drawn(snapshot: JobSnapshot) -> ET.Element:
+    return ET.fromstring(timeline(snapshot))
 
 
 def marks(svg: ET.Element) -> dict[str, list[str]]:
@@ -36,11 +36,11 @@ def marks(svg: ET.Element) -> dict[str, list[str]]:
 
 
 def test_each_kind_of_change_has_a_mark_with_a_tooltip():
-    found = marks(drawn(Picture(job_status(), STORY, STARTED)))
+    found = marks(drawn(JobSnapshot(job_status(), STORY, STARTED)))
     assert found == {
-        "joined": ["join of rank 0, 0:01"],
-        "lost": ["loss of rank 2: <killed>, 0:20"],
-        "left": ["leave of rank 1, 0:30"],
+        "joined": ["join of rank 0 on 10.0.0.1:40001, 0:01"],
+        "lost": ["loss of rank 2 on 10.0.0.1:40001: <killed>, 0:20"],
+        "left": ["leave of rank 1 on 10.0.0.1:40001, 0:30"],
         "reset": ["reset: rank 2 lost → 3 ranks, 0:20"],
     }
 
@@ -50,7 +50,7 @@ def test_marks_differ_in_shape_and_not_only_in_colour():
 
 
 def test_the_summary_says_what_the_drawing_shows():
-    svg = drawn(Picture(job_status(), STORY, STARTED))
+    svg = drawn(JobSnapshot(job_status(), STORY, STARTED))
     assert svg.get("role") == "img"
     assert svg.get("aria-label") == (
         "World size over 0:42: 2 at last, at most 4 ranks; 1 loss, 1 leave, 1 join, 1 reset"
@@ -58,23 +58,23 @@ def test_the_summary_says_what_the_drawing_shows():
 
 
 def test_the_line_steps_to_each_size_at_its_time():
-    svg = drawn(Picture(job_status(max_np=4, elapsed=40.0), STORY[:4], STARTED))
+    svg = drawn(JobSnapshot(job_status(max_np=4, elapsed=40.0), STORY[:4], STARTED))
     (line,) = [p.get("d") or "" for p in svg.iter("path") if p.get("class") == "nbe-step"]
-    # 674 wide from 34 on for 40 s, 92 high under 16 for 4 ranks
-    assert line == "M34 108V108H67.7V16H371V39H708"
+    # 1000 wide for 40 s, 88 high under 22 for 4 ranks
+    assert line == "M0 110V110H50V22H500V44H1000"
 
 
 def test_the_size_stays_what_it_was_when_the_job_ends():
-    svg = drawn(Picture(job_status(state="finished"), STORY, STARTED))
+    svg = drawn(JobSnapshot(job_status(state="finished"), STORY, STARTED))
     (line,) = [p.get("d") or "" for p in svg.iter("path") if p.get("class") == "nbe-step"]
-    assert line.endswith("V85H708")  # 2 of 8 ranks
+    assert line.endswith("V88H1000")  # 2 of 8 ranks
 
 
 def test_throughput_is_under_the_sizes():
     pace = ((1.0, 100.0), (20.0, 2000.0), (40.0, 1000.0))
-    with_pace = timeline(Picture(job_status(), STORY, STARTED, pace=pace))
+    with_pace = timeline(JobSnapshot(job_status(), STORY, STARTED, pace=pace))
     assert "samples/s, at most 2,000" in with_pace
-    assert "samples/s" not in timeline(Picture(job_status(), STORY, STARTED))
+    assert "samples/s" not in timeline(JobSnapshot(job_status(), STORY, STARTED))
 
 
 @pytest.mark.parametrize("detail", ["killed", "<" * 200, "rank 3 → 'gone' & \"lost\""])
@@ -86,8 +86,8 @@ def test_ten_thousand_events_stay_under_twenty_kilobytes(detail):
         for i in range(10_000)
     ]
     pace = [(float(i), chance.random() * 1e6) for i in range(3_000)]
-    picture = Picture(job_status(elapsed=3_000.0), history, STARTED, pace=pace)
-    source = timeline(picture)
+    snapshot = JobSnapshot(job_status(elapsed=3_000.0), history, STARTED, pace=pace)
+    source = timeline(snapshot)
     assert len(source.encode()) < 20_000
     found = marks(ET.fromstring(source))
     assert set(found) == set(MARKS)
@@ -99,11 +99,11 @@ def test_a_thinned_line_keeps_its_lowest_and_highest_size():
     history = [event("formed", i * 0.1, size=50) for i in range(1, 5_000)]
     history[2_000] = event("lost", 200.1, size=3)
     history[3_000] = event("reset", 300.1, size=99)
-    svg = drawn(Picture(job_status(elapsed=500.0, max_np=None), history, STARTED))
+    svg = drawn(JobSnapshot(job_status(elapsed=500.0, max_np=None), history, STARTED))
     (line,) = [p.get("d") or "" for p in svg.iter("path") if p.get("class") == "nbe-step"]
     heights = [float(y) for y in re.findall(r"V([\d.]+)", line)]
-    assert min(heights) == 16.0  # 99 ranks are the top
-    assert 105.2 in heights  # 3 ranks
+    assert min(heights) == 22.0  # 99 ranks are the top
+    assert 107.3 in heights  # 3 ranks
 
 
 def test_thinning_keeps_the_extremes_in_order():
@@ -116,23 +116,39 @@ def test_thinning_keeps_the_extremes_in_order():
     assert kept == sorted(kept)
 
 
-def test_the_legend_counts_what_there_is_and_leaves_out_what_there_is_not():
-    words = re.findall(r"</svg>([^<]+)<", legend(Picture(job_status(), STORY, STARTED)))
-    assert words == ["1 loss", "1 leave", "1 join", "1 reset"]
-    assert legend(Picture(job_status())) == ""
+def test_the_legend_counts_the_marks_that_there_are():
+    words = re.findall(r"</svg>([^<]+)<", legend(JobSnapshot(job_status(), STORY, STARTED)))
+    assert words == ["1 loss", "1 leave", "1 join", "reset"]  # resets are counted at the head
+    assert legend(JobSnapshot(job_status())) == ""
 
 
-def test_a_timeline_is_due_again_when_something_happened_or_time_has_passed():
-    key = timeline_key(Picture(job_status(elapsed=42.1), STORY, STARTED))
-    assert timeline_key(Picture(job_status(elapsed=42.9), STORY, STARTED)) == key
-    assert timeline_key(Picture(job_status(elapsed=43.1), STORY, STARTED)) != key
-    assert timeline_key(Picture(job_status(elapsed=42.1), STORY[:-1], STARTED)) != key
-    hours = timeline_key(Picture(job_status(elapsed=36_000.0), STORY, STARTED))
-    assert timeline_key(Picture(job_status(elapsed=36_100.0), STORY, STARTED)) == hours
+def test_a_timeline_is_redrawn_after_an_event_or_some_time():
+    key = timeline_key(JobSnapshot(job_status(elapsed=42.1), STORY, STARTED))
+    assert timeline_key(JobSnapshot(job_status(elapsed=42.9), STORY, STARTED)) == key
+    assert timeline_key(JobSnapshot(job_status(elapsed=43.1), STORY, STARTED)) != key
+    assert timeline_key(JobSnapshot(job_status(elapsed=42.1), STORY[:-1], STARTED)) != key
+    hours = timeline_key(JobSnapshot(job_status(elapsed=36_000.0), STORY, STARTED))
+    assert timeline_key(JobSnapshot(job_status(elapsed=36_100.0), STORY, STARTED)) == hours
 
 
 def test_events_before_the_start_or_after_the_end_stay_inside():
     history = [event("formed", -5, size=2), event("lost", 500, size=1), event("reset", 501, size=1)]
-    svg = drawn(Picture(job_status(elapsed=10.0), history, STARTED))
-    starts = [re.match(r"M([\d.]+)", p.get("d") or "") for p in svg.iter("path")]
-    assert all(34 <= float(m[1]) <= 708 for m in starts if m)
+    svg = drawn(JobSnapshot(job_status(elapsed=10.0), history, STARTED))
+    lines = " ".join(p.get("d") or "" for p in svg.iter("path") if p.get("class") == "nbe-step")
+    assert all(0 <= float(x) <= 1000 for x in re.findall(r"[MH]([-\d.]+)", lines))
+    places = [float((each.get("x") or "").rstrip("%")) for each in svg.iter("svg") if each.get("x")]
+    assert places and all(0 <= place <= 100 for place in places)
+
+
+def test_the_drawing_keeps_its_size_without_a_style():
+    svg = drawn(JobSnapshot(job_status(), STORY, STARTED))
+    assert svg.get("width") == "100%" and int(svg.get("height") or 0) < 200
+    assert svg.get("viewBox") is None  # nothing is scaled: its text stays as large as it is
+    mark = re.search(r"<svg [^>]*>", legend(JobSnapshot(job_status(), STORY, STARTED)))
+    assert mark and 'width="12" height="12"' in mark[0]
+
+
+@pytest.mark.parametrize("elapsed", [1.0, 9.0, 61.0, 1_000.0, 50_000.0, 900_000.0, 1e8])
+def test_times_under_the_drawing_do_not_touch_where_it_is_narrow(elapsed):
+    source = timeline(JobSnapshot(job_status(elapsed=elapsed), STORY[:2], STARTED))
+    assert 1 <= len(re.findall(r'<text x="[\d.]+%"', source)) <= 5

@@ -13,7 +13,7 @@ ROOT = str(Path(__file__).parents[2])
 SETUP = f"""
 import sys, threading, time
 sys.path.insert(0, {ROOT!r})
-from nbelastic.notebook import show
+from nbelastic.notebook import display_service as show
 from tests.notebook.fakes import FakeJob
 job = FakeJob()
 """
@@ -58,11 +58,11 @@ def test_the_saved_notebook_holds_the_final_state_and_no_widget(cells):
     assert output.output_type == "display_data"
     assert set(output.data) == {"text/html", "text/plain"}
     assert output.data["text/plain"].startswith("nbelastic job quickstart: finished · 3 ranks")
-    assert "Rank 2 is lost" in output.data["text/html"]
+    assert "Rank 2 on 10.0.0.1:40001 lost" in output.data["text/html"]
     assert cells[2].outputs == []
 
 
-def test_a_cell_that_waited_holds_its_panel_the_output_and_one_last_line(cells):
+def test_a_cell_that_waited_has_panel_output_and_last_line(cells):
     displays = [o for o in cells[3].outputs if o.output_type == "display_data"]
     words = "".join(o.text for o in cells[3].outputs if o.output_type == "stream")
     assert [set(o.data) for o in displays] == [{"text/html", "text/plain"}]
@@ -71,7 +71,7 @@ def test_a_cell_that_waited_holds_its_panel_the_output_and_one_last_line(cells):
     assert words.endswith("nbelastic job waited: finished · 4 ranks · 3 resets · 120 commits\n")
 
 
-def test_converted_to_html_it_shows_the_final_state_without_a_script(cells):
+def test_as_html_it_shows_the_final_state_without_a_script(cells):
     from nbconvert import HTMLExporter
 
     notebook = nbformat.v4.new_notebook(cells=cells)

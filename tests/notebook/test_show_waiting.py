@@ -7,9 +7,11 @@ import threading
 
 import pytest
 
-from nbelastic.notebook import show as showing
-from nbelastic.notebook.show import Manner, bundle
-from nbelastic.notebook.view import WIDGET
+from nbelastic.driver import display as drivers
+from nbelastic.notebook import display_service as showing
+from nbelastic.notebook.display_group import WIDGET
+from nbelastic.notebook.display_service import DisplayOptions, bundle
+from tests.support.logs import own_records
 
 from .fakes import FakeJob
 from .stage import until
@@ -27,7 +29,7 @@ def test_a_short_wait_shows_the_end_and_one_line(stage, capsys):
         job.end()
     assert stage.screen.shown == [bundle(job)]
     assert capsys.readouterr().out == LINE + "\n"
-    assert stage.display._views == {}
+    assert stage.display._groups == {}
 
 
 def test_the_panel_appears_after_two_seconds(stage):
@@ -63,8 +65,8 @@ def test_ticks_refresh_the_panel_in_the_main_thread(stage):
         watch.tick()
         job.happens("lost", 3, rank=2)
         watch.tick()
-        (view,) = stage.display._views.values()
-        assert "Rank 2 is lost" in view._panel._parts["live"].value
+        (group,) = stage.display._groups.values()
+        assert "Rank 2 is lost" in group._panel._parts["live"].value
         job.end()
 
 
@@ -92,10 +94,10 @@ def test_a_second_wait_does_not_repeat_the_output_of_the_first(stage, capsys):
     assert capsys.readouterr().out.count("epoch 1") == 1
 
 
-def test_the_manner_set_for_a_name_is_kept_to(stage, capsys):
+def test_options_set_for_a_name_hold(stage, capsys):
     job = FakeJob()
     job.prints("epoch 1\n")
-    stage.display.set_manner("quickstart", Manner(stream="none", quiet=True, panel=False))
+    stage.display.set_options("quickstart", DisplayOptions(stream="none", quiet=True, panel=False))
     with stage.display.watching(job) as watch:
         stage.clock.now += 3.0
         watch.tick()
@@ -104,11 +106,11 @@ def test_the_manner_set_for_a_name_is_kept_to(stage, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_manners_do_not_pile_up(stage):
+def test_options_do_not_pile_up(stage):
     for i in range(1_000):
-        stage.display.set_manner(f"job{i}", Manner())
-    assert len(stage.display._manners) == showing.MOST_MANNERS
-    assert "job999" in stage.display._manners
+        stage.display.set_options(f"job{i}", DisplayOptions())
+    assert len(stage.display._options) == showing.MAX_OPTIONS
+    assert "job999" in stage.display._options
 
 
 def test_a_wait_that_is_given_up_leaves_a_panel_that_lives_on(stage, capsys):
@@ -133,7 +135,7 @@ def test_a_wait_for_a_job_shown_before_ends_both_displays(stage):
     assert stage.screen.shown == [bundle(job)] * 2
 
 
-def test_the_cell_that_waited_does_not_show_its_job_a_second_time(stage):
+def test_the_cell_that_waited_shows_its_job_once(stage):
     job = FakeJob()
     with stage.display.watching(job):
         job.end()
@@ -144,14 +146,16 @@ def test_the_cell_that_waited_does_not_show_its_job_a_second_time(stage):
     assert len(stage.screen.shown) == 2
 
 
-def test_a_fault_while_waiting_is_logged_once_and_harms_nobody(stage, caplog):
+def test_a_fault_while_waiting_is_logged_once_and_harms_no_job(stage, caplog, monkeypatch):
+    monkeypatch.setattr(drivers, "_display", stage.display)
+    monkeypatch.setattr(drivers, "_complained", False)
     job = FakeJob()
     job.output = None
-    with caplog.at_level(logging.WARNING), stage.display.watching(job) as watch:
+    with caplog.at_level(logging.WARNING), drivers.watching(job) as watch:
         watch.tick()
         watch.tick()
         job.end()
-    assert len(caplog.records) == 1
+    assert len(own_records(caplog)) == 1
 
 
 def test_an_interrupt_goes_through(stage, monkeypatch):
@@ -165,11 +169,12 @@ def test_an_interrupt_goes_through(stage, monkeypatch):
         watch.tick()
 
 
-def test_another_thread_than_the_main_one_waits_in_silence(stage, capsys):
+def test_another_thread_than_the_main_one_waits_in_silence(stage, capsys, monkeypatch):
+    monkeypatch.setattr(drivers, "_display", stage.display)
     job = FakeJob()
 
     def wait():
-        with stage.display.watching(job) as watch:
+        with drivers.watching(job) as watch:
             stage.clock.now += 3.0
             watch.tick()
             watch.say("stopping")

@@ -29,7 +29,7 @@ def said(start, text, rank="same"):
     return Output(start, start if rank == "same" else rank, text)
 
 
-def test_by_default_rank_0_speaks_without_a_prefix_and_the_others_are_silent(clock):
+def test_by_default_only_rank_0s_output_is_shown_without_prefix(clock):
     streamer = Streamer(clock=clock)
     assert streamer.feed([said(0, "a\n"), said(1, "b\n"), said(0, "c\n")]) == "a\nc\n"
 
@@ -45,7 +45,7 @@ def test_a_prefix_stands_only_where_the_speaker_changes(clock):
     assert streamer.flush() == "[rank 3] a\nb\n[rank 1] c\n[rank 3] d\n"
 
 
-def test_a_speaker_that_goes_on_in_a_later_output_is_not_named_again(clock):
+def test_a_rank_that_continues_is_not_named_again(clock):
     streamer = Streamer("all", clock)
     streamer.feed([said(3, "a\n")])
     clock.now += 1
@@ -213,3 +213,11 @@ def test_of_rank_0_every_line_appears_once_as_it_was(pieces):
     shown += streamer.flush()
     spoken = "".join(text for rank, text, _ in pieces if rank == 0)
     assert shown.splitlines() == spoken.splitlines()
+
+
+def test_a_line_that_does_not_end_is_cut(clock, monkeypatch):
+    monkeypatch.setattr("nbelastic.notebook.stream.MAX_UNFINISHED", 1_000)
+    streamer = Streamer(clock=clock)
+    shown = "".join(streamer.feed([said(0, "." * 100)]) for _ in range(11))
+    assert shown == "." * 1_100 + "\n"
+    assert streamer.feed([said(0, "next\n")]) == "next\n"

@@ -1,3 +1,5 @@
+"""A wait in a plain terminal."""
+
 from __future__ import annotations
 
 import io
@@ -7,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbelastic.notebook import terminal
-from nbelastic.notebook.terminal import LastLine, Printing, TerminalWatch
+from nbelastic.driver import display as drivers
+from nbelastic.notebook import wait_display
+from nbelastic.notebook.stream import Streamer
+from nbelastic.notebook.wait_display import LastLineWaitDisplay, TerminalWaitDisplay
+from tests.support.logs import own_records
 
 from .fakes import FakeJob
 
@@ -22,8 +27,8 @@ class Screen(io.StringIO):
         return self._tty
 
 
-class Plain:
-    """Shows every output as it is, and counts what it was asked."""
+class Plain(Streamer):
+    """Shows every output as it is."""
 
     def feed(self, outputs):
         return "".join(output.text for output in outputs)
@@ -48,12 +53,12 @@ def out() -> Screen:
 @pytest.fixture
 def err(request, monkeypatch, out) -> Screen:
     screen = Screen(getattr(request, "param", True))
-    monkeypatch.setattr(terminal, "sys", SimpleNamespace(stdout=out, stderr=screen))
+    monkeypatch.setattr(wait_display, "sys", SimpleNamespace(stdout=out, stderr=screen))
     return screen
 
 
-def watch(job: FakeJob, **rest) -> TerminalWatch:
-    return TerminalWatch(job, Printing(Plain()), clock=Clock(), **rest)
+def watch(job: FakeJob, **rest) -> TerminalWaitDisplay:
+    return TerminalWaitDisplay(job, Plain(), clock=Clock(), **rest)
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(err):
@@ -145,20 +150,22 @@ def test_a_wait_that_is_given_up_has_no_last_line(err):
     assert err.getvalue().endswith("\r\x1b[K")
 
 
-def test_a_fault_is_logged_once_and_harms_nobody(err, caplog):
+def test_a_fault_is_logged_once_and_harms_no_job(err, caplog, monkeypatch):
+    monkeypatch.setattr(drivers, "_display", SimpleNamespace(watching=watch))
+    monkeypatch.setattr(drivers, "_complained", False)
     job = FakeJob()
     job.output = None
-    with caplog.at_level(logging.WARNING), watch(job) as looking:
+    with caplog.at_level(logging.WARNING), drivers.watching(job) as looking:
         looking.tick()
         looking.tick()
         looking.say("still here?")
         job.end()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in own_records(caplog)] == ["WARNING"]
 
 
 def test_the_last_line_alone_can_be_had(capsys):
     job, told = FakeJob(), []
-    with LastLine(job, lambda: sys.stdout, told=lambda: told.append(1)) as looking:
+    with LastLineWaitDisplay(job, lambda: sys.stdout, on_shown=lambda: told.append(1)) as looking:
         looking.tick()
         looking.say("stopping")
         job.end("stopped")

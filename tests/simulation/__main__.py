@@ -56,7 +56,9 @@ def _play_all(seeds: range, jobs: int) -> Iterator[list[tuple[int, str, str]]]:
     if jobs == 1:
         yield from map(play, blocks)
         return
-    with multiprocessing.get_context("fork").Pool(jobs, initializer=gc.freeze) as pool:
+    # In a forked process, greenlets that never end keep their frames: each lives for some blocks.
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(jobs, initializer=gc.freeze, maxtasksperchild=10) as pool:
         yield from pool.imap_unordered(play, blocks)
 
 

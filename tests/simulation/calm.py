@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distributed.core import Status
 
 from nbelastic.errors import ClusterLost, NoProgress, NotEnoughWorkers, RankFailed
+from nbelastic.membership import rules
 
 if TYPE_CHECKING:
     from .world import World
@@ -60,7 +61,7 @@ class Calm:
         if world.machine is None:
             return False
         roster = world.machine.roster
-        hosts = world.scheduler.plugins["nbelastic"]._hosts
+        hosts = world.scheduler.plugins["nbelastic"]._workers
         crews: dict[str, int] = {}
         for worker in world.living():
             state = world.scheduler.workers.get(worker.address)
@@ -70,10 +71,10 @@ class Calm:
             if host is None or host.leaving or worker.id in roster.departing:
                 continue
             slot = roster.slots.get(worker.id)
-            if slot is None or not roster.excluded(slot, roster.now):
+            if slot is None or not roster.excluded(slot):
                 crews[worker.process.host] = crews.get(worker.process.host, 0) + 1
         cap = roster.limits.slots_per_host or len(world.crew)
-        return sum(min(crew, cap) for crew in crews.values()) >= roster.needed()
+        return sum(min(crew, cap) for crew in crews.values()) >= rules.needed(roster)
 
 
 def check_end(world: World, error: BaseException) -> None:
@@ -81,7 +82,7 @@ def check_end(world: World, error: BaseException) -> None:
     if not world.script.harmless or not world.script.elastic:
         return
     roster = world.driver._machine.roster
-    if roster.limits.reset_limit is not None and roster.resets >= roster.limits.reset_limit:
+    if roster.limits.reset_limit is not None and roster.policy.resets >= roster.limits.reset_limit:
         return
     calm = world.calm.lasted
     limits, problem = world.options, f"for {calm:.2f} s nothing was wrong, but: {error}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .loop import Process
 from .network import Pipe
-from .remote import ONCE_MORE, Remote, block_on
+from .remote import Remote, block_on, may_come_twice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,7 +189,7 @@ class SimClient:
         elif self.status != "running":
             raise RuntimeError(f"the client is {self.status}")  # Dask's ClosedClientError
         elif not self._torn:  # else it is lost: nobody has noticed yet
-            self._outbound.send(message, again=message["op"] in ONCE_MORE)
+            self._outbound.send(message, again=may_come_twice(message))
 
     _send_to_scheduler = send
 

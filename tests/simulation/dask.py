@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from .loop import Process
-from .remote import ONCE_MORE
+from .remote import may_come_twice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +56,7 @@ class SimScheduler:
         self.process = self.loop = Process(world.hub, "scheduler", "S")
         self.workers: dict[str, WorkerState] = {}
         self.stream_comms: dict[str, Pipe] = {}
+        self.client_comms: dict[str, Pipe] = {}
         self.tasks: dict[str, SimTask] = {}
         self.clients: dict[str, Any] = {"fire-and-forget": None}  # as Dask has it
         self.everybody: list[Any] = []
@@ -190,7 +191,7 @@ class SimScheduler:
 
     def worker_send(self, address: str, message: dict[str, Any]) -> None:
         try:
-            again = message["op"] in ONCE_MORE
+            again = may_come_twice(message)
             self.stream_comms[address].send(message, again=again)
         except OSError:
             pass  # about to be noticed
@@ -270,7 +271,7 @@ class SimScheduler:
         pipe = self._client_pipes.get(client)
         if pipe is not None:
             try:
-                pipe.send(message, again=message["op"] in ONCE_MORE)
+                pipe.send(message, again=may_come_twice(message))
             except OSError:
                 pass  # about to be noticed
 

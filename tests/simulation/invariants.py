@@ -16,6 +16,7 @@ from nbelastic.membership import (
     RestartWorker,
     Stage,
 )
+from nbelastic.membership.failure_policy import OWN_FAILURES
 from tests.membership.invariants import Checked
 
 from .calm import check_end
@@ -26,16 +27,76 @@ if TYPE_CHECKING:
 
     from .world import World
 
-__all__ = ["WatchedMachine", "check_outcome", "is_endless", "leftovers", "watch_hang"]
+__all__ = ["WatchedMachine", "check_outcome", "is_endless", "leftovers"]
+__all__ += ["watch_early", "watch_hang"]
+
+EARLY = 3.5
+"""Seconds after which nobody waits any more for a rank whose loop has ended early."""
 
 THOROUGH = 16
-"""Every so many seeds the invariants that need a copy of the machine are checked, too."""
+"""PeriodicCall so many seeds the invariants that need a copy of the machine are checked, too."""
 
 KNOWN_ERRORS = (
     "tests.simulation.user.Trouble",
     "nbelastic.errors.CollectiveError",
 )
 """What ranks of a simulated job may raise; anything else is a bug."""
+
+
+ENDING = ("collective", "return")
+"""Mishaps that end the job however often they come: nothing that a reset helps against."""
+
+
+class Progress:
+    """The job is not reset for ever by what its ranks do, and no reset helps against."""
+
+    def __init__(self) -> None:
+        self.cause = ""
+        self.members: set[int] = set()
+        self.before: tuple[str, float] | None = None
+        self.vain = 0
+
+    def take(self, event: Event, roster: Any) -> None:
+        """Note what ranks have ended their generation with by themselves."""
+        if isinstance(event, RankReady) and event.own and not self.cause:
+            rank = roster.ranks.get(event.start)
+            if rank is not None and rank.stage == Stage.MEMBER and event.left >= rank.planned:
+                self.cause = event.detail
+
+    def check(self, effects: list[Effect]) -> None:
+        """The same cause is met once at a place, and any that leads nowhere a few times."""
+        for plan in [effect.plan for effect in effects if isinstance(effect, Publish)]:
+            cause, self.cause = self.cause, ""
+            members = {member.start for member in plan.members}
+            if not members >= self.members:
+                cause = ""  # a member was lost, too
+            self.members = members
+            known, version = self.before, max(plan.version, 0)
+            again = cause and known is not None and version <= known[1] + 1
+            self.vain = self.vain + 1 if again else 0
+            assert not again or known is None or cause != known[0], f"{cause} again at {version}"
+            assert self.vain < OWN_FAILURES, (
+                f"{self.vain} resets in a row without progress: {cause}"
+            )
+            self.before = (cause, version) if cause else None
+
+
+def watch_early(world: World, start: int, generation: int) -> None:
+    """A rank has come to the end of its loop early: who waits for it does not do so for long."""
+
+    def look() -> None:
+        roster = world.machine.roster if world.machine is not None else None
+        if roster is None or world.troubled or world.slow or any(world.busy):
+            return
+        if any(fault.kind in ("hold", "stop") for fault in world.faults):
+            return  # what is late is not known to wait
+        here = roster.generation == generation and roster.phase == Phase.RUNNING
+        done = [rank.start for rank in roster.in_stage(Stage.DONE)]
+        waiting = [rank.start for rank in roster.in_stage(Stage.MEMBER) if rank.waiting]
+        late = here and start in done and waiting
+        world.hub.require(not late, f"{waiting} wait for start {start}, whose loop has ended")
+
+    world.later(EARLY, look)
 
 
 def watch_hang(world: World, start: int) -> None:
@@ -67,14 +128,17 @@ class WatchedMachine(Checked):
         self.done: set[tuple[int, int]] = set()
         self.fenced: set[int] = set()
         self.generation = self.trained = 0
+        self.progress = Progress()
 
     def handle(self, event: Event, now: float, chance: float = 0.0) -> list[Effect]:
         ending = [rank.start for rank in self.roster.in_stage(Stage.ENDING)]
         self.generation = self.roster.generation
         if self.roster.phase == Phase.RUNNING:
             self.trained = self.generation
+        self.progress.take(event, self.roster)
         try:
             effects = super().handle(event, now, chance)
+            self.progress.check(effects)
             self.check_fenced(ending, effects)
             self.check_costs(event, effects)
             self.check_release(event, effects)
@@ -151,7 +215,7 @@ class WatchedMachine(Checked):
 def is_endless(world: World) -> bool:
     """Whether it is for the job's owner to end it: the function fails for ever, or nobody waits
     for a rank that hangs."""
-    if any(mishap.times > 1 for mishap in world.script.mishaps):
+    if any(m.times > 1 and m.kind not in ENDING for m in world.script.mishaps):
         return True
     roster = world.machine.roster if world.machine is not None else None
     members = roster.members() if roster is not None and roster.phase == Phase.RUNNING else []
@@ -161,9 +225,9 @@ def is_endless(world: World) -> bool:
 def check_outcome(world: World) -> None:
     """The outcome must be one that what happened explains."""
     future, script = world.driver.future, world.script
-    for failure in world.driver.books.failures.values():
+    for failure in world.driver.log.failures.values():
         known = failure.summary.startswith(KNOWN_ERRORS)
-        assert known, f"a rank raised {failure.summary}\n{failure.where()}"
+        assert known, f"a rank raised {failure['summary']}\n{failure['frames']}"
     error = future.exception()
     if error is None:
         results = future.result()
@@ -220,7 +284,7 @@ def _left_at_scheduler(world: World) -> list[str]:
     if plugin is None:  # its kernel was gone before it came to that
         return []
     found = [f"the job {name!r} on the scheduler" for name in plugin.jobs]
-    for slot, host in plugin._hosts.items():
+    for slot, host in plugin._workers.items():
         if host.holder is not None and world.reachable(slot):
             found.append(f"the slot {slot}, held by {host.holder}")
     return found + [f"the task {key}" for key in world.scheduler.tasks]

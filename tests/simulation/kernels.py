@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster import Link, pack_function
+from nbelastic.cluster import AttachRefusal, JobClient, pack_function
 from nbelastic.driver.clock import LiveClock
-from nbelastic.driver.fit import _spec
+from nbelastic.driver.fit import terms_of
 from nbelastic.driver.options import Options
-from nbelastic.driver.shell import Driver
 from nbelastic.driver.takeover import _Inbox
+from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, Detached, OptionError
 
 from . import user
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Kernels"]
 
 UNREACHABLE = (OSError, asyncio.TimeoutError, TimeoutError, ClusterLost)
-"""What Dask and the link raise where the scheduler does not answer."""
+"""What Dask and the job_client raise where the scheduler does not answer."""
 
 
 BOUND = 15.0
@@ -87,17 +88,17 @@ class Kernels:
 
     def _drive(self) -> None:
         client, driver = self.client, self.driver
-        link = Link(client, "job", driver.receive)  # type: ignore[arg-type]
+        job_client = JobClient(client, "job", driver.receive)  # type: ignore[arg-type]
         try:
-            link.open(pack_function(user.train, (), {}), _spec(self.options))
+            job_client.open(terms_of(pack_function(user.train, (), {})[0], self.options))
         except (*UNREACHABLE, OptionError) as error:  # its user sees that, and begins anew
             known = not isinstance(error, OptionError) or "already" in str(error)
             self.world.hub.require(known, f"not opened: {error!r}")
-            link.close()
-            link.give_up()
+            job_client.close()
+            job_client.give_up()
             self.world.later(2.0, lambda: self.kill(client))
             return
-        driver.adopt_link(link)
+        driver.adopt_client(job_client)
         driver.run()
 
     # -- further kernels ----------------------------------------------------------------------
@@ -134,28 +135,28 @@ class Kernels:
     def _attach(self, client: SimClient) -> None:
         wanted = self.driving  # then another kernel may be about to open it, or to close it
         inbox = _Inbox()
-        link = Link(client, "job", inbox.receive)  # type: ignore[arg-type]
+        job_client = JobClient(client, "job", inbox.receive)  # type: ignore[arg-type]
         try:
-            packed = link.attach()
+            packed = job_client.attach()
         except UNREACHABLE:  # its user tries again
-            link.give_up()
+            job_client.give_up()
             self.world.later(1.0, self.attach)
             return
-        if "problem" in packed:
+        if isinstance(packed, AttachRefusal):
             machine = self.world.machine
             roster = None if machine is None else machine.roster
             none = wanted or roster is None or roster.starts == 0 or roster.ended
-            unknown = packed["problem"] == "unknown" and none
+            unknown = packed.problem == "unknown" and none
             self.world.hub.require(unknown, f"not attached: {packed}")
             self.gone = not self.driving
             return
-        driver = self._make_driver(Options.unpack(packed["options"]))
-        if packed["epoch"] > self._epoch:  # else another has attached since, and was told sooner
+        driver = self._make_driver(Options.unpack(pickle.loads(packed.options)))
+        if packed.epoch > self._epoch:  # else another has attached since, and was told sooner
             self.former.append((self.client, self.driver))
-            self.client, self.driver, self._epoch = client, driver, packed["epoch"]
+            self.client, self.driver, self._epoch = client, driver, packed.epoch
         else:
             self.former.append((client, driver))
         driver.adopt(packed)
         inbox.hand_over(driver)
-        driver.adopt_link(link)
+        driver.adopt_client(job_client)
         driver.run()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster import Link, agent
-from nbelastic.cluster.conductor import Conductor
-from nbelastic.cluster.plugin import ElasticPlugin
-from nbelastic.driver.shell import Driver
+from nbelastic.cluster import JobClient
+from nbelastic.cluster.scheduler.controller import JobController
+from nbelastic.cluster.scheduler.plugin import ElasticPlugin
+from nbelastic.cluster.wire import AbortOrder
+from nbelastic.cluster.worker import agent
+from nbelastic.driver.thread import Driver
 from nbelastic.elastic import loop as elastic_loop
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.session import Session
 from nbelastic.elastic.state import ObjectState
-from nbelastic.membership import Machine, Phase, RankReady, Stage
+from nbelastic.membership import Machine, Phase, RankReady, Stage, rules
+from nbelastic.membership.failure_policy import OwnFailure
 from nbelastic.membership.roster import Roster
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ def _mutation(target: Any, attribute: str) -> Callable[[Any], Any]:
     return add
 
 
-@_mutation(Machine, "_on_RankReady")
+@_mutation(Machine, "_on_rank_ready")
 def _ready_reports_of_older_generations_count(original: Any) -> Any:
     def handle(self: Any, event: RankReady) -> None:
         original(self, dataclasses.replace(event, left=self.roster.generation))
@@ -57,9 +60,9 @@ def _a_rank_that_was_evicted_may_come_back(original: Any) -> Any:
 
 @_mutation(agent, "deliver")
 def _agents_ignore_aborts(original: Any) -> Any:
-    def deliver(session: Any, do: str, fields: Any) -> None:
-        if do != "abort":
-            original(session, do, fields)
+    def deliver(session: Any, order: Any) -> None:
+        if not isinstance(order, AbortOrder):
+            original(session, order)
 
     return deliver
 
@@ -75,7 +78,7 @@ def _the_loop_is_over_for_all_when_it_is_for_one(original: Any) -> Any:
     return note
 
 
-@_mutation(Machine, "_note_version")
+@_mutation(Roster, "note_version")
 def _versions_may_go_back(_: Any) -> Any:
     def note(self: Any, rank: Any, version: int) -> None:
         rank.version = version
@@ -88,21 +91,21 @@ def _nobody_watches_ranks_that_do_not_end(_: Any) -> Any:
     return lambda self: None
 
 
-@_mutation(Machine, "_watch_for_stalls")
+@_mutation(Machine, "_check_for_stalls")
 def _nobody_watches_for_stalls(_: Any) -> Any:
     return lambda self: None
 
 
-@_mutation(Roster, "free_slots")
+@_mutation(rules, "free_slots")
 def _a_slot_may_be_given_to_two_ranks(_: Any) -> Any:
-    def free(self: Any, now: float) -> list[Any]:
-        slots = self.slots.values()
-        return [s for s in slots if s.id not in self.departing and not self.excluded(s, now)]
+    def free(roster: Any) -> list[Any]:
+        slots = roster.slots.values()
+        return [s for s in slots if s.id not in roster.departing and not roster.excluded(s)]
 
     return free
 
 
-@_mutation(Machine, "_on_SlotLeaving")
+@_mutation(Machine, "_on_slot_leaving")
 def _workers_that_are_to_leave_are_planned(_: Any) -> Any:
     return lambda self, event: None
 
@@ -128,13 +131,13 @@ def _a_plan_does_not_wait_for_members_to_let_go(original: Any) -> Any:
     return gather
 
 
-@_mutation(Conductor, "step")
+@_mutation(JobController, "step")
 def _a_step_of_the_journal_may_be_missing(original: Any) -> Any:
-    def step(self: Any, number: int, now: float, chance: float, seq: int, event: Any) -> bool:
-        if number % 7 == 0:
-            self._record.steps = number
+    def step(self: Any, step: Any) -> bool:
+        if step.number % 7 == 0:
+            self._record.steps = step.number
             return True
-        return bool(original(self, number, now, chance, seq, event))
+        return bool(original(self, step))
 
     return step
 
@@ -165,7 +168,7 @@ def _leaving_saves_without_a_new_version(_: Any) -> Any:
 
 @_mutation(ElasticPlugin, "_ended")
 def _slots_are_never_given_back(_: Any) -> Any:
-    return lambda self, worker, job, start: None
+    return lambda self, worker, message: None
 
 
 @_mutation(Driver, "_attach_again")
@@ -173,7 +176,7 @@ def _a_driver_that_was_away_goes_on_as_before(_: Any) -> Any:
     return lambda self: None
 
 
-@_mutation(Link, "attach")
+@_mutation(JobClient, "attach")
 def _a_driver_that_was_away_keeps_its_epoch(original: Any) -> Any:
     def attach(self: Any) -> Any:
         before = self.epoch
@@ -184,7 +187,7 @@ def _a_driver_that_was_away_keeps_its_epoch(original: Any) -> Any:
     return attach
 
 
-@_mutation(ShardSampler, "settle")
+@_mutation(ShardSampler, "merge_claims")
 def _samples_are_dealt_without_settling_what_was_done(original: Any) -> Any:
     return lambda self, claims, size: original(self, [], size)
 
@@ -192,6 +195,21 @@ def _samples_are_dealt_without_settling_what_was_done(original: Any) -> Any:
 @_mutation(ShardSampler, "go_back")
 def _samples_that_were_not_committed_stay_done(_: Any) -> Any:
     return lambda self, to: None
+
+
+@_mutation(OwnFailure, "repeats")
+def _one_commit_more_is_progress(original: Any) -> Any:
+    return lambda self, earlier: original(self, earlier) and self.version <= earlier.version
+
+
+@_mutation(rules, "last_holders")
+def _the_last_holder_of_the_state_leaves_when_asked(_: Any) -> Any:
+    return lambda roster: []
+
+
+@_mutation(rules, "waits_for_finished")
+def _a_rank_whose_loop_has_ended_is_waited_for(_: Any) -> Any:
+    return lambda roster: None
 
 
 SHOWN_BY_PLANNED_CHANGES = {"each rank leaves when it has heard"}

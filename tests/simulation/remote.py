@@ -14,10 +14,17 @@ if TYPE_CHECKING:
     from .loop import Process
     from .network import Network
 
-__all__ = ["ONCE_MORE", "Remote", "block_on"]
+__all__ = ["Remote", "block_on", "may_come_twice"]
 
-ONCE_MORE = {"nbelastic", "nbelastic-report", "nbelastic-beats", "nbelastic-step", "event"}
-"""Messages that a faulty network may deliver twice."""
+ONCE_MORE = {"RankEvent", "Heartbeats", "JournalStep"}
+"""Messages to the scheduler that a faulty network may deliver twice."""
+
+
+def may_come_twice(message: dict[str, Any]) -> bool:
+    """Whether a faulty network may deliver a message of a stream twice."""
+    if message["op"] in ("nbelastic-agent", "nbelastic-kernel"):
+        return message["message"]["body"]["message"] in ONCE_MORE
+    return message["op"] in ("nbelastic", "event")
 
 
 def block_on(process: Process, function: Any, *args: Any, **kwargs: Any) -> Any:

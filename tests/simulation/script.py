@@ -45,6 +45,11 @@ class Script:
         """Whether the function itself never does anything wrong."""
         return not self.mishaps
 
+    @property
+    def commits_first(self) -> bool:
+        """Whether each generation begins with a commit: one that leads nowhere."""
+        return self.seed % 3 == 0
+
     def commits(self, loop: int, step: int) -> bool:
         """Whether all ranks commit after this step."""
         number = (self.seed * 1_000_003 + loop * 7919 + step * 104_729) & 0xFFFFFF

@@ -7,9 +7,15 @@ import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster import agent, desk, install, rank
-from nbelastic.elastic import vitals
-from nbelastic.membership import from_dict
+from nbelastic.cluster.kernel import preflight
+from nbelastic.cluster.payload import Modules
+from nbelastic.cluster.process_state import ProcessId
+from nbelastic.cluster.scheduler import agent_install as install
+from nbelastic.cluster.scheduler import job_service, plugin
+from nbelastic.cluster.wire import unpack_machine
+from nbelastic.cluster.worker import agent
+from nbelastic.cluster.worker import rank_task as rank
+from nbelastic.elastic import telemetry
 
 from . import user
 from .invariants import WatchedMachine
@@ -31,29 +37,34 @@ def _process() -> Any:
     return asyncio.get_running_loop()
 
 
-def _own_process() -> dict[str, Any]:
+def _own_process_id() -> ProcessId:
     process = _process()
     number = process.owner.world.processes.index(process)
-    return {"pid": number, "started": "1", "namespace": process.host}
+    return ProcessId(number, 1.0, process.host)
 
 
-def _machine(data: dict[str, Any]) -> Any:
+def _machine(data: str) -> Any:
     world = user._stage[-1]
-    world.machine = WatchedMachine(world, from_dict(data))
+    world.machine = WatchedMachine(world, unpack_machine(data))
     return world.machine
 
 
 REPLACED: list[tuple[Any, str, Any]] = [
     (agent, "host_identity", lambda: _process().host),
+    (agent, "ignore_interrupts", lambda: lambda: None),
     (agent, "versions", lambda: VERSIONS),
-    (agent, "own_process", _own_process),
-    (desk, "from_dict", _machine),
+    (agent, "own_interface", lambda hosts: next(iter(hosts))),
+    (agent, "own_process_id", _own_process_id),
+    (job_service, "unpack_machine", _machine),
     (fit, "own_versions", lambda: VERSIONS),
     (install, "Agent", SimAgent),
+    (preflight, "collect", lambda names: Modules()),
+    (plugin, "start_processes_shielded", lambda: None),
+    (rank, "leave_thread_pool", contextlib.nullcontext),
     (rank, "get_worker", lambda: _process().owner),
-    (rank, "prepared", lambda threads: contextlib.nullcontext()),
+    (rank, "prepared", lambda *_: contextlib.nullcontext()),
     (rank, "captured", lambda sink: contextlib.nullcontext()),
-    (vitals, "stands_at", lambda thread: []),
+    (telemetry, "user_line", lambda thread: []),
 ]
 
 

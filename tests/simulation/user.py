@@ -17,7 +17,7 @@ from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError
 from nbelastic.membership import FRESH
 
-from .invariants import watch_hang
+from .invariants import watch_early, watch_hang
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,6 +122,7 @@ class Actor:
                 if mishap.kind == "collective":
                     raise CollectiveError("the user's own")
                 if mishap.kind == "return":
+                    watch_early(self.world, self.start, self.session.generation)
                     return True
                 self.hanging = True
                 watch_hang(self.world, self.start)
@@ -243,6 +244,8 @@ def _plain(actor: Actor) -> Any:
 def _train(state: Any, actor: Actor) -> Any:
     script = actor.script
     actor.entered(state)
+    if script.commits_first:
+        state.commit()
     while state.step < script.steps:
         actor.compute(script.step_time)
         if actor.stumble(state.step):

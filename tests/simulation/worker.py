@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
-from nbelastic.cluster.agent import Agent
-from nbelastic.cluster.look import Sight
+from nbelastic.cluster.process_state import ProcessState
+from nbelastic.cluster.worker.agent import Agent
 from nbelastic.membership import LoopDone, RankReady
 
 from .fibers import Fiber
 from .loop import Process
 from .network import Pipe
-from .remote import ONCE_MORE, Remote, block_on
+from .remote import Remote, block_on, may_come_twice
 
 if TYPE_CHECKING:
     from .dask import SimTask
@@ -29,18 +29,21 @@ class SimAgent(Agent):
     """The real agent, whose ranks are fibers."""
 
     @property
-    def means(self) -> Any:  # type: ignore[override]
-        return self._worker.world.means
+    def runtime(self) -> Any:  # type: ignore[override]
+        return self._worker.world.runtime
+
+    def _collect(self) -> None:
+        """Leave garbage to the process that simulates."""
 
     def _wait_for(self, function: Any, *args: Any) -> Any:
         return block_on(self._worker.loop, function, *args)
 
-    def report(self, key: Any, event: Any, attachment: object = None) -> None:
+    def report(self, key: Any, event: Any, result: Any = None, error: Any = None) -> None:
         if isinstance(event, (RankReady, LoopDone)):
             actor = self._worker.world.actors.get(event.start)
             if actor is not None:
                 actor.reported(event.version)
-        super().report(key, event, attachment)
+        super().report(key, event, result, error)
 
 
 class SimNanny:
@@ -72,6 +75,7 @@ class SimWorker:
     ) -> None:
         self.world, self.name, self.address, self.nanny = world, name, address, nanny
         self.nthreads = threads
+        self.local_directory = ""
         world.births += 1
         self.id = f"{name}#{world.births}"
         self.process = self.loop = Process(world.hub, self.id, host)
@@ -185,14 +189,14 @@ class _Stream:
         self.buffer: list[Any] = []
 
     def send(self, message: dict[str, Any]) -> None:
-        self._pipe.send(message, again=message["op"] in ONCE_MORE)
+        self._pipe.send(message, again=may_come_twice(message))
 
 
 def look_around(world: World, message: Any) -> Any:
-    """What ``look`` shows of a process, from another one."""
+    """What ``read_state`` returns of a process, from another one."""
     assert message["op"] == "run"
     (about,) = pickle.loads(message["args"])
-    process = world.processes[about["pid"]]
+    process = world.processes[about.pid]
     if not process.alive:
         state = "gone"
     elif process.frozen:
@@ -200,4 +204,4 @@ def look_around(world: World, message: Any) -> Any:
     else:
         state = "alive"
     cpu = world.hub.now if process in world.busy else 0.0
-    return {"status": "OK", "result": Sight(state, cpu=cpu, at=world.hub.now)}
+    return {"status": "OK", "result": ProcessState(state, cpu=cpu, at=world.hub.now)}

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.driver.options import Options
-from nbelastic.elastic.port import Means
+from nbelastic.elastic.runtime import RankRuntime
 from nbelastic.membership import StopRequested
 
 from . import user
@@ -27,7 +27,7 @@ from .worker import SimNanny, SimWorker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.driver.shell import Driver
+    from nbelastic.driver.thread import Driver
 
 __all__ = ["World", "simulate"]
 
@@ -63,7 +63,7 @@ class World:
         self.beginnings: dict[int, Any] = {}
         self.stopped = self.scaled = False
         hesitation = chance.choice((0.0, 0.1, 0.5))
-        self.means = Means(
+        self.runtime = RankRuntime(
             connect=self.exchange.connect,
             open_store=self.exchange.open_store,
             condition=lambda: Condition(self.hub, hesitation),

@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster
 
 import nbelastic
 from nbelastic.errors import OptionError
-from nbelastic.notebook.render.picture import ENDED
+from nbelastic.notebook.render.job_snapshot import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,7 +103,7 @@ def kinds(job: nbelastic.Job) -> list[str]:
 
 def sizes(job: nbelastic.Job) -> list[int]:
     """Return the size of each generation that has formed."""
-    return [int(event.detail.split()[0]) for event in job.history if event.kind == "formed"]
+    return [event.size for event in job.history if event.kind == "formed"]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from nbelastic.collectives import Rendezvous, SoloCommunicator, open_store
+from nbelastic.collectives import Rendezvous, RendezvousServer, SoloCommunicator
 from nbelastic.elastic.context import activate
 from tests.collectives.worlds import MAKERS
 from tests.support.world import StaticContext
@@ -54,7 +54,7 @@ class Ranks:
     ) -> list[Any]:
         """Run `function(context)` on `size` ranks; return what each returned, or raise."""
         generation, what = next(_generations), cloudpickle.dumps(function)
-        store = open_store("127.0.0.1")
+        store = RendezvousServer("127.0.0.1")
         try:
             for rank, line in enumerate(self._lines[:size]):
                 line.send((what, kind, {"rank": rank, "size": size}, generation, store.address))

@@ -6,7 +6,7 @@ import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.collectives import Rendezvous, SoloCommunicator, connect, open_store
+from nbelastic.collectives import Rendezvous, RendezvousServer, SoloCommunicator, connect
 from nbelastic.elastic.context import LocalContext, activate
 
 if TYPE_CHECKING:
@@ -37,10 +37,16 @@ class StaticContext(LocalContext):
         self.agreed.append(changed)
 
 
-def run_ranks(size: int, function: Callable[[StaticContext], Any], *, source: int = 0) -> list[Any]:
+def run_ranks(
+    size: int,
+    function: Callable[[StaticContext], Any],
+    *,
+    source: int = 0,
+    make: Callable[[Rendezvous], Communicator] = connect,
+) -> list[Any]:
     """Run `function(context)` on `size` ranks and return what each returned, or raise the first."""
     generation = next(_generations)
-    store = open_store("127.0.0.1")
+    store = RendezvousServer("127.0.0.1")
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
@@ -49,7 +55,7 @@ def run_ranks(size: int, function: Callable[[StaticContext], Any], *, source: in
         if size == 1:
             communicator = SoloCommunicator(generation=generation)
         else:
-            communicator = connect(
+            communicator = make(
                 Rendezvous(
                     job="test",
                     generation=generation,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nbelastic.collectives import Handle, Op, SoloCommunicator
 from nbelastic.elastic.context import LocalContext
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.staging import Staging
+from nbelastic.torch.gradients.staging import Staging
 
 if TYPE_CHECKING:
     import torch

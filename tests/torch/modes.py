@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.collectives import Communicator
-from nbelastic.torch import bucket_plan, buckets, layout, layout_keeper
+from nbelastic.torch.gradients import groups, layout, layout_agreement
 from tests.torch.fakes import LendingCommunicator, NotedStaging
 
 # early: buckets are launched while backward runs; late: when they are waited for; large: gradients
@@ -27,20 +27,20 @@ def set_mode(
     monkeypatch: pytest.MonkeyPatch, mode: str, first_bytes: int, bucket_bytes: int
 ) -> None:
     """Have buckets of so many bytes, and gradients go as `mode` says."""
-    monkeypatch.setattr(bucket_plan, "FIRST_BUCKET_BYTES", first_bytes)
-    monkeypatch.setattr(bucket_plan, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(layout, "FIRST_BUCKET_BYTES", first_bytes)
+    monkeypatch.setattr(layout, "BUCKET_BYTES", bucket_bytes)
     monkeypatch.setattr(Communicator, "overlaps", "late" not in mode)
     if "staged" in mode:
-        monkeypatch.setattr(buckets, "is_staged", lambda device: True)
+        monkeypatch.setattr(groups, "is_staged", lambda device: True)
         monkeypatch.setattr(layout, "is_staged", lambda device: True)
-        monkeypatch.setattr(buckets, "Staging", NotedStaging)
+        monkeypatch.setattr(groups, "Staging", NotedStaging)
     if "coalesced" in mode:
         monkeypatch.setattr(Communicator, "coalesces", True)
-        monkeypatch.setattr(layout_keeper, "SMALL_MODEL_BYTES", 0)
-        monkeypatch.setattr(layout_keeper, "PIECE_BYTES", 64)
+        monkeypatch.setattr(layout_agreement, "SMALL_MODEL_BYTES", 0)
+        monkeypatch.setattr(layout_agreement, "PIECE_BYTES", 64)
         monkeypatch.setattr(LendingCommunicator, "strict", False)
     if "large" in mode:
-        monkeypatch.setattr(layout_keeper, "LARGE_BYTES", 512)
+        monkeypatch.setattr(layout_agreement, "LARGE_BYTES", 512)
         monkeypatch.setattr(LendingCommunicator, "strict", False)
 
 

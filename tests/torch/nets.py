@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from nbelastic.torch.state import TorchState
+    from nbelastic.torch.state.torch_state import TorchState
 
 
 class Net(nn.Module):

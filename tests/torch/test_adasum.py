@@ -10,8 +10,8 @@ import torch
 import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.context import activate
-from nbelastic.torch import bucket_plan
-from nbelastic.torch.adasum import adasum_async, combine
+from nbelastic.torch.gradients import layout
+from nbelastic.torch.ops.adasum import adasum_async, combine
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext
 from tests.torch.training import assert_equal, loss_of, make_model, parameters_of
@@ -91,7 +91,7 @@ def test_parts_are_combined_one_by_one_and_what_follows_is_summed():
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.bf16])
 def test_gradients_of_each_parameter_are_combined(monkeypatch, size, compression):
-    monkeypatch.setattr(bucket_plan, "BUCKET_BYTES", 200)
+    monkeypatch.setattr(layout, "BUCKET_BYTES", 200)
 
     def gradients(rank):
         model = make_model().float()

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbelastic.torch.buckets import Bucket, Scaling
+from nbelastic.torch.gradients.arrived import ArrivedGradients
+from nbelastic.torch.gradients.groups import Bucket, Scaling
 from tests.torch.fakes import LendingCommunicator, TwinCommunicator
 
 
@@ -14,21 +15,37 @@ def parameters():
 
 @pytest.fixture
 def bucket(parameters):
-    return Bucket(parameters, torch.float32, riders=2)
+    return make_bucket(parameters, trailer=5)
 
 
-def test_a_bucket_sums_gradients_riders_and_uses(bucket, parameters):
+def make_bucket(parameters, dtype=torch.float32, trailer=0):
+    return Bucket(parameters, dtype, ArrivedGradients({}), trailer)
+
+
+def arrive(bucket, position, gradient):
+    """Have a gradient be a parameter's and arrive; return whether it was the last expected."""
+    bucket.parameters[position].grad = gradient
+    return bucket.arrive(position, gradient)
+
+
+def reduce(bucket, communicator):
+    """Reduce and deliver what has arrived."""
+    bucket.complete()
+    there = [float(each) for each in bucket.present]
+    bucket.launch(communicator, [0.0, 1.0, *there])
+    bucket.wait()
+    bucket.deliver(bucket.sums[2:])
+
+
+def test_a_bucket_sums_gradients_and_its_trailer(bucket, parameters):
     communicator = TwinCommunicator(generation=1)
     bucket.begin(communicator, Scaling(before=2.0, after=4.0))
-    bucket.put(0, torch.full((2, 3), 3.0))
-    assert bucket.missing() == [1, 2]
-    bucket.put(2, torch.arange(4.0))
-    assert not bucket.full
-    bucket.launch(communicator, riders=[0.0, 1.0])
-    bucket.wait()
-    assert [bucket.used(position) for position in range(3)] == [True, False, True]
-    assert [bucket.rider(index) for index in range(2)] == [0.0, 2.0]
-    bucket.deliver()
+    assert not arrive(bucket, 0, torch.full((2, 3), 3.0))
+    assert not arrive(bucket, 2, torch.arange(4.0))
+    assert bucket.expected == 1
+    reduce(bucket, communicator)
+    assert bucket.present == [True, False, True]
+    assert bucket.sums == [0.0, 2.0, 2.0, 0.0, 2.0]
     assert parameters[0].grad.tolist() == [[0.75] * 3] * 2
     assert parameters[1].grad is None
     assert parameters[2].grad.tolist() == [0.0, 0.25, 0.5, 0.75]
@@ -41,13 +58,11 @@ def test_a_bucket_is_empty_again_for_the_next_step(bucket, parameters):
         for position, parameter in enumerate(parameters):
             parameter.grad = None
             if value is not None:
-                bucket.put(position, torch.full_like(parameter, value))
-        assert bucket.full == (value is not None)
-        bucket.launch(communicator, riders=[0.0, 0.0])
+                last = arrive(bucket, position, torch.full_like(parameter, value))
+                assert last == (position == 2)
+        reduce(bucket, communicator)
         assert communicator.lent[-1][:-5].tolist() == [2 * (value or 0.0)] * 11
-        bucket.wait()
-        assert bucket.used(2) == (value is not None)
-        bucket.deliver()
+        assert bucket.present == [value is not None] * 3
         assert (parameters[2].grad is None) == (value is None)
 
 
@@ -55,64 +70,81 @@ def test_a_buffer_is_one_tensor_of_the_communicator(bucket):
     communicator = LendingCommunicator(generation=1)
     for _ in range(2):
         bucket.begin(communicator)
-        bucket.launch(communicator, riders=[0.0, 0.0])
-        bucket.wait()
-        bucket.deliver()
+        reduce(bucket, communicator)
     (made,) = communicator.made
-    assert (made.shape, made.dtype) == ((11 + 3 + 2,), torch.float32)
+    assert (made.shape, made.dtype) == ((11 + 5,), torch.float32)
     assert [lent is made for lent in communicator.lent] == [True, True]
 
 
-def test_gradients_become_views_of_the_buffer_and_are_copied_once(bucket, parameters):
+def test_gradients_become_views_of_the_buffer_and_are_copied_once():
+    parameter = torch.empty(2, 3)
+    bucket = make_bucket([parameter])
     communicator = LendingCommunicator(generation=1)
     bucket.begin(communicator, Scaling(before=2.0))
-    parameters[0].grad = torch.full((2, 3), 3.0)
-    bucket.put(0, parameters[0].grad)
-    view = bucket.attach(0)
-    assert parameters[0].grad is view
+    assert arrive(bucket, 0, torch.full((2, 3), 3.0))
+    view = parameter.grad
     assert communicator.holds(view)
-    bucket.launch(communicator, riders=[0.0, 0.0])
+    bucket.launch(communicator)
     bucket.wait()
-    bucket.deliver()
-    assert parameters[0].grad is view
+    bucket.deliver([2.0])
+    assert parameter.grad is view
     assert view.tolist() == [[3.0] * 3] * 2
     bucket.begin(communicator, Scaling(before=2.0))
     version = view._version
-    bucket.put(0, view)
+    arrive(bucket, 0, view)
     assert view.tolist() == [[1.5] * 3] * 2
     assert view._version == version + 1  # was divided where it is
     bucket.begin(communicator)
-    bucket.put(0, view)
+    arrive(bucket, 0, view)
     assert view._version == version + 1  # was not touched
+    assert parameter.grad is view
 
 
-def test_a_gradient_whose_data_was_replaced_is_copied_back_to_its_place(bucket, parameters):
+def test_a_gradient_that_the_user_changes_after_it_became_a_view_is_noticed():
+    parameter, arrived = torch.empty(4), ArrivedGradients({})
+    bucket = Bucket([parameter], torch.float32, arrived)
+    bucket.begin(LendingCommunicator(generation=1), Scaling(before=2.0))
+    parameter.grad = torch.ones(4)
+    arrived.note(parameter, parameter.grad)
+    bucket.arrive(0, parameter.grad)
+    arrived.check_untouched()
+    parameter.grad.mul_(2)
+    with pytest.raises(RuntimeError, match="was changed"):
+        arrived.check_untouched()
+
+
+def test_a_gradient_whose_data_was_replaced_is_copied_back_to_its_place():
+    parameter = torch.empty(4)
+    bucket = make_bucket([parameter])
     communicator = LendingCommunicator(generation=1)
     bucket.begin(communicator)
-    bucket.put(2, torch.zeros(4))
-    moved = bucket.attach(2)
+    arrive(bucket, 0, torch.zeros(4))
+    moved = parameter.grad
     moved.data = torch.arange(4.0)
     bucket.begin(communicator)
-    bucket.put(2, moved)
-    assert bucket.attach(2) is parameters[2].grad is not moved
-    assert communicator.holds(parameters[2].grad)
-    assert parameters[2].grad.tolist() == [0.0, 1.0, 2.0, 3.0]
-    parameters[2].grad.data = torch.ones(4)
+    arrive(bucket, 0, moved)
+    assert parameter.grad is not moved
+    assert communicator.holds(parameter.grad)
+    assert parameter.grad.tolist() == [0.0, 1.0, 2.0, 3.0]
+    parameter.grad.data = torch.ones(4)
+    parameter.grad = None
     bucket.begin(communicator)
-    bucket.launch(communicator, riders=[0.0, 0.0])
+    bucket.launch(communicator)
     assert not communicator.made[0].any()
 
 
-def test_each_communicator_has_buffers_of_its_own(bucket, parameters):
+def test_each_communicator_has_buffers_of_its_own():
+    parameter = torch.empty(4)
+    bucket = make_bucket([parameter])
     first, second = LendingCommunicator(generation=1), LendingCommunicator(generation=1)
     bucket.begin(first)
-    bucket.put(2, torch.ones(4))
-    old = bucket.attach(2)
+    arrive(bucket, 0, torch.ones(4))
+    old = parameter.grad
     bucket.begin(second)
-    bucket.put(2, parameters[2].grad)
-    bucket.attach(2).add_(1.0)
+    arrive(bucket, 0, parameter.grad)
+    parameter.grad.add_(1.0)
     assert first.holds(old)
-    assert second.holds(parameters[2].grad)
+    assert second.holds(parameter.grad)
     assert old.tolist() == [1.0] * 4
 
 
@@ -120,10 +152,10 @@ def test_a_dropped_bucket_takes_new_memory_and_its_gradients_are_gone(bucket, pa
     communicator = TwinCommunicator(generation=1)
     for _ in range(2):
         bucket.begin(communicator)
-        bucket.put(2, torch.ones(4))
-        bucket.attach(2)
+        for position, parameter in enumerate(parameters):
+            arrive(bucket, position, torch.ones_like(parameter))
         parameters[0].grad = torch.ones(2, 3)
-        bucket.launch(communicator, riders=[0.0, 0.0])
+        bucket.launch(communicator, [0.0] * 5)
         bucket.drop()
         bucket.drop()
         assert parameters[2].grad is None
@@ -132,14 +164,16 @@ def test_a_dropped_bucket_takes_new_memory_and_its_gradients_are_gone(bucket, pa
     assert first.data_ptr() != second.data_ptr()
 
 
-def test_gradients_move_out_of_a_bucket_that_is_not_needed_any_more(bucket, parameters):
+def test_gradients_move_out_of_a_bucket_that_is_not_needed_any_more():
+    parameter = torch.empty(4)
+    bucket = make_bucket([parameter])
     communicator = LendingCommunicator(generation=1)
     bucket.begin(communicator)
-    bucket.put(2, torch.ones(4))
-    bucket.attach(2)
+    arrive(bucket, 0, torch.ones(4))
+    assert communicator.holds(parameter.grad)
     bucket.release()
-    assert not communicator.holds(parameters[2].grad)
-    assert parameters[2].grad.tolist() == [1.0] * 4
+    assert not communicator.holds(parameter.grad)
+    assert parameter.grad.tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -154,14 +188,15 @@ def test_gradients_move_out_of_a_bucket_that_is_not_needed_any_more(bucket, para
 )
 def test_what_cannot_be_a_view_is_copied_both_ways(parameter):
     communicator = LendingCommunicator(generation=1)
-    bucket = Bucket([parameter], torch.float32)
+    bucket = make_bucket([parameter])
     bucket.begin(communicator, Scaling(before=4.0))
     assert bucket.views == [None]
     gradient = torch.arange(float(parameter.numel())).view(parameter.shape).to(parameter.dtype)
-    bucket.put(0, gradient)
+    parameter.grad = None
+    bucket.arrive(0, gradient)
     bucket.launch(communicator)
     bucket.wait()
-    bucket.deliver()
+    bucket.deliver([2.0])
     assert not communicator.holds(parameter.grad)
     assert torch.equal(parameter.grad, gradient / 2)
     assert parameter.grad.stride() == torch.empty_like(parameter).stride()
@@ -169,27 +204,40 @@ def test_what_cannot_be_a_view_is_copied_both_ways(parameter):
 
 def test_a_view_has_the_strides_of_its_parameter():
     parameter = torch.ones(4, 3, 1, 1).to(memory_format=torch.channels_last)
-    bucket = Bucket([torch.ones(5), parameter], torch.float32)
+    bucket = make_bucket([torch.ones(5), parameter])
     communicator = LendingCommunicator(generation=1)
     bucket.begin(communicator)
-    bucket.put(1, torch.arange(12.0).view(4, 3, 1, 1))
-    assert bucket.attach(1).stride() == parameter.stride()
+    arrive(bucket, 1, torch.arange(12.0).view(4, 3, 1, 1))
+    arrive(bucket, 0, torch.ones(5))
+    assert communicator.holds(parameter.grad)
+    assert parameter.grad.stride() == parameter.stride()
     assert communicator.made[0][5:17].tolist() == list(range(12))
 
 
 def test_complex_gradients_travel_as_pairs():
     parameter = torch.empty(2, dtype=torch.complex64)
-    bucket = Bucket([parameter], torch.complex64, riders=1)
+    bucket = make_bucket([parameter], torch.complex64, trailer=2)
     communicator = LendingCommunicator(generation=1)
     bucket.begin(communicator, Scaling(before=2.0))
-    bucket.put(0, torch.tensor([1j, 2.0]))
-    bucket.attach(0)
-    bucket.launch(communicator, riders=[1.0])
+    arrive(bucket, 0, torch.tensor([1j, 2.0]))
+    bucket.launch(communicator, [1.0, 1.0])
     bucket.wait()
-    bucket.deliver()
+    bucket.deliver(bucket.sums[1:])
     assert communicator.lent[0] is communicator.made[0]
     assert communicator.made[0].dtype is torch.float32
     assert communicator.holds(parameter.grad)
     assert parameter.grad.tolist() == [1j, 2.0]
-    assert bucket.used(0)
-    assert bucket.rider(0) == 2.0
+    assert bucket.sums == [2.0, 2.0]
+
+
+def test_a_bucket_of_nothing_but_empty_gradients_has_something_to_reduce():
+    parameter = torch.empty(0)
+    bucket = make_bucket([parameter])
+    communicator = LendingCommunicator(generation=1)
+    bucket.begin(communicator)
+    arrive(bucket, 0, torch.empty(0))
+    bucket.launch(communicator)
+    bucket.wait()
+    bucket.deliver([2.0])
+    assert communicator.lent[0].numel() == 1
+    assert parameter.grad.numel() == 0

@@ -1,4 +1,4 @@
-"""Copies that are taken again, beside tensors that are held."""
+"""Copies that are taken again, beside tensors that are uncopied."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import weakref
 
 import torch
 
-from nbelastic.torch.copies import Copies
+from nbelastic.torch.state.copies import Copies
 
 
 def test_what_is_not_held_is_copied_each_time() -> None:
-    held, other = torch.zeros(2), torch.zeros(3)
-    ids = frozenset([id(held)])
+    uncopied, other = torch.zeros(2), torch.zeros(3)
+    ids = frozenset([id(uncopied)])
     copies = Copies()
     for number in range(4):
         other.fill_(number)
-        copies.take([held, other], ids)
+        copies.take([uncopied, other], ids)
         other.fill_(-1)
-        assert copies.values[0] is held
+        assert copies.values[0] is uncopied
         assert copies.values[1].tolist() == [number] * 3
 
 

@@ -134,10 +134,10 @@ def test_memory_is_pinned_as_long_as_it_is_used(ranks):
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 1.0))
         weight.sum().backward()
         optimizer.step()
-        (bucket,) = [each for each in optimizer._reducer._keeper._layout.buckets if each.staged]
+        (bucket,) = optimizer._reducer._agreement.layout.groups
         host = bucket._staging.host
         before = host.is_pinned()
-        optimizer._reducer._keeper.drop()
+        optimizer._reducer._agreement.layout.drop()
         gc.collect()
         return before, host.is_pinned()
 

@@ -9,7 +9,7 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.context import activate
-from nbelastic.torch import bucket_plan
+from nbelastic.torch.gradients import layout
 from tests.torch.fakes import ChangingContext, TwinCommunicator
 from tests.torch.training import loss_of, make_model
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("small_buckets")
 
 @pytest.fixture
 def one_bucket(monkeypatch, small_buckets):
-    monkeypatch.setattr(bucket_plan, "BUCKET_BYTES", 1 << 20)
+    monkeypatch.setattr(layout, "BUCKET_BYTES", 1 << 20)
 
 
-def quiet_of(optimizer):
+def deferred_of(optimizer):
     """Return for how many parameters nothing but a note is made when their gradient arrives."""
-    return sum(quiet for _, _, quiet in optimizer._reducer._hooks.values())
+    return sum(deferred for _, _, deferred in optimizer._reducer._hooks.values())
 
 
 def trained(steps=3):
@@ -43,9 +43,9 @@ def test_most_gradients_are_only_noted_once_their_order_is_known():
     communicator = TwinCommunicator(generation=1)
     with activate(ChangingContext(communicator)):
         _, optimizer = trained(steps=1)
-        assert quiet_of(optimizer) == 0
+        assert deferred_of(optimizer) == 0
         _, optimizer = trained()
-        assert quiet_of(optimizer) > 0
+        assert deferred_of(optimizer) > 0
 
 
 @pytest.mark.usefixtures("one_bucket")
@@ -53,7 +53,7 @@ def test_most_gradients_are_only_noted_once_their_order_is_known():
 def test_misuse_is_noticed_although_gradients_are_only_noted(last):
     with activate(ChangingContext(TwinCommunicator(generation=1))):
         model, optimizer = trained()
-        assert quiet_of(optimizer)
+        assert deferred_of(optimizer)
         if not last:  # the one after which they would be looked at
             model[0].requires_grad_(False)
         model(torch.ones(1, 6).double()).sum().backward()

@@ -8,7 +8,7 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.context import activate
-from nbelastic.torch import bucket_plan
+from nbelastic.torch.gradients import layout
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator
 from tests.torch.modes import only
@@ -127,7 +127,7 @@ def test_passes_accumulate_before_gradients_are_reduced():
 
 @only("early")
 def test_nothing_is_launched_before_the_last_pass(monkeypatch):
-    monkeypatch.setattr(bucket_plan, "BUCKET_BYTES", 1 << 20)
+    monkeypatch.setattr(layout, "BUCKET_BYTES", 1 << 20)
     communicator = TwinCommunicator(generation=1)
     model = make_model()
     with activate(ChangingContext(communicator)):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import pickle
 import warnings
 import weakref
 
+import cloudpickle
 import pytest
 import torch
 
@@ -347,3 +349,74 @@ def test_num_groups_is_the_old_name_of_groups(twin):
     loss_of(model, 0).backward()
     optimizer.step()
     assert len(twin.communicator().lent) == 3
+
+
+# -- saved and copied ------------------------------------------------------------------------------
+
+
+def stepped(optimizer, model, step=0):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    optimizer.step()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["", "with a scheduler"])
+def test_a_saved_optimizer_is_the_plain_one(twin, scheduled):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    stepped(optimizer, model)
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    for loaded in (
+        torch.load(file, weights_only=False),
+        pickle.loads(pickle.dumps(optimizer)),
+        pickle.loads(cloudpickle.dumps(optimizer)),
+    ):
+        assert type(loaded) is torch.optim.SGD
+        assert str(loaded.state_dict()) == str(optimizer.state_dict())
+        (group,) = loaded.param_groups
+        assert_equal(group["params"], parameters_of(model))
+        hvd.DistributedOptimizer(loaded)
+
+
+def test_a_model_and_its_optimizer_are_saved_and_copied_together(twin):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    stepped(optimizer, model)
+    for pair in (
+        pickle.loads(pickle.dumps((model, optimizer))),
+        copy.deepcopy((model, optimizer)),
+    ):
+        plain = isinstance(pair[1], torch.optim.SGD) and not hasattr(pair[1], "_reducer")
+        if plain:
+            hvd.DistributedOptimizer(pair[1])
+        assert_equal(stepped(pair[1], pair[0], 1), stepped(*copy.deepcopy((optimizer, model)), 1))
+
+
+def test_a_copied_optimizer_reduces_the_gradients_of_its_parameters(twin):
+    model = make_model()
+    halves = [list(model.parameters())[:3], list(model.parameters())[3:]]
+    optimizer = hvd.DistributedOptimizer(
+        SGD(model.parameters()), model.named_parameters(), groups=halves
+    )
+    other, copied = copy.deepcopy((model, optimizer))
+    assert type(copied) is type(optimizer)
+    launched = len(twin.communicator().lent)
+    assert_equal(stepped(copied, other), stepped(optimizer, model))
+    assert len(twin.communicator().lent) == launched + 4
+    other[0].bias.requires_grad_(False)
+    loss_of(other, 1).backward()
+    other[2].bias.grad.add_(1)
+    with pytest.raises(RuntimeError, match=r"'2\.bias' was changed"):
+        copied.step()
+
+
+def test_a_parameter_group_may_be_empty(twin):
+    model = make_model()
+    groups = [{"params": []}, {"params": model.parameters()}, {"params": []}]
+    stepped(hvd.DistributedOptimizer(SGD(groups)), model)
+    hvd.DistributedOptimizer(SGD([{"params": []}])).step()

@@ -201,9 +201,9 @@ def test_parameters_that_nobody_used_come_last():
             optimizer.zero_grad()
             experts[1](torch.ones(3).double()).sum().backward()
             optimizer.step()
-        layout = optimizer._reducer._keeper.arrange(communicator, list(experts.parameters()))
-    assert layout.order[2:] == [5, 4, 1, 0]
-    assert sorted(layout.order[:2]) == [2, 3]
+        layout = optimizer._reducer._agreement.arrange(communicator, list(experts.parameters()))
+    assert layout.manifest.order[2:] == [5, 4, 1, 0]
+    assert sorted(layout.manifest.order[:2]) == [2, 3]
 
 
 def test_unfreezing_in_the_middle_of_a_step_is_refused():
@@ -272,7 +272,7 @@ def test_ranks_with_other_models_find_out():
         model = make_model() if context.rank == 0 else make_experts()
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
         if context.rank == 0:
-            optimizer._reducer._ready_layout(context.communicator(), list(model.parameters()))
+            optimizer._reducer._agreed_layout(context.communicator(), list(model.parameters()))
             return
         with pytest.raises(ValueError, match=r"rank 1 is not that of rank 0: it trains 8 .*0 6"):
             optimizer.step()
@@ -286,7 +286,7 @@ def test_ranks_with_other_options_find_out():
         op = hvd.Sum if context.rank else hvd.Average
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), op=op)
         if context.rank == 0:
-            optimizer._reducer._ready_layout(context.communicator(), list(model.parameters()))
+            optimizer._reducer._agreed_layout(context.communicator(), list(model.parameters()))
             return
         with pytest.raises(ValueError, match="other names, shapes, types or options"):
             optimizer.step()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.torch.pinned import Pinned
+from nbelastic.torch.gradients.staging import Pinned
 
 GPU = torch.device("cuda", 1)
 REFUSED = 1

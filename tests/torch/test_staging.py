@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from nbelastic.torch.staging import Streams
+from nbelastic.torch.gradients.staging import Streams
 
 GPU = torch.device("cuda", 0)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nbelastic.torch.state import TorchState
+from nbelastic.torch.state.torch_state import TorchState
 from tests.torch.nets import (
     Net,
     adam,

@@ -11,7 +11,7 @@ from torch import nn
 
 from nbelastic.errors import OptionError
 from nbelastic.torch.elastic import ElasticSampler
-from nbelastic.torch.state import TorchState
+from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
 from tests.torch.nets import (
     Net,

@@ -9,8 +9,8 @@ from torch import nn
 from nbelastic.elastic import transfer
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError, NbelasticError
-from nbelastic.torch.optimizer import DistributedOptimizer
-from nbelastic.torch.state import TorchState
+from nbelastic.torch.gradients.optimizer import DistributedOptimizer
+from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
 from tests.torch.nets import (
     adam,

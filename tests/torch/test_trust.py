@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.torch.deferral import LEARNED
-from nbelastic.torch.state import TorchState
+from nbelastic.torch.state.lazy_commit import LEARNED
+from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
 from tests.torch.nets import adam, everything, new_net, train
 
@@ -31,13 +31,13 @@ def test_a_newcomer_copies_as_little_as_the_others_do(commits: int) -> None:
         context.generation = generation
         state.align([1])
         state.save()
-        copied = [state._deferral.held]
+        copied = [state._lazy.uncopied]
         received = everything(state)
         train(net, optimizer)
         train(net, optimizer)
         state.restore()  # two steps and no commit: the second had copies made
         steps_with_commits(1)
-        copied.append(state._deferral.held)
+        copied.append(state._lazy.uncopied)
         return copied, received, everything(state)
 
     first, second = run_ranks(2, main)

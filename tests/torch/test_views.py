@@ -13,7 +13,7 @@ import nbelastic.torch as hvd
 from nbelastic.collectives import Op
 from nbelastic.elastic.context import activate
 from nbelastic.errors import CollectiveError
-from nbelastic.torch import layout_keeper
+from nbelastic.torch.gradients import layout_agreement
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, LendingCommunicator, UnreachableCommunicator
 from tests.torch.modes import only
@@ -44,7 +44,9 @@ def context():
 def views_of(context, model):
     """Return for each parameter whether its gradient lies where it was reduced."""
     communicator = context.communicator()
-    in_place = layout_keeper.PIECE_BYTES if communicator.coalesces else layout_keeper.LARGE_BYTES
+    in_place = (
+        layout_agreement.PIECE_BYTES if communicator.coalesces else layout_agreement.LARGE_BYTES
+    )
     if communicator.coalesces and not communicator.overlaps:
         in_place = 0
     return [communicator.holds(p.grad) or p.grad.nbytes >= in_place for p in model.parameters()]
@@ -58,11 +60,11 @@ def test_gradients_are_views_after_each_step_and_most_during_it(context, set_to_
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(model, step).backward()
-        assert views_of(context, model).count(False) == 1  # the witness
+        assert views_of(context, model).count(False) == 1  # the sample
         optimizer.step()
         assert all(views_of(context, model))
     assert_close(parameters_of(model), train_alone(SGD))
-    assert len(context.communicator().made) <= 2 * len(optimizer._reducer._keeper._layout.buckets)
+    assert len(context.communicator().made) <= 2 * len(optimizer._reducer._agreement.layout.groups)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 #include "collectives.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "copy.hpp"
@@ -21,16 +22,13 @@ struct Share {
     }
 };
 
+constexpr auto kShare = static_cast<std::uint32_t>(Kind::share);
+
 const char* name_of(std::uint32_t kind) {
     constexpr const char* names[] = {"allreduce",    "reduce-scatter", "reduce-parts",
                                      "gather-parts", "broadcast",      "allgather",
-                                     "all-to-all",   "barrier"};
+                                     "all-to-all",   "barrier",        "share"};
     return kind < std::size(names) ? names[kind] : "?";
-}
-
-std::string told(std::uint32_t rank, const Post& post) {
-    return "rank " + std::to_string(rank) + " is in " + name_of(post.kind) + " of " +
-           std::to_string(post.count) + " values of type " + std::to_string(post.type);
 }
 
 // Whether a rank's buffer is in the segment.
@@ -54,6 +52,7 @@ void Collectives::perform(const Operation& operation, Patience patience) {
         case Kind::allgather: return allgather(operation);
         case Kind::all_to_all: return all_to_all(operation);
         case Kind::barrier: return publish(operation, -1);
+        case Kind::share: return share(operation);
     }
 }
 
@@ -72,13 +71,33 @@ void Collectives::publish(const Operation& operation, std::int64_t where, std::u
 void Collectives::agree(const Post& own) {
     for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
         const Post& other = post(rank);
+        const bool as_long = other.count == own.count || own.kind == kShare;
         if (other.kind == own.kind && other.type == own.type && other.op == own.op &&
-            other.root == own.root && other.count == own.count) {
+            other.root == own.root && as_long) {
             continue;
         }
-        team_.abort("ranks disagree: " + told(team_.rank(), own) + ", " + told(rank, other));
-        team_.check();
+        team_.disagree(told(std::min(rank, team_.rank())) + ", " +
+                       told(std::max(rank, team_.rank())));
     }
+}
+
+// What a rank is in, for people.
+std::string Collectives::told(std::uint32_t rank) const {
+    const Post& its = post(rank);
+    std::string text = "rank " + std::to_string(rank) + " is in ";
+    if (its.kind == kShare) {
+        const auto* record = reinterpret_cast<const char*>(small(rank));
+        const std::size_t length = std::min<std::size_t>(its.count, kSmallBytes);
+        return text.append(record, strnlen(record, length));
+    }
+    text += name_of(its.kind);
+    const auto reduces = its.kind <= static_cast<std::uint32_t>(Kind::gather_parts);
+    if (reduces && its.type < kTypes && its.op < kOps) {
+        return text + " (" + kOpNames[its.op] + ") of " + std::to_string(its.count) + " " +
+               kTypeNames[its.type] + " values";
+    }
+    if (its.root != 0) text += " from rank " + std::to_string(its.root);
+    return its.count == 0 ? text : text + " of " + std::to_string(its.count) + " bytes";
 }
 
 const Post& Collectives::post(std::uint32_t rank) const { return segment_.seat(rank).posts[parity_]; }
@@ -406,6 +425,16 @@ void Collectives::allgather(const Operation& operation) {
     }
 }
 
+// The records may be of any lengths, but short.
+void Collectives::share(const Operation& operation) {
+    copy_bytes(small(team_.rank()), operation.data, operation.count);
+    publish(operation, -1);
+    for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+        const std::size_t length = std::min<std::size_t>(post(rank).count, kSmallBytes);
+        operation.records[rank].assign(reinterpret_cast<const char*>(small(rank)), length);
+    }
+}
+
 // Each rank's staging memory has a part for each other rank; rounds until all have all.
 void Collectives::all_to_all(const Operation& operation) {
     const std::uint32_t rank = team_.rank();
@@ -431,10 +460,10 @@ void Collectives::all_to_all(const Operation& operation) {
     for (std::uint32_t source = 0; source < size; ++source) {
         rounds = std::max(rounds, post(source).rounds);
         if (segment_.letters(parity_, source)[rank] != operation.outputs[source].bytes) {
-            team_.abort("ranks disagree: rank " + std::to_string(source) + " sends " +
-                        std::to_string(segment_.letters(parity_, source)[rank]) + " bytes, rank " +
-                        std::to_string(rank) + " expects " +
-                        std::to_string(operation.outputs[source].bytes));
+            team_.disagree("rank " + std::to_string(source) + " sends " +
+                           std::to_string(segment_.letters(parity_, source)[rank]) +
+                           " bytes, rank " + std::to_string(rank) + " expects " +
+                           std::to_string(operation.outputs[source].bytes));
         }
     }
     team_.check();

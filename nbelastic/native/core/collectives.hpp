@@ -12,6 +12,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 #include <vector>
 
 #include "reduce.hpp"
@@ -28,6 +29,7 @@ enum class Kind : std::uint32_t {
     allgather,
     all_to_all,
     barrier,
+    share,
 };
 
 struct Piece {
@@ -47,6 +49,7 @@ struct Operation {
     std::vector<std::size_t> counts;  // values in the part of each rank
     std::vector<Piece> outputs;
     std::vector<Piece> inputs;
+    std::span<std::string> records{};  // of a share: one for each rank, to be filled
     Piece whole{};  // of an allreduce: where the values are, if they are not `inputs`
 
     // Of an allreduce. One that finds them in one place takes no memory for a list.
@@ -90,6 +93,8 @@ private:
     void broadcast(const Operation& operation);
     void allgather(const Operation& operation);
     void all_to_all(const Operation& operation);
+    void share(const Operation& operation);
+    std::string told(std::uint32_t rank) const;
 
     void reduce(const Operation& operation, const std::vector<std::byte*>& outputs,
                 const std::vector<std::byte*>& inputs, std::size_t count);

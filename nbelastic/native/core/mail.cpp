@@ -112,10 +112,9 @@ void receive(Team& team, std::byte* data, std::size_t bytes, std::uint32_t sourc
     std::uint64_t length = 0;
     end.move(reinterpret_cast<std::byte*>(&length), sizeof length);
     if (length != bytes) {
-        team.abort("ranks disagree: rank " + std::to_string(source) + " sends " +
-                   std::to_string(length) + " bytes, rank " + std::to_string(team.rank()) +
-                   " expects " + std::to_string(bytes));
-        team.check();
+        team.disagree("rank " + std::to_string(source) + " sends " + std::to_string(length) +
+                      " bytes, rank " + std::to_string(team.rank()) + " expects " +
+                      std::to_string(bytes));
     }
     end.move(data, bytes);
 }

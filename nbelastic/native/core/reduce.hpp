@@ -14,6 +14,11 @@ enum class Op : std::uint32_t { sum, average, min, max, product };
 inline constexpr std::uint32_t kTypes = 8;
 inline constexpr std::uint32_t kOps = 5;
 
+// By torch's names.
+inline constexpr const char* kTypeNames[kTypes] = {"float32", "float64", "float16", "bfloat16",
+                                                   "int8",    "int32",   "int64",   "uint8"};
+inline constexpr const char* kOpNames[kOps] = {"sum", "average", "min", "max", "product"};
+
 constexpr std::size_t bytes_of(Type type) {
     constexpr std::size_t sizes[kTypes] = {4, 8, 2, 2, 1, 4, 8, 1};
     return sizes[static_cast<std::uint32_t>(type)];

@@ -1,6 +1,7 @@
 #include "segment.hpp"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -9,15 +10,17 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <system_error>
+#include <vector>
 
 namespace nbelastic {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6c6c61206f672073;
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersion = 4;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kGiB = std::size_t{1} << 30;
 
@@ -69,6 +72,39 @@ private:
 
 }  // namespace
 
+// All segments of this process, for its forks.
+struct Forks {
+    std::mutex mutex;
+    std::vector<Segment*> segments;
+
+    static Forks& all() {
+        static Forks* forks = [] {
+            pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); }, in_child);
+            return new Forks;  // never destroyed: threads may fork while the process exits
+        }();
+        return *forks;
+    }
+
+    void add(Segment* segment) {
+        const std::lock_guard lock(mutex);
+        segments.push_back(segment);
+    }
+    void remove(Segment* segment) {
+        const std::lock_guard lock(mutex);
+        std::erase(segments, segment);
+    }
+
+    static void in_child() {
+        for (const Segment* each : all().segments) {
+            void* own = mmap(each->base_, each->total_, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, each->fd_, 0);
+            // A system that promises no memory that it lacks: writing ends the fork then.
+            if (own == MAP_FAILED) mprotect(each->base_, each->total_, PROT_READ);
+        }
+        all().mutex.unlock();
+    }
+};
+
 int Segment::create(std::uint32_t size) {
     if (size < 1 || size > kMostRanks) throw std::invalid_argument("1 to 256 ranks share a segment");
     const std::size_t arena = room();
@@ -115,9 +151,19 @@ Segment::Segment(int fd) {
     size_ = its.size;
     arena_bytes_ = its.arena_bytes;
     madvise(base_, total_, MADV_DONTDUMP);
+    fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (fd_ < 0) {
+        munmap(base_, total_);
+        fail("fcntl");
+    }
+    Forks::all().add(this);
 }
 
-Segment::~Segment() { munmap(base_, total_); }
+Segment::~Segment() {
+    Forks::all().remove(this);
+    munmap(base_, total_);
+    close(fd_);
+}
 
 Seat& Segment::seat(std::uint32_t rank) const noexcept {
     return reinterpret_cast<Seat*>(base_ + Offsets(size_).seats)[rank];

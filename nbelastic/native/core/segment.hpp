@@ -4,6 +4,9 @@
 //
 // The file is sparse and has no name: only pages that were touched exist, and all of it is gone
 // with the last process that has it. Nobody can make it smaller or larger.
+//
+// In a fork of a process that has one, the memory becomes the fork's own when it is written to: what
+// the fork does, whatever it is, does not show in its parent or on other ranks.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +40,7 @@ struct Control {
     alignas(kLine) Word word;      // see above
     Word sleepers;                 // how many may be asleep on it
     alignas(kLine) Word arrived;   // arrivals at all steps so far, of all ranks
-    alignas(kLine) Word reasoned;  // 0: no reason, 1: being written, 2: written
+    alignas(kLine) Word reasoned;  // 0: no reason, 1: being written, 2: written, 3: ranks disagree
     char reason[kReasonBytes];
 };
 
@@ -93,7 +96,10 @@ public:
     std::int64_t place(std::uint32_t rank, const void* data, std::size_t bytes) const noexcept;
 
 private:
+    friend struct Forks;
+
     std::byte* base_ = nullptr;
+    int fd_ = -1;  // a descriptor of its own, for forks
     std::size_t total_ = 0;
     std::size_t arena_bytes_ = 0;
     std::uint32_t size_ = 0;

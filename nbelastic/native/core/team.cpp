@@ -48,21 +48,33 @@ bool Team::broken() const noexcept {
 }
 
 void Team::check() const {
-    if (broken()) throw Broken(reason());
+    if (broken()) fail();
+}
+
+void Team::fail() const {
+    if (control_.reasoned.load(std::memory_order_acquire) == kDisagreement) {
+        throw Disagreement(reason());
+    }
+    throw Broken(reason());
+}
+
+void Team::disagree(const std::string& reason) {
+    break_with("ranks disagree: " + reason, kDisagreement);
+    fail();
 }
 
 std::string Team::reason() const {
-    if (control_.reasoned.load(std::memory_order_acquire) != 2) return "the segment was broken";
+    if (control_.reasoned.load(std::memory_order_acquire) < kReasoned) return "the segment was broken";
     return std::string(control_.reason, strnlen(control_.reason, kReasonBytes));
 }
 
-void Team::abort(const std::string& reason) noexcept {
+void Team::break_with(const std::string& reason, std::uint32_t how) noexcept {
     std::uint32_t none = 0;
     if (control_.reasoned.compare_exchange_strong(none, 1)) {
         const std::size_t length = std::min(reason.size(), kReasonBytes - 1);
         std::memcpy(control_.reason, reason.data(), length);
         control_.reason[length] = '\0';
-        control_.reasoned.store(2, std::memory_order_release);
+        control_.reasoned.store(how, std::memory_order_release);
     }
     if (control_.word.fetch_or(kBroken) & kBroken) return;
     wake_all(control_.word);
@@ -115,7 +127,7 @@ bool Team::wait_awake(std::uint32_t target, Patience patience) const {
     int turns = spins + (eager ? yields_ : 1);
     for (int turn = 0; turn < turns; ++turn) {
         const std::uint32_t word = control_.word.load(std::memory_order_acquire);
-        if (word & kBroken) throw Broken(reason());
+        if (word & kBroken) fail();
         if ((word & kPhase) == target) return true;
         if (turn < spins) {
             relax();

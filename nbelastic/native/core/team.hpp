@@ -22,6 +22,11 @@ class Broken : public std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Broken because ranks were in different operations.
+class Disagreement : public Broken {
+    using Broken::Broken;
+};
+
 // How much there is to gain by waiting awake.
 enum class Patience {
     background,  // the rank has other things to do
@@ -45,7 +50,10 @@ public:
     std::string reason() const;
 
     // Breaks the segment for everybody; the first reason stays. Any thread, any time.
-    void abort(const std::string& reason) noexcept;
+    void abort(const std::string& reason) noexcept { break_with(reason, kReasoned); }
+
+    // The same, because ranks are in different operations; throws.
+    [[noreturn]] void disagree(const std::string& reason);
 
     // Leaves in good order: nothing that others need from this rank is missing.
     void leave() noexcept;
@@ -54,6 +62,10 @@ public:
     std::chrono::nanoseconds limit() const noexcept { return limit_; }
 
 private:
+    static constexpr std::uint32_t kReasoned = 2, kDisagreement = 3;  // of Control::reasoned
+
+    void break_with(const std::string& reason, std::uint32_t how) noexcept;
+    [[noreturn]] void fail() const;
     void advance(std::uint32_t target) noexcept;
     bool wait_awake(std::uint32_t target, Patience patience) const;
     void wait_asleep(std::uint32_t target);

@@ -1,57 +1,59 @@
-"""Reported metrics as small curves."""
+"""Reported metrics as small curves, in SVG."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .formatting import count, number, shorten
 from .timeline import thin
-from .words import count, escape, number, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .picture import Picture
+    from .job_snapshot import JobSnapshot
 
-__all__ = ["curves", "curves_key"]
+__all__ = ["HEIGHT", "WIDTH", "Curve", "curves_key", "shown_curves"]
 
-MOST_CURVES = 6
+MAX_CURVES = 6
 WIDTH, HEIGHT = 160, 32
 COLUMNS = 40
 
 
-def curves_key(picture: Picture) -> tuple[object, ...]:
-    """Return what changes when the curves are to be drawn again: once a second, and at the end."""
-    return (int(picture.status.elapsed), picture.status.state, len(picture.curves))
+@dataclass(frozen=True)
+class Curve:
+    """A metric: its last value, name and label in words, and its path in SVG."""
+
+    value: str
+    name: str
+    label: str
+    path: str
 
 
-def curves(picture: Picture) -> str:
-    """Return a small curve for each metric, with its last value; at most six."""
-    known = {name: points for name, points in picture.curves.items() if points}
-    if not known:
-        return ""
-    items = "".join(_curve(name, points) for name, points in list(known.items())[:MOST_CURVES])
-    more = len(known) - MOST_CURVES
-    rest = f'<p class="nbe-more">+ {count(more, "more metric")}</p>' if more > 0 else ""
-    return f'<div><ul class="nbe-curves" aria-label="Metrics">{items}</ul>{rest}</div>'
+def curves_key(snapshot: JobSnapshot) -> tuple[object, ...]:
+    """Return a value that changes when the curves must be redrawn: each second, and at the end."""
+    return (int(snapshot.status.elapsed), snapshot.status.state, len(snapshot.curves))
 
 
-def _curve(name: str, points: Sequence[tuple[float, float]]) -> str:
-    shown = escape(shorten(name, 20))
+def shown_curves(snapshot: JobSnapshot) -> tuple[list[Curve], int]:
+    """Return the curves to show, and the number of further metrics."""
+    known = {name: points for name, points in snapshot.curves.items() if points}
+    shown = [_curve(name, points) for name, points in list(known.items())[:MAX_CURVES]]
+    return shown, len(known) - MAX_CURVES
+
+
+def _curve(name: str, points: Sequence[tuple[float, float]]) -> Curve:
     step, value = points[-1]
-    label = escape(
+    label = (
         f"{shorten(name, 40)}: {number(value)} at step {number(step)}, "
         f"{count(len(points), 'value')}"
     )
-    return (
-        f"<li><b>{escape(number(value))}</b><span>{shown}</span>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
-        f"<title>{label}</title>{_path(thin(points, COLUMNS))}</svg></li>"
-    )
+    return Curve(number(value), shorten(name, 20), label, _path(thin(points, COLUMNS)))
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    """The line, over the range of its own values; nothing where none of them is finite."""
+    """Return the line, scaled to its own range; nothing if no value is finite."""
     if not points:
         return ""
     steps, values = zip(*points, strict=True)

@@ -1,213 +1,145 @@
-"""A job as HTML: its parts, and the whole as one fragment that needs nothing else."""
+"""A job as HTML: its parts, and a page that needs no script and no other file.
+
+The HTML is in ``job.html``, a template that escapes every value. Functions here select the values.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nbelastic.membership import over
+from jinja2 import Environment, StrictUndefined
 
-from .curves import curves
-from .picture import ENDED
+from nbelastic.driver.describe import over
+
+from .changes import newest_event, recent_changes
+from .curves import HEIGHT, WIDTH, shown_curves
+from .formatting import count, duration, first_lines, limits, printable, rate, shorten, worker
 from .theme import STYLE, SYMBOLS
 from .timeline import legend, timeline
-from .words import count, duration, escape, first_lines, limits, rate, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.driver.status import HistoryEvent, JobStatus, RankStatus
+    from nbelastic.driver.status import HistoryEvent
 
-    from .picture import Picture
+    from .job_snapshot import JobSnapshot
 
-__all__ = ["PARTS", "card", "page"]
+__all__ = ["PARTS", "page"]
 
-MOST_ROWS = 20
-MOST_RESETS = 5
-ERROR_LINES = 12
-_COLUMNS = ("Rank", "Worker", "State", "Step", "Commits", "Samples/s", "Device")
-_NUMBERS = frozenset({"Step", "Commits", "Samples/s"})
-_HAPPENED = {
-    "reset": "Reset",
-    "refused": "A worker is not used",
-    "restarted": "The job starts over",
-    "cooldown": "Cooldown",
-    "checkpoint": "Checkpoint",
-    "backend": "Backend",
-    "abandoned": "Without a kernel",
-    "attached": "Taken over",
-}
-_TOLD = frozenset({"joined", "lost", "left", *_HAPPENED}) | ENDED
+MAX_ROWS = 20
+MAX_CHANGES = 6
+MAX_AWAY = 3
+AWAY_S = 120.0
+"""Seconds after its loss for which a worker that has not come back is shown among the ranks."""
 
 
-def page(picture: Picture, note: str = "") -> str:
-    """Return a complete static fragment of HTML: style and all, no script, no other file.
+def _load() -> Any:
+    environment = Environment(autoescape=True, finalize=printable, undefined=StrictUndefined)
+    environment.filters |= {
+        "duration": duration,
+        "first_lines": first_lines,
+        "rate": rate,
+        "shorten": shorten,
+        "thousands": "{:,}".format,
+        "worker": worker,
+    }
+    source = Path(__file__).with_name("job.html").read_text(encoding="utf-8")
+    return environment.from_string("".join(map(str.strip, source.splitlines()))).module
+
+
+_template = _load()
+
+
+def page(snapshot: JobSnapshot, note: str = "") -> str:
+    """Return a complete static fragment of HTML, style included.
 
     Parameters
     ----------
-    picture : Picture
-        What to show.
+    snapshot : JobSnapshot
+        The job.
     note : str
-        A line of text to put at the end.
+        A line of text at the end.
     """
-    parts = [part(picture) for part in PARTS.values()]
-    if note:
-        parts.append(f'<p class="nbe-more">{escape(note)}</p>')
-    return STYLE + card("".join(parts), picture.status)
+    parts = [part(snapshot) for name, part in PARTS.items() if name != "live"]
+    return STYLE + str(_template.page(snapshot.status.name, parts, note))
 
 
-def card(content: str, status: JobStatus) -> str:
-    """Return parts of a job in a frame of their own."""
-    name = escape(shorten(status.name, 60))
+def head(snapshot: JobSnapshot) -> str:
+    """Return the state in word, symbol and colour, the name, the figures and any errors."""
+    status = snapshot.status
+    symbol = SYMBOLS.get(status.state, "○")
+    return str(_template.head(status, symbol, limits(status.min_np, status.max_np)))
+
+
+def progress(snapshot: JobSnapshot) -> str:
+    """Return a progress bar with the remaining time, if the job's state has a total."""
+    now = snapshot.status.progress
     return (
-        f'<div class="nbe nbe-card" role="group" aria-label="nbelastic job {name}">{content}</div>'
+        "" if now is None else str(_template.progress(now, f"{now.fraction:.0%}", snapshot.ended))
     )
 
 
-# -- how it stands ---------------------------------------------------------------------------------
-
-
-def head(picture: Picture) -> str:
-    """Return the state in word, symbol and colour, the name, and the figures."""
-    status = picture.status
-    bounds = limits(status.min_np, status.max_np)
-    facts = [
-        ("ranks", f"{status.size} <small>of {escape(bounds)}</small>"),
-        ("resets", f"{status.resets:,}"),
-        ("commits", f"{status.commits:,}"),
-        ("elapsed", duration(status.elapsed)),
-        ("samples/s", rate(status.samples_per_s)),
-    ]
-    listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
-    state = escape(status.state)
-    return (
-        f'<div class="nbe-head"><span class="nbe-badge nbe-{state}">'
-        f'<i aria-hidden="true">{SYMBOLS.get(status.state, "○")}</i>{state}</span>'
-        f'<span class="nbe-name">{escape(shorten(status.name, 60))}</span></div>'
-        f'<dl class="nbe-facts">{listed}</dl>{_reason(status)}'
-    )
-
-
-def _reason(status: JobStatus) -> str:
-    if not status.reason or status.state == "finished":
+def figure(snapshot: JobSnapshot) -> str:
+    """Return the timeline with its legend; nothing before the first event."""
+    if not snapshot.history:
         return ""
-    if status.state == "failed":
-        lines = escape(first_lines(status.reason, ERROR_LINES))
-        return f'<pre class="nbe-error">{lines}</pre>'
-    return f'<p class="nbe-reason">{escape(shorten(status.reason, 300))}</p>'
+    return f'<div class="nbe-figure">{timeline(snapshot)}{legend(snapshot)}</div>'
 
 
-def progress(picture: Picture) -> str:
-    """Return a progress bar with the remaining time, where the job's state has a total."""
-    now = picture.status.progress
-    if now is None:
-        return ""
-    where = f"epoch {min(now.epoch + 1, now.epochs)} of {now.epochs}"
-    if now.batches and now.epoch < now.epochs:
-        where += f", batch {now.batch:,} of {now.batches:,}"
-    left = ""
-    if now.remaining_s is not None and not picture.ended:
-        left = f"<span>{duration(now.remaining_s)} left</span>"
-    share = f"{now.fraction:.0%}"
-    return (
-        f'<div class="nbe-progress"><progress max="1" value="{now.fraction:.4f}" '
-        f'aria-label="Training progress">{share}</progress>'
-        f"<b>{share}</b><span>{where}</span>{left}</div>"
-    )
+def curves(snapshot: JobSnapshot) -> str:
+    """Return a small curve of each metric, with its last value."""
+    shown, more = shown_curves(snapshot)
+    words = count(more, "more metric") if more > 0 else ""
+    return str(_template.curves(shown, WIDTH, HEIGHT, words)) if shown else ""
 
 
-def figure(picture: Picture) -> str:
-    """Return the timeline with its legend; nothing before something has happened."""
-    if not picture.history:
-        return ""
-    return f'<div class="nbe-figure">{timeline(picture)}{legend(picture)}</div>'
-
-
-# -- who takes part --------------------------------------------------------------------------------
-
-
-def ranks(picture: Picture) -> str:
-    """Return the table of ranks: at most 20 rows, and how many more there are."""
-    every = picture.status.ranks
-    if not every:
+def ranks(snapshot: JobSnapshot) -> str:
+    """Return a table of ranks, and of workers that were lost and may come back."""
+    every, away = snapshot.status.ranks, _away(snapshot)
+    if not every and not away:
         return ""
     states = Counter(rank.state for rank in every)
-    summary = ", ".join(f"{amount:,} {escape(state)}" for state, amount in states.most_common())
-    way = over(picture.status.backend)
-    summary += f", {escape(way)}" if way else ""
-    titles = "".join(f'<th scope="col"{_side(title)}>{title}</th>' for title in _COLUMNS)
-    rows = "".join(_row(rank) for rank in every[:MOST_ROWS])
-    more = len(every) - MOST_ROWS
-    rest = f'<p class="nbe-more">+ {more:,} more</p>' if more > 0 else ""
-    return (
-        f'<div><div class="nbe-rows"><table class="nbe-ranks"><caption>Ranks: {summary}</caption>'
-        f"<thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table></div>{rest}</div>"
-    )
+    words = [f"{amount:,} {state}" for state, amount in states.most_common()]
+    summary = ", ".join(filter(None, [", ".join(words), over(snapshot.status.backend)]))
+    several_hosts = len({rank.host for rank in every}) > 1
+    lost = {event.name for event in snapshot.history if event.kind == "lost" and event.name}
+    more = len(every) - MAX_ROWS
+    return str(_template.ranks(summary, every[:MAX_ROWS], several_hosts, lost, away, more))
 
 
-def _side(title: str) -> str:
-    return ' class="nbe-n"' if title in _NUMBERS else ""
+def _away(snapshot: JobSnapshot) -> list[tuple[float, HistoryEvent]]:
+    """Return when workers were lost that may come back, if the job has room for them."""
+    status = snapshot.status
+    full = status.max_np is not None and len(status.ranks) >= status.max_np
+    if snapshot.ended or full:
+        return []
+    here = {rank.name for rank in status.ranks} | {""}
+    losses = {event.name: event for event in snapshot.history if event.kind == "lost"}
+    found = [(snapshot.offset(e), e) for name, e in losses.items() if name not in here]
+    return [(at, event) for at, event in found if status.elapsed - at < AWAY_S][-MAX_AWAY:]
 
 
-def _row(rank: RankStatus) -> str:
-    host = f" <small>on {escape(shorten(rank.host, 24))}</small>" if rank.host else ""
-    return (
-        f'<tr><th scope="row">{"–" if rank.rank is None else rank.rank}</th>'
-        f"<td>{escape(shorten(rank.worker, 48))}{host}</td><td>{escape(rank.state)}</td>"
-        f'<td class="nbe-n">{rank.step:,}</td><td class="nbe-n">{rank.commits:,}</td>'
-        f'<td class="nbe-n">{rate(rank.samples_per_s)}</td>'
-        f"<td>{escape(shorten(rank.device, 24)) or '–'}</td></tr>"
-    )
+def changes(snapshot: JobSnapshot) -> str:
+    """Return the last changes, newest first."""
+    lines = recent_changes(snapshot)
+    shown = lines[: -MAX_CHANGES - 1 : -1]
+    return str(_template.changes(shown, len(lines) - MAX_CHANGES)) if lines else ""
 
 
-# -- what has happened -----------------------------------------------------------------------------
+def live(snapshot: JobSnapshot) -> str:
+    """Return the newest event for screen readers."""
+    return str(_template.live(newest_event(snapshot)))
 
 
-def resets(picture: Picture) -> str:
-    """Return the last resets with what caused them, newest first."""
-    every = [event for event in picture.history if event.kind == "reset"]
-    if not every:
-        return ""
-    items = "".join(
-        f"<li><time>{duration(picture.offset(event))}</time>"
-        f"{escape(shorten(event.detail, 200)) or 'ranks join or leave'}</li>"
-        for event in reversed(every[-MOST_RESETS:])
-    )
-    more = len(every) - MOST_RESETS
-    rest = f'<p class="nbe-more">+ {more:,} more</p>' if more > 0 else ""
-    title = count(len(every), "reset")
-    listed = f'<ol class="nbe-causes">{items}</ol>{rest}'
-    return f"<details open><summary>{title}</summary>{listed}</details>"
-
-
-def live(picture: Picture) -> str:
-    """Return the newest join, loss, leave, reset or end, politely spoken to screen readers."""
-    newest = next((event for event in reversed(picture.history) if event.kind in _TOLD), None)
-    words = "" if newest is None else f"{duration(picture.offset(newest))} {_words(newest)}"
-    return f'<p class="nbe-live" role="status" aria-live="polite">{escape(words)}</p>'
-
-
-def _words(event: HistoryEvent) -> str:
-    detail = f": {shorten(event.detail, 160)}" if event.detail else ""
-    if event.kind in _HAPPENED:
-        which = (
-            f" ({shorten(event.worker, 48)})" if event.kind == "refused" and event.worker else ""
-        )
-        return f"{_HAPPENED[event.kind]}{which}{detail}"
-    if event.kind in ENDED:
-        return f"The job has {'been ' if event.kind == 'stopped' else ''}{event.kind}{detail}"
-    who = "A rank" if event.rank is None else f"Rank {event.rank}"
-    said = {"joined": "has joined", "lost": "is lost", "left": "has left"}[event.kind]
-    return f"{who} {said}{detail}"
-
-
-PARTS: dict[str, Callable[[Picture], str]] = {
+PARTS: dict[str, Callable[[JobSnapshot], str]] = {
     "head": head,
     "progress": progress,
     "timeline": figure,
     "curves": curves,
     "ranks": ranks,
-    "resets": resets,
+    "changes": changes,
     "live": live,
 }
-"""The parts of a page, from top to bottom; each is empty where there is nothing to show."""
+"""The parts of a page, from top to bottom; each is empty if there is nothing to show."""

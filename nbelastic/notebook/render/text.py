@@ -1,27 +1,26 @@
-"""A job in one line of text: for ``text/plain``, and for a terminal."""
+"""A job in one line of text, for ``text/plain`` and for a terminal."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import over
+from nbelastic.driver.describe import over
 
-from .words import count, duration, limits, rate, shorten
+from .formatting import count, duration, limits, rate, shorten
 
 if TYPE_CHECKING:
-    from .picture import Picture
+    from .job_snapshot import JobSnapshot
 
 __all__ = ["line", "text"]
 
 
-def text(picture: Picture) -> str:
+def text(snapshot: JobSnapshot) -> str:
     """Return one line that is the same in every run of the same notebook.
 
-    No times, addresses or ports. Ranks, resets and commits are counted for a finished job only:
-    how far one had come when it failed or was stopped depends on the moment, and so does in which
-    state one that goes on happens to be.
+    It has no times, addresses or ports. It counts ranks, resets and commits of a finished job only,
+    because those of another depend on the moment, as does its state.
     """
-    status = picture.status
+    status = snapshot.status
     head = f"nbelastic job {shorten(status.name, 60)}"
     if status.state == "finished":
         facts = [
@@ -29,8 +28,9 @@ def text(picture: Picture) -> str:
             count(status.size, "rank"),
             count(status.resets, "reset"),
             count(status.commits, "commit"),
+            *(f"warning: {shorten(headline, 120)}" for headline in status.headlines),
         ]
-    elif picture.ended:
+    elif snapshot.ended:
         facts = [status.state]
     else:
         ranks = limits(status.min_np, status.max_np)
@@ -38,11 +38,11 @@ def text(picture: Picture) -> str:
     return f"{head}: {' · '.join(facts)}"
 
 
-def line(picture: Picture) -> str:
-    """Return one line on how the job stands now, for a terminal."""
-    status = picture.status
+def line(snapshot: JobSnapshot) -> str:
+    """Return one line on the current state, for a terminal."""
+    status = snapshot.status
     state = status.state
-    if status.reason and not picture.ended:
+    if status.reason and not snapshot.ended:
         state = f"{state} ({shorten(status.reason, 60)})"
     ranks = f"{count(status.size, 'rank')} {over(status.backend)}".rstrip()
     facts = [state, ranks, count(status.commits, "commit")]
@@ -52,4 +52,5 @@ def line(picture: Picture) -> str:
         facts.append(f"{rate(status.samples_per_s)} samples/s")
     if status.progress is not None and status.progress.remaining_s is not None:
         facts.append(f"{duration(status.progress.remaining_s)} left")
+    facts += [f"warning: {shorten(headline, 60)}" for headline in status.headlines]
     return f"{shorten(status.name, 30)}: {' · '.join(facts)}"

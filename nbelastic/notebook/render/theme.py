@@ -1,4 +1,4 @@
-"""Colours and shapes: of JupyterLab's theme where there is one, else by the reader's scheme."""
+"""Colours and shapes: of JupyterLab's theme, else of the reader's colour scheme."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SYMBOLS = {
     "stopped": "■",
     "detached": "⇥",
 }
-"""A state's symbol. It stands beside the word, never for it."""
+"""Symbol of each state. It accompanies the word, and never replaces it."""
 
 _COLOURS = {
     # name: (JupyterLab's variable, light, dark)
@@ -54,19 +54,23 @@ border:1px solid var(--nbe-state);border-radius:99px;font-weight:600}
 .nbe dl.nbe-facts{display:flex;flex-wrap:wrap;gap:6px 24px;margin:8px 0 0;padding:0}
 .nbe dl.nbe-facts>div{display:flex;flex-direction:column-reverse;flex:none}
 .nbe dl.nbe-facts dt,.nbe dl.nbe-facts dd{float:none;width:auto;max-width:none;white-space:nowrap}
-.nbe dl.nbe-facts dt{color:var(--nbe-muted);font-size:11px;font-weight:400;margin:0;padding:0}
+.nbe dl.nbe-facts dt{color:var(--nbe-muted);font-size:12px;font-weight:400;margin:0;padding:0}
 .nbe dl.nbe-facts dd{margin:0;padding:0;font-size:15px;font-weight:600;line-height:1.25}
-.nbe dl.nbe-facts dd small{font-size:11px;font-weight:400;color:var(--nbe-muted)}
+.nbe dl.nbe-facts dd small{font-size:12px;font-weight:400;color:var(--nbe-muted)}
 .nbe p.nbe-reason{margin:8px 0 0}
 .nbe pre.nbe-error{margin:8px 0 0;padding:8px 10px;white-space:pre-wrap;overflow-wrap:anywhere;
 background:var(--nbe-soft);color:var(--nbe-fg);border-left:3px solid var(--nbe-bad);
 border-radius:0 4px 4px 0;font-size:12px;
 font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)}
+.nbe pre.nbe-warning{border-left-color:var(--nbe-warn)}
 .nbe-progress{display:flex;flex-wrap:wrap;align-items:center;gap:4px 12px}
 .nbe-progress progress{flex:1 1 220px;height:10px;accent-color:var(--nbe-accent)}
 .nbe-progress span{color:var(--nbe-muted)}
-.nbe svg{display:block;width:100%;height:auto;overflow:visible}
-.nbe svg text{fill:var(--nbe-muted);stroke:none;font-size:11px;
+.nbe .nbe-figure{padding:0 6px;overflow:hidden}
+.nbe-figure>svg,.nbe-curves li>svg{display:block;width:100%;overflow:visible}
+.nbe-curves li>svg{height:auto}
+.nbe-lines path{vector-effect:non-scaling-stroke}
+.nbe svg text{fill:var(--nbe-muted);stroke:none;font-size:12px;
 font-family:var(--jp-ui-font-family,system-ui,sans-serif)}
 .nbe-grid{stroke:var(--nbe-line);stroke-width:1;fill:none}
 .nbe-limit{stroke:var(--nbe-muted);stroke-width:1;stroke-dasharray:2 4;fill:none}
@@ -78,10 +82,11 @@ font-family:var(--jp-ui-font-family,system-ui,sans-serif)}
 .nbe-left{fill:var(--nbe-bg);stroke:var(--nbe-warn);stroke-width:1.6}
 .nbe-reset{fill:var(--nbe-fg);stroke:var(--nbe-bg);stroke-width:.8}
 .nbe ul.nbe-legend{display:flex;flex-wrap:wrap;gap:2px 18px;list-style:none;margin:2px 0 0;
-padding:0;color:var(--nbe-muted);font-size:11px}
+padding:0;color:var(--nbe-muted);font-size:12px}
 .nbe ul.nbe-legend li{display:flex;align-items:center;gap:5px;margin:0}
 .nbe ul.nbe-legend svg{width:12px;height:12px}
-.nbe ul.nbe-curves{display:grid;grid-template-columns:repeat(auto-fill,minmax(180px,1fr));gap:8px;
+.nbe ul.nbe-curves{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(180px,100%),1fr));
+gap:8px;
 list-style:none;margin:0;padding:0}
 .nbe ul.nbe-curves li{background:var(--nbe-soft);border-radius:6px;padding:6px 10px;margin:0}
 .nbe ul.nbe-curves b{float:right}
@@ -92,18 +97,25 @@ color:inherit;table-layout:auto}
 caption-side:top;font-size:12px}
 .nbe table.nbe-ranks th,.nbe table.nbe-ranks td{padding:3px 12px 3px 0;text-align:left;
 border:0;border-top:1px solid var(--nbe-line);background:none;vertical-align:baseline;
-white-space:nowrap;max-width:none;color:inherit}
+white-space:normal;overflow-wrap:break-word;max-width:none;color:inherit}
 .nbe table.nbe-ranks thead th{border-top:0;color:var(--nbe-muted);font-weight:500}
 .nbe table.nbe-ranks tbody tr{background:none}
 .nbe table.nbe-ranks .nbe-n{text-align:right;padding-right:20px}
-.nbe table.nbe-ranks small{color:var(--nbe-muted);font-size:11px}
+.nbe table.nbe-ranks small{color:var(--nbe-muted);font-size:12px}
 .nbe p.nbe-more{color:var(--nbe-muted);margin:4px 0 0}
 .nbe details summary{cursor:pointer;color:var(--nbe-muted)}
 .nbe ol.nbe-causes{list-style:none;margin:4px 0 0;padding:0}
 .nbe ol.nbe-causes li{overflow-wrap:anywhere;margin:0}
 .nbe ol.nbe-causes time{color:var(--nbe-muted);display:inline-block;min-width:4.5em}
-.nbe p.nbe-live{margin:0;color:var(--nbe-muted)}
-.nbe p.nbe-live:not(:empty){border-top:1px solid var(--nbe-line);padding-top:8px}
+.nbe tr.nbe-away td,.nbe tr.nbe-away th{color:var(--nbe-muted)}
+.nbe p.nbe-live{position:absolute;width:1px;height:1px;margin:0;overflow:hidden;
+clip-path:inset(50%);white-space:nowrap}
+.nbe p.nbe-stale{visibility:hidden;height:0;margin:0;color:var(--nbe-warn);
+animation:nbe-stale 1000000s step-end infinite}
+@keyframes nbe-stale{0%{visibility:hidden;height:0;margin:0}
+.0015%{visibility:visible;height:auto;margin:8px 0 0}}
+@media (max-width:420px){.nbe-card,.nbe-panel{padding:8px}
+.nbe table.nbe-ranks th,.nbe table.nbe-ranks td{padding-right:8px}}
 .nbe-panel{background:var(--nbe-bg)}
 .nbe-panel .widget-html-content{line-height:1.45;font-size:13px;overflow:hidden}
 .nbe-panel,.nbe-panel .widget-box{overflow:visible}

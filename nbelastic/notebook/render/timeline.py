@@ -1,4 +1,9 @@
-"""The timeline: world size over time, what changed it, and the throughput under it, as SVG."""
+"""Timeline: world size, events and throughput over time, as SVG.
+
+The drawing is as wide as its place allows, and keeps its height and the size of its text: positions
+are percentages, and lines are in a nested drawing that is stretched. So it can be read on a phone,
+in a narrow column and without its style.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +11,31 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .picture import ENDED
-from .words import count, duration, escape, rate, shorten
+from .formatting import count, duration, escape, rate, shorten, worker
+from .job_snapshot import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from .picture import Picture
+    from .job_snapshot import JobSnapshot
 
 __all__ = ["MARKS", "legend", "thin", "timeline", "timeline_key"]
 
-WIDTH, LEFT, RIGHT = 720, 34, 12
-TOP, STEP_HEIGHT = 16, 92
-PACE_HEIGHT, GAP = 34, 20
-LARGEST = 19_000
-"""Characters of SVG, at most."""
+WIDTH = 1000
+"""Units across the drawing: a tenth of a percent each."""
 
-MOST_MARKS = 80
+TOP, STEP_HEIGHT = 22, 88
+PACE_HEIGHT, GAP = 34, 20
+FOOT = 22
+MAX_SIZE = 19_000
+"""Maximum of characters of SVG."""
+
+MAX_MARKS = 80
 COLUMNS = 180
-"""Into how many columns a long line is thinned."""
+"""Number of columns to which a long line is thinned."""
+
+MAX_TICKS = 4
+"""Maximum of times under the drawing: they must not touch at a width of 180 pixels."""
 
 MARKS = {
     "lost": ("loss", "m-4-4l8 8m0-8l-8 8"),
@@ -32,63 +43,64 @@ MARKS = {
     "joined": ("join", "m-4.5 4h9l-4.5-8z"),
     "reset": ("reset", "m0-5l4.5 5l-4.5 5l-4.5-5z"),
 }
-"""What is marked: its noun, and its shape around the current point. Each has a shape of its own."""
+"""Marked kinds of event: noun, and shape around the current point. No two share a shape."""
+
+_STROKE = 'fill="none" stroke="currentColor" vector-effect="non-scaling-stroke"'
 
 _NICE = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200)
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From seconds and ranks to places in the drawing."""
+    """Maps seconds and ranks to positions in the drawing."""
 
     end: float
     top: int
 
     def x(self, seconds: float) -> float:
-        share = min(max(seconds / self.end, 0.0), 1.0)
-        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+        return round(WIDTH * min(max(seconds / self.end, 0.0), 1.0), 1)
 
     def y(self, size: float) -> float:
         return round(TOP + STEP_HEIGHT * (1 - size / self.top), 1)
 
 
-def timeline_key(picture: Picture) -> tuple[object, ...]:
-    """Return what a timeline depends on, as far as the eye can tell.
+def timeline_key(snapshot: JobSnapshot) -> tuple[object, ...]:
+    """Return a value that changes when the timeline must be redrawn.
 
-    While it is equal, a timeline drawn before still shows the truth: time goes on in steps of
-    1/200 of what has passed, of at least a second.
+    Time counts in steps of 1/200 of the elapsed time, and of at least a second.
     """
-    status = picture.status
+    status = snapshot.status
     tick = max(1.0, status.elapsed / 200)
     limits = (status.min_np, status.max_np, status.state)
-    return (len(picture.history), bool(picture.pace), int(status.elapsed / tick), *limits)
+    return (len(snapshot.history), bool(snapshot.pace), int(status.elapsed / tick), *limits)
 
 
-def timeline(picture: Picture) -> str:
-    """Return the timeline as SVG, shorter than 20 KB however long the history is."""
-    most = MOST_MARKS
-    drawn = _draw(picture, most)
-    while len(drawn) > LARGEST and most > 1:
+def timeline(snapshot: JobSnapshot) -> str:
+    """Return the timeline as SVG of less than 20 KB."""
+    most = MAX_MARKS
+    drawn = _draw(snapshot, most)
+    while len(drawn) > MAX_SIZE and most > 1:
         most //= 2
-        drawn = _draw(picture, most)
+        drawn = _draw(snapshot, most)
     return drawn
 
 
-def legend(picture: Picture) -> str:
-    """Return what the marks mean and how many there are, as an HTML list."""
+def legend(snapshot: JobSnapshot) -> str:
+    """Return the meaning of the marks as an HTML list. The page's head counts the resets."""
     items = []
     for kind, (noun, shape) in MARKS.items():
-        amount = picture.count(kind)
+        amount = snapshot.count(kind)
+        words = noun if kind == "reset" else count(amount, noun)
         if amount:
             items.append(
-                f'<li><svg viewBox="0 0 12 12" aria-hidden="true">{_mark(kind, 6, 6, shape)}</svg>'
-                f"{count(amount, noun)}</li>"
+                f'<li><svg viewBox="0 0 12 12" width="12" height="12" aria-hidden="true">'
+                f"{_mark(kind, 6, 6, shape)}</svg>{words}</li>"
             )
     return f'<ul class="nbe-legend">{"".join(items)}</ul>' if items else ""
 
 
 def thin(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[float, float]]:
-    """Return at most two points a column: the lowest and the highest, in their order."""
+    """Return the lowest and the highest point of each column, in their order."""
     finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
     if len(finite) <= 2 * columns:
         return finite
@@ -106,69 +118,81 @@ def thin(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[floa
     return sorted(dict.fromkeys(kept))
 
 
-def _draw(picture: Picture, most_marks: int) -> str:
-    steps = _steps(picture)
-    status = picture.status
+def _draw(snapshot: JobSnapshot, most_marks: int) -> str:
+    steps = _steps(snapshot)
+    status = snapshot.status
     sizes = [size for _, size in steps]
     end = max(status.elapsed, steps[-1][0], 1.0)
     limit = status.max_np if status.max_np and status.max_np <= 2 * max(*sizes, 2) else 0
     scale = _Scale(end, max(*sizes, limit, status.min_np, 1))
-    height = TOP + STEP_HEIGHT + (PACE_HEIGHT + GAP if picture.pace else 0) + 22
+    height = TOP + STEP_HEIGHT + (PACE_HEIGHT + GAP if snapshot.pace else 0) + FOOT
+    lines = [_grid(scale, status.min_np, limit), _line(scale, steps), _pace(scale, snapshot.pace)]
     return "".join(
         [
-            f'<svg viewBox="0 0 {WIDTH} {height}" role="img" '
-            f'aria-label="{escape(_summary(picture, sizes, end))}">',
-            _axes(scale, height, status.min_np, limit),
-            _line(scale, steps),
-            _pace(scale, picture.pace),
-            *_marks(picture, scale, most_marks),
+            f'<svg width="100%" height="{height}" role="img" font-size="12" '
+            f'aria-label="{escape(_summary(snapshot, sizes, end))}">',
+            f'<svg class="nbe-lines" viewBox="0 0 {WIDTH} {height}" width="100%" '
+            f'height="{height}" preserveAspectRatio="none">{"".join(lines)}</svg>',
+            _labels(scale, height, snapshot.pace),
+            *_marks(snapshot, scale, most_marks),
             "</svg>",
         ]
     )
 
 
-def _steps(picture: Picture) -> list[tuple[float, int]]:
-    """When the world size changed, and to what."""
+def _steps(snapshot: JobSnapshot) -> list[tuple[float, int]]:
+    """Return the times and values of the world size."""
     steps = [(0.0, 0)]
-    for event in picture.history:
+    for event in snapshot.history:
         if event.kind not in ENDED and event.size != steps[-1][1]:
-            steps.append((max(picture.offset(event), steps[-1][0]), event.size))
+            steps.append((max(snapshot.offset(event), steps[-1][0]), event.size))
     return steps
 
 
-def _summary(picture: Picture, sizes: Sequence[int], end: float) -> str:
-    counts = (count(picture.count(kind), noun) for kind, (noun, _) in MARKS.items())
+def _summary(snapshot: JobSnapshot, sizes: Sequence[int], end: float) -> str:
+    counts = (count(snapshot.count(kind), noun) for kind, (noun, _) in MARKS.items())
     most = count(max(sizes), "rank")
     return f"World size over {duration(end)}: {sizes[-1]} at last, at most {most}; " + ", ".join(
         counts
     )
 
 
-def _axes(scale: _Scale, height: int, min_np: int, limit: int) -> str:
-    right, floor = WIDTH - RIGHT, scale.y(0)
-    parts = []
-    middle = {scale.top // 2} if scale.top >= 4 else set()
-    for size in sorted({0, scale.top} | middle):
-        y = scale.y(size)
-        parts.append(f'<path class="nbe-grid" d="M{LEFT} {y:g}H{right}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:g}" text-anchor="end">{size}</text>')
+def _levels(scale: _Scale) -> list[int]:
+    """Return the world sizes with a grid line."""
+    return sorted({0, scale.top} | ({scale.top // 2} if scale.top >= 4 else set()))
+
+
+def _grid(scale: _Scale, min_np: int, limit: int) -> str:
+    parts = [f'<path class="nbe-grid" d="M0 {scale.y(n):g}H{WIDTH}"/>' for n in _levels(scale)]
     for name, size in (("min", min_np), ("max", limit)):
         if size:
             y = scale.y(size)
-            parts.append(f'<path class="nbe-limit" d="M{LEFT} {y:g}H{right}">')
+            parts.append(f'<path class="nbe-limit" d="M0 {y:g}H{WIDTH}">')
             parts.append(f"<title>{name}_np {size}</title></path>")
-    step = next((s for s in _NICE if scale.end / s <= 7), 86400 * math.ceil(scale.end / 604800))
+    return "".join(parts)
+
+
+def _labels(scale: _Scale, height: int, pace: Sequence[tuple[float, float]]) -> str:
+    parts = []
+    for size in _levels(scale)[1:]:
+        words = count(size, "rank") if size == scale.top else str(size)
+        parts.append(f'<text x="0" y="{scale.y(size) - 4:g}">{words}</text>')
+    nice = (s for s in _NICE if scale.end / s < MAX_TICKS)
+    step = next(nice, 86400 * math.ceil(scale.end / 86400 / MAX_TICKS))
     for i in range(int(scale.end / step) + 1):
-        x = scale.x(i * step)
-        parts.append(f'<path class="nbe-grid" d="M{x:g} {floor:g}v4"/>')
-        parts.append(f'<text x="{x:g}" y="{height - 6}" text-anchor="middle">')
+        at = scale.x(i * step) / 10
+        anchor = "start" if i == 0 else "end" if at > 90 else "middle"
+        parts.append(f'<text x="{at:g}%" y="{height - 6}" text-anchor="{anchor}">')
         parts.append(f"{duration(i * step)}</text>")
-    parts.append(f'<text x="0" y="{TOP - 7}">ranks</text>')
+    if pace:
+        highest = max(value for _, value in pace)
+        words = f"samples/s, at most {rate(highest)}"
+        parts.append(f'<text x="0" y="{TOP + STEP_HEIGHT + 15}">{words}</text>')
     return "".join(parts)
 
 
 def _line(scale: _Scale, steps: Sequence[tuple[float, int]]) -> str:
-    """The step line: per column at most its first, lowest, highest and last size."""
+    """Return the step line: of each column its first, lowest, highest and last size."""
     columns: dict[int, list[int]] = {}
     for at, size in steps:
         columns.setdefault(int(at / scale.end * COLUMNS), []).append(size)
@@ -180,15 +204,15 @@ def _line(scale: _Scale, steps: Sequence[tuple[float, int]]) -> str:
         turns = [size for i, size in enumerate(turns) if i == 0 or size != turns[i - 1]]
         heights = "".join(f"V{scale.y(size):g}" for size in turns)
         parts.append(f"H{scale.x(at):g}{heights}" if parts else heights)
-    path = f"M{LEFT} {scale.y(0):g}{''.join(parts)}H{scale.x(scale.end):g}"
+    path = f"M0 {scale.y(0):g}{''.join(parts)}H{scale.x(scale.end):g}"
     return (
         f'<path class="nbe-under" fill="none" d="{path}V{scale.y(0):g}z"/>'
-        f'<path class="nbe-step" fill="none" stroke="currentColor" d="{path}"/>'
+        f'<path class="nbe-step" {_STROKE} d="{path}"/>'
     )
 
 
 def _pace(scale: _Scale, pace: Sequence[tuple[float, float]]) -> str:
-    """The throughput, as a small area under the time axis."""
+    """Return the throughput as a small area under the time axis."""
     points = thin(pace, COLUMNS // 2)
     if not points:
         return ""
@@ -204,9 +228,8 @@ def _pace(scale: _Scale, pace: Sequence[tuple[float, float]]) -> str:
     return (
         f'<path class="nbe-under" fill="none" d="M{left:g} {floor}L{"L".join(places)}'
         f'L{right:g} {floor}z"><title>{title}</title></path>'
-        f'<path class="nbe-step" fill="none" stroke="currentColor" d="M{"L".join(places)}"/>'
-        f'<path class="nbe-grid" d="M{LEFT} {floor}H{WIDTH - RIGHT}"/>'
-        f'<text x="{LEFT}" y="{TOP + STEP_HEIGHT + 15}">samples/s, at most {rate(highest)}</text>'
+        f'<path class="nbe-step" {_STROKE} d="M{"L".join(places)}"/>'
+        f'<path class="nbe-grid" d="M0 {floor}H{WIDTH}"/>'
     )
 
 
@@ -215,7 +238,7 @@ def _pace(scale: _Scale, pace: Sequence[tuple[float, float]]) -> str:
 
 @dataclass
 class _Group:
-    """Events of one kind that are so close that one mark stands for all."""
+    """Events of one kind that are so close that they share a mark."""
 
     kind: str
     first: float
@@ -225,12 +248,12 @@ class _Group:
     words: str
 
 
-def _marks(picture: Picture, scale: _Scale, most: int) -> Iterable[str]:
+def _marks(snapshot: JobSnapshot, scale: _Scale, most: int) -> Iterable[str]:
     columns = COLUMNS
-    groups = _grouped(picture, scale.end, columns)
+    groups = _grouped(snapshot, scale.end, columns)
     while len(groups) > most and columns > 1:
         columns = columns * 3 // 4
-        groups = _grouped(picture, scale.end, columns)
+        groups = _grouped(snapshot, scale.end, columns)
     for group in groups:
         noun, shape = MARKS[group.kind]
         y = TOP - 8.0 if group.kind == "reset" else scale.y(min(group.size, scale.top))
@@ -239,22 +262,25 @@ def _marks(picture: Picture, scale: _Scale, most: int) -> Iterable[str]:
             words = f"{count(group.amount, noun)}, {when} to {duration(group.last)}"
         else:
             words = f"{group.words}, {when}"
-        yield _mark(group.kind, scale.x((group.first + group.last) / 2), y, shape, words)
+        x = scale.x((group.first + group.last) / 2) / 10
+        mark = _mark(group.kind, 0, 0, shape, words)
+        yield f'<svg class="nbe-at" x="{x:g}%" y="{y:g}" overflow="visible">{mark}</svg>'
 
 
-def _grouped(picture: Picture, end: float, columns: int) -> list[_Group]:
+def _grouped(snapshot: JobSnapshot, end: float, columns: int) -> list[_Group]:
     groups: dict[tuple[str, int], _Group] = {}
-    for event in picture.history:
+    for event in snapshot.history:
         if event.kind not in MARKS:
             continue
-        at = picture.offset(event)
+        at = snapshot.offset(event)
         key = (event.kind, int(at / end * columns))
         group = groups.get(key)
         if group is None:
             groups[key] = _Group(event.kind, at, at, event.size, 1, "")
-            who = "" if event.rank is None else f" of rank {event.rank}"
+            source = "" if event.rank is None else f" of rank {event.rank}"
+            source += f" on {worker(event.name, event.worker)}" if event.worker and source else ""
             detail = f": {shorten(event.detail, 60)}" if event.detail else ""
-            groups[key].words = f"{MARKS[event.kind][0]}{who}{detail}"
+            groups[key].words = f"{MARKS[event.kind][0]}{source}{detail}"
         else:
             group.last, group.size = at, event.size
             group.amount += 1

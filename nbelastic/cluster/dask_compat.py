@@ -1,0 +1,266 @@
+"""Collect all uses of Dask that its documentation does not cover.
+
+Runs in the kernel, the scheduler and the workers, in the event loop of each; the thread pool's part
+runs in the thread of a rank. Everything here reads or sets a private attribute of Dask's, or what
+only its source promises. Where an attribute is missing, a function does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import socket
+import struct
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from distributed import metrics, secede
+from distributed.threadpoolexecutor import thread_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from distributed import Scheduler
+
+__all__ = [
+    "ConnectionCheck",
+    "PeriodicCall",
+    "cause_of_death",
+    "is_stalled",
+    "leave_thread_pool",
+    "resume",
+    "shorten_batching",
+    "unacknowledged_s",
+]
+
+# -- streams ---------------------------------------------------------------------------------------
+#
+# Dask holds a message back for up to 10 ms after the one before, to send several at once. A
+# recovery is a row of messages, each the answer to another, and would wait at every one.
+#
+# The interval is measured by the wall clock. If that is set back by a minute, a stream sends
+# nothing for a minute, and a worker without heartbeats counts as frozen. So every regular sender
+# calls `resume` first.
+
+INTERVAL_S = 0.001
+
+MESSAGES_KEPT = 10
+"""Messages that a stream keeps once they are sent."""
+
+CLOCK_SLACK_S = 0.1
+"""Seconds by which a clock that is adjusted goes back without any harm."""
+
+
+def shorten_batching(stream: Any) -> None:
+    """Have a stream hold messages back for a millisecond at most, and keep few of them.
+
+    Dask keeps the last thousand messages below 1 MB of each stream, for debugging. With output and
+    results in them that is up to a gigabyte.
+
+    Parameters
+    ----------
+    stream : distributed.batched.BatchedSend or None
+        Without such an interval, nothing happens.
+    """
+    interval = getattr(stream, "interval", None)
+    if isinstance(interval, float | int) and interval > INTERVAL_S:
+        stream.interval = INTERVAL_S
+    log = getattr(stream, "recent_message_log", None)
+    if isinstance(log, deque) and (log.maxlen is None or log.maxlen > MESSAGES_KEPT):
+        stream.recent_message_log = deque(log, MESSAGES_KEPT)
+
+
+def is_stalled(stream: Any) -> bool:
+    """Return whether a stream waits longer than its interval, because the clock was set back."""
+    deadline = getattr(stream, "next_deadline", None)
+    if not isinstance(deadline, float):
+        return False
+    return bool(deadline > metrics.time() + stream.interval + CLOCK_SLACK_S)
+
+
+def resume(stream: Any) -> None:
+    """Have a stalled stream send what it has. To be called in its event loop."""
+    if is_stalled(stream):
+        stream.next_deadline = metrics.time()
+        stream.waker.set()
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+LIMIT_S = 10.0
+"""Seconds of unacknowledged data after which a worker counts as cut off."""
+
+# Linux's struct tcp_info: eight bytes, then numbers of four.
+_INFO = struct.Struct("=8x13I")
+_UNACKED, _LAST_ACK_MS = 4, 12
+
+
+class ConnectionCheck:
+    """Detect a dead link to the scheduler from unacknowledged TCP data, at each heartbeat.
+
+    A worker that is cut off receives nothing, but neither does any worker while the scheduler is
+    busy, and in a notebook's ``LocalCluster`` it is busy whenever a cell is. Acknowledgments tell
+    the two apart: the kernel of the scheduler's machine sends them, whatever its processes do.
+    """
+
+    def __init__(self) -> None:
+        self._silent = False
+
+    def lost(self, comm: Any) -> bool:
+        """Return whether data has been unacknowledged for too long.
+
+        It takes two calls in a row: at the first, the data may have been sent just now, after a
+        pause.
+        """
+        before, self._silent = self._silent, unacknowledged_s(comm) >= LIMIT_S
+        return before and self._silent
+
+
+def unacknowledged_s(comm: Any) -> float:
+    """Return the seconds since the last acknowledgment, if data waits for one.
+
+    It is 0 where that cannot be known: on other systems, over other connections than TCP.
+    """
+    connection = getattr(getattr(comm, "stream", None), "socket", None)
+    if not isinstance(connection, socket.socket) or not hasattr(socket, "TCP_INFO"):
+        return 0.0
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    except OSError:
+        return 0.0  # closed meanwhile; Dask notices by itself
+    numbers = _INFO.unpack(info)
+    return numbers[_LAST_ACK_MS] / 1000 if numbers[_UNACKED] else 0.0
+
+
+# -- event loops -----------------------------------------------------------------------------------
+
+
+class PeriodicCall:
+    """Calls a function at regular intervals, in the event loop in which it is started.
+
+    Unlike tornado's, it takes time from that loop alone, not from the wall clock. A late call
+    shifts the next ones; none is made up for.
+
+    Parameters
+    ----------
+    seconds : float
+        From one call to the next.
+    function : callable
+        The function, without arguments.
+    """
+
+    def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._function = function
+        self._next: asyncio.TimerHandle | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a next call."""
+        return self._next is not None
+
+    def start(self) -> None:
+        """Have the first call made after one interval. Does nothing if started already."""
+        if self._next is None:
+            self._schedule()
+
+    def stop(self) -> None:
+        """Make no more calls. To be called in the same loop."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    def _schedule(self) -> None:
+        self._next = asyncio.get_running_loop().call_later(self._seconds, self._call)
+
+    def _call(self) -> None:
+        self._schedule()
+        self._function()
+
+
+# -- thread pools ----------------------------------------------------------------------------------
+#
+# A worker of one thread has one in its pool. While a rank holds that, no other task runs there:
+# neither a plain one of the same user, nor those of a collection that a rank computes, for which
+# another rank then waits without end. So a rank secedes, as Dask's tasks do that wait for others:
+# the pool gets another thread, and to the scheduler the rank's task is a long-running one, which
+# stays with its worker and keeps the resources that it has asked for.
+#
+# Dask's own code secedes in tasks that compute, and joins the pool again afterwards. There the rank
+# would be the only thread once more. So that code finds, in a rank's thread, a pool that it may
+# leave and join at any time.
+
+
+@contextlib.contextmanager
+def leave_thread_pool() -> Iterator[None]:
+    """Have the calling thread, which runs a task, be in no pool; it ends with the task."""
+    secede()
+    pool, thread_state.executor = thread_state.executor, _NoPool()
+    try:
+        yield
+    finally:
+        thread_state.executor = pool
+        thread_state.proceed = False  # a "rejoin" in between has set it
+
+
+class _Threads(set[threading.Thread]):
+    remove = set.discard
+
+
+class _NoPool:
+    """The part of a pool that ``secede`` and ``rejoin`` use; neither has anything to wait for."""
+
+    def __init__(self) -> None:
+        self._threads = _Threads()
+        self._rejoin_lock = threading.Lock()
+        self._rejoin_list: list[tuple[threading.Thread, threading.Event]] = []
+
+    def _adjust_thread_count(self) -> None:
+        """Start no thread in place of the one that leaves."""
+
+    def submit(self, _: Callable[[], Any]) -> None:
+        """Let all rejoin that want to."""
+        with self._rejoin_lock:
+            waiting, self._rejoin_list = self._rejoin_list, []
+        for _thread, event in waiting:
+            event.set()
+
+
+# -- nannies ---------------------------------------------------------------------------------------
+
+LOG_INTERVAL_S = 0.05
+"""Seconds between two reads of the log: a nanny knows a little later than the scheduler."""
+
+LOG_READS = 20
+"""Reads of the log, at most."""
+
+LOG_MESSAGES = 50
+"""Messages of the log that are searched."""
+
+_DEATH = re.compile(r"Worker process (\d+) (?:was killed by signal (\d+)|exited with status (\d+))")
+
+
+async def cause_of_death(scheduler: Scheduler, nanny: str, pid: int) -> str:
+    """Return in words what a worker's process has died of, from its nanny's log; else nothing.
+
+    That message is the only trace: the process is gone, and its exit status with it.
+    """
+    for _ in range(LOG_READS):
+        await asyncio.sleep(LOG_INTERVAL_S)
+        for _, line in await scheduler.rpc(nanny).get_logs(n=LOG_MESSAGES):
+            found = _DEATH.search(line)
+            if found is not None and int(found[1]) == pid:
+                return _in_words(found[2], found[3])
+    return ""
+
+
+def _in_words(number: str | None, status: str | None) -> str:
+    if number is None:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by signal {number} ({signal.Signals(int(number)).name})"
+    except ValueError:
+        return f"was killed by signal {number}"

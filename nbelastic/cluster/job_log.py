@@ -1,0 +1,154 @@
+"""Keep a job's history, output, telemetry and results.
+
+Runs in the scheduler, in its event loop, for a kernel that attaches later; and in the kernel, in
+the driver's thread, where a subclass shows the same to people. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from nbelastic.membership import Publish, RankRaised, RankReturned, Record, StartRank
+
+from .wire import HistoryRecord, LogContents, RankTelemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nbelastic.elastic.telemetry import MetricsReport, TelemetrySnapshot
+    from nbelastic.membership import Effect, Event, Reason
+
+    from .rank_error import PackedError
+
+__all__ = ["JobLog"]
+
+MOST_OUTPUT = 2**20
+"""Characters printed by ranks that are kept; the oldest go first."""
+
+MOST_REPORTS = 20_000
+"""Reports of ranks that are kept; the oldest go first."""
+
+
+class JobLog:
+    """Log of one job.
+
+    Results and failures are kept whole until the job is closed, of the rest only the newest.
+
+    Attributes
+    ----------
+    results : dict of int to bytes
+        The pickled result of each start of the function.
+    failures : dict of int to PackedError
+        The error of each start, packed: to unpack it runs the user's code.
+    ranks : dict of int to (int, str)
+        The last rank and the worker of each start.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[int, bytes] = {}
+        self.failures: dict[int, PackedError] = {}
+        self.ranks: dict[int, tuple[int, str]] = {}
+        self._snapshots: dict[int, TelemetrySnapshot] = {}
+        self._records: list[HistoryRecord] = []
+        self._output: deque[tuple[int, str]] = deque()
+        self._length = 0
+        self._reports: deque[tuple[int, MetricsReport]] = deque(maxlen=MOST_REPORTS)
+
+    def note_event(self, event: Event, result: bytes | None, error: PackedError | None) -> None:
+        """Keep the result or the error that belongs to an event."""
+        if isinstance(event, RankReturned) and result is not None:
+            self.results[event.start] = result
+        elif isinstance(event, RankRaised) and error is not None:
+            self.failures[event.start] = error
+
+    def note_effect(self, effect: Effect, size: int) -> None:
+        """Keep a record of the machine, and the ranks of a plan."""
+        if isinstance(effect, StartRank):
+            self._note_rank(effect.start, effect.place.rank, effect.slot.worker)
+        elif isinstance(effect, Publish):
+            for rank, member in enumerate(effect.plan.members):
+                self._note_rank(member.start, rank, member.slot.worker)
+        elif isinstance(effect, Record):
+            self.note(
+                effect.kind,
+                generation=effect.generation,
+                size=size,
+                worker=effect.worker,
+                rank=effect.rank,
+                start=effect.start,
+                name=effect.name,
+                reason=effect.reason,
+                figures=effect.figures,
+            )
+
+    def _note_rank(self, start: int, rank: int, worker: str) -> None:
+        self.ranks[start] = rank, worker
+
+    def note(
+        self,
+        kind: str,
+        *,
+        generation: int = 0,
+        size: int = 0,
+        worker: str | None = None,
+        rank: int | None = None,
+        start: int | None = None,
+        name: str = "",
+        detail: str = "",
+        reason: Reason | None = None,
+        figures: dict[str, float] | None = None,
+    ) -> None:
+        """Add to the history; the loss of a rank with the line that it executed."""
+        snapshot = None if start is None else self._snapshots.get(start)
+        line = None if snapshot is None else snapshot.line
+        self._add(
+            HistoryRecord(
+                time=time.time(),
+                kind=kind,
+                generation=generation,
+                size=size,
+                worker=worker,
+                rank=rank,
+                start=start,
+                name=name,
+                detail=detail,
+                reason=reason,
+                figures=dict(figures or {}),
+                line=line,
+            )
+        )
+
+    def _add(self, record: HistoryRecord) -> None:
+        self._records.append(record)
+
+    def note_output(self, start: int, text: str) -> None:
+        """Keep the output of a rank."""
+        self._output.append((start, text))
+        self._length += len(text)
+        while self._length > MOST_OUTPUT and len(self._output) > 1:
+            self._length -= len(self._output.popleft()[1])
+
+    def note_telemetry(self, ranks: Iterable[RankTelemetry]) -> None:
+        """Keep the telemetry of ranks."""
+        for each in ranks:
+            self._snapshots[each.start] = each.snapshot
+            self._reports.extend((each.start, report) for report in each.reports)
+
+    def contents(self) -> LogContents:
+        """Return all of it, for another kernel."""
+        reports: dict[int, list[MetricsReport]] = {}
+        for start, report in self._reports:
+            reports.setdefault(start, []).append(report)
+        return LogContents(
+            results=self.results,
+            failures=self.failures,
+            history=tuple(self._records),
+            ranks=self.ranks,
+            output=tuple(self._output),
+            telemetry=tuple(
+                RankTelemetry("", start, snapshot, tuple(reports.get(start, ())))
+                for start, snapshot in self._snapshots.items()
+            ),
+        )

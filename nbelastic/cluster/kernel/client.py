@@ -1,0 +1,343 @@
+"""Connect one job's driver to a cluster.
+
+Runs in the kernel. Messages arrive in the thread of the Dask client's event loop; the driver's and
+the user's threads call the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.cluster.dask_compat import is_stalled, resume, shorten_batching
+from nbelastic.cluster.scheduler.plugin import ElasticPlugin
+from nbelastic.cluster.scheduler.records import RANK_KEY
+from nbelastic.cluster.sendable import sendable
+from nbelastic.cluster.wire import (
+    FROM_KERNELS,
+    AttachRefusal,
+    AttachRequest,
+    GiveUp,
+    InjectRequest,
+    JobClosed,
+    JobHandover,
+    JobSummaries,
+    JournalStep,
+    OpenRequest,
+    pack,
+    unpack,
+    unpack_for_driver,
+)
+from nbelastic.cluster.worker.rank_task import run_rank
+from nbelastic.errors import ClusterLost, NbelasticError, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+    from distributed import Client, Future
+
+    from nbelastic.cluster.wire import FaultOrder, JobSummary, JobTerms, Message, ToDriver
+    from nbelastic.elastic.runtime import RankSpec
+    from nbelastic.membership import Event, Slot
+
+__all__ = ["JobClient", "lost_while", "open_jobs"]
+
+CLOSE_TIMEOUT = 2.0
+"""Seconds to wait for the last message of a job, once it has been closed."""
+
+PATIENCE = 10.0
+"""Seconds for which a call is made again when the connection was lost meanwhile.
+
+The calls and the client's stream notice that at different times.
+"""
+
+DRIVES_TIMEOUT = 30.0
+"""Seconds to wait for a scheduler that may merely stand still, before a job ends without it."""
+
+POLL = 0.05
+"""Seconds between two checks whether the connection is back."""
+
+RPC_TIMEOUT = 10.0
+"""Seconds to wait for the scheduler's answer."""
+
+logger = logging.getLogger(__name__)
+
+
+class JobClient:
+    """Connects one job's driver to a cluster.
+
+    Messages from the cluster arrive by ``receive(message)`` in the thread of the client's event
+    loop; all methods may be called from any other thread. Those that wait do so by ``client.sync``,
+    and never without limit.
+    """
+
+    def __init__(self, client: Client, job: str, receive: Callable[[ToDriver], None]) -> None:
+        self._client = client
+        self._job = job
+        self.uid = uuid.uuid4().hex[:8]
+        self._topic = f"nbelastic-{job}-{self.uid}"
+        self._receive = receive
+        self._futures: dict[int, Future[None]] = {}
+        self._over: asyncio.Event | None = None
+        self._steps = 0
+        self._installed = False
+        self.epoch = 0
+        self.free_workers: frozenset[str] | None = None
+        """Addresses of workers that were free when the job was closed; None if that is unknown."""
+
+    def open(self, terms: JobTerms) -> None:
+        """Publish the job on the cluster. From here on messages arrive.
+
+        Raises
+        ------
+        OptionError
+            There is a job of this name already.
+        ClusterLost
+            The connection was lost meanwhile.
+        """
+        request = OpenRequest(self._job, self.uid, self._client.id, self._topic, terms)
+        with lost_while(self._client, "the job was opened"):
+            self._subscribe()
+            shorten_batching(getattr(self._client, "scheduler_comm", None))
+            self.epoch = 1
+            packed = sendable(pack(request))
+            problem = self._client.sync(self._scheduler.nbelastic_open, message=packed)
+        if problem:
+            self.detach()
+        if problem == "gone":
+            raise ClusterLost("the connection to the scheduler was lost while the job was opened")
+        if problem:
+            raise OptionError(
+                f"name={self._job!r}: a job of this name is on this cluster already; "
+                "attach to it, or choose another name"
+            )
+
+    def attach(self) -> JobHandover | AttachRefusal:
+        """Take the job over: for the first time, or again after the connection was lost.
+
+        Raises
+        ------
+        ClusterLost
+            The scheduler does not answer. Try again, or :meth:`give_up`.
+        """
+        again = self.epoch > 0
+        shorten_batching(getattr(self._client, "scheduler_comm", None))
+        request = AttachRequest(self._job, self._client.id, self._topic, again)
+        try:
+            if not again:
+                self._subscribe()
+            packed = self._client.sync(
+                self._scheduler.nbelastic_attach,
+                message=pack(request),
+                callback_timeout=RPC_TIMEOUT,
+            )
+        except (OSError, asyncio.TimeoutError, TimeoutError) as error:
+            raise ClusterLost(f"job {self._job!r}: the scheduler does not answer") from error
+        answer = unpack(packed)
+        if isinstance(answer, JobHandover):
+            self.epoch, self._steps, self.uid = answer.epoch, 0, answer.uid
+            return answer
+        assert isinstance(answer, AttachRefusal)
+        self.detach()
+        return answer
+
+    def drives(self) -> bool:
+        """Return whether the job is still this driver's, or that cannot be known."""
+        try:
+            return bool(self._client.sync(self._persist, self._drives))
+        except (OSError, asyncio.TimeoutError, TimeoutError):
+            return True
+
+    async def _drives(self) -> bool:
+        call = self._scheduler.nbelastic_drives(
+            job=self._job, client=self._client.id, epoch=self.epoch
+        )
+        return bool(await asyncio.wait_for(call, DRIVES_TIMEOUT))
+
+    def close(self) -> None:
+        """Take the job off the cluster, and wait until its workers are free.
+
+        Ranks that are left there are ended. The wait is bounded, also while the connection is
+        lost: the client gives it up in time. The topic is given up last, after the message that no
+        further one follows.
+        """
+        if self._installed and self._client.status in ("running", "connecting"):
+            try:
+                self._client.sync(self._persist, self._close)
+                self.detach()
+                return
+            except (asyncio.TimeoutError, TimeoutError):
+                logger.info("the cluster was slow to take note of the end of job %r", self._job)
+            except OSError:
+                logger.info("the connection was lost while job %r was closed", self._job)
+        self.give_up(over=True)
+
+    async def _close(self) -> None:
+        await asyncio.wait_for(self._close_now(), 2 * RPC_TIMEOUT)
+
+    async def _persist(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Call again when the connection was lost meanwhile."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE
+        while True:
+            await self._connected()
+            try:
+                return await call()
+            except (asyncio.TimeoutError, TimeoutError):  # an OSError too, from Python 3.11 on
+                raise
+            except OSError:
+                if loop.time() > deadline:
+                    raise
+            await asyncio.sleep(POLL)
+
+    async def _connected(self) -> None:
+        """Wait until the connection is back, or the client gives it up."""
+        while self._client.status == "connecting":
+            await asyncio.sleep(POLL)
+        if self._client.status != "running":
+            raise OSError("the client has given its scheduler up")
+
+    async def _close_now(self) -> None:
+        over = self._over = asyncio.Event()
+        free = await self._scheduler.nbelastic_close(
+            job=self._job, uid=self.uid, epoch=self.epoch, steps=self._steps
+        )
+        self.free_workers = frozenset(free)
+        try:
+            await asyncio.wait_for(over.wait(), CLOSE_TIMEOUT)
+        except asyncio.TimeoutError:
+            logger.info("the last message of job %r has not come", self._job)
+
+    def give_up(self, *, over: bool = False) -> None:
+        """Have nothing to do with a job of which it is not known whether it was opened, or had.
+
+        The scheduler may still be about to open it, or to hand it over: then it will not. If the
+        job is `over`, it is closed there as soon as this arrives.
+        """
+        if self._installed and self._client.status in ("running", "connecting"):
+            self._send(GiveUp(self._topic, over))
+        self.detach()
+
+    def detach(self) -> None:
+        """Have nothing to do with the job any more; it is left as it is."""
+        for start in list(self._futures):
+            self.forget(start)
+        self._client._event_handlers.pop(self._topic, None)
+
+    def _subscribe(self) -> None:
+        """Have messages of the topic handed to :meth:`_take`.
+
+        The plugin sends them to this client. So the scheduler has no subscriber of the topic, which
+        it would keep for ever.
+        """
+        self._client.register_plugin(ElasticPlugin())
+        self._installed = True
+        self._client._event_handlers[self._topic] = self._take
+
+    def _take(self, event: tuple[float, Any]) -> None:
+        message = unpack_for_driver(event[1])
+        if not isinstance(message.message, JobClosed):
+            self._receive(message)
+        elif self._over is not None:
+            self._over.set()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._client.scheduler
+
+    @property
+    def status(self) -> str:
+        """The client's: ``running``, ``connecting`` while it has lost the scheduler, or others."""
+        return str(self._client.status)
+
+    # -- orders --------------------------------------------------------------------------------
+
+    def step(self, now: float, chance: float, seq: int, event: Event | None) -> None:
+        """Send a step of the journal: which event happened, and when.
+
+        Parameters
+        ----------
+        now, chance : float
+            The arguments of the machine, besides the event.
+        seq : int
+            Number of the event, if it came from the cluster.
+        event : Event or None
+            The event itself, if not.
+        """
+        self._steps += 1
+        head = (self._job, self._topic, self.epoch, self._steps)
+        self._send(JournalStep(*head, now, chance, seq, event))
+
+    def inject(
+        self, starts: Iterable[int], faults: tuple[FaultOrder, ...], drop: tuple[int, ...]
+    ) -> None:
+        """Send faults to ranks."""
+        self._send(InjectRequest(self._job, self.epoch, tuple(starts), faults, drop))
+
+    def _send(self, message: Message) -> None:
+        if self._client.status in ("running", "connecting"):
+            stream = getattr(self._client, "scheduler_comm", None)
+            if is_stalled(stream):
+                loop: Any = self._client.loop
+                loop.add_callback(resume, stream)
+            packed = sendable(pack(message))
+            self._client._send_to_scheduler({"op": FROM_KERNELS, "message": packed})
+
+    def submit(self, spec: RankSpec, slot: Slot, resources: dict[str, float]) -> None:
+        """Start a rank on a slot that was granted: a task pinned to its worker."""
+        self._futures[spec.start] = self._client.submit(
+            run_rank,
+            spec,
+            slot.id,
+            slot.worker,
+            key=f"{RANK_KEY}{self.uid}-{spec.start}",
+            workers=[slot.worker],
+            allow_other_workers=False,
+            resources=resources or None,
+            pure=False,
+            retries=0,
+        )
+
+    def forget(self, start: int) -> None:
+        """Let go of a rank's task; the scheduler plugin does so too when the rank is gone."""
+        future = self._futures.pop(start, None)
+        if future is not None:
+            future.release()
+
+
+def open_jobs(client: Client) -> tuple[JobSummary, ...]:
+    """Return a summary of each job on a cluster."""
+    with lost_while(client, "its jobs were asked for"):
+        client.register_plugin(ElasticPlugin())
+        scheduler: Any = client.scheduler
+        found = unpack(client.sync(scheduler.nbelastic_jobs, callback_timeout=RPC_TIMEOUT))
+    assert isinstance(found, JobSummaries)
+    return found.jobs
+
+
+@contextlib.contextmanager
+def lost_while(client: Client, doing: str) -> Iterator[None]:
+    """Make a ``ClusterLost`` of whatever Dask raises when the scheduler is gone.
+
+    Parameters
+    ----------
+    client : Client
+        The client of the scheduler.
+    doing : str
+        The activity, for the message.
+    """
+    try:
+        yield
+    except NbelasticError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        broken = isinstance(error, OSError | asyncio.TimeoutError | TimeoutError)
+        if not broken and client.status == "running":
+            raise
+        raise ClusterLost(
+            f"the connection to the scheduler was lost while {doing}: "
+            f"{error or type(error).__name__}; check that the scheduler runs"
+        ) from error

@@ -1,0 +1,246 @@
+"""Check versions on all sides, and pack the function, before anything is sent.
+
+Runs in the kernel, in the thread that calls ``fit``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import pickle
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from distributed import Future
+
+from nbelastic.cluster.wire import JobPayload
+from nbelastic.cluster.worker.environment import MUST_MATCH, versions, versions_reader
+from nbelastic.errors import NotPicklable, VersionMismatch
+from nbelastic.pickling import dumps
+
+from .sources import collect, dumps_noting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from distributed import Client
+
+    from nbelastic.cluster.payload import Modules
+
+__all__ = ["LARGE", "check_versions", "pack_function"]
+
+logger = logging.getLogger(__name__)
+
+SECRET_BYTES = 32
+
+LARGE = 64 * 2**20
+"""Size of a captured variable, in bytes, from which on a warning names it."""
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds that a worker has to answer with its versions."""
+
+MOST_ELEMENTS = 10_000
+"""Elements of a collection that are searched for what cannot be sent."""
+
+
+def check_versions(client: Client) -> None:
+    """Compare the versions of kernel, scheduler and present workers.
+
+    Raises
+    ------
+    VersionMismatch
+        With a line for each difference, and what to install where.
+    """
+    here = versions()
+    probe = versions_reader()
+    scheduler = {"the scheduler": client.run_on_scheduler(probe)}
+    addresses = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.workers))
+    workers = client.sync(_ask_workers, client, probe, addresses)
+    problems = list(_differences(here, scheduler, ("python", "nbelastic")))
+    problems += _differences(here, workers, MUST_MATCH)
+    if problems:
+        raise VersionMismatch(
+            "kernel and cluster differ:\n  "
+            + "\n  ".join(problems)
+            + "\ninstall the same versions on all of them (the kernel has "
+            + ", ".join(f"{name} {here[name]}" for name in MUST_MATCH)
+            + ")"
+        )
+
+
+async def _ask_workers(
+    client: Client, probe: Callable[[], dict[str, str]], addresses: list[str]
+) -> dict[str, Any]:
+    """Run `probe` on all workers; one that does not answer is not waited for for long.
+
+    Nor is one to which the connection breaks: it may just be dying. Neither is used until it has
+    sent its versions, and it is refused if they differ.
+    """
+    asked = [_ask(client, probe, address) for address in addresses]
+    answers = await asyncio.gather(*asked)
+    return {address: answer for answer in answers for address, answer in answer.items()}
+
+
+async def _ask(client: Client, probe: Callable[[], dict[str, str]], address: str) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = await asyncio.wait_for(
+            client._run(probe, workers=[address], on_error="return"), ANSWER_TIMEOUT
+        )
+    except asyncio.TimeoutError:
+        return {}
+    return {where: found for where, found in answer.items() if not isinstance(found, OSError)}
+
+
+def _differences(
+    here: dict[str, str], there: dict[str, Any], names: tuple[str, ...]
+) -> Iterator[str]:
+    for where, found in there.items():
+        if isinstance(found, BaseException):
+            yield f"{where} could not be asked: {found!r}"
+            continue
+        for name in names:
+            if found.get(name) != here[name]:
+                yield f"{where} has {name} {found.get(name)}, the kernel {here[name]}"
+
+
+def pack_function(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[JobPayload, Modules]:
+    """Pickle a function with its arguments and modules, and make a secret for the job.
+
+    Returns
+    -------
+    payload : JobPayload
+    modules : Modules
+        The user's own modules that are in it.
+
+    Raises
+    ------
+    NotPicklable
+        Naming the variable, argument or attribute that cannot travel.
+    """
+    _refuse_futures(function, args, kwargs)
+    try:
+        call, names = dumps_noting((function, args, kwargs))
+    except Exception as error:  # pickling runs code of any class
+        culprit = _culprit(function, args, kwargs)
+        raise NotPicklable(
+            f"{culprit} cannot be sent to the workers: {error}. "
+            "Make it inside the function instead, or pass what it is made from."
+        ) from error
+    modules = collect(names | getattr(function, "imported", set()))
+    sources = pickle.dumps(modules)
+    if len(call) + len(sources) > LARGE:
+        sizes = sorted(_sizes(function, args, kwargs), reverse=True)[:3]
+        largest = ", ".join(f"{name} {size / 2**20:.0f} MiB" for size, name in sizes)
+        logger.warning(
+            "the function takes %.0f MiB to each worker (%s); load large data on the workers",
+            (len(call) + len(sources)) / 2**20,
+            largest,
+        )
+    return JobPayload(secrets.token_bytes(SECRET_BYTES), sources, call), modules
+
+
+def _parts(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield everything that travels, each with a name that the user knows it by."""
+    for index, value in enumerate(args):
+        yield f"args[{index}]", value
+    for name, value in kwargs.items():
+        yield f"the argument {name!r}", value
+    for name, value in getattr(function, "captured", {}).items():
+        yield f"the variable {name!r}", value
+    inner = inspect.unwrap(function)
+    if inspect.isfunction(inner):
+        for name, value in _captured(inner).items():
+            yield f"the variable {name!r} that {inner.__name__}() uses", value
+        for name, value in zip(
+            inspect.signature(inner).parameters, inner.__defaults__ or (), strict=False
+        ):
+            yield f"the default of {name!r}", value
+
+
+def _captured(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the global and outer variables that a function uses."""
+    try:
+        captured = inspect.getclosurevars(function)
+    except ValueError:  # an outer variable has no value yet
+        return {}
+    return {**captured.globals, **captured.nonlocals}
+
+
+def _refuse_futures(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse Dask's futures: they pickle, but a rank would get one without a value."""
+    for name, value in _parts(function, args, kwargs):
+        for where, inner in itertools.islice(_elements(value), MOST_ELEMENTS):
+            if isinstance(inner, Future):
+                there = f"{where} of {name}" if where else name
+                raise NotPicklable(
+                    f"{there} is a Dask Future ({inner.status}), which has no value in a rank. "
+                    "Pass future.result(), or have the function load or compute the data itself"
+                )
+
+
+def _elements(value: Any, where: str = "", depth: int = 4) -> Iterator[tuple[str, Any]]:
+    """Yield a value and what is in it, where it is a collection of Python's own."""
+    yield where, value
+    if isinstance(value, dict):
+        inner = [(f"[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        inner = [(f"[{index}]", item) for index, item in enumerate(value)]
+    elif isinstance(value, (set, frozenset)):
+        inner = [("[an element]", item) for item in value]
+    else:
+        return
+    if depth:
+        for step, item in inner:
+            yield from _elements(item, where + step, depth - 1)
+
+
+def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    for name, value in _parts(function, args, kwargs):
+        if not _pickles(value):
+            return f"{name} (a {type(value).__name__}{_inside(value)})"
+    return f"the function {getattr(function, '__name__', function)!r}"
+
+
+def _inside(value: Any) -> str:
+    """Name the attribute or item of a value that does not pickle, if it is one."""
+    for name, inner in _contents(value):
+        if not _pickles(inner):
+            return f"; there {name} is a {type(inner).__name__}"
+    return ""
+
+
+def _contents(value: Any) -> Iterator[tuple[str, Any]]:
+    if inspect.isfunction(value):
+        yield from _parts(value, (), {})
+    elif isinstance(value, dict):
+        yield from ((repr(key), item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"item {index}", item) for index, item in enumerate(value))
+    elif hasattr(value, "__dict__"):
+        yield from ((f"its attribute {key!r}", item) for key, item in vars(value).items())
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        dumps(value)
+    except Exception:  # pickling runs code of any class
+        return False
+    return True
+
+
+def _sizes(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[int, str]]:
+    for name, value in _parts(function, args, kwargs):
+        try:
+            yield len(dumps(value)), name
+        except (pickle.PicklingError, TypeError):
+            continue

@@ -1,0 +1,162 @@
+"""Check that a scheduler answers at an address, before a client waits for it.
+
+Runs in the kernel, in the thread that calls ``fit``; the conversation runs in an event loop of
+Dask's. A Dask client waits half a minute where nothing listens. It waits without end where
+something else listens, such as a dashboard, because its handshake has no limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import dask
+from dask.utils import parse_timedelta
+from distributed.comm.addressing import get_address_host_port, parse_address
+from distributed.comm.core import connect
+from distributed.core import send_recv
+from distributed.security import Security
+from distributed.utils import LoopRunner
+
+from nbelastic.errors import ClusterLost, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["check_scheduler"]
+
+CONNECT_WITHIN_S = 10.0
+"""Seconds for a scheduler to answer; less where Dask's own limit for a connection is less."""
+
+FIRST_TRY_S = 1.0
+"""Seconds before the user sees what is waited for."""
+
+_KNOWN = ("tcp", "tls")
+_OTHERS = ("inproc", "ucx", "ucxx", "ws", "wss", "gateway")
+
+
+def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) -> None:
+    """Return once a scheduler has answered.
+
+    Parameters
+    ----------
+    address : str
+        Where it should be.
+    security : Security or None
+        Certificates for ``tls://``; None for those of Dask's configuration.
+    tell : callable
+        Takes a line for the user, where the answer does not come at once.
+
+    Raises
+    ------
+    OptionError
+        That is no scheduler's address.
+    ClusterLost
+        No scheduler answers there.
+    """
+    scheme = _check_form(address)
+    if scheme not in _KNOWN or not isinstance(security, Security | None):
+        return
+    try:
+        terms: dict[str, Any] = (security or Security()).get_connection_args("client")
+        if scheme == "tls" and terms.get("ssl_context") is None:
+            raise OptionError(
+                f"cluster={address!r}: tls:// needs certificates; pass "
+                "Client(address, security=Security(...)), or set them in Dask's configuration"
+            )
+    except OSError as error:  # a file of the configuration is not there
+        raise OptionError(
+            f"cluster={address!r}: its certificates cannot be read: {error}"
+        ) from None
+    _check_answer(address, terms, tell)
+
+
+def _check_form(address: str) -> str:
+    """Return the scheme of an address."""
+    wrong = f"cluster={address!r}: must be a scheduler's address, as in tcp://10.0.0.5:8786"
+    scheme, place = parse_address(address)
+    if scheme in ("http", "https"):
+        raise OptionError(f"{wrong}; this is that of a web page, such as Dask's dashboard")
+    if scheme not in _KNOWN + _OTHERS:
+        raise OptionError(f"{wrong}; {scheme}:// is no protocol of Dask's")
+    if scheme not in _KNOWN:
+        return scheme
+    try:
+        _, port = get_address_host_port(f"{scheme}://{place}")
+    except ValueError:
+        port = 0
+    if not 0 < port < 65536 or "/" in place or " " in place:
+        file = "; for a file: Client(scheduler_file=...)" if place.endswith(".json") else ""
+        raise OptionError(f"{wrong}{file}")
+    return scheme
+
+
+def _check_answer(address: str, terms: dict[str, Any], tell: Callable[[str], None]) -> None:
+    configured = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"), "s")
+    limit = min(float(configured), CONNECT_WITHIN_S)
+    deadline = time.monotonic() + limit
+    found, problem, waits = _try(address, terms, min(FIRST_TRY_S, limit))
+    if waits:
+        tell(f"connecting to {address}: {problem} so far; trying for {limit:g} s")
+        found, problem, waits = _try(address, terms, max(deadline - time.monotonic(), 0.1))
+    if problem:
+        after = f" for {limit:g} s" if waits else ""
+        raise ClusterLost(
+            f"cluster={address!r}: no scheduler answers there: {problem}{after}; "
+            "check host and port, and that the scheduler runs"
+        )
+    if found != "Scheduler":
+        raise OptionError(
+            f"cluster={address!r}: this is the address of a {found.lower()}; "
+            "must be that of the scheduler"
+        )
+
+
+def _try(address: str, terms: dict[str, Any], limit: float) -> tuple[str, str, bool]:
+    """Return what answers at an address, or why nothing does and whether that may change."""
+    runner: Any = LoopRunner
+    try:
+        found = runner().run_sync(_ask, address, terms, limit)
+    except Exception as error:  # whatever Dask makes of what has answered
+        return "", *_why(address, error)
+    kind = found.get("type") if isinstance(found, dict) else None
+    return str(kind), "", False
+
+
+async def _ask(address: str, terms: dict[str, Any], limit: float) -> Any:
+    """Return the identity of the process at an address."""
+    call: Any = _identity
+    return await asyncio.wait_for(call(address, terms, limit), limit + 0.1)
+
+
+async def _identity(address: str, terms: dict[str, Any], limit: float) -> Any:
+    comm = await connect(address, timeout=limit, **terms)
+    try:
+        return await send_recv(comm, op="identity")
+    finally:
+        comm.abort()
+
+
+def _why(address: str, error: BaseException) -> tuple[str, bool]:
+    """Return in words why nothing has answered, and whether something may if it is tried again."""
+    if isinstance(error, OSError) and "Timed out trying to connect" in str(error):
+        return _why_not_connected(address), True  # Dask's error is that of its last, short try
+    if isinstance(error, asyncio.TimeoutError | TimeoutError):
+        return "the connection is accepted, but nothing is answered", True
+    if isinstance(error, OSError):
+        return f"it closed the connection (a scheduler with TLS needs tls://): {error}", False
+    return f"what answers is no scheduler ({type(error).__name__})", False
+
+
+def _why_not_connected(address: str) -> str:
+    try:
+        socket.create_connection(get_address_host_port(address), timeout=FIRST_TRY_S).close()
+    except ConnectionRefusedError:
+        return "nothing listens at this port"
+    except socket.gaierror:
+        return "the name of the host is unknown"
+    except OSError as error:
+        return f"the host does not answer ({error})"
+    return "it answers too slowly"

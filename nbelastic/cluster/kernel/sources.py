@@ -1,0 +1,362 @@
+"""Find the user's own modules that a function needs, with their sources.
+
+Runs in the kernel, in the thread that calls ``fit``. The user's own are modules of the notebook's
+folder, and of folders on ``sys.path`` that are neither installed nor of the standard library.
+Cloudpickle writes their classes and functions by reference, which workers elsewhere cannot import.
+So their sources travel with each job; ``worker/modules.py`` imports them.
+
+Found are the modules of pickled classes and functions, those that pickled code imports, also in
+function bodies, and those that these modules import in turn. A package travels as a whole.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+import sysconfig
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.cluster.payload import Modules, Source, process_name
+from nbelastic.pickling import Pickler
+
+from .gitignore import GitIgnore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["collect", "dumps_noting", "why_missing"]
+
+MOST_BYTES = 16 * 2**20
+"""Most bytes of source that travel with a job."""
+
+MOST_FILES = 5000
+"""Most files of a package; one with more is data, or an environment."""
+
+MOST_ENTRIES = 1000
+"""Most entries of a directory without ``__init__.py``; one with more holds data."""
+
+_COMPILED = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+_IMPORT = re.compile(
+    r"(?:^|[;:])[ \t]*(?:from[ \t]+([A-Za-z_]\w*)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))",
+    re.MULTILINE,
+)
+_NOT_USERS = frozenset(sys.stdlib_module_names) | {"__main__", "__mp_main__", "nbelastic"}
+
+
+class _Noting(Pickler):
+    """A pickler that notes which modules will be imported where its output is read."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.names: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):
+            self.names |= imported_by_code(obj)
+        elif isinstance(obj, (type, FunctionType)) and _is_importable(obj):
+            self.names.add(obj.__module__)
+        elif isinstance(obj, ModuleType):
+            self.names.add(str(obj.__name__))
+        return super().reducer_override(obj)
+
+
+def dumps_noting(value: object) -> tuple[bytes, set[str]]:
+    """Pickle a value; return also the names of modules that it refers to.
+
+    An object of ``value`` may name more that it imports in an attribute ``imported``.
+    """
+    file = io.BytesIO()
+    pickler = _Noting(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.names
+
+
+def _is_importable(obj: Any) -> bool:
+    """Return whether a class or function is pickled by reference."""
+    found: Any = sys.modules.get(str(obj.__module__))
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def imported_by_code(code: CodeType) -> set[str]:
+    """Return the names in the import statements of a code object and of those within it."""
+    instructions = dis.get_instructions(code)
+    found = {str(each.argval) for each in instructions if each.opname == "IMPORT_NAME"}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= imported_by_code(constant)
+    return found
+
+
+@functools.lru_cache(maxsize=10_000)
+def _imported_by_text(text: bytes) -> frozenset[str]:
+    """Return top-level names that a source may import; some more do no harm."""
+    found: set[str] = set()
+    for origin, names in _IMPORT.findall(text.decode("utf-8", "replace")):
+        found.add(origin)
+        found |= {name.strip().partition(".")[0].partition(" ")[0] for name in names.split(",")}
+    return frozenset(name for name in found if name.isidentifier())
+
+
+# -- collecting --------------------------------------------------------------------------------
+
+
+def collect(names: Iterable[str]) -> Modules:
+    """Return the user's own among some modules and among what they import.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Names of modules; those that are installed, or not to be found, are passed over.
+    """
+    importlib.invalidate_caches()
+    sources: dict[str, Source] = {}
+    left_out: dict[str, str] = {}
+    stale: set[str] = set()
+    marks: list[str] = []
+    waiting = {name.partition(".")[0] for name in names}
+    seen: set[str] = set()
+    while waiting - seen:
+        name = min(waiting - seen)
+        seen.add(name)
+        places = _places(name)
+        if not places:
+            continue
+        found = _Package(name, places)
+        size = sum(len(source.text or b"") for source in found.sources.values())
+        total = size + sum(len(source.text or b"") for source in sources.values())
+        if found.compiled:
+            left_out[name] = f"it has compiled parts ({found.compiled})"
+            continue
+        stale.add(name)
+        if found.too_many or total > MOST_BYTES:
+            much = f"more than {MOST_FILES} files" if found.too_many else f"{size / 2**20:.0f} MiB"
+            left_out[name] = f"it has {much}, and at most {MOST_BYTES >> 20} MiB travel with a job"
+            continue
+        left_out.update(dict.fromkeys(found.ignored, "a .gitignore excludes it"))
+        marks += found.marks
+        sources.update(found.sources)
+        for source in found.sources.values():
+            waiting |= _imported_by_text(source.text or b"")
+    return Modules(sources, left_out, frozenset(stale), _digest(sources, marks), process_name())
+
+
+def _digest(sources: Mapping[str, Source], marks: list[str]) -> str:
+    digest = hashlib.blake2s(digest_size=16)
+    for name, source in sorted(sources.items()):
+        digest.update(repr((name, source.path, source.text, source.package)).encode())
+    digest.update(repr(sorted(marks)).encode())
+    return digest.hexdigest()
+
+
+class _Package:
+    """The sources of one top-level module.
+
+    Attributes
+    ----------
+    sources : dict of str to Source
+        By full name.
+    ignored : list of str
+        Full names that a ``.gitignore`` excludes.
+    marks : list of str
+        What tells one state of the excluded files from another.
+    compiled : str
+        A file that is no source, if there is one.
+    too_many : bool
+        Whether there are more files than can be wanted.
+    """
+
+    def __init__(self, name: str, places: list[str]) -> None:
+        self.sources: dict[str, Source] = {}
+        self.ignored: list[str] = []
+        self.marks: list[str] = []
+        self.compiled = ""
+        self.too_many = False
+        for place in places:
+            self._git = GitIgnore(os.path.dirname(place))
+            if not os.path.isdir(place):
+                self._take(name, place)
+            elif self._git.excludes(place, directory=True):
+                self.ignored.append(name)
+            else:
+                self._walk(name, place)
+
+    def _walk(self, name: str, directory: str) -> None:
+        init = os.path.join(directory, "__init__.py")
+        before = len(self.sources)
+        if os.path.isfile(init):
+            self._take(name, init)
+        for entry in _entries(directory):
+            if len(self.sources) > MOST_FILES:
+                self.too_many = True
+            if self.too_many or self.compiled:
+                return
+            stem = entry.name.partition(".")[0]
+            inner = f"{name}.{stem}"
+            if not stem.isidentifier() or stem in ("__init__", "__pycache__"):
+                continue
+            if entry.name.endswith(_COMPILED):
+                self._take(inner, entry.path)
+            elif entry.is_dir():
+                if entry.name == stem and not os.path.exists(f"{entry.path}/pyvenv.cfg"):
+                    if self._git.excludes(entry.path, directory=True):
+                        self.ignored.append(inner)
+                    else:
+                        self._walk(inner, entry.path)
+            elif entry.name == f"{stem}.py":
+                self._take(inner, entry.path)
+        if name not in self.sources and len(self.sources) > before:
+            self.sources[name] = Source(directory, None, package=True)
+
+    def _take(self, name: str, file: str) -> None:
+        try:
+            if self._git.excludes(file, directory=False):
+                stat = os.stat(file)
+                self.ignored.append(name)
+                self.marks.append(f"{file} {stat.st_mtime_ns} {stat.st_size}")
+            elif not file.endswith(".py"):
+                self.compiled = file
+            else:
+                with open(file, "rb") as opened:
+                    text = opened.read()
+                package = os.path.basename(file) == "__init__.py"
+                self.sources[name] = Source(file, text, package)
+        except OSError:
+            return  # gone meanwhile, or not readable: an import of it says so
+
+
+def _entries(directory: str) -> list[os.DirEntry[str]]:
+    """Return what is in a directory by name; nothing if it holds data."""
+    try:
+        with os.scandir(directory) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return []
+    is_package = any(entry.name == "__init__.py" for entry in found)
+    return found if is_package or len(found) <= MOST_ENTRIES else []
+
+
+# -- whose a module is -------------------------------------------------------------------------
+
+
+def _places(name: str) -> list[str]:
+    """Return the file of a module of the user's own, or its directories if it is a package."""
+    if name in _NOT_USERS or not name.isidentifier():
+        return []
+    paths = [os.path.abspath(path) for path in _paths_of(name)]
+    return [path for path in paths if not _is_installed(Path(path), name)]
+
+
+def _paths_of(name: str) -> list[str]:
+    module = sys.modules.get(name)
+    specs = [getattr(module, "__spec__", None), _find(name)]
+    for spec in specs:
+        if spec is None:
+            continue
+        if spec.submodule_search_locations is not None:
+            paths = [path for path in spec.submodule_search_locations if os.path.isdir(path)]
+        else:
+            paths = [spec.origin] if spec.has_location and spec.origin else []
+        if paths and all(os.path.exists(path) for path in paths):
+            return paths
+    return []
+
+
+def _find(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.machinery.PathFinder.find_spec(name)
+    except (ImportError, ValueError, OSError):
+        return None
+
+
+def _is_installed(path: Path, name: str) -> bool:
+    real = Path(os.path.realpath(path))
+    if {"site-packages", "dist-packages"} & {*path.parts, *real.parts}:
+        return True
+    if any(
+        real.is_relative_to(each) or path.is_relative_to(each) for each in _library(os.getcwd())
+    ):
+        return True
+    if str(path.parent) in _editable_folders():
+        return True
+    return any(
+        name in getattr(module, "MAPPING", ())  # setuptools' way to install what may be edited
+        for finder, module in list(sys.modules.items())
+        if finder.startswith("__editable__")
+    ) or _is_editable(name, real)
+
+
+@functools.cache
+def _library(here: str) -> list[str]:
+    """Return the directories of Python itself, and of its environment if we are not inside."""
+    paths = {os.path.realpath(sysconfig.get_path(each)) for each in ("stdlib", "platstdlib")}
+    for prefix in {os.path.realpath(each) for each in (sys.prefix, sys.base_prefix)}:
+        if not Path(here).is_relative_to(prefix):
+            paths.add(prefix)
+    return sorted(paths)
+
+
+@functools.cache
+def _editable_folders() -> set[str]:
+    """Return the directories that ``.pth`` files have put on the path when Python started."""
+    found: set[str] = set()
+    for directory in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for file in Path(directory).glob("*.pth"):
+            try:
+                lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            except OSError:
+                continue
+            found |= {os.path.abspath(os.path.join(directory, line.strip())) for line in lines}
+    return found
+
+
+def _is_editable(name: str, path: Path) -> bool:
+    """Return whether a distribution of the module's name is installed from where it lies."""
+    try:
+        text = importlib.metadata.distribution(name).read_text("direct_url.json")
+    except (importlib.metadata.PackageNotFoundError, ValueError, OSError):
+        return False
+    origin = json.loads(text or "{}")
+    if not origin.get("dir_info", {}).get("editable"):
+        return False
+    place = urllib.request.url2pathname(urllib.parse.urlparse(origin.get("url", "")).path)
+    return path.is_relative_to(os.path.realpath(place))
+
+
+# -- what to say -------------------------------------------------------------------------------
+
+
+def why_missing(name: str, modules: Modules) -> str:
+    """Say why a worker could not import a module, and what helps; empty if that is unknown."""
+    top = name.partition(".")[0]
+    for each in (name, top):
+        if each in modules.left_out:
+            return (
+                f"{each} did not travel to the workers: {modules.left_out[each]}; make it one that "
+                "can (docs: modules of your own), or install it on the workers"
+            )
+    if name in modules.sources:
+        return ""
+    places = _places(top)
+    if places and top not in {each.partition(".")[0] for each in modules.sources}:
+        return (
+            f"{top} lies in {os.path.dirname(places[0])} and would travel, but no import of it was "
+            f"found: write `import {top}` into the function"
+        )
+    if not places and _find(top) is not None:
+        return f"the kernel has {top} installed; install it on the workers, too"
+    return ""

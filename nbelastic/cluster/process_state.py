@@ -1,0 +1,145 @@
+"""Read the state of a process from another one, and judge whether it is stopped.
+
+Runs in a nanny or in another worker of the host (:func:`read_state`), and in the scheduler's event
+loop (:class:`ProbeHistory`). A process that is stopped sends no heartbeats, and neither does one
+that holds the GIL. Another process can tell them apart.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+__all__ = ["ProbeHistory", "ProcessId", "ProcessState", "Verdict", "own_process_id", "read_state"]
+
+BETWEEN_PROBES_S = 0.4
+"""Seconds for which a process must have been stopped before it counts as stopped."""
+
+BUSY_SHARE = 0.05
+"""Share of a core from which on a process is busy; one that waits for its GIL uses 0.007."""
+
+SAME_START_S = 1.5
+"""Seconds by which two readings of a process's start may differ."""
+
+_STATES = {
+    psutil.STATUS_STOPPED: "stopped",
+    psutil.STATUS_DISK_SLEEP: "disk",
+    psutil.STATUS_ZOMBIE: "gone",
+    psutil.STATUS_DEAD: "gone",
+}
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """Identity of a process, for other processes on its host.
+
+    Attributes
+    ----------
+    pid : int
+        Its number.
+    started : float
+        Seconds from the host's start to its own.
+    namespace : str
+        Name of its process id namespace; empty where the system has none.
+    """
+
+    pid: int
+    started: float
+    namespace: str
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """State of a process at one moment.
+
+    Attributes
+    ----------
+    state : str
+        ``stopped`` by a signal (not by a debugger), ``disk`` while it waits for one, ``gone``,
+        ``unknown``, or else ``alive``.
+    cpu : float
+        Seconds of processor time that the process has used.
+    at : float
+        That moment, in seconds, on a clock that all processes of the host share.
+    """
+
+    state: str
+    cpu: float = 0.0
+    at: float = 0.0
+
+
+class Verdict(enum.Enum):
+    """Conclusion from several states of a silent process."""
+
+    STOPPED = "stopped"
+    BUSY = "busy"
+
+
+def own_process_id() -> ProcessId:
+    """Return the identity of this process."""
+    return ProcessId(os.getpid(), _started(psutil.Process()), _namespace())
+
+
+def read_state(process: ProcessId) -> ProcessState:
+    """Return the state of a process of this host; ``unknown`` if it cannot be read from here."""
+    try:
+        if _namespace() != process.namespace:
+            return ProcessState("unknown")
+        found = psutil.Process(process.pid)
+        if abs(_started(found) - process.started) > SAME_START_S:
+            return ProcessState("gone")
+        state, times = _STATES.get(found.status(), "alive"), found.cpu_times()
+    except psutil.NoSuchProcess:
+        return ProcessState("gone")
+    except (psutil.Error, OSError):
+        return ProcessState("unknown")
+    return ProcessState(state, cpu=times.user + times.system, at=time.monotonic())
+
+
+def _started(process: psutil.Process) -> float:
+    # Older versions of psutil add the boot time that they have read first. The difference does
+    # not depend on the wall clock.
+    booted = psutil.boot_time()
+    return float(process.create_time() - booted)
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+@dataclass
+class ProbeHistory:
+    """States of a silent process since its last heartbeat."""
+
+    _last: ProcessState | None = field(default=None, init=False)
+    _stopped_since: float | None = field(default=None, init=False)
+
+    def add(self, state: ProcessState) -> Verdict | None:
+        """Add a state; return a verdict on the process, None if that is unclear.
+
+        A process is stopped that was stopped in all probes of some time, and did nothing in
+        between. One that is stopped and resumed in turns, to slow it down, is not. That it runs at
+        the moment shows nothing: one that sleeps with the GIL has a thread that asks for it all the
+        time, and on a machine with much to do that thread is often about to run.
+        """
+        last = self._last
+        if state.state in ("unknown", "gone") or (last is not None and state.at < last.at):
+            return None
+        self._last = state
+        used, passed = 0.0, 0.0
+        if last is not None:
+            used, passed = state.cpu - last.cpu, state.at - last.at
+        if state.state != "stopped":
+            self._stopped_since = None
+            busy = state.state == "disk" or used > BUSY_SHARE * passed
+            return Verdict.BUSY if busy else None
+        if self._stopped_since is None or used > 0:
+            self._stopped_since = state.at
+        return Verdict.STOPPED if state.at >= self._stopped_since + BETWEEN_PROBES_S else None

@@ -1,0 +1,155 @@
+"""Pack an error of a rank: summary, frames, and the error where it pickles.
+
+Packed in the thread of the rank, unpacked in the kernel, in the driver's thread.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from nbelastic.pickling import dumps
+
+from .sendable import MOST_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Failure", "PackedError", "pack_error", "summary_of", "unpack_error"]
+
+_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a traceback."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+
+@dataclass(frozen=True)
+class PackedError:
+    """An error as it travels: plain values, and the pickled error; empty if it does not pickle."""
+
+    summary: str
+    frames: tuple[Frame, ...]
+    pickled: bytes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as it arrived.
+
+    Attributes
+    ----------
+    summary : str
+        Type and message in one line.
+    frames : tuple of Frame
+        The user's own lines, the outermost first; all lines if none is the user's.
+    exception : BaseException or None
+        The error itself, where it could be pickled there and unpickled here.
+    """
+
+    summary: str
+    frames: tuple[Frame, ...]
+    exception: BaseException | None
+
+    def where(self, label: Callable[[str], str | None] = lambda _: None) -> str:
+        """Return the user's lines, as a traceback shows them.
+
+        Parameters
+        ----------
+        label : callable
+            What a file is better called here, or None.
+        """
+        lines = []
+        for frame in self.frames:
+            place = label(frame.file) or f'File "{frame.file}"'
+            lines.append(f"  {place}, line {frame.line}, in {frame.function}")
+            text = frame.text or linecache.getline(frame.file, frame.line).strip()
+            if text:
+                lines.append(f"    {text}")
+        return "\n".join(lines)
+
+
+def summary_of(error: BaseException) -> str:
+    """Return the type and the message of an error, whatever its class does when it is shown."""
+    kind = type(error)
+    try:
+        return "".join(traceback.format_exception_only(kind, error)).strip()
+    except BaseException:  # runs code of the user's class, which may raise anything
+        return f"{type.__repr__(kind)}: its message cannot be shown"
+
+
+def pack_error(error: BaseException) -> PackedError:
+    """Pack an error. Raises nothing, whatever the error's class does."""
+    return PackedError(summary_of(error), _frames(error), _pickled(error))
+
+
+def _frames(error: BaseException) -> tuple[Frame, ...]:
+    try:
+        frames = traceback.extract_tb(_TRACEBACK.__get__(error))
+        own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+        return tuple(Frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in own or frames)
+    except BaseException:  # source lines come from loaders of the user's modules
+        return ()
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Return an error without its traceback, pickled; nothing where that cannot be done."""
+    try:
+        BaseException.with_traceback(error, None)
+        pickled = dumps(_Thawed(error) if _is_frozen(type(error)) else error)
+        return pickled if len(pickled) <= MOST_BYTES else b""
+    except BaseException:  # pickling runs code of the user's class
+        return b""
+
+
+def _is_frozen(kind: type[BaseException]) -> bool:
+    """Return whether unpickling, which sets attributes one by one, would have to ask the class."""
+    names = ("__setstate__", "__reduce__", "__reduce_ex__")
+    return kind.__setattr__ is not BaseException.__setattr__ and all(
+        getattr(kind, name) is getattr(BaseException, name) for name in names
+    )
+
+
+class _Thawed:
+    """Pickles as an error whose attributes are put in place without being set one by one."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._parts = (type(error), error.args, error.__dict__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _freeze, self._parts
+
+
+def _freeze(
+    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
+) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
+def unpack_error(packed: PackedError) -> Failure:
+    """Unpack an error; runs the user's code."""
+    exception: BaseException | None = None
+    if packed.pickled:
+        try:
+            exception = cloudpickle.loads(packed.pickled)
+        except BaseException:  # its module may exit, its class not exist or not take its arguments
+            exception = None
+    return Failure(
+        summary=packed.summary,
+        frames=packed.frames,
+        exception=exception if issubclass(type(exception), BaseException) else None,
+    )

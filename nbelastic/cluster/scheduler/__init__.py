@@ -1,0 +1,1 @@
+"""In the scheduler's event loop: plugin, job service, controllers, heartbeats."""

@@ -1,0 +1,250 @@
+"""Carry on one job: a copy of its membership machine, and its effects.
+
+Runs in the scheduler, in its event loop. The driver decides in which order events happened, at what
+time and with which chance (its *journal*). The copy here handles the same, so it comes to the same
+effects. They are carried out here, next to the workers, so that the machine and its effects are
+never apart, whenever the kernel dies. :class:`JobController` has a table of a job's states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from nbelastic.cluster.dask_compat import PeriodicCall
+from nbelastic.cluster.wire import (
+    AbortOrder,
+    ChangeOrder,
+    EndRankOrder,
+    JobEvent,
+    JobHandover,
+    PlanOrder,
+    ReleaseOrder,
+    pack_machine,
+)
+from nbelastic.membership import (
+    Abort,
+    Beats,
+    EndRank,
+    Notify,
+    Phase,
+    Publish,
+    Release,
+    RestartWorker,
+    StartRank,
+    StopReason,
+    StopRequested,
+    Tick,
+)
+from nbelastic.membership.reasons import KernelAttached, KernelLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from nbelastic.cluster.rank_error import PackedError
+    from nbelastic.cluster.wire import JournalStep, Message, RankOrder
+    from nbelastic.membership import Effect, Event, Reason, Slot
+
+    from .records import JobRecord
+
+__all__ = ["JobController", "WorkerOps"]
+
+CARETAKER_INTERVAL = 0.25
+"""Seconds between two ticks of a caretaker."""
+
+MOST_BEHIND = 200
+"""Events that a driver may be behind; above, it gets no heartbeats, which the next replace."""
+
+
+class WorkerOps(Protocol):
+    """Operations on workers and drivers that a controller needs of the plugin."""
+
+    def claim(self, job: str, record: JobRecord, effect: StartRank) -> Event | None:
+        """Give a slot to a rank; return the event that says that it cannot be had, if so."""
+
+    def order(self, record: JobRecord, order: RankOrder, starts: Iterable[int]) -> None:
+        """Send an order to ranks of a job."""
+
+    def send(self, record: JobRecord, message: Message) -> None:
+        """Send a message to a job's driver."""
+
+    def restart_worker(self, slot: Slot, reason: str) -> None:
+        """Restart a worker."""
+
+    def drop(self, job: str) -> None:
+        """Forget a job."""
+
+
+class JobController:
+    """Carries on one job.
+
+    ==========  ===============================================================================
+    a job is    then
+    ==========  ===============================================================================
+    driven      events are numbered, kept, and sent to the driver; its steps name them
+    abandoned   its kernel is gone: a *caretaker* hands events and time to the copy. It starts no
+                ranks (only a kernel can submit tasks). All else goes on: plans, losses, the end.
+                After the lease it ends the job
+    taken over  a driver has attached: it gets the copy, and all events not yet stepped. Each
+                driver has an *epoch*; a former one's steps are answered by ``DriverReplaced``
+    ==========  ===============================================================================
+
+    Parameters
+    ----------
+    job : str
+        Its name.
+    record : JobRecord
+        Its record.
+    ops : WorkerOps
+        The plugin.
+    chance : callable
+        Returns a random number from 0 up to 1.
+    """
+
+    def __init__(
+        self, job: str, record: JobRecord, ops: WorkerOps, chance: Callable[[], float]
+    ) -> None:
+        self._job = job
+        self._record = record
+        self._ops = ops
+        self._chance = chance
+        self._caretaker = PeriodicCall(CARETAKER_INTERVAL, self._look_after)
+        self._looked = 0.0
+        self._abandoned = 0.0
+        self._draining = False
+
+    # -- driven ----------------------------------------------------------------------------------
+
+    def take_in(
+        self, event: Event, result: bytes | None = None, error: PackedError | None = None
+    ) -> None:
+        """Take in an event; the driver decides when it happened."""
+        record = self._record
+        if isinstance(event, Beats) and len(record.backlog) > MOST_BEHIND:
+            return
+        record.log.note_event(event, result, error)
+        record.seq += 1
+        record.backlog[record.seq] = JobEvent(record.seq, event, result, error)
+        if record.client is not None:
+            self._ops.send(record, record.backlog[record.seq])
+        elif not self._draining:
+            self._draining = True
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    def step(self, step: JournalStep) -> bool:
+        """Take one step of the driver's journal; return False if one before it is missing."""
+        record = self._record
+        if step.number <= record.steps:
+            return True  # sent twice
+        if step.number != record.steps + 1:
+            return False
+        record.steps = step.number
+        event = record.backlog.pop(step.seq).event if step.event is None else step.event
+        self._apply(event, step.now, step.chance)
+        return True
+
+    def _apply(self, event: Event, now: float, chance: float) -> None:
+        machine = self._record.machine
+        for effect in machine.handle(event, now, chance):
+            size = 0 if machine.roster.ended else machine.roster.counted.present
+            self._record.log.note_effect(effect, size)
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        record, job = self._record, self._job
+        if isinstance(effect, StartRank):
+            problem = self._ops.claim(job, record, effect)
+            if problem is not None:
+                self.take_in(problem)
+        elif isinstance(effect, Publish):
+            starts = [member.start for member in effect.plan.members]
+            self._ops.order(record, PlanOrder(job, 0, effect.plan), starts)
+        elif isinstance(effect, Abort):
+            order = AbortOrder(job, 0, effect.generation, str(effect.reason))
+            self._ops.order(record, order, effect.starts)
+        elif isinstance(effect, Notify):
+            self._ops.order(record, ChangeOrder(job, 0, effect.generation), effect.starts)
+        elif isinstance(effect, Release):
+            self._ops.order(record, ReleaseOrder(job, 0, effect.generation), effect.starts)
+        elif isinstance(effect, EndRank):
+            end = EndRankOrder(job, effect.start, effect.how, str(effect.reason))
+            self._ops.order(record, end, [effect.start])
+        elif isinstance(effect, RestartWorker):
+            self._ops.restart_worker(effect.slot, str(effect.reason))
+
+    # -- abandoned -------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Start the caretaker: the kernel is gone."""
+        record = self._record
+        record.client = None
+        self._looked = self._abandoned = asyncio.get_running_loop().time()
+        self._note("abandoned", KernelLost(record.lease))
+        self._caretaker.start()
+        if not self._draining:
+            self._drain()
+
+    def _note(self, kind: str, reason: Reason) -> None:
+        generation = self._record.machine.roster.generation
+        size = self._record.machine.roster.counted.present
+        self._record.log.note(kind, generation=generation, size=size, reason=reason)
+
+    def _drain(self) -> None:
+        """Hand the waiting events to the machine."""
+        record = self._record
+        self._draining = True
+        try:
+            while record.client is None and record.backlog:
+                waiting = record.backlog.pop(next(iter(record.backlog)))
+                self._apply(waiting.event, self._now(), self._chance())
+        finally:
+            self._draining = False
+
+    def _now(self) -> float:
+        """Return the machine's time, in which a pause of the scheduler does not count."""
+        looked, self._looked = self._looked, asyncio.get_running_loop().time()
+        passed = min(self._looked - looked, 4 * CARETAKER_INTERVAL)
+        return self._record.machine.roster.now + passed
+
+    def _look_after(self) -> None:
+        """Let time pass for the machine, and end the job with its lease."""
+        self._drain()
+        roster = self._record.machine.roster
+        expired = asyncio.get_running_loop().time() >= self._abandoned + self._record.lease
+        if roster.phase == Phase.ENDED:
+            if expired:
+                self._ops.drop(self._job)
+        elif expired and not roster.ended:
+            stop = StopRequested(True, StopReason.UNATTENDED, self._record.lease)
+            self._apply(stop, self._now(), self._chance())
+        else:
+            self._apply(Tick(), self._now(), self._chance())
+
+    def stop(self) -> None:
+        """Stop the caretaker."""
+        self._caretaker.stop()
+
+    # -- taken over ------------------------------------------------------------------------------
+
+    def take_over(self, client: str, topic: str) -> JobHandover:
+        """Hand the job over to a driver; return all that it needs to know."""
+        record = self._record
+        self.stop()
+        record.client, record.topic = client, topic
+        record.epoch += 1
+        record.steps = 0
+        self._note("attached", KernelAttached())
+        return JobHandover(
+            epoch=record.epoch,
+            uid=record.uid,
+            seq=min(record.backlog, default=record.seq + 1) - 1,
+            machine=pack_machine(record.machine),
+            options=record.options,
+            started=record.started,
+            log=record.log.contents(),
+        )
+
+    def catch_up(self) -> None:
+        """Send a new driver the events that have not been stepped."""
+        for event in list(self._record.backlog.values()):
+            self._ops.send(self._record, event)

@@ -1,0 +1,194 @@
+"""Pass heartbeats on to the drivers, and detect workers whose heartbeats cease.
+
+Runs in the scheduler, in its event loop. A worker that misses two heartbeats is probed. If its
+process is stopped, the driver is told at once. If it is busy, it is alive and merely cannot send
+(something holds the GIL), which is as good as a heartbeat. If its process cannot be read, the
+worker counts as frozen after its job's ``heartbeat_timeout``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+from nbelastic.cluster.dask_compat import PeriodicCall, resume
+from nbelastic.cluster.process_state import Verdict
+from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S, TelemetryBatch
+from nbelastic.membership import Beats, LossReason, SlotSilent
+
+from .process_probe import ProcessProbe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed import Scheduler
+
+    from nbelastic.cluster.wire import Message, RankBeat, RankTelemetry
+    from nbelastic.membership import Event
+
+    from .records import JobRecord, WorkerRecord
+
+__all__ = ["HeartbeatMonitor"]
+
+LISTEN_INTERVAL = 0.25
+"""Seconds between two counts of silence, and between two probes of a process."""
+
+LONGEST_COUNT = 2 * LISTEN_INTERVAL
+"""Most seconds that one count adds: a late count means that the scheduler did not listen."""
+
+PROBED_AFTER = 2 * HEARTBEAT_INTERVAL_S
+"""Seconds of silence after which a worker is probed."""
+
+
+class HeartbeatMonitor:
+    """Monitor of the heartbeats of all ranks.
+
+    Parameters
+    ----------
+    scheduler : distributed.Scheduler
+        The scheduler of the workers.
+    jobs, workers : dict
+        The plugin's jobs by name, and workers by slot.
+    tell : callable
+        ``tell(job, event)`` takes an event of a job.
+    send : callable
+        ``send(job, message)`` sends a message to a job's driver.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        jobs: dict[str, JobRecord],
+        workers: dict[str, WorkerRecord],
+        tell: Callable[[str, Event], None],
+        send: Callable[[str, Message], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._jobs = jobs
+        self._workers = workers
+        self._tell = tell
+        self._send = send
+        self._counted_at = 0.0
+        self._relay = PeriodicCall(HEARTBEAT_INTERVAL_S, self._pass_on)
+        self._listen = PeriodicCall(LISTEN_INTERVAL, self._count_silence)
+        self._probe = ProcessProbe(scheduler, workers, self._take_verdict)
+
+    def start(self) -> None:
+        """Start monitoring, unless it has started."""
+        if not self._listen.running:
+            self._counted_at = _now()
+            self._listen.start()
+            self._relay.start()
+
+    def stop(self) -> None:
+        """Stop monitoring."""
+        self._listen.stop()
+        self._relay.stop()
+        self._probe.stop()
+
+    def warm_up(self, slot: str) -> None:
+        """Prepare the probe of a worker's process."""
+        self._probe.warm_up(slot)
+
+    def take(self, slot: str | None, beats: tuple[RankBeat, ...]) -> None:
+        """Take the heartbeats of an agent."""
+        if slot is not None:
+            worker = self._workers[slot]
+            worker.has_beaten, worker.probes = True, None
+            worker.silence = -min(_now() - self._counted_at, LONGEST_COUNT)  # the next count adds
+            worker.last_beats = {(each.job, each.beat.start): each.beat for each in beats}
+        for each in beats:
+            if each.job in self._jobs:
+                self._jobs[each.job].beats[each.beat.start] = each.beat
+
+    def take_telemetry(self, worker: str, telemetry: RankTelemetry) -> None:
+        """Take the telemetry of a rank; it goes on with the next heartbeat."""
+        record = self._jobs.get(telemetry.job)
+        if record is not None:
+            waiting = record.telemetry.get(telemetry.start)
+            if waiting is not None and waiting.reports:
+                reports = waiting.reports + telemetry.reports
+                telemetry = dataclasses.replace(telemetry, reports=reports)
+            record.telemetry[telemetry.start] = telemetry
+
+    def send_telemetry(self, job: str) -> None:
+        """Send the telemetry that has not been passed on."""
+        record = self._jobs.get(job)
+        if record is not None and record.telemetry:
+            ranks, record.telemetry = tuple(record.telemetry.values()), {}
+            record.log.note_telemetry(ranks)
+            self._send(job, TelemetryBatch(ranks))
+
+    def _pass_on(self) -> None:
+        """Pass on what has come in since the last time."""
+        self._resume_streams()
+        for name, record in list(self._jobs.items()):  # an event may end a job
+            if record.beats:
+                beats, record.beats = tuple(record.beats.values()), {}
+                self._tell(name, Beats(beats))
+            self.send_telemetry(name)
+
+    def _resume_streams(self) -> None:
+        """Resume streams to workers and drivers that a clock which was set back has stalled."""
+        for worker in self._workers.values():
+            resume(self._scheduler.stream_comms.get(worker.address))
+        for record in self._jobs.values():
+            if record.client is not None:
+                resume(self._scheduler.client_comms.get(record.client))
+
+    def _count_silence(self) -> None:
+        """Count the silence of workers with a rank.
+
+        Time counts as silence only as far as the scheduler was listening: after a pause of its
+        own, messages wait to be read first.
+        """
+        now = _now()
+        passed, self._counted_at = min(now - self._counted_at, LONGEST_COUNT), now
+        for slot, worker in list(self._workers.items()):
+            if worker.holder is not None:
+                worker.silence += passed
+                self._note_silence(slot, worker, worker.holder[0])
+
+    def _note_silence(self, slot: str, worker: WorkerRecord, job: str) -> None:
+        record = self._jobs.get(job)
+        if record is None or slot in record.silent:
+            return
+        limit = record.heartbeat_timeout
+        # Before its first heartbeat, its task may wait for a thread.
+        if worker.has_beaten and worker.silence >= limit:
+            self._report_silent(slot, job, LossReason.WORKER_SILENT, worker.silence)
+        elif worker.silence >= min(PROBED_AFTER, limit / 2):
+            self._probe.probe(slot)
+        else:
+            worker.probes = None
+
+    def _take_verdict(self, slot: str, verdict: Verdict) -> None:
+        """Act on the verdict on the process of a silent worker."""
+        worker = self._workers.get(slot)
+        if worker is None or worker.holder is None:
+            return
+        job, start = worker.holder
+        if verdict is Verdict.STOPPED:
+            self._report_silent(slot, job, LossReason.PROCESS_STOPPED, worker.silence)
+        else:
+            worker.silence = 0.0
+            self._repeat_beat(job, start, worker)
+
+    def _repeat_beat(self, job: str, start: int, worker: WorkerRecord) -> None:
+        """Repeat a rank's last heartbeat for it, but not that it waits: that may have changed."""
+        beat = worker.last_beats.get((job, start))
+        if beat is not None and job in self._jobs:
+            repeated = dataclasses.replace(beat, waiting=False, operation="")
+            self._jobs[job].beats.setdefault(start, repeated)
+
+    def _report_silent(self, slot: str, job: str, reason: LossReason, seconds: float) -> None:
+        """Tell a driver, once, that a worker is frozen."""
+        record = self._jobs.get(job)
+        if record is not None and slot not in record.silent:
+            record.silent.add(slot)
+            self._tell(job, SlotSilent(slot, reason, seconds))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,288 @@
+"""Open, drive, hand over and close jobs, on requests of kernels.
+
+Runs in the scheduler, in its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nbelastic.cluster.dask_compat import shorten_batching
+from nbelastic.cluster.wire import (
+    AttachRefusal,
+    AttachRequest,
+    DriverReplaced,
+    EndRankOrder,
+    FaultsOrder,
+    GiveUp,
+    InjectRequest,
+    JobClosed,
+    JobSummaries,
+    JobSummary,
+    JournalStep,
+    OpenRequest,
+    pack,
+    unpack,
+    unpack_machine,
+)
+from nbelastic.membership import SlotBusy, view
+
+from .controller import JobController
+from .records import RANK_KEY, JobRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed import Scheduler
+
+    from .intake import Intake
+    from .plugin import ElasticPlugin
+
+__all__ = ["JobService"]
+
+CLOSE_GRACE = 5.0
+"""Seconds that ranks have to end when their job is closed, and that Dask has to see it."""
+
+POLL = 0.005
+
+M = TypeVar("M")
+
+KEEPER = "fire-and-forget"
+"""Dask's own client for tasks without a waiting client; it releases a task when it is done."""
+
+
+class JobService:
+    """Opens, hands over and closes jobs.
+
+    Parameters
+    ----------
+    plugin : ElasticPlugin
+        The plugin.
+    scheduler : distributed.Scheduler
+        The scheduler.
+    intake : Intake
+        The intake of messages of kernels.
+    """
+
+    def __init__(self, plugin: ElasticPlugin, scheduler: Scheduler, intake: Intake) -> None:
+        self._plugin = plugin
+        self._scheduler = scheduler
+        self._jobs = plugin.jobs
+        self._given_up: deque[str] = deque(maxlen=100)
+        scheduler.handlers["nbelastic_open"] = self.open
+        scheduler.handlers["nbelastic_attach"] = self.attach
+        scheduler.handlers["nbelastic_drives"] = self.drives
+        scheduler.handlers["nbelastic_close"] = self.close
+        scheduler.handlers["nbelastic_payload"] = self.payload
+        scheduler.handlers["nbelastic_jobs"] = self.list_jobs
+        intake.of_kernels(JournalStep, self.step)
+        intake.of_kernels(InjectRequest, self.inject)
+        intake.of_kernels(GiveUp, self.give_up)
+
+    # -- opening and closing ---------------------------------------------------------------------
+
+    async def open(self, message: Any) -> str:
+        """Publish a job; return an empty string, or why that cannot be: ``gone`` or ``taken``."""
+        asked = _read(OpenRequest, message)
+        terms = asked.terms
+        if self._is_gone(asked.client, asked.topic):
+            return "gone"  # this came later, on a connection of its own
+        if asked.job in self._jobs:
+            return "taken"
+        record = self._jobs[asked.job] = JobRecord(
+            client=asked.client,
+            topic=asked.topic,
+            payload=terms.payload,
+            workers=None if terms.workers is None else self._resolved(terms.workers),
+            resources=terms.resources,
+            versions=terms.versions,
+            heartbeat_timeout=terms.heartbeat_timeout,
+            lease=terms.lease,
+            options=terms.options,
+            machine=unpack_machine(terms.machine),
+            uid=asked.uid,
+            started=time.time(),
+        )
+        self._shorten_batching(asked.client)
+        record.controller = JobController(asked.job, record, self._plugin, self._plugin.chance)
+        await self._plugin.prepare(asked.job)
+        return ""
+
+    def _resolved(self, workers: tuple[str, ...]) -> set[str]:
+        """Return names of workers with the addresses by which the scheduler knows them."""
+        found = set(workers)
+        for each in workers:
+            if "://" in each:
+                with contextlib.suppress(ValueError, OSError):  # no address, or an unknown host
+                    found.add(self._scheduler.coerce_address(each))
+        return found
+
+    async def payload(self, job: str) -> dict[str, Any]:
+        """Return the payload of a job."""
+        return pack(self._jobs[job].payload)
+
+    async def close(self, job: str, uid: str, epoch: int, steps: int) -> list[str]:
+        """Forget a job, once what still runs of it has ended and Dask has seen that.
+
+        The last of the driver's steps may come later than this: they take another way. The return
+        value names the workers that are free then.
+        """
+        record = self._jobs.get(job)
+        if record is None or (record.uid, record.epoch) != (uid, epoch):
+            return self._plugin.free_workers()
+        record.closing = True
+        await _until(lambda: record.steps >= steps)
+        self._plugin.order(record, EndRankOrder(job, 0, "evict", "the job has ended"), record.ranks)
+        await _until(lambda: not record.ranks and not self._busy(record))
+        self._plugin.send(record, JobClosed())
+        self._plugin.drop(job)
+        return self._plugin.free_workers()
+
+    def _busy(self, record: JobRecord) -> bool:
+        keys = [record.key(start) for start in range(record.machine.roster.starts)]
+        tasks = [self._scheduler.tasks[key] for key in keys if key in self._scheduler.tasks]
+        return any(task.state == "processing" for task in tasks)
+
+    async def list_jobs(self) -> dict[str, Any]:
+        """Return a summary of each job."""
+        found = []
+        for name, record in self._jobs.items():
+            seen = view(record.machine, record.machine.roster.now)
+            attached = record.client is not None
+            found.append(
+                JobSummary(name, seen.state, seen.size, seen.commits, record.started, attached)
+            )
+        return pack(JobSummaries(tuple(found)))
+
+    # -- driving ---------------------------------------------------------------------------------
+
+    def step(self, client: str, step: JournalStep) -> None:
+        """Take one step of a driver's journal; tell it if the job is not its own any more."""
+        record = self._jobs.get(step.job)
+        mine = self._is_driver(record, client, step.epoch)
+        if record is None or not mine or not record.controller.step(step):
+            self._plugin.say(client, step.topic, step.epoch, DriverReplaced())
+
+    def inject(self, client: str, request: InjectRequest) -> None:
+        """Pass faults on to ranks."""
+        record = self._jobs.get(request.job)
+        if record is not None and self._is_driver(record, client, request.epoch):
+            order = FaultsOrder(request.job, 0, request.faults, request.drop)
+            self._plugin.order(record, order, request.starts)
+
+    async def drives(self, job: str, client: str, epoch: int) -> bool:
+        """Return whether a job is still a driver's."""
+        return self._is_driver(self._jobs.get(job), client, epoch)
+
+    def _is_driver(self, record: JobRecord | None, client: str, epoch: int) -> bool:
+        return record is not None and (record.client, record.epoch) == (client, epoch)
+
+    # -- kernels that go and come ----------------------------------------------------------------
+
+    async def attach(self, message: Any) -> dict[str, Any]:
+        """Hand a job over to a driver: a new one, or (`again`) the one that had it last.
+
+        Every driver has a topic of its own, so that is known by it.
+        """
+        asked = _read(AttachRequest, message)
+        record = self._jobs.get(asked.job)
+        if record is None or record.closing or self._is_gone(asked.client, asked.topic):
+            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+        if asked.again and record.topic != asked.topic:
+            return pack(AttachRefusal("taken"))
+        if record.client is not None and record.topic != asked.topic:
+            self._plugin.say(record.client, record.topic, record.epoch, DriverReplaced())
+        self._shorten_batching(asked.client)
+        handover = pack(record.controller.take_over(asked.client, asked.topic))
+        asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
+        return handover
+
+    def _shorten_batching(self, client: str) -> None:
+        shorten_batching(getattr(self._scheduler, "client_comms", {}).get(client))
+
+    def _resume(self, job: str, epoch: int) -> None:
+        """Tell a new driver all that it has to act on."""
+        record = self._jobs.get(job)
+        if record is None or record.epoch != epoch:
+            return
+        record.controller.catch_up()
+        for start, slot in record.ranks.items():
+            if record.key(start) not in self._scheduler.tasks:
+                self._plugin.grant(record, start, slot)
+        self._plugin.announce_all(job)
+
+    def leave(self, client: str) -> None:
+        """Take note that a kernel is gone."""
+        for job, record in list(self._jobs.items()):
+            if record.client == client:
+                self._abandon(job, record)
+
+    def give_up(self, client: str, message: GiveUp) -> None:
+        """Note that a kernel does not wait any more for the job that it has asked for."""
+        self._given_up.append(message.topic)  # its request may come later than this
+        for job, record in list(self._jobs.items()):
+            if record.topic == message.topic and message.over:
+                self._plugin.spawn(self._close_given_up(job, record))
+            elif record.topic == message.topic and record.client == client:
+                self._abandon(job, record)
+
+    async def _close_given_up(self, job: str, record: JobRecord) -> None:
+        await self.close(job, record.uid, record.epoch, record.steps)
+
+    def _is_gone(self, client: str, topic: str) -> bool:
+        return client not in self._scheduler.clients or topic in self._given_up
+
+    def _abandon(self, job: str, record: JobRecord) -> None:
+        if record.epoch == 1 and not record.steps:
+            self._plugin.drop(job)  # it has not begun
+            return
+        self._take_back(job, record)
+        record.controller.abandon()
+
+    def _take_back(self, job: str, record: JobRecord) -> None:
+        """Take back slots for which the kernel has not submitted a task: no other will."""
+        for start, slot in list(record.ranks.items()):
+            if record.key(start) not in self._scheduler.tasks:
+                self._plugin.free(job, start, slot)
+                record.controller.take_in(SlotBusy(slot))
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def keep_tasks(self, keys: Any, client: str) -> None:
+        """Have Dask keep ranks' tasks when the kernel that has submitted them is gone.
+
+        One that comes when its kernel or its worker is gone already is not wanted any more.
+        """
+        ours = {key for key in keys if isinstance(key, str) and key.startswith(RANK_KEY)}
+        if ours:
+            wanted = {rec.key(start) for rec in self._jobs.values() for start in rec.ranks}
+            self._scheduler.client_desires_keys(keys=list(ours & wanted), client=KEEPER)
+            asyncio.get_running_loop().call_soon(self._forget, list(ours - wanted), client)
+
+    def forget_tasks(self, keys: list[str]) -> None:
+        """Let go of tasks that will never run to an end: Dask would keep them for ever."""
+        self._forget(keys, KEEPER)
+
+    def _forget(self, keys: list[str], client: str) -> None:
+        known = [key for key in keys if key in self._scheduler.tasks]
+        if known and client in self._scheduler.clients:
+            self._scheduler.client_releases_keys(keys=known, client=client)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, at most CLOSE_GRACE seconds."""
+    deadline = asyncio.get_running_loop().time() + CLOSE_GRACE
+    while not condition() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(POLL)
+
+
+def _read(kind: type[M], message: Any) -> M:
+    """Read a request; what is raised reaches the kernel."""
+    read = unpack(message)
+    if not isinstance(read, kind):
+        raise TypeError(f"expected {kind.__name__}, not {type(read).__name__}")
+    return read

@@ -1,0 +1,496 @@
+"""Find workers for jobs, give each slot to one of them, and relay messages.
+
+Runs in the scheduler, in its event loop, so nothing here needs a lock and nothing may block. The
+plugin decides nothing about membership; it carries facts to the drivers and orders to the agents.
+
+Installed once per cluster, whatever the number of jobs, it stays when they end, without state.
+An agent is put on a worker when the first job wants that worker, not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from distributed.core import Status
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from nbelastic.cluster.dask_compat import PeriodicCall, cause_of_death, shorten_batching
+from nbelastic.cluster.wire import (
+    PLUGIN,
+    EndRankOrder,
+    FaultReport,
+    ForgetOrder,
+    Heartbeats,
+    Hello,
+    RankEnded,
+    RankEvent,
+    RankLeaving,
+    RankOutput,
+    RankTelemetry,
+    SlotGranted,
+    ToDriver,
+    WorkerRefused,
+    pack,
+    pack_for_ranks,
+)
+from nbelastic.cluster.worker.signals import start_processes_shielded
+from nbelastic.errors import VersionMismatch
+from nbelastic.membership import (
+    LossReason,
+    RankRaised,
+    SlotBusy,
+    SlotDied,
+    SlotGone,
+    SlotLeaving,
+    SlotsFound,
+    UnusedReason,
+    UnusedWorker,
+    WorkersUnused,
+)
+
+from .agent_install import AgentInstaller
+from .heartbeats import HeartbeatMonitor
+from .intake import Intake
+from .job_service import JobService
+from .records import RANK_KEY, JobRecord, WorkerRecord, differing, fits, misfit, obstacle
+from .scaling import ScalingHooks
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable
+
+    from distributed import Scheduler
+
+    from nbelastic.cluster.rank_error import PackedError
+    from nbelastic.cluster.wire import Message, RankOrder
+    from nbelastic.membership import Event, Slot, StartRank
+
+__all__ = ["ElasticPlugin"]
+
+REVIEW_INTERVAL = 0.5
+"""Seconds between two reviews of the workers that are not offered to a job."""
+
+
+class ElasticPlugin(SchedulerPlugin):
+    """Discovery, placement and relay for all jobs on a cluster."""
+
+    name = PLUGIN
+    idempotent = True
+    chance = staticmethod(random.Random().random)  # users' own random numbers are left alone
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Take up work on a scheduler."""
+        start_processes_shielded()  # nannies of a LocalCluster share this thread
+        self._scheduler = scheduler
+        self.jobs: dict[str, JobRecord] = {}
+        self._workers: dict[str, WorkerRecord] = {}
+        self._addresses: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._review = PeriodicCall(REVIEW_INTERVAL, self._review_all)
+        self._agents = AgentInstaller(scheduler, self._refuse)
+        self._heartbeats = HeartbeatMonitor(
+            scheduler, self.jobs, self._workers, self._event, self._to_driver
+        )
+        self._scaling = ScalingHooks(self, scheduler)
+        intake = Intake(scheduler, self._distrust)
+        intake.of_agents(Hello, self._hello)
+        intake.of_agents(RankEvent, self._report)
+        intake.of_agents(Heartbeats, self._take_beats)
+        intake.of_agents(RankOutput, self._output)
+        intake.of_agents(RankTelemetry, self._heartbeats.take_telemetry)
+        intake.of_agents(FaultReport, self._fault)
+        intake.of_agents(RankEnded, self._ended)
+        intake.of_agents(RankLeaving, self._leaving)
+        self._job_service = JobService(self, scheduler, intake)
+
+    async def before_close(self) -> None:
+        """Stop watching: the scheduler is closing."""
+        self._heartbeats.stop()
+        self._review.stop()
+        for record in self.jobs.values():
+            record.controller.stop()
+        for task in self._tasks:
+            task.cancel()
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    async def prepare(self, job: str) -> None:
+        """Put agents on the workers that a job may use, and tell its driver of all together."""
+        self._heartbeats.start()
+        self._review.start()
+        without = self._without_agent(job)
+        await asyncio.gather(*(self._agents.install(address) for address in without))
+        if job in self.jobs:
+            self.jobs[job].opening = False
+            self.announce_all(job)
+            self._review_job(job, self.jobs[job])
+
+    def drop(self, job: str) -> None:
+        """Forget a job."""
+        record = self.jobs.pop(job, None)
+        if record is None:
+            return
+        record.controller.stop()
+        record.release()
+        self._job_service.forget_tasks([record.key(s) for s in range(record.machine.roster.starts)])
+        for host in self._workers.values():
+            self._to_agent(host, pack(ForgetOrder(job)))
+        self._settle()
+
+    def add_client(self, scheduler: Scheduler, client: str) -> None:
+        """Note that a kernel is back that was not known to be away.
+
+        Messages to it in between are lost; the answer to its next step is to attach again.
+        """
+        self._job_service.leave(client)
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Carry on the jobs of a kernel that is gone, until another attaches to them."""
+        self._job_service.leave(client)
+
+    def update_graph(
+        self, scheduler: Scheduler, *, client: str, keys: Any = (), **kwargs: Any
+    ) -> None:
+        """Keep ranks' tasks when the kernel that has submitted them is gone."""
+        self._job_service.keep_tasks(keys, client)
+
+    def _settle(self) -> None:
+        if not self.jobs:
+            self._heartbeats.stop()
+            self._review.stop()
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    def _without_agent(self, job: str) -> list[str]:
+        record, workers = self.jobs[job], self._scheduler.workers
+        return [a for a, ws in workers.items() if a not in self._addresses and fits(record, ws)]
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Put an agent on a new worker if any job wants it."""
+        state = scheduler.workers[worker]
+        if worker not in self._addresses and any(fits(j, state) for j in self.jobs.values()):
+            self.spawn(self._agents.install(worker))
+
+    def _refuse(self, address: str, reason: str) -> None:
+        state = self._scheduler.workers.get(address)
+        self._refused[address] = reason
+        for name, record in self.jobs.items():
+            if state is not None and fits(record, state):
+                self._to_driver(name, WorkerRefused(address, reason))
+
+    def _hello(self, worker: str, hello: Hello) -> None:
+        # The scheduler's address of a worker, which others reach it at: an agent knows only the
+        # contact address that its worker was started with, which may have a host's name in it.
+        slot = dataclasses.replace(hello.slot, worker=worker)
+        nanny = getattr(self._scheduler.workers.get(worker), "nanny", None)
+        host = WorkerRecord(slot, hello.versions, hello.process, nanny)
+        self._workers[slot.id] = host
+        self._addresses[worker] = slot.id
+        self._refused.pop(worker, None)
+        self._agents.arrived(worker)
+        shorten_batching(self._scheduler.stream_comms.get(worker))
+        self._heartbeats.warm_up(slot.id)
+        for name in self.jobs:
+            self._announce(name, [slot.id])
+
+    def announce_all(self, job: str) -> None:
+        """Tell a driver of all free slots that it may use."""
+        self._announce(job, list(self._workers))
+
+    def _review_all(self) -> None:
+        for name, record in list(self.jobs.items()):
+            self._review_job(name, record)
+
+    def _review_job(self, job: str, record: JobRecord) -> None:
+        """Tell a driver which workers its job is not offered, and why, where that has changed.
+
+        Dask does not announce that it resumes a paused worker. So a worker without an obstacle any
+        more gets its agent, or is offered, here.
+        """
+        limits = record.machine.roster.limits
+        full = limits.max_np is not None and len(record.ranks) >= limits.max_np
+        if record.client is None or record.opening or record.closing or full:
+            return
+        before = {each.worker for each in record.unused}
+        found = [self._unused(record, address) for address in self._scheduler.workers]
+        unused = [each for each in found if each is not None]
+        now = {each.worker for each in unused}
+        if unused != record.unused:
+            record.unused = unused
+            self._event(job, WorkersUnused(tuple(unused)))
+        for address in self._without_agent(job):
+            if address not in self._refused and not self._agents.installs(address):
+                self.spawn(self._agents.install(address))
+        free = [address for address in before - now if address in self._addresses]
+        self._announce(job, [self._addresses[address] for address in free])
+
+    def _unused(self, record: JobRecord, address: str) -> UnusedWorker | None:
+        """Return why a worker is not offered to a job; None if it is, or has a rank of it."""
+        state = self._scheduler.workers[address]
+        slot = self._addresses.get(address)
+        if slot is not None and slot not in record.ranks.values():
+            return obstacle(record, state, self._workers[slot])
+        if slot is not None:
+            return None
+        problem = misfit(record, state)
+        if problem is None:
+            refusal = self._refused.get(address)
+            reason = UnusedReason.REFUSED if refusal else UnusedReason.BEING_PREPARED
+            problem = UnusedWorker(address, reason, refusal or "")
+        return problem
+
+    def _announce(self, job: str, slots: Iterable[str]) -> None:
+        record = self.jobs.get(job)
+        if record is None or record.client is None or record.opening:
+            return
+        found = []
+        for slot in slots:
+            host = self._workers[slot]
+            state = self._scheduler.workers.get(host.address)
+            if state is None or host.holder is not None:
+                continue
+            if obstacle(record, state, host) is None:
+                found.append(host.slot)
+            elif fits(record, state) and differing(record, host):
+                reason = f"it runs {differing(record, host)}"
+                self._to_driver(job, WorkerRefused(host.address, reason))
+        if found:
+            self._event(job, SlotsFound(tuple(found)))
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """Tell drivers that a worker is gone."""
+        self._agents.arrived(worker)  # its agent is not waited for any more
+        self._refused.pop(worker, None)
+        slot = self._addresses.pop(worker, None)
+        if slot is None:
+            return
+        host = self._workers.pop(slot)
+        if host.nanny and host.holder is not None and not host.leaving:
+            self.spawn(self._tell_death(host.nanny, host, host.holder[0]))
+        for name, record in list(self.jobs.items()):
+            lost = [start for start, at in record.ranks.items() if at == slot]
+            for start in lost:
+                record.ranks.pop(start)
+            self._job_service.forget_tasks([record.key(start) for start in lost])
+            self._event(name, SlotGone(slot))
+
+    async def _tell_death(self, nanny: str, host: WorkerRecord, job: str) -> None:
+        """Report the cause of death of a rank's process, once it is known."""
+        cause = await cause_of_death(self._scheduler, nanny, host.process.pid)
+        if cause and job in self.jobs:
+            detail = f"the process of {host.address} {cause}"
+            self._event(job, SlotDied(host.slot.id, detail))
+
+    def mark_leaving(self, address: str, *, soon: bool = False) -> list[tuple[str, int]]:
+        """Note that a worker was asked to leave; return its ranks."""
+        slot = self._addresses.get(address)
+        if slot is None:
+            return []
+        host = self._workers[slot]
+        host.leaving = True
+        for name in self.jobs:
+            self._event(name, SlotLeaving(slot, soon))
+        return [] if host.holder is None else [host.holder]
+
+    def holds(self, rank: tuple[str, int]) -> bool:
+        """Return whether a rank still has its slot."""
+        job, start = rank
+        return job in self.jobs and start in self.jobs[job].ranks
+
+    def free_workers(self) -> list[str]:
+        """Return the addresses of workers that could take a rank now."""
+        workers = self._scheduler.workers
+        return [
+            host.address
+            for host in self._workers.values()
+            if host.holder is None
+            and not host.leaving
+            and host.address in workers
+            and workers[host.address].status is Status.running
+        ]
+
+    def busy(self, address: str) -> bool:
+        """Return whether a rank has the slot of a worker."""
+        slot = self._addresses.get(address)
+        return slot is not None and self._workers[slot].holder is not None
+
+    def demand(self) -> int:
+        """Return how many workers all jobs together would like to have."""
+        return sum(record.demand for record in self.jobs.values())
+
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
+        """Have an adaptive cluster take workers without ranks before any with one."""
+        without = [worker for worker in workers if not self.busy(worker.address)]
+        return without or workers
+
+    # -- for job controllers -----------------------------------------------------------------------
+
+    def claim(self, job: str, record: JobRecord, effect: StartRank) -> Event | None:
+        """Give a slot to a rank; return the event that says that it cannot be had, if so."""
+        slot = effect.slot.id
+        host = self._workers.get(slot)
+        if host is None:
+            return SlotGone(slot)
+        if host.holder is not None or host.leaving or record.client is None:
+            return SlotBusy(slot)  # only a kernel can start a rank on it
+        host.holder, host.has_beaten, host.silence = (job, effect.start), False, 0.0
+        record.ranks[effect.start] = slot
+        record.places[effect.start] = effect.place
+        self.grant(record, effect.start, slot)
+        return None
+
+    def free(self, job: str, start: int, slot: str | None) -> None:
+        """Take a slot back from a rank, and offer it to all."""
+        record = self.jobs.get(job)
+        if record is not None:
+            record.ranks.pop(start, None)
+            record.beats.pop(start, None)
+            record.places.pop(start, None)
+        if slot is not None:
+            if self._workers[slot].holder == (job, start):
+                self._workers[slot].holder = None
+            for name in self.jobs:
+                self._announce(name, [slot])
+
+    def grant(self, record: JobRecord, start: int, slot: str) -> None:
+        """Have the driver start a rank on a slot that it was given."""
+        self.send(record, SlotGranted(start, self._workers[slot].slot, record.places[start]))
+
+    def restart_worker(self, slot: Slot, reason: str) -> None:
+        """Restart a worker through its nanny; without one, part with it."""
+        if slot.id in self._workers:
+            self.spawn(self._restart_worker(slot.worker, reason))
+
+    async def _restart_worker(self, address: str, reason: str) -> None:
+        """Restart a worker through its nanny; without one, part with it."""
+        await self._scheduler.restart_workers(
+            workers=[address],
+            wait_for_workers=False,
+            on_error="return",
+            stimulus_id=f"nbelastic-restart-{time.time()}",
+        )
+        if address in self._scheduler.workers and self._addresses.get(address):
+            await self._scheduler.remove_worker(address, stimulus_id=f"nbelastic: {reason}")
+
+    def transition(
+        self, key: Any, start: str, finish: str, *args: Any, exception_text: str = "", **kwargs: Any
+    ) -> None:
+        """Note the end of a rank's task; the report of its agent comes first."""
+        if finish in ("erred", "memory") and isinstance(key, str) and key.startswith(RANK_KEY):
+            uid, _, number = key[len(RANK_KEY) :].rpartition("-")
+            detail = f"its task ended without a report: {exception_text or finish}"
+            # Later: if Dask is about to remove the worker, that is reported instead.
+            asyncio.get_running_loop().call_soon(self._note_task_end, uid, int(number), detail)
+
+    def _note_task_end(self, uid: str, start: int, detail: str) -> None:
+        """Report a rank that has ended without a report."""
+        for name, record in list(self.jobs.items()):
+            if record.uid == uid and start in record.ranks:
+                self._event(name, RankRaised(start, detail))
+                self.free(name, start, record.ranks.get(start))
+
+    # -- from the agents ---------------------------------------------------------------------------
+
+    def _distrust(self, worker: str, error: Exception) -> None:
+        """Do without the rank of a worker that has sent a message that cannot be read."""
+        if isinstance(error, VersionMismatch):
+            self._refuse(worker, str(error))
+            self._agents.arrived(worker)
+        problem = str(error)[:500]
+        slot = self._addresses.get(worker)
+        holder = None if slot is None else self._workers[slot].holder
+        if slot is not None and holder is not None:
+            gone = SlotGone(slot, LossReason.UNREADABLE, problem)
+            self._evict(slot, *holder, f"{gone.reason.value}: {problem}")
+            self._event(holder[0], gone)
+
+    def _evict(self, slot: str, job: str, start: int, reason: str) -> None:
+        self._to_agent(self._workers[slot], pack(EndRankOrder(job, start, "evict", reason)))
+
+    def _report(self, worker: str, message: RankEvent) -> None:
+        self._heartbeats.send_telemetry(message.job)
+        self._event(message.job, message.event, message.result, message.error)
+
+    def _output(self, worker: str, message: RankOutput) -> None:
+        record = self.jobs.get(message.job)
+        if record is not None:
+            record.log.note_output(message.start, message.text)
+            self.send(record, message)
+
+    def _fault(self, worker: str, message: FaultReport) -> None:
+        self._to_driver(message.job, dataclasses.replace(message, worker=worker))
+
+    def _leaving(self, worker: str, message: RankLeaving) -> None:
+        self.mark_leaving(worker, soon=True)
+
+    def _ended(self, worker: str, message: RankEnded) -> None:
+        self.free(message.job, message.start, self._addresses.get(worker))
+
+    def _take_beats(self, worker: str, message: Heartbeats) -> None:
+        slot = self._addresses.get(worker)
+        self._heartbeats.take(slot, message.beats)
+        for each in message.beats:  # of ranks that no job knows (any more)
+            job, start = each.job, each.beat.start
+            known = job in self.jobs and self.jobs[job].ranks.get(start) == slot
+            if slot is not None and not known:
+                self._evict(slot, job, start, "the job goes on without this rank")
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def order(self, record: JobRecord, order: RankOrder, starts: Iterable[int]) -> None:
+        """Send an order to ranks of a job; it is packed once for all."""
+        packed = pack_for_ranks(order)
+        for start in list(starts):
+            worker = self._workers.get(record.ranks.get(start, ""))
+            if worker is not None:
+                self._to_agent(worker, packed(start))
+
+    def _to_agent(self, worker: WorkerRecord, message: dict[str, Any]) -> None:
+        if worker.address in self._scheduler.stream_comms:
+            self._scheduler.worker_send(worker.address, {"op": PLUGIN, "message": message})
+
+    def _event(
+        self,
+        job: str,
+        event: Event,
+        result: bytes | None = None,
+        error: PackedError | None = None,
+    ) -> None:
+        record = self.jobs.get(job)
+        if record is not None:
+            record.controller.take_in(event, result, error)
+
+    def _to_driver(self, job: str, message: Message) -> None:
+        record = self.jobs.get(job)
+        if record is not None:
+            self.send(record, message)
+
+    def send(self, record: JobRecord, message: Message) -> None:
+        """Send a message to a job's driver, if it has one."""
+        if record.client is not None:
+            self.say(record.client, record.topic, record.epoch, message)
+
+    def say(self, client: str, topic: str, epoch: int, message: Message) -> None:
+        """Send a message to a kernel, as an event of the topic that it has subscribed to.
+
+        It is not logged as an event, which would keep it in the scheduler's memory.
+        """
+        packed = pack(ToDriver(epoch, message))
+        self._scheduler.client_send(client, {"op": "event", "topic": topic, "event": (0.0, packed)})
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the background."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(_finished, self._tasks))
+
+
+def _finished(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    tasks.discard(task)
+    if not task.cancelled():
+        task.exception()

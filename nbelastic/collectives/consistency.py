@@ -1,0 +1,103 @@
+"""Comparison of what ranks are about to do, before any data moves.
+
+Each rank describes its operation in text. One exchange of records of :data:`RECORD` bytes, with a
+digest and the length of the description and a number that may differ, shows all ranks whether the
+descriptions are equal. Only if they differ do the descriptions travel, in a second exchange. All
+ranks take part in it, because all have seen the same records. So all ranks raise the same error at
+the same point, and can go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+from typing import TYPE_CHECKING
+
+from nbelastic.errors import RanksDisagree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.collectives.communicator import Communicator
+
+__all__ = ["RECORD", "check_consistency", "disagreement"]
+
+_NUMBERS = struct.Struct("<qq")
+_DIGEST = 16
+RECORD = _DIGEST + _NUMBERS.size
+"""Bytes that each rank sends to compare an operation."""
+
+_HEADLINE = 200
+"""Maximum length of the headline that precedes a record through shared memory."""
+
+_LONG = 1000
+"""Length from which a description's digest is not cached."""
+
+_MAX_SIDES = 4
+"""Number of different descriptions that an error names."""
+
+
+def check_consistency(communicator: Communicator, text: str, number: int = 0) -> list[int]:
+    """Compare `text` over all ranks and return their numbers; see ``Communicator.agree``."""
+    describe = _described if len(text) < _LONG else _described.__wrapped__
+    communicator.current_operation, headline, digest, length = describe(text)
+    record = digest + _NUMBERS.pack(length, number)
+    if communicator.carries_descriptions:
+        record = headline + record
+    records = communicator.allgather_bytes(record)
+    if records.count(record) == len(records):  # as most are
+        return [number] * len(records)
+    records = [each[-RECORD:] for each in records]
+    numbers = [_NUMBERS.unpack(each[_DIGEST:]) for each in records]
+    if all(each.startswith(digest) for each in records):
+        return [number for _, number in numbers]
+    lengths = [length for length, _ in numbers]
+    data = text.encode(errors="replace")
+    padded = communicator.allgather_bytes(data.ljust(max(lengths), b"\0"))
+    texts = [each[:length].decode() for each, length in zip(padded, lengths, strict=True)]
+    raise disagreement(texts)
+
+
+@functools.lru_cache(maxsize=256)
+def _described(text: str) -> tuple[str, bytes, bytes, int]:
+    """Return the first line as text and for the record, and the digest and length of all."""
+    headline = text.partition("\n")[0][:_HEADLINE].encode("ascii", "replace").replace(b"\0", b"?")
+    data = text.encode(errors="replace")
+    digest = hashlib.blake2b(data, digest_size=_DIGEST).digest()
+    return headline.decode(), headline + b"\0", digest, len(data)
+
+
+def disagreement(texts: Sequence[str]) -> RanksDisagree:
+    """Return the error for ranks with different descriptions, given by rank."""
+    headlines = [text.partition("\n")[0] for text in texts]
+    if len(set(headlines)) == 1:
+        sides = _differing_details(texts)
+        return RanksDisagree(f"ranks disagree in {headlines[0]}: {_listed(sides)}")
+    return RanksDisagree(f"ranks called different operations: {_listed(headlines)}")
+
+
+def _differing_details(texts: Sequence[str]) -> list[str]:
+    """Return each rank's first detail that is not the same on all ranks."""
+    details = [text.split("\n")[1:] for text in texts]
+    for index in range(max(map(len, details))):
+        sides = [each[index] if index < len(each) else "no more" for each in details]
+        if len(set(sides)) > 1:
+            return sides
+    return ["?" for _ in texts]
+
+
+def _listed(sides: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, side in enumerate(sides):
+        ranks.setdefault(side, []).append(rank)
+    parts = [f"{_named(numbers)}: {side}" for side, numbers in list(ranks.items())[:_MAX_SIDES]]
+    if len(ranks) > _MAX_SIDES:
+        parts.append(f"and {len(ranks) - _MAX_SIDES} more")
+    return "; ".join(parts)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    first = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank {first}" if len(ranks) == 1 else f"ranks {first}{more}"

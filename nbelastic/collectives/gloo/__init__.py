@@ -1,0 +1,1 @@
+"""Communicators over Gloo: torch's own build, or the package ``pygloo``."""

@@ -1,0 +1,292 @@
+"""Communicator over Gloo: TCP between any ranks.
+
+It adds to Gloo that waiting threads can be freed, and that whatever is left behind ends by itself
+(:mod:`nbelastic.collectives.gloo.group`).
+
+Operations that only move data move bytes, so they take any type. An average is a sum that is
+divided on completion. A reduce-scatter is an allreduce of which each rank takes its part, as inside
+Gloo.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceOp,
+)
+
+from nbelastic.collectives.abort_signal import AbortSignal
+from nbelastic.collectives.arguments import (
+    check_contiguous,
+    check_exchange,
+    check_gather,
+    check_op,
+    check_peer,
+    check_rank,
+    check_scatter,
+)
+from nbelastic.collectives.buffers import as_bytes, concatenate, copy_back, on_host
+from nbelastic.collectives.communicator import Handle, Op, Rendezvous
+from nbelastic.collectives.gloo.group import GlooGroupOwner, GlooOperation
+from nbelastic.collectives.operations import AsyncCommunicator, OperationHandle, first_sentence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._C._distributed_c10d import Work
+
+    from nbelastic.collectives.operations import Operation, QueuedOperation
+
+__all__ = ["GlooCommunicator"]
+
+
+class GlooCommunicator(AsyncCommunicator):
+    """A communicator of two or more ranks.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        The generation and its ranks.
+    abort_signal : AbortSignal, optional
+        The signal of the communicator that this one is a part of.
+    """
+
+    name = "gloo"
+
+    def __init__(self, rendezvous: Rendezvous, abort_signal: AbortSignal | None = None) -> None:
+        super().__init__(rendezvous, abort_signal or AbortSignal())
+        self._owner = GlooGroupOwner(rendezvous, self._abort_signal)
+
+    def connect(self) -> GlooCommunicator:
+        """Connect to all other ranks."""
+        self._abort_signal.check()
+        self._owner.form()
+        return self
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
+        """Reduce `tensor` over all ranks, in place."""
+        check_contiguous(tensor)
+        check_op(tensor, op)
+        buffer = on_host(tensor)
+
+        def deliver() -> None:
+            if op is Op.AVERAGE:
+                buffer.div_(self.size)
+            copy_back(tensor, buffer)
+
+        return self._reduce(buffer, op, deliver)
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
+        """Copy the `tensor` of rank `root` into that of all others."""
+        check_contiguous(tensor)
+        check_rank(root, self.size, "root")
+        buffer = on_host(tensor, load=self.rank == root)
+        options = BroadcastOptions()
+        options.rootRank = root
+
+        def deliver() -> None:
+            if self.rank != root:
+                copy_back(tensor, buffer)
+
+        if tensor.numel() == 0:
+            return self._nothing_to_do()
+        return self._begin(
+            lambda: self._owner.group.broadcast([as_bytes(buffer)], options), deliver
+        )
+
+    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        """Collect every rank's `tensor` into `outputs`."""
+        check_gather(outputs, tensor, self.size)
+        source = on_host(tensor)
+        buffers = [on_host(output, load=False) for output in outputs]
+
+        def deliver() -> None:
+            for output, buffer in zip(outputs, buffers, strict=True):
+                copy_back(output, buffer)
+
+        if tensor.numel() == 0:
+            return self._nothing_to_do()
+        return self._begin(
+            lambda: self._owner.group.allgather(
+                [[as_bytes(buffer) for buffer in buffers]], [as_bytes(source)]
+            ),
+            deliver,
+        )
+
+    def reduce_scatter_async(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    ) -> Handle:
+        """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
+        check_scatter(output, inputs, self.rank, self.size, op)
+        buffer = concatenate(inputs)
+        start = sum(tensor.numel() for tensor in inputs[: self.rank])
+
+        def deliver() -> None:
+            own = buffer[start : start + output.numel()].view(output.shape)
+            if op is Op.AVERAGE:
+                own.div_(self.size)
+            output.detach().copy_(own)
+
+        return self._reduce(buffer, op, deliver)
+
+    def all_to_all_async(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it."""
+        check_exchange(outputs, inputs, self.rank, self.size)
+        sent = concatenate([as_bytes(tensor) for tensor in inputs])
+        sent_bytes = [tensor.nbytes for tensor in inputs]
+        received_bytes = [tensor.nbytes for tensor in outputs]
+        received = torch.empty(sum(received_bytes), dtype=torch.uint8)
+
+        def deliver() -> None:
+            for output, piece in zip(outputs, torch.split(received, received_bytes), strict=True):
+                as_bytes(output).copy_(piece)
+
+        return self._begin(
+            lambda: self._owner.group.alltoall_base(received, sent, received_bytes, sent_bytes),
+            deliver,
+        )
+
+    def barrier_async(self) -> Handle:
+        """Complete when all ranks have arrived."""
+        options = BarrierOptions()
+        return self._begin(lambda: self._owner.group.barrier(options))
+
+    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
+        """Send `tensor` to rank `to`."""
+        check_contiguous(tensor)
+        check_peer(to, self.rank, self.size, "to")
+        if tensor.numel() == 0:
+            return self._nothing_to_do()
+        buffer = on_host(tensor)
+        return self._begin(
+            lambda: self._owner.group.send([as_bytes(buffer)], to, 0), direction=f"to-{to}"
+        )
+
+    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Fill `tensor` with what rank `source` sends."""
+        check_contiguous(tensor)
+        check_peer(source, self.rank, self.size, "source")
+        if tensor.numel() == 0:
+            return self._nothing_to_do()
+        buffer = on_host(tensor, load=False)
+        return self._begin(
+            lambda: self._owner.group.recv([as_bytes(buffer)], source, 0),
+            lambda: copy_back(tensor, buffer),
+            direction=f"from-{source}",
+        )
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def cut_connections(self) -> int:
+        """Cut the connections to the other ranks as a network failure would."""
+        return 0 if self._abort_signal.forked else self._owner.cut_connections()
+
+    def close(self) -> None:
+        """Let go of the group, which its owner takes down."""
+        if self._abort_signal.forked:
+            return
+        self._abort_signal.abort("the communicator is closed", orderly=self.idle)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is under way."""
+        return all(each.done() for each in self._owner.operations())
+
+    def check(self) -> None:
+        """Raise unless operations can begin."""
+        self._owner.check_formed()
+        self._abort_signal.check()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_owner"):
+            self.close()
+
+    # -- from beginning to end -------------------------------------------------------------------
+
+    def _reduce(self, buffer: torch.Tensor, op: Op, deliver: Callable[[], None]) -> Handle:
+        if buffer.numel() == 0:
+            return self._nothing_to_do()
+        flat, options = _as_reducible(buffer, op)
+        return self._begin(lambda: self._owner.group.allreduce([flat], options), deliver)
+
+    def _begin(
+        self,
+        start: Callable[[], Work],
+        deliver: Callable[[], None] | None = None,
+        direction: str | None = None,
+    ) -> Handle:
+        """Begin an operation, unless one under way turns out to have failed."""
+        self._abort_signal.check()
+        self._owner.check_formed()
+        for earlier in self._owner.operations():
+            failure = earlier.failure()
+            if failure is not None:
+                self._fail(failure)
+            if earlier.done():
+                self._owner.release(earlier)
+        failure = None
+        with self._owner.use_lock:
+            self._abort_signal.check()
+            try:
+                operation = self._start(start, direction)
+            except RuntimeError as error:
+                failure = first_sentence(error)
+        if failure is not None:
+            self._fail(failure)
+        return OperationHandle(self, operation, deliver)
+
+    def _start(
+        self, start: Callable[[], Work], direction: str | None
+    ) -> GlooOperation | QueuedOperation:
+        operation: GlooOperation | QueuedOperation
+        if direction is None:
+            operation = GlooOperation(start(), self._owner.use_lock)
+        else:
+            operation = self._owner.executor(direction).submit(start())
+        self._owner.track(operation)
+        return operation
+
+    def _nothing_to_do(self) -> Handle:
+        self.check()
+        return super()._nothing_to_do()
+
+    def _release(self, operation: Operation) -> None:
+        self._owner.release(operation)
+
+
+def _as_reducible(buffer: torch.Tensor, op: Op) -> tuple[torch.Tensor, AllreduceOptions]:
+    """Return the tensor and the options for an allreduce; an average is still to be divided."""
+    if buffer.dtype is torch.bool:
+        return as_bytes(buffer), _OPTIONS_FOR_BOOL[op]
+    return buffer, _OPTIONS[op]
+
+
+def _options(op: ReduceOp.RedOpType) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp(op)
+    return options
+
+
+_OPTIONS = {
+    Op.SUM: _options(ReduceOp.SUM),
+    Op.AVERAGE: _options(ReduceOp.SUM),
+    Op.MIN: _options(ReduceOp.MIN),
+    Op.MAX: _options(ReduceOp.MAX),
+    Op.PRODUCT: _options(ReduceOp.PRODUCT),
+}
+# A sum of booleans is whether any is true, a product whether all are; bytes would overflow.
+_OPTIONS_FOR_BOOL = {
+    Op.SUM: _OPTIONS[Op.MAX],
+    Op.MIN: _OPTIONS[Op.MIN],
+    Op.MAX: _OPTIONS[Op.MAX],
+    Op.PRODUCT: _OPTIONS[Op.MIN],
+}

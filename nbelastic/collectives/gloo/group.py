@@ -1,0 +1,355 @@
+"""Owner of a Gloo group: a thread that makes it and takes it down.
+
+Gloo blocks in three places where a rank must not: connecting cannot be interrupted, operations
+cannot be cancelled, and a group's destructor waits for both. So each group has an owner thread:
+
+- *forming*: it constructs the group and checks the peers' generation, while the rank's thread waits
+  for the outcome or an abort;
+- *in use*: it sleeps, and the rank's thread uses the group under ``use_lock``;
+- *ending*: woken by the abort signal, it cuts the connections, drops the group, and ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from nbelastic.collectives.gloo.gloo_store import GlooStore
+from nbelastic.collectives.gloo.sockets import cut_connections, endpoints_of
+from nbelastic.collectives.operations import (
+    OperationFailed,
+    OrderedExecutor,
+    first_sentence,
+)
+from nbelastic.collectives.rendezvous.handshake import PROOF_BYTES, peer_token
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup, Work
+
+    from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
+    from nbelastic.collectives.communicator import Rendezvous
+    from nbelastic.collectives.operations import Operation, QueuedOperation
+
+__all__ = ["EXIT_LIMIT_S", "FORMING_LIMIT_S", "GlooGroupOwner", "GlooOperation"]
+
+# Connecting to a peer that has just been at the rendezvous takes milliseconds, or fails for good.
+# Gloo gives a connection five times its limit.
+FORMING_LIMIT_S = 10.0
+
+# A thread that returns from C++ after the interpreter has gone would abort the process.
+EXIT_LIMIT_S = 2.0
+
+# Gloo never ends a message that is cut in the middle, except by its timeout: it fails operations
+# that wait for messages not begun, and forgets the message under way and those that it comes to
+# write too late. Between live ranks, a message under way arrives in less than this.
+DRAIN_LIMIT_S = 0.25
+
+# Longer than most small operations take.
+_BRIEFLY = timedelta(milliseconds=2)
+
+# Older versions keep the limit that they were made with for every operation.
+_TIMEOUT_CAN_CHANGE = hasattr(ProcessGroupGloo, "set_timeout")
+
+
+class GlooOperation:
+    """A collective operation under way in Gloo.
+
+    Parameters
+    ----------
+    work : Work
+        Gloo's handle on it.
+    use_lock : threading.Lock
+        The group's; see :class:`GlooGroupOwner`.
+    """
+
+    def __init__(self, work: Work, use_lock: threading.Lock) -> None:
+        self._work: Work | None = work
+        self._use_lock = use_lock
+
+    def done(self) -> bool:
+        """Return whether it has ended, successfully or not."""
+        with self._use_lock:
+            return self._work is None or self._work.is_completed()
+
+    def failure(self) -> str | None:
+        """Return the error message if it has failed."""
+        try:
+            if self.done():
+                self._result()
+        except OperationFailed as error:
+            return str(error)
+        return None
+
+    def wait(self, abort_signal: AbortSignal) -> bool:
+        """Wait for its end or an abort; return whether it has succeeded.
+
+        First briefly inside Gloo, which is fastest and needs one thread only. Then for a wakeup,
+        which comes from Gloo's callback or from an abort.
+        """
+        if self._wait_briefly():
+            return True
+        with abort_signal.listen() as wakeup:
+            with self._use_lock:
+                if self._work is not None:
+                    self._work.get_future().add_done_callback(lambda _: wakeup.put(True))
+            if not wakeup.get():
+                return False
+        return self._result()
+
+    def detach(self) -> Work | None:
+        """Return Gloo's handle and give it up. The caller holds the use lock."""
+        work, self._work = self._work, None
+        return work
+
+    def _wait_briefly(self) -> bool:
+        with self._use_lock:
+            if self._work is None:
+                return False
+            try:
+                self._work.wait(_BRIEFLY)
+                return True
+            except RuntimeError:
+                if not self._work.is_completed():
+                    return False
+        return self._result()
+
+    def _result(self) -> bool:
+        """Return whether an operation that has ended has succeeded; raise if it has failed."""
+        with self._use_lock:
+            if self._work is None:
+                return False
+            try:
+                self._work.wait()
+                return True
+            except RuntimeError as error:
+                raise OperationFailed(first_sentence(error)) from None
+
+
+class GlooGroupOwner:
+    """Owner of one Gloo group.
+
+    Groups are connected in full, not lazily: up to a dozen ranks that takes about as long, and no
+    connection has to be made in the middle of a step.
+
+    The rank's thread must never drop the last reference to anything of Gloo's, because a destructor
+    may wait for operations that are stuck. So it holds ``use_lock`` wherever it has a reference on
+    its stack, for a moment only, and the owner takes the lock before it drops the group.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        The generation and its ranks.
+    abort_signal : AbortSignal
+        Ends the group.
+
+    Attributes
+    ----------
+    use_lock : threading.Lock
+        Held by the rank's thread while it uses the group.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, abort_signal: AbortSignal) -> None:
+        self.use_lock = threading.Lock()
+        self._rendezvous = rendezvous
+        self._abort_signal = abort_signal
+        self._store = store = GlooStore(rendezvous)
+        abort_signal.on_abort(lambda *_: store.abort())
+        self._group: ProcessGroup | None = None
+        self._under_way: set[Operation] = set()
+        self._operations: list[weakref.ref[GlooOperation | QueuedOperation]] = []
+        self._executors: dict[str, OrderedExecutor] = {}
+        self._thread: threading.Thread | None = None
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group, for use inside an expression, under ``use_lock``."""
+        assert self._group is not None
+        return self._group
+
+    def check_formed(self) -> None:
+        """Raise if the group has not formed yet."""
+        if self._group is None and self._abort_signal.reason is None:
+            raise RuntimeError("connect() comes before any operation")
+
+    def track(self, operation: GlooOperation | QueuedOperation) -> None:
+        """Keep an operation until it is released, even if its handle is dropped.
+
+        The caller holds the use lock.
+        """
+        self._under_way.add(operation)
+        self._operations.append(weakref.ref(operation))
+
+    def release(self, operation: Operation) -> None:
+        """Let go of an operation that has succeeded."""
+        self._under_way.discard(operation)
+
+    def operations(self) -> list[GlooOperation | QueuedOperation]:
+        """Return the operations that are under way or still have a handle."""
+        living = [(reference, reference()) for reference in self._operations]
+        self._operations = [reference for reference, each in living if each is not None]
+        return [each for _, each in living if each is not None]
+
+    def executor(self, direction: str) -> OrderedExecutor:
+        """Return the executor for messages of a direction, such as ``to-3``."""
+        if direction not in self._executors:
+            name = f"{self._name()}-{direction}"
+            self._executors[direction] = OrderedExecutor(name, self._rendezvous.timeout_s)
+        return self._executors[direction]
+
+    def form(self) -> None:
+        """Start the owner's thread and wait until the group has formed, or for an abort.
+
+        The rank's thread leaves at once on an abort. The owner's leaves when Gloo returns: at once
+        while it waits at the rendezvous, within five times :data:`FORMING_LIMIT_S` while it
+        connects to a peer that does not answer.
+        """
+        if self._thread is not None:
+            raise RuntimeError("connect() is called once")
+        with self._abort_signal.listen() as wakeup:
+            self._thread = threading.Thread(
+                target=self._run, args=(wakeup,), name=self._name(), daemon=True
+            )
+            _running.add(self)
+            self._thread.start()
+            wakeup.get()
+        self._abort_signal.check()
+
+    def cut_connections(self) -> int:
+        """Cut the group's connections as a network failure would; return their number."""
+        endpoints = endpoints_of(self._store.addresses, self._rendezvous.rank)
+        return 0 if endpoints is None else cut_connections(endpoints)
+
+    def abort(self, reason: str) -> None:
+        """End the group. Any thread may call it."""
+        self._abort_signal.abort(reason)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the group has ended, for `timeout_s` at most."""
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def leak(self) -> None:
+        """Keep the group for ever, in a fork: its destructor waits for the parent's threads."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def _name(self) -> str:
+        return f"nbelastic-gloo-{self._rendezvous.generation}-{self._rendezvous.rank}"
+
+    def _run(self, formed: Wakeup[bool]) -> None:
+        with self._abort_signal.listen() as wakeup:
+            try:
+                self._form()
+            except Exception as error:
+                cause = self._store.failure or first_sentence(error)
+                self._abort_signal.abort(
+                    f"generation {self._rendezvous.generation} did not form: {cause}"
+                )
+            else:
+                formed.put(True)
+            wakeup.get()
+        self._take_down()
+        _running.discard(self)
+
+    def _form(self) -> None:
+        its = self._rendezvous
+        self._group = _make_group(self._store, its)
+        self._check_peers()
+        if _TIMEOUT_CAN_CHANGE:
+            self._group.set_timeout(timedelta(seconds=its.timeout_s))
+
+    def _check_peers(self) -> None:
+        """Check that each peer is a rank of this generation.
+
+        Gloo believes what a connection claims to be. It may come from another process, or be
+        meant for an earlier group with the same port. So each rank sends a proof of its identity.
+        """
+        its = self._rendezvous
+        tokens = [torch.zeros(PROOF_BYTES, dtype=torch.uint8) for _ in range(its.size)]
+        own = torch.frombuffer(bytearray(peer_token(its, its.rank)), dtype=torch.uint8)
+        with self.use_lock:
+            work = self.group.allgather([tokens], [own])
+            operation = GlooOperation(work, self.use_lock)
+            del work
+            self.track(operation)
+        if not operation.wait(self._abort_signal):
+            return
+        self.release(operation)
+        for rank, token in enumerate(tokens):
+            if bytes(token.tolist()) != peer_token(its, rank):
+                raise OperationFailed(
+                    f"the peer for rank {rank} belongs to another generation or another job"
+                )
+
+    def _take_down(self) -> None:
+        """End the group, after an abort: no operation begins under the use lock any more."""
+        with self.use_lock:
+            pass  # the rank's thread has left Gloo, and will see the abort when it returns
+        endpoints = endpoints_of(self._store.addresses, self._rendezvous.rank)
+        if endpoints is not None and not self._abort_signal.orderly:
+            self._drain()
+            cut_connections(endpoints)
+        for executor in self._executors.values():
+            executor.join()
+        with self.use_lock:
+            operations = [each for each in self.operations() if isinstance(each, GlooOperation)]
+            works = [each.detach() for each in operations]
+            group, self._group = self._group, None
+        del works
+        del group
+
+    def _drain(self) -> None:
+        """Let messages under way arrive. The peers do the same.
+
+        An operation that failed has ended on this rank only. Its peers may be in the middle of it,
+        writing to this rank.
+        """
+        end = time.monotonic() + DRAIN_LIMIT_S
+        while time.monotonic() < end and not all(_succeeded(each) for each in self.operations()):
+            time.sleep(0.005)
+
+
+def _succeeded(operation: GlooOperation | QueuedOperation) -> bool:
+    return operation.done() and operation.failure() is None
+
+
+def _make_group(store: GlooStore, rendezvous: Rendezvous) -> ProcessGroup:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    limit = rendezvous.timeout_s
+    if _TIMEOUT_CAN_CHANGE:
+        limit = min(limit, FORMING_LIMIT_S)
+    options._timeout = timedelta(seconds=limit)
+    options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.bind, lazy_init=False)]
+    group = ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, options)
+    return cast("ProcessGroup", group)  # its stubs leave out the base class's methods
+
+
+_running: set[GlooGroupOwner] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    owners = list(_running)
+    for owner in owners:
+        owner.abort("the process is exiting")
+    deadline = time.monotonic() + EXIT_LIMIT_S
+    for owner in owners:
+        owner.join(max(0.0, deadline - time.monotonic()))
+
+
+def _leak_all_in_fork() -> None:
+    for owner in _running:
+        owner.leak()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leak_all_in_fork)

@@ -1,0 +1,326 @@
+"""Communicator over the package ``pygloo``, for environments that depend on it.
+
+pygloo holds the interpreter for the whole of a call. So an operation has ended when its ``*_async``
+returns, and meanwhile no other thread runs, neither for heartbeats nor for an abort. A rank that
+waits inside a call is freed by a broken connection: a rank that fails or is aborted closes its
+connections, which fails its peers, and so on through all live ranks. Otherwise, as with a stopped
+peer, it is freed after :data:`LIMIT_S`.
+
+Each rank must be a process of its own, because of two threads one would wait for the other while
+holding the interpreter.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbelastic.collectives.abort_signal import AbortSignal
+from nbelastic.collectives.arguments import (
+    check_contiguous,
+    check_exchange,
+    check_gather,
+    check_op,
+    check_peer,
+    check_rank,
+    check_scatter,
+)
+from nbelastic.collectives.buffers import as_bytes, concatenate, copy_back, on_host
+from nbelastic.collectives.communicator import Handle, Op, Rendezvous
+from nbelastic.collectives.operations import AsyncCommunicator, first_sentence
+from nbelastic.collectives.rendezvous.client import RendezvousClient
+from nbelastic.collectives.rendezvous.handshake import GREETING, PROOF_BYTES, peer_token, read
+from nbelastic.errors import CollectiveError
+
+try:
+    import pygloo
+except ImportError as error:
+    raise ImportError(
+        'backend="pygloo" needs the package pygloo, which there is for Python 3.8 to 3.10: '
+        "pip install 'nbelastic[pygloo]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["LIMIT_S", "PyglooCommunicator"]
+
+LIMIT_S = 30.0
+"""Gloo's limit for a silent peer. pygloo cannot change it: ``setTimeout`` takes an unbound type."""
+
+_BYTES = pygloo.glooUint8
+_TYPES = {
+    torch.float32: pygloo.glooFloat32,
+    torch.float64: pygloo.glooFloat64,
+    torch.float16: pygloo.glooFloat16,
+    torch.int8: pygloo.glooInt8,
+    torch.uint8: pygloo.glooUint8,
+    torch.int32: pygloo.glooInt32,
+    torch.int64: pygloo.glooInt64,
+    torch.bool: pygloo.glooUint8,
+}
+_OPS = {
+    Op.SUM: pygloo.ReduceOp.SUM,
+    Op.AVERAGE: pygloo.ReduceOp.SUM,
+    Op.MIN: pygloo.ReduceOp.MIN,
+    Op.MAX: pygloo.ReduceOp.MAX,
+    Op.PRODUCT: pygloo.ReduceOp.PRODUCT,
+}
+# A sum of booleans is whether any is true, a product whether all are; bytes would overflow.
+_OPS_ON_BOOL = {**_OPS, Op.SUM: pygloo.ReduceOp.MAX, Op.PRODUCT: pygloo.ReduceOp.MIN}
+
+
+class PyglooCommunicator(AsyncCommunicator):
+    """A communicator of two or more ranks, each in a process of its own.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        The generation and its ranks. Its timeout limits connecting only.
+    """
+
+    name = "pygloo"
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        super().__init__(rendezvous, AbortSignal())
+        self._rendezvous = rendezvous
+        self._mesh = _Mesh(rendezvous)
+        self._abort_signal.on_abort(self._mesh.leave)
+
+    def connect(self) -> PyglooCommunicator:
+        """Connect to all other ranks."""
+        self._abort_signal.check()
+        if self._mesh.context is not None:
+            raise RuntimeError("connect() is called once")
+        cause = None
+        try:
+            self._mesh.connect()
+        except CollectiveError as error:  # the client's; Gloo passes it on unchanged
+            cause = str(error)
+        except RuntimeError as error:
+            cause = first_sentence(error)
+        if cause is not None:
+            self._abort_signal.abort(f"generation {self.generation} did not form: {cause}")
+        if self._abort_signal.reason is not None:
+            self._mesh.leave()  # the abort may have come before there were connections
+        self._abort_signal.check()
+        self._check_peers()
+        return self
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
+        """Reduce `tensor` over all ranks, in place. A ``bfloat16`` is summed as ``float32``."""
+        check_contiguous(tensor)
+        check_op(tensor, op)
+        buffer = on_host(tensor)
+        self._reduce(buffer, op)
+        copy_back(tensor, buffer)
+        return self._nothing_to_do()
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
+        """Copy the `tensor` of rank `root` into that of all others."""
+        check_contiguous(tensor)
+        check_rank(root, self.size, "root")
+        buffer = on_host(tensor, load=self.rank == root)
+        where = buffer.data_ptr()
+        self._do(buffer.nbytes, pygloo.broadcast, where, where, buffer.nbytes, _BYTES, root)
+        if self.rank != root:
+            copy_back(tensor, buffer)
+        return self._nothing_to_do()
+
+    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        """Collect every rank's `tensor` into `outputs`."""
+        check_gather(outputs, tensor, self.size)
+        source = on_host(tensor)
+        gathered = torch.empty((self.size, source.nbytes), dtype=torch.uint8)
+        ends = source.data_ptr(), gathered.data_ptr()
+        self._do(source.nbytes, pygloo.allgather, *ends, source.nbytes, _BYTES)
+        for output, piece in zip(outputs, gathered, strict=True):
+            as_bytes(output).copy_(piece)
+        return self._nothing_to_do()
+
+    def reduce_scatter_async(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    ) -> Handle:
+        """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
+        check_scatter(output, inputs, self.rank, self.size, op)
+        buffer = concatenate(inputs)
+        self._reduce(buffer, op)
+        parts = torch.split(buffer, [tensor.numel() for tensor in inputs])
+        output.detach().copy_(parts[self.rank].view(output.shape))
+        return self._nothing_to_do()
+
+    def all_to_all_async(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it, one after the other."""
+        check_exchange(outputs, inputs, self.rank, self.size)
+        outputs[self.rank].detach().copy_(inputs[self.rank])
+        # In each round the ranks are in pairs, of which the lower one sends first.
+        for turn in range(1, 1 << (self.size - 1).bit_length()):
+            peer = self.rank ^ turn
+            if self.rank < peer < self.size:
+                self._send(inputs[peer], peer)
+                self._receive(outputs[peer], peer)
+            elif peer < self.rank:
+                self._receive(outputs[peer], peer)
+                self._send(inputs[peer], peer)
+        return self._nothing_to_do()
+
+    def barrier_async(self) -> Handle:
+        """Complete when all ranks have arrived."""
+        self._do(1, pygloo.barrier)
+        return self._nothing_to_do()
+
+    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
+        """Send `tensor` to rank `to` and wait until it receives it."""
+        check_contiguous(tensor)
+        check_peer(to, self.rank, self.size, "to")
+        self._send(tensor, to)
+        return self._nothing_to_do()
+
+    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Fill `tensor` with what rank `source` sends."""
+        check_contiguous(tensor)
+        check_peer(source, self.rank, self.size, "source")
+        self._receive(tensor, source)
+        return self._nothing_to_do()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def cut_connections(self) -> int:
+        """Cut the connections to the other ranks as a network failure would."""
+        count = 0 if self._mesh.context is None else self.size - 1
+        self._mesh.leave()
+        return count
+
+    def close(self) -> None:
+        """Close the connections to the other ranks."""
+        self._abort_signal.abort("the communicator is closed", orderly=True)
+        self._mesh.context = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_mesh"):
+            self.close()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _reduce(self, buffer: torch.Tensor, op: Op) -> None:
+        """Reduce a tensor in host memory, in place."""
+        wide = buffer.float() if buffer.dtype is torch.bfloat16 else buffer
+        where, count = wide.data_ptr(), wide.numel()
+        how = (_OPS_ON_BOOL if wide.dtype is torch.bool else _OPS)[op]
+        self._do(count, pygloo.allreduce, where, where, count, _TYPES[wide.dtype], how)
+        if op is Op.AVERAGE:
+            wide.div_(self.size)
+        if wide is not buffer:
+            buffer.copy_(wide)
+
+    def _send(self, tensor: torch.Tensor, to: int) -> None:
+        buffer = on_host(tensor)
+        self._do(buffer.nbytes, pygloo.send, buffer.data_ptr(), buffer.nbytes, _BYTES, to)
+
+    def _receive(self, tensor: torch.Tensor, source: int) -> None:
+        buffer = on_host(tensor, load=False)
+        self._do(buffer.nbytes, pygloo.recv, buffer.data_ptr(), buffer.nbytes, _BYTES, source)
+        copy_back(tensor, buffer)
+
+    def _do(self, count: int, act: Callable[..., None], *arguments: object) -> None:
+        """Call a function of pygloo, unless there are no elements."""
+        self._abort_signal.check()
+        context = self._mesh.context
+        if context is None:
+            raise RuntimeError("connect() comes before any operation")
+        if count == 0:
+            return
+        failure = None
+        try:
+            act(context, *arguments)
+        except RuntimeError as error:
+            failure = first_sentence(error)
+        if failure is not None:
+            self._fail(failure)
+
+    def _check_peers(self) -> None:
+        """Check that each peer is a rank of this generation, by a proof of its identity."""
+        tokens = [torch.empty(PROOF_BYTES, dtype=torch.uint8) for _ in range(self.size)]
+        own = torch.frombuffer(
+            bytearray(peer_token(self._rendezvous, self.rank)), dtype=torch.uint8
+        )
+        self.allgather_async(tokens, own)
+        for rank, token in enumerate(tokens):
+            if bytes(token.tolist()) != peer_token(self._rendezvous, rank):
+                self._fail(f"the peer for rank {rank} belongs to another generation or another job")
+
+
+class _Mesh:
+    """A rank's connections to all others.
+
+    Attributes
+    ----------
+    context : pygloo.Context or None
+        pygloo's handle on them, once they are made.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.context: Any = None
+        self._rendezvous = rendezvous
+        self._client = RendezvousClient(rendezvous)
+
+    def connect(self) -> None:
+        its = self._rendezvous
+        context = pygloo.rendezvous.Context(its.rank, its.size)
+        device = pygloo.transport.tcp.CreateDevice(pygloo.transport.tcp.attr(its.bind))
+        store = _PyglooStore(its, self._client)
+        context.connectFullMesh(pygloo.rendezvous.CustomStore(store), device)
+        self.context = context
+
+    def leave(self, _reason: str = "", _orderly: bool = False) -> None:
+        """Abort the rendezvous and close the connections, which frees the peers."""
+        self._client.abort()
+        context = self.context
+        if context is not None:
+            context.closeConnections()
+
+
+class _PyglooStore:
+    """Adapter from pygloo's store interface to one exchange at the rendezvous server."""
+
+    def __init__(self, rendezvous: Rendezvous, client: RendezvousClient) -> None:
+        self._rendezvous = rendezvous
+        self._client = client
+        self._own = b""
+        self._values: list[bytes] = []
+
+    def set(self, _key: str, value: bytes) -> None:
+        """Take the host's name, and in a second call this rank's addresses."""
+        self._own = value
+
+    def wait(self, keys: list[str]) -> None:
+        if not self._values and all(key.isdecimal() for key in keys):
+            self._values = self._client.exchange(self._own)
+            if self._rendezvous.rank == 0:
+                self._wait_for_replies()
+
+    def get(self, key: str) -> bytes:
+        """Return a rank's addresses, or nothing for its host's name, which TCP does not use."""
+        return self._values[int(key)] if key.isdecimal() else b""
+
+    def _wait_for_replies(self) -> None:
+        """Wait until the server has replied to the other ranks.
+
+        In a job, the rendezvous server is a thread of rank 0's process. It stands still once this
+        returns to Gloo, and the other ranks would wait for its reply while this rank waits for
+        them. The server greets a new connection only after it has sent its replies.
+        """
+        its = self._rendezvous
+        try:
+            with socket.create_connection(its.store, min(its.timeout_s, LIMIT_S)) as connection:
+                read(connection, GREETING.size)
+        except OSError as error:
+            raise CollectiveError(
+                f"rank 0 cannot reach its own rendezvous server: {error}"
+            ) from None

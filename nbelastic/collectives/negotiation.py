@@ -1,0 +1,218 @@
+"""Negotiation: the ranks of a generation choose together how tensors travel.
+
+1. Each rank sends its capabilities to the rendezvous server (:mod:`.topology`).
+2. The ranks of each host form a segment (:mod:`.shm.handshake`).
+3. Each rank sends the result to the server: nothing on success, else the error.
+
+All ranks see the same capabilities and results, and draw the same conclusion: shared memory if all
+are on one host, both transports if some are, else Gloo. Where something is in the way, all fall
+back to Gloo, unless the job demands shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.collectives.abort_signal import AbortSignal
+from nbelastic.collectives.communicator import Communicator, Rendezvous
+from nbelastic.collectives.gloo.communicator import GlooCommunicator
+from nbelastic.collectives.hierarchical import HierarchicalCommunicator
+from nbelastic.collectives.rendezvous.client import RendezvousClient
+from nbelastic.collectives.shm.handshake import FORMING_LIMIT_S, SegmentError, SegmentSocket
+from nbelastic.collectives.topology import (
+    Capabilities,
+    Topology,
+    shared_memory_obstacle,
+    sharing_host,
+)
+from nbelastic.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.collectives.shm.handshake import SharedSegment
+
+__all__ = ["NegotiatingCommunicator"]
+
+logger = logging.getLogger(__name__)
+
+_logged: set[str] = set()
+
+
+class NegotiatingCommunicator(Communicator):
+    """Negotiates a communicator, and stands in for it until it is connected.
+
+    Afterwards aborting, closing and querying this one does the same to the chosen one.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        The generation, its ranks, and the backend that the job asks for.
+    host : str, optional
+        The host that this rank claims to be on, if not its own.
+    """
+
+    name = "auto"
+
+    def __init__(self, rendezvous: Rendezvous, host: str | None = None) -> None:
+        self.rank = rendezvous.rank
+        self.size = rendezvous.size
+        self.generation = rendezvous.generation
+        self._rendezvous = rendezvous
+        self._host = host
+        self._abort_signal = AbortSignal()
+        self._begun = False
+        self._chosen: Communicator | None = None
+
+    def connect(self) -> Communicator:
+        """Choose a communicator with the other ranks, and return it, connected."""
+        self._abort_signal.check()
+        if self._begun:
+            raise RuntimeError("connect() is called once")
+        self._begun = True
+        try:
+            chosen = self._choose()
+        except CollectiveError as error:
+            self._abort_signal.abort(f"generation {self.generation} did not form: {error}")
+            self._abort_signal.check()
+            raise  # never: check() raises
+        self._chosen = chosen
+        self._abort_signal.check()  # on an abort, closing this closes the chosen one
+        return chosen
+
+    # -- choosing --------------------------------------------------------------------------------
+
+    def _choose(self) -> Communicator:
+        obstacle = shared_memory_obstacle()
+        if obstacle:
+            return self._negotiate(None, obstacle)
+        try:
+            segment_socket = SegmentSocket(self._rendezvous)
+        except OSError as error:
+            return self._negotiate(None, f"no socket for the other ranks of its host: {error}")
+        self._abort_signal.on_abort(lambda *_: segment_socket.abort())
+        with segment_socket:
+            return self._negotiate(segment_socket, "")
+
+    def _negotiate(self, segment_socket: SegmentSocket | None, obstacle: str) -> Communicator:
+        name = segment_socket.name if segment_socket else ""
+        own = Capabilities(obstacle, self._host or sharing_host(), name)
+        values = self._exchange("capabilities", own.encode())
+        capabilities = [Capabilities.decode(value, rank) for rank, value in enumerate(values)]
+        topology = Topology.of(capabilities)
+        if not topology.any_host_shared:
+            return self._over_gloo()
+        if topology.obstacle:
+            # Known beforehand, and the same in every generation.
+            return self._fall_back(topology.obstacle, logging.INFO)
+        with contextlib.ExitStack() as stack:
+            segment, failure = None, ""
+            if segment_socket is not None:  # None: the rank is alone on its host
+                try:
+                    ranks = topology.local_ranks(self.rank)
+                    segment = _share(segment_socket, ranks, self.rank, capabilities)
+                except SegmentError as error:
+                    failure = str(error)
+                segment_socket.close()
+            if segment is not None:
+                stack.callback(segment.close)
+            # Other hosts may take as long as they are allowed to.
+            results = self._exchange("results", failure.encode(), 2 * FORMING_LIMIT_S)
+            for rank, result in enumerate(results):
+                if result:
+                    stack.close()
+                    return self._fall_back(f"rank {rank}: {result.decode()}", logging.WARNING)
+            if segment is not None:
+                segment.watch()
+            stack.pop_all()
+            return self._over_segments(topology, segment)
+
+    def _over_segments(self, topology: Topology, segment: SharedSegment | None) -> Communicator:
+        """Return the communicator for a topology; it owns the segment."""
+        group = None if segment is None else segment.group
+        if group is not None and len(topology.hosts) == 1:
+            from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
+
+            return SharedMemoryCommunicator(self._rendezvous, group, self._abort_signal)
+        chosen = HierarchicalCommunicator(self._rendezvous, topology, group, self._abort_signal)
+        try:
+            return chosen.connect()
+        except BaseException:
+            chosen.close()
+            raise
+
+    def _exchange(self, subject: str, value: bytes, limit_s: float | None = None) -> list[bytes]:
+        client = RendezvousClient(self._rendezvous, subject)
+        self._abort_signal.on_abort(lambda *_: client.abort())
+        return client.exchange(value, limit_s)
+
+    def _fall_back(self, reason: str, level: int) -> Communicator:
+        """Use Gloo where memory cannot be shared, unless the job demands shared memory."""
+        if self._rendezvous.backend == "shm":
+            raise CollectiveError(f"backend='shm', but memory cannot be shared: {reason}")
+        if reason not in _logged:
+            _logged.add(reason)
+            logger.log(level, "ranks of one host use Gloo instead of shared memory: %s", reason)
+        chosen = self._over_gloo()
+        chosen.fallback_reason = reason
+        return chosen
+
+    def _over_gloo(self) -> Communicator:
+        return GlooCommunicator(self._rendezvous, self._abort_signal).connect()
+
+    # -- standing in for the chosen communicator -------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the rank's thread is waiting for an operation."""
+        return self._chosen is not None and self._chosen.waiting
+
+    @property
+    def completed(self) -> int:
+        """Number of operations completed."""
+        return 0 if self._chosen is None else self._chosen.completed
+
+    def check(self) -> None:
+        """Raise if it is broken."""
+        self._abort_signal.check()
+
+    def abort(self, reason: str) -> None:
+        """Break the chosen communicator, or end the negotiation."""
+        self._abort_signal.abort(reason)
+
+    def cut_connections(self) -> int:
+        """Cut the connections to the other ranks as a network failure would."""
+        return 0 if self._chosen is None else self._chosen.cut_connections()
+
+    def close(self) -> None:
+        """Close the chosen communicator."""
+        if self._chosen is None:
+            self._abort_signal.abort("the communicator is closed")
+        else:
+            self._chosen.close()
+
+    def _not_connected(self, *_arguments: Any, **_options: Any) -> Any:
+        self._abort_signal.check()
+        raise RuntimeError("connect() comes before any operation; use what it returns")
+
+    empty = allgather_bytes = _not_connected
+    allreduce_async = broadcast_async = allgather_async = _not_connected
+    reduce_scatter_async = all_to_all_async = barrier_async = _not_connected
+    send_async = receive_async = _not_connected
+
+
+def _share(
+    segment_socket: SegmentSocket,
+    ranks: Sequence[int],
+    rank: int,
+    capabilities: Sequence[Capabilities],
+) -> SharedSegment | None:
+    """Form a segment with the other ranks of this host, if there are any."""
+    local_rank, size = ranks.index(rank), len(ranks)
+    if size == 1:
+        return None
+    if local_rank == 0:
+        return segment_socket.create(size)
+    return segment_socket.join(capabilities[ranks[0]].socket_name, local_rank, size)

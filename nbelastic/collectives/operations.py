@@ -1,0 +1,303 @@
+"""Operations under way: how they are awaited, completed and performed in order.
+
+An operation is begun, ends, and is completed. Completing it is waiting for it: then its outcome is
+delivered to the caller's tensors, and it counts. An operation that fails breaks the communicator,
+after which no operation is completed any more, even if its data has arrived. Otherwise ranks would
+disagree on what has happened, depending on the operation that each waited for first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+from nbelastic.collectives.abort_signal import Wakeup
+from nbelastic.collectives.communicator import Communicator
+from nbelastic.errors import CollectiveError, RanksDisagree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.collectives.abort_signal import AbortSignal
+    from nbelastic.collectives.communicator import Handle, Rendezvous
+
+__all__ = [
+    "AsyncCommunicator",
+    "BlockingTask",
+    "Operation",
+    "OperationFailed",
+    "OperationHandle",
+    "OrderedExecutor",
+    "QueuedOperation",
+    "first_sentence",
+]
+
+
+class OperationFailed(Exception):
+    """The transport's message for an operation that failed.
+
+    Attributes
+    ----------
+    kind : type
+        The error to raise for it.
+    """
+
+    kind: type[CollectiveError] = CollectiveError
+
+
+class Operation(Protocol):
+    """An operation under way."""
+
+    def done(self) -> bool:
+        """Return whether it has ended, successfully or not."""
+
+    def wait(self, abort_signal: AbortSignal) -> bool:
+        """Wait for its end or an abort; return whether it has succeeded.
+
+        Raises
+        ------
+        OperationFailed
+            It has failed.
+        """
+
+
+class AsyncCommunicator(Communicator):
+    """A communicator whose operations are begun, and completed later.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        The generation and its ranks.
+    abort_signal : AbortSignal
+        Ends the communicator; given by it when an operation fails.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, abort_signal: AbortSignal) -> None:
+        self.rank = rendezvous.rank
+        self.size = rendezvous.size
+        self.generation = rendezvous.generation
+        self._abort_signal = abort_signal
+        self._waiting = False
+        self._completed = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the rank's thread is waiting for an operation."""
+        return self._waiting
+
+    @property
+    def completed(self) -> int:
+        """Number of operations completed."""
+        return self._completed
+
+    def check(self) -> None:
+        """Raise if the communicator is broken."""
+        self._abort_signal.check()
+
+    def abort(self, reason: str) -> None:
+        """Break the communicator and free the waiting threads."""
+        self._abort_signal.abort(reason)
+
+    def _nothing_to_do(self) -> Handle:
+        """Begin an operation that moves no data on any rank."""
+        self._abort_signal.check()
+        return OperationHandle(self, _NoOperation())
+
+    def _complete(self, operation: Operation, deliver: Callable[[], None] | None) -> None:
+        """Wait for an operation and deliver its outcome."""
+        self._abort_signal.check()
+        failure, kind = None, CollectiveError
+        self._waiting = True
+        try:
+            succeeded = operation.wait(self._abort_signal)
+        except OperationFailed as error:
+            failure, kind = str(error), error.kind
+        finally:
+            self._waiting = False
+        if failure is not None:
+            self._fail(failure, kind)
+        if not succeeded:
+            self._abort_signal.check()
+        self._release(operation)
+        if deliver is not None:
+            deliver()
+        self._completed += 1
+
+    def _release(self, _operation: Operation) -> None:
+        """Let go of an operation that has succeeded."""
+
+    def _fail(self, message: str, kind: type[CollectiveError] = CollectiveError) -> None:
+        """Break the communicator because an operation failed, and raise."""
+        if kind is not RanksDisagree:  # its message is the same on all ranks
+            message = f"rank {self.rank} of generation {self.generation}: {message}"
+        self._abort_signal.abort(message, kind=kind)
+        self._abort_signal.check()
+
+
+class OperationHandle:
+    """A handle on an operation of a communicator. Refers to both until it is completed.
+
+    Parameters
+    ----------
+    communicator : AsyncCommunicator
+        The operation's communicator.
+    operation : Operation
+        The operation.
+    deliver : callable, optional
+        Copies the outcome to the caller's tensors.
+    """
+
+    def __init__(
+        self,
+        communicator: AsyncCommunicator,
+        operation: Operation,
+        deliver: Callable[[], None] | None = None,
+    ) -> None:
+        self._communicator: AsyncCommunicator | None = communicator
+        self._operation: Operation | None = operation
+        self._deliver = deliver
+
+    def done(self) -> bool:
+        """Return whether the operation has ended, or never will."""
+        communicator, operation = self._communicator, self._operation
+        if communicator is None or operation is None:
+            return True
+        return communicator._abort_signal.reason is not None or operation.done()
+
+    def wait(self) -> None:
+        """Complete the operation."""
+        communicator, operation = self._communicator, self._operation
+        if communicator is None or operation is None:
+            return
+        communicator._complete(operation, self._deliver)
+        self._communicator = self._operation = self._deliver = None
+
+
+class _NoOperation:
+    """An operation that moves no data."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, _abort_signal: AbortSignal) -> bool:
+        return True
+
+
+class BlockingTask(Protocol):
+    """Work for an :class:`OrderedExecutor`."""
+
+    def wait(self, timeout: timedelta, /) -> object:
+        """Perform it, or wait for its end; raise ``RuntimeError`` if it fails."""
+
+
+class QueuedOperation:
+    """An operation that an :class:`OrderedExecutor` performs."""
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._error: str | None = None
+        self._wakeups: list[Wakeup[bool]] = []
+
+    def end(self, error: str | None) -> None:
+        """Set the outcome and wake the waiting thread."""
+        self._error = error
+        self._ended = True
+        for wakeup in list(self._wakeups):
+            wakeup.put(True)
+
+    def done(self) -> bool:
+        """Return whether it has ended, successfully or not."""
+        return self._ended
+
+    def failure(self) -> str | None:
+        """Return the error message if it has failed."""
+        return self._error
+
+    def wait(self, abort_signal: AbortSignal) -> bool:
+        """Wait for its end or an abort; return whether it has succeeded."""
+        if not self._ended:
+            with abort_signal.listen() as wakeup:
+                self._wakeups.append(wakeup)
+                if not self._ended and not wakeup.get():
+                    return False
+        if self._error is not None:
+            raise OperationFailed(self._error)
+        return True
+
+
+class OrderedExecutor:
+    """A thread that performs blocking tasks one after the other.
+
+    For sends and receives Gloo has neither callbacks nor a query for completion, so a thread has to
+    block in them. Messages of one direction between two ranks complete in order, hence one executor
+    a direction serves them all. The same holds for messages through shared memory, and for the
+    stages of a hierarchical allreduce.
+
+    The thread ends when no task is left, and a new one starts with the next task. The lock guards
+    that decision; it is held for a few instructions only. When a group's connections are cut, the
+    task under way fails, and so do all behind it: the group's owner joins the executors before it
+    drops the group.
+
+    Parameters
+    ----------
+    name : str
+        The thread's name.
+    timeout_s : float
+        Limit for one task, counted from the end of the task before it.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._timeout = timedelta(seconds=timeout_s)
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[BlockingTask, QueuedOperation]] = deque()
+        self._thread: threading.Thread | None = None
+        self._last: QueuedOperation | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no task is left."""
+        return self._last is None or self._last.done()
+
+    def submit(self, task: BlockingTask) -> QueuedOperation:
+        """Queue a task."""
+        self._last = operation = QueuedOperation()
+        with self._lock:
+            self._queue.append((task, operation))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return operation
+
+    def join(self) -> None:
+        """Wait until no task is left."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    return
+                task, operation = self._queue.popleft()
+            try:
+                task.wait(self._timeout)  # Gloo's own limit is the one for connecting
+            except RuntimeError as error:
+                operation.end(first_sentence(error))
+            except Exception as error:  # a bug; the waiting rank must not hang because of it
+                operation.end(repr(error))
+            else:
+                operation.end(None)
+            del task, operation
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return Gloo's message without its position in the source and without advice."""
+    text = str(error).strip()
+    if text.startswith("["):
+        text = text.partition("] ")[2] or text
+    return text.partition(". ")[0].partition("\n")[0]

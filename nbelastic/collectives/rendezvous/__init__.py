@@ -1,0 +1,1 @@
+"""Rendezvous of the ranks of a generation: server, client and authentication."""

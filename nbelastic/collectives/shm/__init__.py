@@ -1,0 +1,1 @@
+"""Communicator over shared memory, for ranks on one host."""

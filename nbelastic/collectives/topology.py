@@ -1,0 +1,158 @@
+"""Capabilities of the ranks, and the topology that follows from them.
+
+Each rank announces its capabilities. All ranks see those of all, and derive the same topology:
+which ranks claim to be on one host, and whether they can share memory. That they are on one host is
+proved later (:mod:`nbelastic.collectives.shm.handshake`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nbelastic.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Capabilities", "Topology", "host_identity", "shared_memory_obstacle", "sharing_host"]
+
+HOST_VARIABLE = "NBELASTIC_HOST"
+"""Environment variable that splits one machine into several hosts, for tests of placement."""
+
+VERSION = 2
+"""Of the capabilities, and of the protocol between the ranks of a host."""
+
+
+def host_identity() -> str:
+    """Return a name that two processes have in common if they can share memory.
+
+    That is: the same boot of the same kernel, and the same network namespace, in which one can
+    reach the other's sockets. No host name enters, because containers on one machine often have
+    the same one.
+    """
+    named = os.environ.get(HOST_VARIABLE)
+    if named:
+        return named
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        name = f"{boot}|{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        name = socket.gethostname()
+    return hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
+
+
+def sharing_host() -> str:
+    """Return the host that this rank claims to be on: only one user's processes share memory."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return f"{host_identity()}/{user}"
+
+
+def shared_memory_obstacle() -> str:
+    """Return why this process cannot share memory, or an empty string."""
+    if not sys.platform.startswith("linux"):
+        return "memory can be shared on Linux only"
+    from nbelastic.native import core, missing  # not before a rank needs it
+
+    if core is None:
+        return f"nbelastic was installed without its C++ part ({missing})"
+    try:
+        os.close(core.create(1))
+    except OSError as error:
+        return f"the system refuses to share memory: {error}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Capabilities of one rank.
+
+    Attributes
+    ----------
+    obstacle : str
+        Why it cannot share memory; empty if it can.
+    host : str
+        The host that it claims to be on.
+    socket_name : str
+        Name of the socket at which it shares a segment.
+    """
+
+    obstacle: str
+    host: str
+    socket_name: str
+
+    def encode(self) -> bytes:
+        """Return them as bytes."""
+        return json.dumps([VERSION, *astuple(self)]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, rank: int) -> Capabilities:
+        """Read the capabilities of `rank`.
+
+        Raises
+        ------
+        CollectiveError
+            They are not of this version.
+        """
+        try:
+            version, *fields = json.loads(data)
+        except (ValueError, TypeError):
+            version, fields = None, []
+        plain = len(fields) == 3 and all(isinstance(field, str) for field in fields)
+        if version != VERSION or not plain:
+            raise CollectiveError(
+                f"rank {rank} runs another version of nbelastic; install one version on all workers"
+            )
+        return cls(*fields)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of each host, by the ranks' own claims.
+
+    Attributes
+    ----------
+    hosts : tuple of tuple of int
+        The ranks of each host in order; hosts in the order of their first rank.
+    obstacle : str
+        Why ranks of one host cannot share memory; empty if all that share a host can.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    obstacle: str
+
+    @classmethod
+    def of(cls, capabilities: Sequence[Capabilities]) -> Topology:
+        """Return the topology of ranks with these capabilities."""
+        by_host: dict[str, list[int]] = {}
+        for rank, each in enumerate(capabilities):
+            by_host.setdefault(each.host, []).append(rank)
+        hosts = tuple(tuple(ranks) for ranks in by_host.values())
+        sharing = sorted(rank for ranks in hosts if len(ranks) > 1 for rank in ranks)
+        unable = [rank for rank in sharing if capabilities[rank].obstacle]
+        return cls(hosts, f"rank {unable[0]}: {capabilities[unable[0]].obstacle}" if unable else "")
+
+    @property
+    def any_host_shared(self) -> bool:
+        """Whether any host has more than one rank."""
+        return any(len(ranks) > 1 for ranks in self.hosts)
+
+    def local_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks on the host of `rank`, itself included."""
+        return next(ranks for ranks in self.hosts if rank in ranks)
+
+    def cross_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks with the local rank of `rank` on all hosts; none if a host has none."""
+        position = self.local_ranks(rank).index(rank)
+        return tuple(ranks[position] for ranks in self.hosts) if position < self.slices else ()
+
+    @property
+    def slices(self) -> int:
+        """Number of ranks on the smallest host."""
+        return min(len(ranks) for ranks in self.hosts)

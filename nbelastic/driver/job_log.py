@@ -1,0 +1,167 @@
+"""Show a job's log to people: history in words, output, metrics and warnings.
+
+The driver's thread writes it, other threads read it, under a lock that is held for moments only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from nbelastic.cluster import JobLog, Modules
+
+from . import display
+from .describe import history_detail, reset_detail
+from .metrics import MetricsAggregator
+from .output_log import OutputLog
+from .status import HistoryEvent, Output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nbelastic.cluster import HistoryRecord, LogContents, RankTelemetry
+    from nbelastic.elastic.telemetry import CodeLine
+
+__all__ = ["KernelLog"]
+
+
+class KernelLog(JobLog):
+    """Log of one job in the kernel.
+
+    Parameters
+    ----------
+    job : str
+        The job's name.
+
+    Attributes
+    ----------
+    started : float
+        Time of the job's start, in seconds since the epoch.
+    metrics : MetricsAggregator
+        Telemetry of the ranks.
+    names : dict of int to str
+        The name for people of each start of the function: its rank and worker.
+    modules : Modules
+        The user's own modules that have travelled with the function.
+    highest_rank : int or None
+        Highest number that a rank has had; None while there was none.
+    """
+
+    def __init__(self, job: str = "job") -> None:
+        super().__init__()
+        self.started = time.time()
+        self.metrics = MetricsAggregator()
+        self.names: dict[int, str] = {}
+        self.modules = Modules()
+        self.highest_rank: int | None = None
+        self._lock = threading.Lock()
+        self._history: list[HistoryEvent] = []
+        self._kept = OutputLog(job)
+        self._warnings: list[str] = []
+
+    # -- for all threads -----------------------------------------------------------------------
+
+    def history(self) -> tuple[HistoryEvent, ...]:
+        """Return the history so far."""
+        with self._lock:
+            return tuple(self._history)
+
+    def output(self, since: int = 0) -> tuple[int, tuple[Output, ...]]:
+        """Return the output that is kept since a cursor, and the next cursor."""
+        with self._lock:
+            return self._kept.since(since)
+
+    def output_dropped(self) -> str:
+        """Return a line on output that is not in memory any more; empty if all of it is."""
+        with self._lock:
+            return self._kept.remark()
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return the warnings so far, oldest first."""
+        with self._lock:
+            return tuple(self._warnings)
+
+    def latest_rank(self, start: int) -> int | None:
+        """Return the rank that a start of the function had last."""
+        return self.ranks[start][0] if start in self.ranks else None
+
+    # -- for the driver's thread ---------------------------------------------------------------
+
+    def _note_rank(self, start: int, rank: int, worker: str) -> None:
+        super()._note_rank(start, rank, worker)
+        self.highest_rank = max(rank, self.highest_rank or 0)
+        self.names[start] = f"rank {rank} on {worker}"
+
+    def _add(self, record: HistoryRecord) -> None:
+        detail = record.detail
+        if record.reason is not None:
+            error = None if record.start is None else self.failures.get(record.start)
+            raised = error.frames[-1] if error is not None and error.frames else None
+            detail = history_detail(
+                record.reason,
+                executing=_place(record.line),
+                raised="" if raised is None else _where(raised.file, raised.line, raised.function),
+            )
+        if record.kind == "phases" and record.figures:
+            detail = reset_detail(record.figures)
+        event = HistoryEvent(
+            record.time,
+            record.kind,
+            record.worker,
+            record.rank,
+            record.generation,
+            detail,
+            record.size,
+            record.name,
+            dict(record.figures),
+        )
+        with self._lock:
+            if record.kind == "warning":  # the same warning of several ranks is shown once
+                if detail in self._warnings:
+                    return
+                self._warnings.append(detail)
+            self._history.append(event)
+
+    def note_output(self, start: int, text: str, *, write: bool = True) -> None:
+        """Keep the output of a rank, and write it to its file, if there is one."""
+        with self._lock:
+            problem = self._kept.add(Output(start, self.latest_rank(start), text), write=write)
+        if problem:
+            self.note("warning", detail=problem)
+
+    def note_telemetry(self, ranks: Iterable[RankTelemetry], members: Iterable[int] = ()) -> None:
+        """Keep the telemetry of ranks; the job's speed is that of its members."""
+        ranks = tuple(ranks)
+        self._snapshots.update((each.start, each.snapshot) for each in ranks)
+        elapsed = time.time() - self.started
+        self.metrics.take(elapsed, ranks)
+        self.metrics.note_pace(elapsed, self.metrics.total(members))
+
+    def adopt(self, started: float, contents: LogContents) -> None:
+        """Take over the scheduler's log of a job."""
+        self.started = started
+        with self._lock:
+            self._history.clear()
+            self._kept.clear()
+            self._warnings.clear()
+        self.metrics.reset()
+        self.results = dict(contents.results)
+        self.failures = dict(contents.failures)
+        for start, (rank, worker) in contents.ranks.items():
+            self._note_rank(start, rank, worker)
+        self.note_telemetry(contents.telemetry)
+        write = not self._kept.written  # a driver that attaches again has written it before
+        for start, text in contents.output:
+            self.note_output(start, text, write=write)
+        for record in contents.history:
+            self._add(record)
+
+
+def _place(line: CodeLine | None) -> str:
+    return "" if line is None else _where(line.file, line.line, line.function)
+
+
+def _where(file: str, line: int, function: str) -> str:
+    """Return a line of code as people look for it: in which cell or file, and in which function."""
+    return f"{display.label(file) or file}, line {line}, in {function}"

@@ -1,0 +1,193 @@
+"""Aggregate the telemetry of ranks: speed, progress and metrics of the whole job.
+
+The driver's thread writes it, other threads read it, under a lock that is held for moments only.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nbelastic.elastic.telemetry import TelemetrySnapshot
+
+from .status import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nbelastic.cluster import RankTelemetry
+    from nbelastic.elastic.telemetry import MetricsReport
+
+__all__ = ["MetricsAggregator", "RankMetrics"]
+
+WINDOW = 3.0
+"""Seconds over which speed is measured."""
+
+MOST_POINTS = 600
+"""Points of the pace that are kept; then every second one is dropped and the interval doubles."""
+
+
+@dataclass
+class RankMetrics:
+    """The newest telemetry of one start of the function, and its speed."""
+
+    latest: TelemetrySnapshot = field(default_factory=TelemetrySnapshot)
+    _seen: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def update(self, now: float, snapshot: TelemetrySnapshot) -> None:
+        """Add newer telemetry."""
+        self.latest = snapshot
+        if not snapshot.samples:
+            self._seen.clear()  # still setting up
+        self._seen.append((now, snapshot.samples))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW:
+            self._seen.popleft()
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Speed over the window; None where no samples are counted."""
+        if not self.latest.samples or len(self._seen) < 2:
+            return None
+        (then, before), (now, after) = self._seen[0], self._seen[-1]
+        return (after - before) / (now - then) if now > then else None
+
+
+@dataclass
+class _Row:
+    """Mean of the ranks' reports at one place."""
+
+    time: float
+    generation: int
+    step: float | None
+    ranks: int = 0
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, values: dict[str, float]) -> None:
+        self.ranks += 1
+        for name, value in values.items():
+            total, count = self.sums.get(name, (0.0, 0))
+            self.sums[name] = (total + value, count + 1)
+
+    def means(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self.sums.items()}
+
+
+class MetricsAggregator:
+    """Telemetry and metrics of a job."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranks: dict[int, RankMetrics] = {}
+        self._rows: dict[tuple[int, int], _Row] = {}
+        self._order: list[tuple[int, int]] = []
+        self._pace: list[tuple[float, float]] = []
+        self._interval = 0.0
+        self._first: tuple[float, float] | None = None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._ranks.clear()
+            self._rows.clear()
+            self._order.clear()
+            self._pace.clear()
+            self._interval, self._first = 0.0, None
+
+    def take(self, now: float, ranks: Iterable[RankTelemetry]) -> None:
+        """Add what ranks have sent; `now` in seconds since the job was started."""
+        with self._lock:
+            for each in ranks:
+                self._ranks.setdefault(each.start, RankMetrics()).update(now, each.snapshot)
+                for report in each.reports:
+                    self._add(now, report)
+
+    def _add(self, now: float, report: MetricsReport) -> None:
+        key = (report.commit, report.number)
+        row = self._rows.get(key)
+        if row is None:
+            bisect.insort(self._order, key)  # at the end, nearly always
+        if row is None or row.generation < report.generation:  # done again after a rollback
+            row = self._rows[key] = _Row(now, report.generation, report.step)
+        if row.generation == report.generation:
+            row.add(report.values)
+
+    def rank(self, start: int) -> RankMetrics:
+        """Return the newest telemetry of a start of the function."""
+        with self._lock:
+            return self._ranks.get(start, RankMetrics())
+
+    def state_bytes(self) -> int:
+        """Return the size of the largest state of a rank; 0 while none is known."""
+        with self._lock:
+            return max((each.latest.state_bytes for each in self._ranks.values()), default=0)
+
+    def total(self, starts: Iterable[int]) -> float | None:
+        """Return the speed of several ranks together; None where it is not known."""
+        with self._lock:
+            speeds = [self._ranks[s].samples_per_s for s in starts if s in self._ranks]
+        known = [speed for speed in speeds if speed is not None]
+        return sum(known) if known else None
+
+    def note_pace(self, now: float, speed: float | None) -> None:
+        """Add a point to the pace, thinning it where there are many."""
+        with self._lock:
+            if speed is None or (self._pace and now < self._pace[-1][0] + self._interval):
+                return
+            self._pace.append((now, speed))
+            if len(self._pace) > MOST_POINTS:
+                self._pace = self._pace[::2]
+                self._interval = max(2 * self._interval, 1.0)
+
+    def pace(self) -> tuple[tuple[float, float], ...]:
+        """Return the speed over time."""
+        with self._lock:
+            return tuple(self._pace)
+
+    def progress(
+        self, now: float, starts: Iterable[int], *, finished: bool = False
+    ) -> Progress | None:
+        """Return how far the first of `starts` with a declared total has come."""
+        with self._lock:
+            latest = (self._ranks[start].latest for start in starts if start in self._ranks)
+            first = next((each for each in latest if each.epochs), None)
+            if first is None:
+                return None
+            if finished:
+                return Progress(first.epochs, first.epochs, 0, first.batches)
+            batch = min(first.batch + 1, first.batches) if first.batches else 0
+            progress = Progress(first.epoch, first.epochs, batch, first.batches)
+            if self._first is None:
+                self._first = (now, progress.fraction)
+            since, start = self._first
+            done = progress.fraction - start
+            if done <= 0 or now <= since:
+                return progress
+            left = (1.0 - progress.fraction) * (now - since) / done
+            return Progress(first.epoch, first.epochs, batch, first.batches, left)
+
+    def rows(self) -> list[dict[str, float]]:
+        """Return the metrics, a row for each place, in the order of training."""
+        with self._lock:
+            return [
+                {"step": step, "time": row.time, "ranks": row.ranks, **row.means()}
+                for step, row in self._ordered(1)
+            ]
+
+    def curves(self, most: int) -> dict[str, list[tuple[float, float]]]:
+        """Return each metric as points ``(step, mean)``: every n-th row, so that `most` suffice."""
+        curves: dict[str, list[tuple[float, float]]] = {}
+        with self._lock:
+            for step, row in self._ordered(-(-len(self._order) // most)):
+                for name, value in row.means().items():
+                    curves.setdefault(name, []).append((step, value))
+        return curves
+
+    def _ordered(self, stride: int) -> Iterator[tuple[float, _Row]]:
+        """Yield every `stride`-th row with its step, the newest among them."""
+        first = (len(self._order) - 1) % stride if self._order else 0
+        for number in range(first, len(self._order), max(stride, 1)):
+            row = self._rows[self._order[number]]
+            yield (float(number) if row.step is None else row.step), row

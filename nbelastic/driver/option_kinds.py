@@ -1,0 +1,242 @@
+"""Kinds of options: their values from Python and on a magic's line."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+from dask.utils import parse_timedelta
+
+from nbelastic.elastic.redaction import without_secrets
+from nbelastic.errors import OptionError
+
+__all__ = ["Amounts", "Choice", "Count", "Duration", "Flag", "Kind", "Location", "Names", "Range"]
+
+
+class Kind:
+    """What values an option may have.
+
+    Attributes
+    ----------
+    expects : str
+        What it must be, as the end of a sentence: ``a whole number, at least 1``.
+    as_words : str
+        The same for the words of a line, where it differs.
+    metavar : str
+        What stands for its value in the magics' help; empty for a flag.
+    several : bool
+        Whether its value may be several words of a line.
+    """
+
+    expects: str = ""
+    as_words: ClassVar[str] = ""
+    metavar: ClassVar[str] = ""
+    several: ClassVar[bool] = False
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return a value from Python as the job keeps it.
+
+        Raises
+        ------
+        OptionError
+            It cannot have this value.
+        """
+        raise NotImplementedError
+
+    def read(self, name: str, words: Sequence[str]) -> Any:
+        """Return what the words of a magic's line mean, as :meth:`check` does."""
+        return self.check(name, words[0])
+
+    def refuse(self, name: str, value: Any) -> NoReturn:
+        """Raise the error for a value that an option cannot have."""
+        raise OptionError(f"{name}={value!r}: must be {self.expects}")
+
+
+@dataclass(frozen=True)
+class Count(Kind):
+    """A whole number from `least` on, or None."""
+
+    least: int = 1
+    metavar: ClassVar[str] = "N"
+
+    @property
+    def expects(self) -> str:  # type: ignore[override]
+        return f"a whole number, at least {self.least}"
+
+    def check(self, name: str, value: Any) -> int | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            self.refuse(name, value)
+        if int(value) < self.least:
+            self.refuse(name, value)
+        return int(value)  # NumPy's cannot be sent to the scheduler
+
+    def read(self, name: str, words: Sequence[str]) -> int | None:
+        try:
+            value: Any = int(words[0])
+        except ValueError:
+            value = words[0]
+        return self.check(name, value)
+
+
+@dataclass(frozen=True)
+class Duration(Kind):
+    """A time in seconds, as Dask takes it: ``60``, ``"2 minutes"``, a ``timedelta``."""
+
+    expects: str = "a duration above 0: a number of seconds, or text such as '90 s' or '2 minutes'"
+    metavar: ClassVar[str] = "TIME"
+
+    def check(self, name: str, value: Any) -> float:
+        seconds = math.nan
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            seconds = float(value)
+        elif isinstance(value, (str, datetime.timedelta)):
+            try:
+                seconds = float(parse_timedelta(value, default="seconds"))
+            except (ValueError, KeyError, TypeError):  # no number, or no unit that Dask knows
+                seconds = math.nan
+        if not seconds > 0:
+            self.refuse(name, value)
+        return seconds
+
+
+@dataclass(frozen=True)
+class Range(Kind):
+    """Two durations ``(lo, hi)``, or None."""
+
+    expects: str = "(lo, hi), two durations with 0 < lo <= hi"
+    as_words: ClassVar[str] = "LO HI, two durations with 0 < LO <= HI"
+    metavar: ClassVar[str] = "LO HI"
+    several: ClassVar[bool] = True
+
+    def check(self, name: str, value: Any) -> tuple[float, float] | None:
+        if value is None:
+            return None
+        try:
+            low, high = (Duration().check(name, each) for each in value)
+        except (TypeError, ValueError):  # not a pair, or not of durations
+            self.refuse(name, value)
+        if not low <= high < math.inf:
+            self.refuse(name, value)
+        return low, high
+
+    def read(self, name: str, words: Sequence[str]) -> tuple[float, float] | None:
+        return self.check(name, tuple(words))
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of several words."""
+
+    choices: tuple[str, ...]
+    metavar: ClassVar[str] = "NAME"
+
+    @property
+    def expects(self) -> str:  # type: ignore[override]
+        return f"one of {', '.join(self.choices)}"
+
+    def check(self, name: str, value: Any) -> str:
+        if value not in self.choices:
+            self.refuse(name, value)
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Flag(Kind):
+    """True or False."""
+
+    expects: str = "True or False"
+
+    def check(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            self.refuse(name, value)
+        return value
+
+    def read(self, name: str, words: Sequence[str]) -> bool:
+        value = {"true": True, "false": False, "": True}.get(" ".join(words).lower())
+        return self.check(name, " ".join(words) if value is None else value)
+
+
+@dataclass(frozen=True)
+class Names(Kind):
+    """Addresses, names and hosts of workers; None for all."""
+
+    expects: str = "a list of addresses, names or hosts; how many may train: np, min_np, max_np"
+    metavar: ClassVar[str] = "A B …"
+    several: ClassVar[bool] = True
+
+    def check(self, name: str, value: Any) -> tuple[str, ...] | None:
+        if value is None or isinstance(value, str):
+            return (value,) if value else None
+        if isinstance(value, numbers.Integral) or not isinstance(value, Iterable):
+            self.refuse(name, value)
+        return tuple(str(each) for each in value) or None
+
+    def read(self, name: str, words: Sequence[str]) -> tuple[str, ...] | None:
+        return self.check(name, words)
+
+
+@dataclass(frozen=True)
+class Amounts(Kind):
+    """Amounts of Dask's resources by name; empty for none."""
+
+    expects: str = "a dict, as in {'GPU': 1}"
+    as_words: ClassVar[str] = "NAME=AMOUNT with an amount above 0, as in GPU=1"
+    metavar: ClassVar[str] = "NAME=N …"
+    several: ClassVar[bool] = True
+
+    def check(self, name: str, value: Any) -> dict[str, float]:
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.refuse(name, value)
+        for key, amount in value.items():
+            good = isinstance(amount, numbers.Real) and not isinstance(amount, bool)
+            if not isinstance(key, str) or not key or not good or not 0 < amount < math.inf:
+                raise OptionError(f"{name}[{key!r}]={amount!r}: must be a number above 0")
+        return dict(value)
+
+    def read(self, name: str, words: Sequence[str]) -> dict[str, float]:
+        amounts = {}
+        for word in words:
+            key, equals, amount = word.partition("=")
+            try:
+                amounts[key] = float(amount)
+            except ValueError:
+                equals = ""
+            if not key or not equals or not 0 < amounts[key] < math.inf:
+                raise OptionError(f"{name}: {word!r} must be {self.as_words}")
+        return self.check(name, amounts)
+
+
+@dataclass(frozen=True)
+class Location(Kind):
+    """A path or a URL that fsspec knows; a path may be relative to the kernel's directory."""
+
+    expects: str = "a path or a URL"
+    metavar: ClassVar[str] = "PLACE"
+
+    def check(self, name: str, value: Any) -> str | None:
+        if value is None:
+            return None
+        if not isinstance(value, (str, os.PathLike)) or not str(value):
+            self.refuse(name, value)
+        text = str(os.fspath(value))
+        if "://" not in text and "::" not in text:
+            return os.path.abspath(os.path.expanduser(text))
+        from fsspec import available_protocols  # noqa: PLC0415 - only who wants it waits for it
+        from fsspec.utils import get_protocol  # noqa: PLC0415
+
+        protocol = get_protocol(text)
+        if protocol not in available_protocols():
+            raise OptionError(
+                f"{name}={without_secrets(text)!r}: fsspec knows no protocol {protocol!r}; "
+                "must be a path or a URL such as s3://bucket/directory"
+            )
+        return text

@@ -1,0 +1,1 @@
+"""Checkpoints: commits written to files in the background, and read again."""

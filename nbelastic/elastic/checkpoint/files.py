@@ -1,0 +1,310 @@
+"""Files of checkpoints: their places, and the order in which to try them.
+
+::
+
+    URL/run-0001-3f2a9c1e/                     one job; the number grows with each job
+        01-000002-0000000300.safetensors       loop, generation, commit
+        resumed-from-run-0000-…                empty; names the run that this one continues
+
+Incomplete files are skipped, and so is anything other than a file: a pipe would block its reader.
+
+The newest checkpoint of a run is that of the last generation, then of the last commit: an evicted
+rank may write on for a while, but never in a newer generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import re
+import stat
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nbelastic.elastic.checkpoint.format import decode, encode
+from nbelastic.errors import NbelasticError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nbelastic.elastic.checkpoint.format import Checkpoint, Header, StoredTensor
+
+__all__ = ["KEPT", "CheckpointFiles", "Entry", "NotAFile"]
+
+KEPT = 2
+"""Checkpoints of a loop that are kept: the newest two."""
+
+_RUN = re.compile(r"run-(\d{4,})-([0-9a-z]+)")
+_FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors(\.tmp)?")
+_PARENT = "resumed-from-"
+
+
+_KINDS = [
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+]
+
+
+class NotAFile(Exception):
+    """A checkpoint's path is that of something other than a file, which the message names."""
+
+
+class Entry(NamedTuple):
+    """File of a run, complete or not; entries sort by age."""
+
+    loop: int
+    generation: int
+    version: int
+    temporary: bool
+    path: str
+
+
+class CheckpointFiles:
+    """Checkpoints under a URL, from the point of view of one job.
+
+    Parameters
+    ----------
+    url : str
+        A directory: a local path, or a URL that fsspec knows.
+    run : str
+        Identifier of this job: letters and digits.
+    """
+
+    def __init__(self, url: str, run: str) -> None:
+        self.url = url
+        self._run = run
+
+    @cached_property
+    def _storage(self) -> tuple[Any, str, bool]:
+        """The file system, the directory's path in it, and whether it is a local one."""
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
+
+        system, root = url_to_fs(self.url)
+        return system, root.rstrip("/"), isinstance(system, LocalFileSystem)
+
+    # -- what is there ---------------------------------------------------------------------------
+
+    def _names(self, directory: str) -> list[str]:
+        system = self._storage[0]
+        system.invalidate_cache()
+        try:
+            return [
+                posixpath.basename(path.rstrip("/")) for path in system.ls(directory, detail=False)
+            ]
+        except FileNotFoundError:
+            return []
+
+    def _runs(self) -> list[tuple[int, str, str]]:
+        """Return number, job and directory of all runs, newest first."""
+        root = self._storage[1]
+        matches = [_RUN.fullmatch(name) for name in self._names(root)]
+        runs = [(int(m[1]), m[2], posixpath.join(root, m[0])) for m in matches if m]
+        return sorted(runs, reverse=True)
+
+    def _entries(self, directory: str) -> list[Entry]:
+        """Return the files of a run, newest first."""
+        matches = [_FILE.fullmatch(name) for name in self._names(directory)]
+        return sorted(
+            (
+                Entry(int(m[1]), int(m[2]), int(m[3]), bool(m[4]), posixpath.join(directory, m[0]))
+                for m in matches
+                if m
+            ),
+            reverse=True,
+        )
+
+    def candidates(
+        self, loop: int | None, *, others: bool, on_progress: Callable[[], None] = lambda: None
+    ) -> Iterator[Entry]:
+        """Yield possible checkpoints of an elastic loop, in the order of preference.
+
+        Parameters
+        ----------
+        loop : int or None
+            Number of the elastic loop; None for any, the last one first.
+        others : bool
+            Whether to include those of all other jobs, after those of this job and the jobs that
+            it continues.
+        on_progress : callable, optional
+            Called before each directory is listed.
+        """
+        runs = self._runs()
+        places = {posixpath.basename(place): place for _, _, place in runs}
+        order = [place for _, run, place in runs if run == self._run]
+        for place in order:  # grows by the runs that these continue
+            on_progress()
+            parents = [n[len(_PARENT) :] for n in self._names(place) if n.startswith(_PARENT)]
+            order.extend(places[n] for n in parents if n in places and places[n] not in order)
+        if others:
+            order.extend(place for _, _, place in runs if place not in order)
+        for place in order:
+            on_progress()
+            for entry in self._entries(place):
+                if loop in (None, entry.loop) and not entry.temporary:
+                    yield entry
+
+    def paths(self) -> Iterator[str]:
+        """Yield possible checkpoints of any job, in the order of preference.
+
+        Here the URL may also be that of one file, or of the directory of one run.
+        """
+        system, root, _ = self._storage
+        if not system.isdir(root):
+            if system.exists(root):
+                yield root
+        elif _RUN.fullmatch(posixpath.basename(root)):
+            yield from (entry.path for entry in self._entries(root) if not entry.temporary)
+        else:
+            yield from (entry.path for entry in self.candidates(None, others=True))
+
+    def read(self, path: str, on_progress: Callable[[], None] = lambda: None) -> Checkpoint | None:
+        """Return the contents of a file; None if it is not a complete checkpoint.
+
+        `on_progress` is called every few megabytes.
+
+        Raises
+        ------
+        NotAFile
+            The path is that of a directory, a pipe or the like.
+        """
+        system, _, local = self._storage
+        try:
+            if local:
+                with open(path, "rb", opener=_open_file) as file:
+                    return decode(file, os.fstat(file.fileno()).st_size, on_progress)
+            info = system.info(path)
+            if info.get("type") == "directory":
+                raise NotAFile("a directory")
+            with system.open(path, "rb") as file:
+                return decode(file, info["size"], on_progress)
+        except FileNotFoundError:
+            return None
+        except NbelasticError as error:
+            raise NbelasticError(f"{path}: {error}") from None
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def write(
+        self, header: Header, tensors: dict[str, StoredTensor], on_progress: Callable[[], None]
+    ) -> str:
+        """Write a checkpoint, then delete older ones.
+
+        Parameters
+        ----------
+        header, tensors
+            The contents.
+        on_progress : callable
+            Called every few megabytes; if it raises, the file is removed.
+
+        Returns
+        -------
+        str
+            The path.
+
+        Raises
+        ------
+        OSError
+            It cannot be written. Earlier checkpoints are still there.
+        """
+        system, _, local = self._storage
+        directory = self._directory()
+        path = posixpath.join(directory, header.file)
+        temporary = path + ".tmp"
+        try:
+            if local:
+                _clear(temporary)
+            with open(temporary, "xb") if local else system.open(temporary, "wb") as file:
+                for chunk in encode(header, tensors):
+                    on_progress()
+                    file.write(chunk)
+                if local:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if local:
+                os.replace(temporary, path)
+                _sync_directory(directory)
+            else:
+                system.mv(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                system.rm_file(temporary)
+            raise
+        self._tidy(directory, header)
+        return path
+
+    def record_parent(self, path: str) -> None:
+        """Record that this job continues from a checkpoint of another one."""
+        parent = posixpath.basename(posixpath.dirname(path))
+        directory = self._directory()
+        if posixpath.basename(directory) != parent:
+            system, _, local = self._storage
+            mark = posixpath.join(directory, _PARENT + parent)
+            with open(mark, "xb") if local else system.open(mark, "wb"):
+                pass
+
+    def _directory(self) -> str:
+        """Return the directory of this job, made at the first call."""
+        system, root, local = self._storage
+        runs = self._runs()
+        own = [place for _, run, place in runs if run == self._run]
+        if own:
+            return own[0]
+        number = runs[0][0] + 1 if runs else 1
+        directory = posixpath.join(root, f"run-{number:04d}-{self._run}")
+        system.makedirs(directory, exist_ok=True)
+        if local:
+            _sync_directory(root)
+        return directory
+
+    def _tidy(self, directory: str, written: Header) -> None:
+        """Delete all but the newest complete files, and unfinished ones of earlier writers."""
+        system, _, local = self._storage
+        mark = (written.generation, written.version)
+        entries = [
+            entry
+            for entry in self._entries(directory)
+            if entry.loop == written.loop and not (local and _kind_of(entry.path))
+        ]
+        complete = [entry for entry in entries if not entry.temporary]
+        torn = [e for e in entries if e.temporary and (e.generation, e.version) < mark]
+        for entry in [*complete[KEPT:], *torn]:
+            with contextlib.suppress(OSError):  # it does no harm
+                system.rm_file(entry.path)
+
+
+def _kind_of(path: str) -> str:
+    """Return the kind of what is at a path; nothing for a file or where there is none."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return ""
+    except OSError as error:  # links that lead to each other
+        return error.strerror or repr(error)
+    return next((word for is_one, word in _KINDS if is_one(mode)), "")
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open a file; refuse anything else without waiting for it."""
+    if kind := _kind_of(path):
+        raise NotAFile(kind)
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _clear(path: str) -> None:
+    """Delete what is at a path, unless it is a directory."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _sync_directory(path: str) -> None:
+    """Make new and renamed entries of a directory survive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

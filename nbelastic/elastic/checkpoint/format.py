@@ -1,0 +1,190 @@
+"""Layout of a checkpoint file: safetensors, with a checksum as its last tensor.
+
+::
+
+    length of the header (8 bytes) · header (JSON) · bytes of all tensors
+
+The header has the type, shape and offsets of each tensor under its name, and strings under
+``__metadata__``. Offsets leave no gap. The last tensor is a digest of all bytes before it.
+
+A file is a complete checkpoint if, and only if, its length and its checksum are right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+from nbelastic.errors import NbelasticError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["CHECKSUM", "FORMAT", "Checkpoint", "Header", "StoredTensor", "decode", "encode"]
+
+FORMAT = 3
+CHECKSUM = "nbelastic.checksum"
+"""Name of the tensor that holds the digest."""
+
+_FORMAT_KEY = "nbelastic"
+_METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+_LONGEST_HEADER = 100_000_000
+"""Bytes; readers of safetensors refuse a longer one."""
+_ALIGNMENT = 8
+_DIGEST_BYTES = 16
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """Properties of the commit in a file.
+
+    Attributes
+    ----------
+    job : str
+        Name of the job.
+    loop, generation, version : int
+        Numbers of the elastic loop, the generation and the commit.
+    size : int
+        Number of ranks.
+    """
+
+    job: str
+    loop: int
+    generation: int
+    version: int
+    size: int
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return f"{self.loop:02d}-{self.generation:06d}-{self.version:010d}.safetensors"
+
+    def metadata(self) -> dict[str, str]:
+        """Return the header as safetensors has it: strings only."""
+        numbers = {n: str(getattr(self, n)) for n in ("loop", "generation", "version", "size")}
+        return {"format": "pt", _FORMAT_KEY: str(FORMAT), "job": printable(self.job), **numbers}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Tensor of a file: its type by the name in safetensors, its shape, and its bytes."""
+
+    dtype: str
+    shape: Sequence[int]
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Contents of a file; `tensors` has all but the checksum, by name."""
+
+    header: Header
+    tensors: dict[str, StoredTensor]
+
+
+def printable(text: str) -> str:
+    """Return a text that any JSON reader accepts, without lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def encode(header: Header, tensors: dict[str, StoredTensor]) -> Iterator[memoryview]:
+    """Yield a file's contents, a few megabytes at most at a time.
+
+    Raises
+    ------
+    NbelasticError
+        There are more tensors than a header can describe.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for piece in itertools.chain([_head(header, tensors)], (t.data for t in tensors.values())):
+        for at in range(0, len(piece), _CHUNK_BYTES):
+            chunk = piece[at : at + _CHUNK_BYTES]
+            digest.update(chunk)
+            yield chunk
+    yield memoryview(digest.digest())
+
+
+def _head(header: Header, tensors: dict[str, StoredTensor]) -> memoryview:
+    index: dict[str, Any] = {_METADATA: header.metadata()}
+    checksum = StoredTensor("U8", [_DIGEST_BYTES], memoryview(bytes(_DIGEST_BYTES)))
+    start = 0
+    for name, tensor in itertools.chain(tensors.items(), [(CHECKSUM, checksum)]):
+        end = start + len(tensor.data)
+        offsets = [start, end]
+        index[name] = {"dtype": tensor.dtype, "shape": [*tensor.shape], "data_offsets": offsets}
+        start = end
+    text = json.dumps(index, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > _LONGEST_HEADER:
+        raise NbelasticError(f"a checkpoint cannot describe {len(tensors):,} tensors")
+    return memoryview(_LENGTH.pack(len(text)) + text)
+
+
+def decode(file: IO[bytes], size: int, on_progress: Callable[[], None]) -> Checkpoint | None:
+    """Read a file of `size` bytes; None if it is not complete.
+
+    `on_progress` is called every few megabytes.
+
+    Raises
+    ------
+    NbelasticError
+        It is complete, but of another format.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    left = size - _LENGTH.size - _DIGEST_BYTES
+    try:
+        (length,) = _LENGTH.unpack(_take(file, _LENGTH.size, digest))
+        if length > min(left, _LONGEST_HEADER):
+            return None
+        text = _take(file, length, digest)
+        data = memoryview(_take(file, left - length, digest, on_progress))
+    except EOFError:
+        return None
+    if file.read(_DIGEST_BYTES + 1) != digest.digest():
+        return None
+    index = json.loads(text)
+    fields = index.pop(_METADATA)
+    if fields[_FORMAT_KEY] != str(FORMAT):
+        raise NbelasticError(
+            f"it has format {fields[_FORMAT_KEY]}; this version of nbelastic reads {FORMAT}"
+        )
+    del index[CHECKSUM]
+    return Checkpoint(
+        Header(
+            job=fields["job"],
+            loop=int(fields["loop"]),
+            generation=int(fields["generation"]),
+            version=int(fields["version"]),
+            size=int(fields["size"]),
+        ),
+        {
+            name: StoredTensor(each["dtype"], each["shape"], data[slice(*each["data_offsets"])])
+            for name, each in index.items()
+        },
+    )
+
+
+def _take(
+    file: IO[bytes], length: int, digest: Any, on_progress: Callable[[], None] = lambda: None
+) -> bytearray:
+    """Read exactly `length` bytes."""
+    if length < 0:
+        raise EOFError
+    data = bytearray(length)
+    view = memoryview(data)
+    filled = 0
+    while filled < length:
+        chunk = file.read(min(length - filled, _CHUNK_BYTES))
+        if not chunk:
+            raise EOFError
+        view[filled : filled + len(chunk)] = chunk
+        digest.update(chunk)
+        filled += len(chunk)
+        on_progress()
+    return data

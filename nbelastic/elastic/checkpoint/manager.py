@@ -1,0 +1,340 @@
+"""Checkpoints of an elastic loop: commits to write, and a file to load.
+
+Rank 0 writes, in a thread of its own, what was copied at the commit. While it is busy, further
+checkpoints are left out. All ranks agree on the progress of samplers in a commit that is written,
+so a resumed job deals exactly the samples that no rank had done. Random generators are not
+included. Errors of files never end the training; the job's history reports each once.
+
+A job reads a checkpoint when it resumes, or when all its ranks were lost: the rank that is the
+source loads it, and the others receive the state as newcomers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nbelastic.elastic.checkpoint.contents import stored, unstored
+from nbelastic.elastic.checkpoint.files import CheckpointFiles, NotAFile
+from nbelastic.elastic.checkpoint.format import Header
+from nbelastic.elastic.checkpoint.reader import Reader
+from nbelastic.elastic.checkpoint.writer import Writer
+from nbelastic.elastic.redaction import hide_secrets, without_secrets
+from nbelastic.elastic.state import ObjectState
+from nbelastic.elastic.transfer import allgather_object
+from nbelastic.errors import NbelasticError, OptionError, StateMismatch, Stopped
+from nbelastic.membership import FRESH, RankNote
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.elastic.checkpoint.format import Checkpoint, StoredTensor
+    from nbelastic.elastic.sampler import ShardSampler
+    from nbelastic.elastic.session import Session
+    from nbelastic.elastic.shards import Deal
+    from nbelastic.elastic.state import State
+    from nbelastic.membership import Plan
+
+__all__ = ["CheckpointManager", "CheckpointSpec", "checkpointing"]
+
+LAST_WAIT = 600.0
+"""Most seconds that the end of a loop waits for its last checkpoint."""
+
+STOP_WAIT = 5.0
+"""Most seconds that a rank which is stopped at a commit takes to write it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """Options of a rank's checkpoints.
+
+    Attributes
+    ----------
+    url : str
+        A directory, as a path or as a URL that fsspec knows.
+    run : str
+        Identifier of this job: letters and digits.
+    every : int
+        Commits between two checkpoints.
+    resume : bool
+        Whether to continue from the newest checkpoint of any job under `url`.
+    patience : float
+        Seconds without a byte after which reading fails.
+    """
+
+    url: str = field(repr=False)  # Dask logs what a task was called with
+    run: str
+    every: int
+    resume: bool = False
+    patience: float = 60.0
+
+
+class checkpointing:  # noqa: N801 (a generator would set the traceback of users' exceptions)
+    """Manage the checkpoints of an elastic loop, for the length of a ``with`` block."""
+
+    def __init__(self, session: Session, state: State, loop: int) -> None:
+        self._session, self._state = session, state
+        self._checkpoints = CheckpointManager(session, state, loop)
+
+    def __enter__(self) -> CheckpointManager:
+        if self._session.spec.checkpoint is not None:
+            self._state._checkpoints = self._checkpoints
+        return self._checkpoints
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None and issubclass(kind, Stopped):
+                self._checkpoints.stop()
+            elif kind is not None:
+                self._checkpoints.abandon()
+        finally:
+            self._state._checkpoints = None
+
+
+class CheckpointManager:
+    """Checkpoints of one elastic loop on one rank. Does nothing if the job has none.
+
+    Parameters
+    ----------
+    session : Session
+        The rank.
+    state : State
+        The state that the loop trains.
+    loop : int
+        Number of the loop in the function, from 1.
+    """
+
+    def __init__(self, session: Session, state: State, loop: int) -> None:
+        self._session = session
+        self._loop = loop
+        self._reported: set[str] = set()
+        self._begun = False
+        self._found: Header | None = None
+        self._looked = False
+        self._has_left = False
+        spec = session.spec.checkpoint
+        self._active = spec is not None
+        if spec is None:
+            return
+        if not isinstance(state, ObjectState):
+            raise OptionError(
+                f"checkpoint={without_secrets(spec.url)!r}: a {type(state).__name__} cannot be "
+                "written to disk; derive it from ObjectState or TorchState"
+            )
+        self._spec = spec
+        self._state = state
+        self._files = CheckpointFiles(spec.url, spec.run)
+        self._writer = Writer(self._files, self._report)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def load(self, plan: Plan) -> bool:
+        """Load the newest checkpoint, if this rank is the source and the loop has not begun.
+
+        Returns
+        -------
+        bool
+            Whether another number of ranks has made it.
+        """
+        self._has_left = False
+        is_source = self._session.rank == plan.source
+        if not (self._active and is_source and self._beginning(plan)):
+            return False
+        if not self._looked:
+            self._found = self._load_newest()
+            self._looked = True
+        return self._found is not None and self._found.size != self._session.size
+
+    def _beginning(self, plan: Plan) -> bool:
+        return plan.version == FRESH if self._loop == 1 else not self._begun
+
+    def behind(self, plan: Plan) -> Sequence[int]:
+        """Return the ranks that must receive the state; all ranks call this together.
+
+        These are all ranks but the source, if the source has loaded a checkpoint.
+        """
+        if not self._active or self._loop == 1:
+            return plan.behind
+        mine = not self._begun and self._found is not None
+        if not allgather_object(self._session.communicator(), mine)[plan.source]:
+            return plan.behind
+        return [rank for rank in range(self._session.size) if rank != plan.source]
+
+    def begun(self) -> None:
+        """Record that this rank has the state of the loop, so that none is loaded later."""
+        self._begun = True
+
+    def _load_newest(self) -> Header | None:
+        spec, shown = self._spec, without_secrets(self._spec.url)
+        try:
+            return self._load_first()
+        except NbelasticError as error:
+            if self._hide(str(error)) == str(error):
+                raise
+            raise type(error)(self._hide(str(error))) from None
+        except Exception as error:  # file systems raise what they like
+            if spec.resume:
+                reason = self._hide(str(error) or repr(error))
+                raise NbelasticError(f"checkpoint={shown!r} cannot be read: {reason}") from (
+                    error if shown == spec.url else None
+                )
+            self._report(f"{spec.url} cannot be read: {error!r}")
+            return None
+
+    def _hide(self, text: str) -> str:
+        return hide_secrets(text, self._spec.url)
+
+    def _load_first(self) -> Header | None:
+        spec = self._spec
+        others = spec.resume and self._loop == 1
+        reader = Reader(spec.patience, self._on_progress)
+        entries = self._files.candidates(self._loop, others=others, on_progress=reader.on_progress)
+        while True:
+            entry = reader.call(lambda: next(entries, None))
+            if entry is None:
+                break
+            path = entry.path
+            try:
+                loaded = reader.call(functools.partial(self._files.read, path, reader.on_progress))
+            except NotAFile as what:
+                self._report(f"passed over {path}: it is no file ({what})")
+                continue
+            if loaded is not None:
+                self._take_over(path, loaded)
+                return loaded.header
+            self._report(f"passed over {path}: it is not complete")
+        if spec.resume and self._loop == 1:
+            self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
+        return None
+
+    def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
+        session, state, header = self._session, self._state, checkpoint.header
+        payload, (_, wires) = unstored(checkpoint.tensors)
+        samplers = state._samplers()
+        lengths = [wire[0] for wire in wires]
+        if lengths != [len(sampler.dataset) for sampler in samplers]:
+            raise StateMismatch(
+                f"{path} was made with samplers of {lengths} samples; "
+                f"now they have {[len(sampler.dataset) for sampler in samplers]}"
+            )
+        try:
+            state._unpack(payload)
+        except StateMismatch as error:
+            raise StateMismatch(
+                f"{path} does not fit the state that the function has built: {error}. Build what "
+                "it was made of, or train without it (resume=False, or another directory)"
+            ) from None
+        except Exception as error:  # whatever the user's classes raise: it must not pass as theirs
+            raise NbelasticError(f"{path} does not fit the state: {error}") from error
+        for sampler, wire in zip(samplers, wires, strict=True):
+            deal = sampler.unpack(wire, session.size)
+            sampler.install(deal, session.rank, resumed=True)
+        state.save()
+        detail = f"goes on from {path} (commit {header.version} of job {header.job})"
+        self._report(detail, (header.generation, header.version))
+        with contextlib.suppress(Exception):  # needed by a second loop only
+            self._files.record_parent(path)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def committed(self) -> None:
+        """Write the last commit, if it is due. All ranks call this together.
+
+        Raises
+        ------
+        CollectiveError
+            A peer has failed.
+        """
+        if self._session.version % self._spec.every == 0:
+            from nbelastic.elastic.progress_agreement import agree_on_progress
+
+            deals = agree_on_progress(self._samplers_at_commit(), self._session)
+            if self._session.rank == 0 and not self._writer.busy:
+                self._begin(deals)
+
+    def left(self) -> None:
+        """Record that the generation was left as planned, at the last commit."""
+        self._has_left = True
+
+    def finish(self) -> None:
+        """Write the last commit of the loop, and wait for it."""
+        if self._active and self._session.rank == 0:
+            self._write_last(LAST_WAIT)
+
+    def stop(self) -> None:
+        """End the loop; write the last commit if the loop ends there, for a job that resumes."""
+        if self._active and self._session.rank == 0 and self._has_left:
+            self._write_last(STOP_WAIT)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Stop writing, and remove the unfinished file."""
+        if self._active:
+            self._writer.abandon()
+
+    def _write_last(self, longest: float) -> None:
+        deadline = time.monotonic() + longest
+        self._writer.wait(deadline, self._on_progress)
+        present = (self._session.generation, self._session.version)
+        if self._writer.written != present and not self._writer.busy:
+            self._begin(self._progress_alone())
+            self._writer.wait(deadline, self._on_progress)
+        if self._writer.busy:
+            self._report(f"the last one was given up after {longest:g} s")
+            self._writer.abandon()
+
+    def _samplers_at_commit(self) -> list[ShardSampler]:
+        """Return copies of the samplers as they were at the last commit."""
+        twins = []
+        for sampler, snapshot in self._state._samplers_at_commit():
+            twin = copy.copy(sampler)
+            twin.go_back(snapshot)
+            twins.append(twin)
+        return twins
+
+    def _progress_alone(self) -> list[Deal]:
+        """Return the deals at the last commit without an exchange between ranks.
+
+        They assume that the others have done the same positions as this rank: exact in lockstep.
+        """
+        size = self._session.size
+        return [twin.merge_claims([twin.claim()], size) for twin in self._samplers_at_commit()]
+
+    def _begin(self, deals: Sequence[Deal]) -> None:
+        """Copy the last commit, and begin to write it."""
+        try:
+            self._writer.begin(*self._copy(deals))
+        except (
+            Exception
+        ) as error:  # pickling runs code of any class; memory or threads may be short
+            self._report(f"the state cannot be copied: {error!r}")
+
+    def _copy(self, deals: Sequence[Deal]) -> tuple[Header, dict[str, StoredTensor]]:
+        session = self._session
+        more = (type(self._state)._as_dict, [deal.pack() for deal in deals])
+        tensors = stored(self._state._pack_commit(), more)
+        header = Header(
+            job=session.spec.job,
+            loop=self._loop,
+            generation=session.generation,
+            version=session.version,
+            size=session.size,
+        )
+        return header, tensors
+
+    def _on_progress(self) -> None:
+        """Count as progress, so that a long transfer is not taken for a hang."""
+        self._session.moves += 1
+
+    def _report(self, detail: str, resumed: tuple[int, int] | None = None) -> None:
+        """Report to the job's history, each text once and without the URL's secrets."""
+        detail = self._hide(detail)
+        if detail not in self._reported:
+            self._reported.add(detail)
+            start = self._session.spec.start
+            note = RankNote(start, about="checkpoint", detail=detail, resumed=resumed)
+            self._session.port.report(note)

@@ -1,0 +1,111 @@
+"""Thread that writes a checkpoint while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.elastic.checkpoint.files import CheckpointFiles
+    from nbelastic.elastic.checkpoint.format import Header, StoredTensor
+
+__all__ = ["Abandoned", "Writer"]
+
+ABANDON_WAIT = 2.0
+"""Most seconds to wait for a thread after cancelling it: a file system may never return."""
+
+
+class Abandoned(Exception):
+    """The checkpoint that is being written was cancelled."""
+
+
+class Writer:
+    """Writer of one checkpoint at a time, each in a thread of its own.
+
+    Parameters
+    ----------
+    files : CheckpointFiles
+        The files to write.
+    report : callable
+        ``report(detail)`` adds a text to the job's history; the thread calls it.
+
+    Attributes
+    ----------
+    written : tuple of (int, int) or None
+        Generation and commit of the newest complete checkpoint.
+    """
+
+    def __init__(self, files: CheckpointFiles, report: Callable[[str], None]) -> None:
+        self.written: tuple[int, int] | None = None
+        self._files = files
+        self._report = report
+        self._well = False
+        self._chunks = 0
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._cancelled = threading.Event()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, header: Header, tensors: dict[str, StoredTensor]) -> None:
+        """Begin to write a checkpoint, which must not change any more. Not while busy."""
+        self._done.clear()
+        self._thread = threading.Thread(
+            target=self._write, args=(header, tensors), name="nbelastic-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, deadline: float, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Wait for the checkpoint that is being written; this rank can be interrupted meanwhile.
+
+        Parameters
+        ----------
+        deadline : float
+            When to stop waiting, by the monotonic clock.
+        on_progress : callable, optional
+            Called after progress.
+        """
+        seen = self._chunks
+        while self.busy and time.monotonic() < deadline:
+            if self._chunks != seen:
+                seen = self._chunks
+                on_progress()
+            if self._done.wait(0.1) and self._thread is not None:
+                self._thread.join(0.1)
+
+    def abandon(self) -> None:
+        """Cancel the checkpoint that is being written: neither thread nor file remains."""
+        self._cancelled.set()
+        self.wait(time.monotonic() + ABANDON_WAIT)
+
+    def _on_chunk(self) -> None:
+        self._chunks += 1
+        if self._cancelled.is_set():
+            raise Abandoned
+
+    def _write(self, header: Header, tensors: dict[str, StoredTensor]) -> None:
+        try:
+            path = self._files.write(header, tensors, self._on_chunk)
+        except Abandoned:
+            pass
+        except Exception as error:  # file systems raise what they like; training goes on regardless
+            self._well = False
+            self._report(f"{self._files.url} cannot be written: {_reason(error)}")
+        else:
+            self.written = (header.generation, header.version)
+            if not self._well:
+                self._well = True
+                self._report(f"commit {header.version} is in {path}")
+        finally:
+            self._done.set()
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's text without the name of the file, which differs each time."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)

@@ -1,0 +1,105 @@
+"""State that ranks send to each other: tensors and a description, as bytes.
+
+The row holds the index (description, shapes and types), then the bytes of each tensor. Padding
+aligns each of these.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from nbelastic.elastic.receive_buffer import ReceiveBuffer
+
+__all__ = ["StatePayload", "flatten", "unflatten"]
+
+_ALIGNMENT = 64
+"""A cache line, because received tensors are used in place."""
+
+
+@dataclass(frozen=True)
+class StatePayload:
+    """A state to send, to receive or to write.
+
+    Attributes
+    ----------
+    head : bytes
+        Describes the contents to the receiver.
+    tensors : sequence of torch.Tensor
+        Dense tensors of any shapes and types. They are received on the CPU.
+    devices : sequence of str
+        For each tensor the type of the device that it came from.
+    buffer : ReceiveBuffer or None
+        Memory that the tensors were received in.
+    names : sequence of str
+        For each tensor its name in a checkpoint; empty where it is not to be written.
+    """
+
+    head: bytes
+    tensors: Sequence[torch.Tensor] = ()
+    devices: Sequence[str] = ()
+    buffer: ReceiveBuffer | None = None
+    names: Sequence[str] = ()
+
+
+def flatten(payload: StatePayload) -> tuple[int, list[int], Iterator[torch.Tensor]]:
+    """Return a payload as bytes: the index's length, the lengths of all pieces, and the pieces."""
+    devices = payload.devices or [tensor.device.type for tensor in payload.tensors]
+    kinds = [
+        (tuple(tensor.shape), tensor.dtype, device, _nbytes(tensor))
+        for tensor, device in zip(payload.tensors, devices, strict=True)
+    ]
+    index = pickle.dumps((payload.head, kinds))
+    lengths = [each for n in (len(index), *(kind[3] for kind in kinds)) for each in (n, _gap(n))]
+    return len(index), lengths, _pieces(index, payload.tensors)
+
+
+def unflatten(
+    everything: torch.Tensor, length: int, buffer: ReceiveBuffer | None = None
+) -> StatePayload:
+    """Return the payload that was flattened to `everything`; its tensors use that memory."""
+    import torch
+
+    head, kinds = pickle.loads(everything[:length].numpy().tobytes())
+    tensors = []
+    start = length + _gap(length)
+    for shape, dtype, _, nbytes in kinds:
+        if nbytes:
+            # In a buffer each has a storage of its own, because pickling takes whole storages.
+            end = start + nbytes
+            piece = everything[start:end] if buffer is None else buffer.piece(start, end)
+            tensors.append(piece.view(dtype).view(shape))
+        else:
+            tensors.append(torch.empty(shape, dtype=dtype))
+        start += nbytes + _gap(nbytes)
+    return StatePayload(head, tensors, [kind[2] for kind in kinds], buffer)
+
+
+def _pieces(index: bytes, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield everything as bytes: alternately a part and the padding after it."""
+    import torch
+
+    padding = torch.zeros(_ALIGNMENT, dtype=torch.uint8)
+    yield torch.frombuffer(bytearray(index), dtype=torch.uint8)
+    yield padding[: _gap(len(index))]
+    for tensor in tensors:
+        nbytes = _nbytes(tensor)
+        if nbytes:
+            yield tensor.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
+        else:
+            yield padding[:0]
+        yield padding[: _gap(nbytes)]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _gap(nbytes: int) -> int:
+    return -nbytes % _ALIGNMENT

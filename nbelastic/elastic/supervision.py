@@ -1,0 +1,169 @@
+"""Checks of a running elastic loop: that it commits, and that ranks agree.
+
+Both cost next to nothing and change nothing. Each rank sends samples of its parameters to the
+driver, which compares the samples of one moment of one generation.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from nbelastic.elastic.session import Session, warn
+from nbelastic.membership import FRESH, WeightsSampled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.state import State
+
+__all__ = ["Supervision", "watch"]
+
+Sample = tuple[float, ...]
+
+MOMENTS = (1, 10, 100)
+"""Commits of a generation after which parameters are sampled, in addition to the loop's end.
+
+Without a loop, operations since the parameters were broadcast.
+"""
+
+MOST_STEPS = 100
+"""Most operations between ranks without a commit; each step has at least one."""
+
+MOST_SECONDS = 60.0
+"""Most seconds of a loop without a commit."""
+
+NOT_FINITE = 1e300
+"""Replacement of numbers that are not finite, which messages cannot carry."""
+
+NO_COMMIT = (
+    "no commit yet\n"
+    f"The elastic loop has run for {MOST_STEPS} steps or a minute without state.commit(). A "
+    "failure of any rank would throw all ranks back to where the loop began.\n"
+    "Call state.commit() after each step, which costs next to nothing, or every few steps."
+)
+
+NEVER_COMMITTED = (
+    "no commit was made\n"
+    "The elastic loop ended without state.commit(): a failure of any rank would have thrown all "
+    "ranks back to its beginning.\n"
+    "Call state.commit() after each step, which costs next to nothing, or every few steps."
+)
+
+
+class Supervision:
+    """Supervises one elastic loop on one rank.
+
+    Parameters
+    ----------
+    session : Session
+        The rank.
+    state : State
+        The state that the loop trains.
+    """
+
+    def __init__(self, session: Session, state: State) -> None:
+        self._session = session
+        self._state = state
+        self._began = time.monotonic()
+        self._exchanges = 0
+        self._commits = 0  # of the present generation
+        self._is_new = session.version == FRESH
+        self._waits = True  # until the first commit or the warning
+        session.before_exchange += (self._count,)
+
+    def begun(self) -> None:
+        """Record that a generation trains."""
+        self._commits = 0
+        if self._is_new and self._session.version > 0:
+            self.close()  # other ranks have committed before this rank joined
+        self._is_new = False
+
+    def committed(self) -> None:
+        """Record a commit; sample the parameters if it is one of :data:`MOMENTS`."""
+        self._commits += 1
+        if self._waits:
+            self.close()
+        if self._commits in MOMENTS:
+            self._sample(self._commits)
+
+    def ended(self) -> None:
+        """Record that the loop has ended on this rank."""
+        self._sample(0)
+        if self._waits:
+            warn(self._session, NEVER_COMMITTED)
+
+    def close(self) -> None:
+        """Stop waiting for a commit."""
+        self._waits = False
+        session = self._session
+        session.before_exchange = tuple(e for e in session.before_exchange if e != self._count)
+
+    def _count(self) -> None:
+        self._exchanges += 1
+        late = time.monotonic() - self._began > MOST_SECONDS
+        if late or self._exchanges > MOST_STEPS:
+            self.close()
+            warn(self._session, NO_COMMIT)
+
+    def _sample(self, moment: int) -> None:
+        _send(self._session, moment, self._state._sample)
+
+
+def watch(context: Context, sample: Callable[[], Sample]) -> None:
+    """Compare parameters that were broadcast to all ranks, in a job without an elastic loop.
+
+    Parameters
+    ----------
+    context : Context
+        That of the rank; outside a job, nothing is done.
+    sample : callable
+        Returns values of the parameters. It replaces an earlier one.
+    """
+    if isinstance(context, Session):
+        if isinstance(context.before_return, _Watch):
+            context.before_return.close()
+        context.before_return = _Watch(context, sample)
+
+
+class _Watch:
+    """Samples of parameters after certain operations, the same on all ranks, and at the end."""
+
+    def __init__(self, session: Session, sample: Callable[[], Sample]) -> None:
+        self._session = session
+        self._sample = sample
+        self._first = session.exchanges
+        session.before_exchange += (self._count,)
+
+    def __call__(self) -> None:
+        if not self._session.loops:
+            _send(self._session, 0, lambda: (self._sample(), ()))
+
+    def close(self) -> None:
+        session = self._session
+        session.before_exchange = tuple(e for e in session.before_exchange if e != self._count)
+
+    def _count(self) -> None:
+        session = self._session
+        if session.loops:
+            self.close()
+        elif session.exchanges - self._first in MOMENTS:
+            _send(session, -session.exchanges, lambda: (self._sample(), ()))
+
+
+def _send(
+    session: Session, moment: int, sample: Callable[[], tuple[Sample, tuple[str, ...]]]
+) -> None:
+    """Send a sample of a rank's parameters, if it has any and there are other ranks."""
+    if session.size == 1:
+        return
+    try:
+        values, plain = sample()
+    except Exception:  # parameters of users' classes raise what they like
+        return
+    if values:
+        values = tuple(each if math.isfinite(each) else NOT_FINITE for each in values)
+        event = WeightsSampled(session.spec.start, session.generation, moment, values, plain)
+        session.port.report(event)

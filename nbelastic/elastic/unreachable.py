@@ -1,0 +1,54 @@
+"""Peers that a rank could not reach, and peers that have ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbelastic.membership import Plan
+
+__all__ = ["UnreachablePeers"]
+
+PATIENCE = 2
+"""Plans in a row that do not form before peers are probed: a single one is chance."""
+
+
+class UnreachablePeers:
+    """Peers to name in the next ready report, because they may be why plans do not form.
+
+    Parameters
+    ----------
+    probe : callable
+        ``probe(addresses)`` returns the positions of the addresses that do not answer.
+
+    Attributes
+    ----------
+    unreached : tuple of int
+        Starts of members that did not answer.
+    gone : tuple of int
+        Starts of members whose processes had ended when this rank left its last generation.
+    """
+
+    def __init__(self, probe: Callable[[Sequence[tuple[str, int]]], list[int]]) -> None:
+        self._probe = probe
+        self._failures = 0
+        self.unreached: tuple[int, ...] = ()
+        self.gone: tuple[int, ...] = ()
+
+    def clear(self) -> None:
+        """Record that a plan has formed."""
+        self._failures, self.unreached, self.gone = 0, (), ()
+
+    def record_exits(self, plan: Plan | None, ranks: Sequence[int]) -> None:
+        """Record ranks of a plan whose processes have ended."""
+        self.gone = tuple(plan.members[rank].start for rank in ranks) if plan else ()
+
+    def record_failure(self, plan: Plan, start: int) -> None:
+        """Record that a plan has not formed for the rank with this start; probe the others."""
+        self._failures += 1
+        if self._failures >= PATIENCE:
+            others = [member for member in plan.members if member.start != start]
+            silent = self._probe([member.store for member in others])
+            self.unreached = tuple(others[place].start for place in silent)

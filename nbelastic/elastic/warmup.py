@@ -1,0 +1,100 @@
+"""Warm-up of a rank before it reports ready, so that no other rank waits.
+
+A newcomer touches the memory for the state that it will receive, and that its first step takes. The
+first generation that a process forms takes ten times as long as the second: modules are imported,
+libraries loaded, threads and sockets made. So a newcomer first forms a generation of two with
+itself, sums and sends something, and closes it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nbelastic.collectives import connect
+from nbelastic.elastic.receive_buffer import ReceiveBuffer
+from nbelastic.elastic.state_payload import StatePayload
+from nbelastic.elastic.transfer import spread
+from nbelastic.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.collectives import Rendezvous
+    from nbelastic.elastic.runtime import RankRuntime, RankSpec
+
+__all__ = ["form_alone", "warm_up"]
+
+LIMIT_S = 5.0
+"""Seconds that an operation may take in a generation that a rank forms alone."""
+
+
+def warm_up(
+    spec: RankSpec,
+    alone: Rendezvous,
+    runtime: RankRuntime,
+    prepare_to_join: Callable[[], None] | None,
+) -> ReceiveBuffer | None:
+    """Prepare to join ranks that train, or to be joined where a rank is to train alone.
+
+    Parameters
+    ----------
+    spec : RankSpec
+        The rank as the driver foresees it.
+    alone : Rendezvous
+        A rendezvous of this rank alone.
+    runtime : RankRuntime
+        What the rank forms generations with.
+    prepare_to_join : callable or None
+        Takes the memory that the first step will take. Called where other ranks train already.
+
+    Returns
+    -------
+    ReceiveBuffer or None
+        Memory for the state that the rank will receive, if it will receive one.
+    """
+    runtime.on_set_up()
+    buffer = None
+    if spec.state_bytes:
+        buffer = ReceiveBuffer.for_state(spec.state_bytes)
+        if prepare_to_join is not None:
+            prepare_to_join()
+    if spec.state_bytes is not None or spec.place.size == 1:
+        runtime.form_alone(alone)
+    return buffer
+
+
+def form_alone(rendezvous: Rendezvous) -> None:
+    """Form a generation of two ranks, both this one, and close it.
+
+    Errors are ignored, because the next generation that is formed will report them.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        Its job name, store and backend are used.
+    """
+    terms = replace(rendezvous, generation=1, size=2, timeout_s=LIMIT_S)
+    other = threading.Thread(
+        target=_take_part, args=(replace(terms, rank=1),), name="nbelastic-warmup"
+    )
+    other.start()
+    _take_part(replace(terms, rank=0))
+    other.join()
+
+
+def _take_part(terms: Rendezvous) -> None:
+    import torch
+
+    with contextlib.suppress(CollectiveError):
+        communicator = connect(terms)
+        try:
+            communicator = communicator.connect()
+            communicator.allreduce(torch.zeros(1))
+            payload = StatePayload(b"", [torch.zeros(1)]) if terms.rank == 0 else None
+            spread(communicator, [0, 1], payload)
+            communicator.barrier()
+        finally:
+            communicator.close()

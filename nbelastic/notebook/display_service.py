@@ -1,0 +1,207 @@
+"""Display service: shows the jobs of this process, in a notebook or in a terminal.
+
+The driver calls :class:`DisplayService` when a job is waited for or is the value of a cell. Of each
+job it publishes a live widget, static HTML and one line of text.
+
+Displays are made in the thread that asks for them, the kernel's main thread: in which cell another
+thread's display lands differs between versions of ipykernel. While a cell waits for a job, the main
+thread refreshes the panel. A job that is shown while no cell waits for it has a thread,
+``nbelastic-panel-NAME``, which ends with the job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from .display_group import DisplayGroup, IPythonScreen, bundle
+from .render import JobSnapshot, text
+from .stream import Streamer
+from .wait_display import (
+    DisplayOptions,
+    LastLineWaitDisplay,
+    NotebookWaitDisplay,
+    TerminalWaitDisplay,
+    write,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from nbelastic.driver.display import WaitDisplay
+
+    from .display_group import Screen
+
+__all__ = [
+    "DisplayOptions",
+    "DisplayService",
+    "bundle",
+    "close",
+    "kernel_shell",
+    "label",
+    "say",
+    "set_options",
+    "show",
+    "started",
+    "watching",
+]
+
+MAX_OPTIONS = 64
+"""Jobs whose options are kept."""
+
+
+def kernel_shell() -> Any:
+    """Return the shell if this process is an IPython kernel, else None."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
+class DisplayService:
+    """Shows the jobs of this process, for the driver.
+
+    Parameters
+    ----------
+    screen : Screen, optional
+        Makes and updates displays; IPython's by default.
+    shell : callable
+        Returns the kernel's shell, or None where there is none.
+    clock : callable
+        Returns seconds.
+    """
+
+    def __init__(
+        self,
+        screen: Screen | None = None,
+        shell: Callable[[], Any] = kernel_shell,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._screen: Screen = IPythonScreen() if screen is None else screen
+        self._shell = shell
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._options: OrderedDict[str, DisplayOptions] = OrderedDict()
+        self._groups: dict[int, DisplayGroup] = {}
+        self._streamers: WeakKeyDictionary[Any, Streamer] = WeakKeyDictionary()
+        self._shown_in: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
+
+    # -- for the driver ------------------------------------------------------------------------
+
+    def started(self, job: Any) -> None:
+        """Do nothing: a job is shown when a thread waits for it."""
+
+    def watching(self, job: Any) -> AbstractContextManager[WaitDisplay] | None:
+        """Return the display of a job while the main thread waits for it.
+
+        Other threads get none, because what they print may land in any cell.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        options = self._options.get(job.name, DisplayOptions())
+        shell = self._shell()
+        on_shown = partial(self._record_cell, job, shell)
+        if _noninteractive():
+            stream = (lambda: sys.stdout) if shell is not None else (lambda: sys.stderr)
+            return LastLineWaitDisplay(job, stream, options.quiet, on_shown)
+        if job not in self._streamers:  # one per job, so that no line is written twice
+            self._streamers[job] = Streamer(options.stream)
+        streamer = self._streamers[job]
+        if shell is None:
+            return TerminalWaitDisplay(job, streamer, options.quiet, self._clock)
+        group = partial(self._group, job)
+        return NotebookWaitDisplay(job, group, streamer, options, self._clock, on_shown)
+
+    def show(self, job: Any) -> None:
+        """Show a job as the value of a cell, to its end.
+
+        A cell that has just waited for the job has shown it already.
+        """
+        shell = self._shell()
+        if shell is None:
+            write(text(JobSnapshot.of(job)) + "\n")
+        elif self._shown_in.get(job) == _cell(shell) and job.done():
+            return
+        elif _noninteractive():
+            self._screen.publish({"text/plain": text(JobSnapshot.of(job))}, uuid.uuid4().hex)
+        elif job.done():
+            self._screen.publish(bundle(job), uuid.uuid4().hex)
+        else:
+            group = self._group(job)
+            group.publish()
+            group.follow()
+
+    def say(self, text: str) -> None:
+        """Show one line that belongs to no job, unless there is no reader."""
+        if threading.current_thread() is threading.main_thread() and not _noninteractive():
+            stream = sys.stderr if self._shell() is None else sys.stdout
+            stream.write(text + "\n")
+            stream.flush()
+
+    def label(self, file: str) -> str | None:
+        """Return IPython's name of the cell with this file name, or None."""
+        shell = self._shell()
+        name = None if shell is None else shell.compile.format_code_name(file)
+        return None if name is None else " ".join(name)
+
+    # -- for the magics ------------------------------------------------------------------------
+
+    def set_options(self, name: str, options: DisplayOptions) -> None:
+        """Set how to show the job of a name; the newest 64 are kept."""
+        self._options.pop(name, None)
+        self._options[name] = options
+        while len(self._options) > MAX_OPTIONS:
+            self._options.popitem(last=False)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End every thread; the displays stay as they are."""
+        with self._lock:
+            groups = list(self._groups.values())
+        for group in groups:
+            group.close(timeout)
+
+    # -- one of each per job -------------------------------------------------------------------
+
+    def _group(self, job: Any) -> DisplayGroup:
+        """Return the display group of a job; a new one if it has none, or its own has ended."""
+        key = id(job)  # the group holds the job, so that no other can have its id meanwhile
+        with self._lock:
+            if key not in self._groups:
+                on_end = partial(self._forget, key)
+                self._groups[key] = DisplayGroup(job, self._screen, self._clock, on_end)
+            return self._groups[key]
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            self._groups.pop(key, None)
+
+    def _record_cell(self, job: Any, shell: Any) -> None:
+        self._shown_in[job] = _cell(shell)
+
+
+def _noninteractive() -> bool:
+    return os.environ.get("NBELASTIC_NONINTERACTIVE") == "1"
+
+
+def _cell(shell: Any) -> object:
+    """Return a value that differs between two executions of a cell."""
+    return getattr(shell, "execution_count", None)
+
+
+# This module is the display of the process; the driver calls these functions.
+
+_display = DisplayService()
+started = _display.started
+watching = _display.watching
+show = _display.show
+say = _display.say
+label = _display.label
+set_options = _display.set_options
+close = _display.close

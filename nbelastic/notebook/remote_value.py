@@ -1,0 +1,105 @@
+"""Remote value: a cell's result as it is sent to the notebook, or a placeholder.
+
+A job that has trained for hours must not fail because its last line is an open file, or a tensor on
+a GPU that the notebook's machine does not have.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from nbelastic.pickling import dumps
+
+__all__ = ["RemoteValue", "UnavailableValue", "pack"]
+
+LONGEST = 4_000
+"""Maximum length of a placeholder's text."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class UnavailableValue:
+    """A placeholder for a value that could not be sent: its text, and why it is not here.
+
+    Attributes
+    ----------
+    text : str
+        The value's ``repr``.
+    kind : str
+        Name of its class.
+    reason : str
+        Why the value is not here.
+    """
+
+    text: str
+    kind: str
+    reason: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __str__(self) -> str:
+        return f"{self.text}\n{self._why()}"
+
+    def _why(self) -> str:
+        return f"[only the text of this {self.kind} was returned: {self.reason}]"
+
+    def _repr_pretty_(self, printer: Any, _: bool) -> None:
+        printer.text(str(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{name!r}: {self._why()} Return a part of it, such as a number or a state_dict."
+        )
+
+
+@dataclass(frozen=True)
+class RemoteValue:
+    """A pickled value. Unpickling it gives the value, or a placeholder."""
+
+    data: bytes
+    text: str
+    kind: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self.data, self.text, self.kind)
+
+
+def pack(value: Any) -> RemoteValue | UnavailableValue:
+    """Return a value in the form in which it is sent to the notebook.
+
+    Parameters
+    ----------
+    value : object
+        The value of the cell's last expression.
+    """
+    text, kind = _text(value), type(value).__name__
+    try:
+        return RemoteValue(dumps(value), text, kind)
+    except Exception as error:  # pickling runs code of any class
+        return UnavailableValue(text, kind, f"it cannot be pickled ({_line(error)})")
+
+
+def _open(data: bytes, text: str, kind: str) -> Any:
+    try:
+        return cloudpickle.loads(data)
+    except Exception as error:  # unpickling runs code of any class
+        return UnavailableValue(text, kind, f"it cannot be unpickled here ({_line(error)})")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _text(value: Any) -> str:
+    long = isinstance(value, (list, tuple, dict, set, str, bytes)) and len(value) > LONGEST
+    try:
+        text = reprlib.repr(value) if long else repr(value)
+    except Exception as error:  # a __repr__ is the user's
+        text = f"<{type(value).__name__}; its repr() failed: {_line(error)}>"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"

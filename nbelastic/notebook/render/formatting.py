@@ -1,0 +1,94 @@
+"""Formatting of numbers, durations and names for people."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from markupsafe import Markup
+from markupsafe import escape as markup_escape
+
+__all__ = [
+    "count",
+    "duration",
+    "escape",
+    "first_lines",
+    "limits",
+    "number",
+    "printable",
+    "rate",
+    "shorten",
+    "worker",
+]
+
+_UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+"""Characters that XML cannot hold."""
+
+_PLURALS = {"loss": "losses", "leave": "leaves"}
+
+
+def printable(value: object) -> object:
+    """Return a value that XML can hold: a string without control characters."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return _UNFIT.sub("\N{REPLACEMENT CHARACTER}", value)
+
+
+def escape(value: str) -> str:
+    """Return a string that HTML and SVG show as it is."""
+    return str(markup_escape(printable(value)))
+
+
+def shorten(value: object, most: int) -> str:
+    """Return a value on one line of at most `most` characters."""
+    line = " ".join(str(value).split())
+    return line if len(line) <= most else line[: most - 1].rstrip() + "…"
+
+
+def first_lines(value: str, lines: int = 12, width: int = 200) -> str:
+    """Return the first lines of a text, each cut to `width` characters."""
+    every = value.strip().splitlines()
+    shown = [line if len(line) <= width else line[: width - 1] + "…" for line in every[:lines]]
+    if len(every) > lines:
+        shown.append(f"+ {len(every) - lines} more lines")
+    return "\n".join(shown)
+
+
+def count(amount: int, noun: str) -> str:
+    """Return an amount with its noun: ``1 rank``, ``2 ranks``."""
+    name = noun if amount == 1 else _PLURALS.get(noun, noun + "s")
+    return f"{amount:,} {name}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as on a clock: ``0:42``, ``12:05``, ``1:02:03``."""
+    whole = int(max(seconds, 0.0)) if math.isfinite(seconds) else 0
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def number(value: float) -> str:
+    """Return a metric's value with four significant digits."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def rate(value: float | None) -> str:
+    """Return samples per second, or a dash if unknown."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def limits(min_np: int, max_np: int | None) -> str:
+    """Return the number of ranks that a job may have: ``4``, ``2 to 8``, ``2 or more``."""
+    if max_np is None:
+        return f"{min_np} or more"
+    return str(min_np) if min_np == max_np else f"{min_np} to {max_np}"
+
+
+def worker(name: str, address: str | None) -> str:
+    """Return a worker's name in Dask if it has one, else its address."""
+    if name and name != address:
+        return f"worker {shorten(name, 32)}"
+    return shorten((address or "").rpartition("://")[2], 40)

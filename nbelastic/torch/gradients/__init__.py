@@ -1,0 +1,1 @@
+"""Gradients from backward to step: ``DistributedOptimizer`` and its reduction."""

@@ -1,0 +1,152 @@
+"""Record of gradients as backward left them, to detect changes by the user."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.torch.gradients.staging import Streams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ArrivedGradients", "GradientSample"]
+
+SAMPLE_VALUES = 16
+
+Arrival = tuple[torch.Tensor, torch.Tensor, int, int]
+"""A parameter and its gradient, with the gradient's version and address on arrival."""
+
+
+class ArrivedGradients:
+    """Gradients of one step, each as it was when it arrived.
+
+    An optimizer has one for its whole life, and clears it after each step.
+
+    Attributes
+    ----------
+    noted : dict of int to Arrival
+        By the ids of parameters, in the order of arrival.
+    sample : GradientSample or None
+        Values of one gradient, which stays out of all buffers. Not every change in place raises a
+        version: ``GradScaler`` makes some that do not.
+    streams : Streams
+        Those on which gradients of accelerators have been computed.
+    """
+
+    def __init__(self, names: Mapping[int, str], *, sparse_as_dense: bool = False) -> None:
+        self.noted: dict[int, Arrival] = {}
+        self.sample: GradientSample | None = None
+        self.streams = Streams()
+        self._names = names
+        self._sparse_as_dense = sparse_as_dense
+
+    def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take `gradient`, as it is now, for what backward has left."""
+        version, address = gradient._version, gradient.data_ptr()
+        self.noted[id(parameter)] = (parameter, gradient, version, address)
+
+    def take_sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep some values of a gradient."""
+        self.streams.join(gradient.device, [gradient])
+        self.sample = GradientSample(parameter, gradient)
+
+    @property
+    def sampled(self) -> torch.Tensor | None:
+        """The parameter of which :attr:`sample` has values."""
+        return None if self.sample is None else self.sample.parameter
+
+    def present(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return a parameter's gradient, dense, whether it is of this step or was kept."""
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            return self.make_dense(parameter, gradient)
+        return gradient
+
+    def make_dense(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Replace a sparse gradient by a dense one and return it.
+
+        Raises
+        ------
+        ValueError
+            The user has not allowed that.
+        """
+        if not self._sparse_as_dense:
+            raise ValueError(
+                f"the gradient of {self.name(parameter)} is sparse; pass sparse_as_dense=True, or "
+                "make it dense (Embedding(sparse=False))"
+            )
+        parameter.grad = dense = gradient.to_dense()
+        return dense
+
+    def check_untouched(self) -> None:
+        """Refuse gradients that the user has changed since backward.
+
+        Raises
+        ------
+        RuntimeError
+            A gradient was changed or replaced. :meth:`check_sample` reports a changed sample of an
+            accelerator.
+        """
+        for parameter, gradient, version, address in self.noted.values():
+            if (
+                parameter.grad is not gradient
+                or gradient._version != version
+                or gradient.data_ptr() != address
+            ):
+                raise self._changed(parameter)
+        if self.sample is not None:
+            _, gradient, _, _ = self.noted[id(self.sample.parameter)]
+            if self.sample.compare(gradient):
+                self.check_sample()
+
+    def check_sample(self) -> None:
+        """Raise if the sampled gradient was changed; this waits for an accelerator."""
+        if self.sample is not None and self.sample.changed():
+            raise self._changed(self.sample.parameter)
+
+    def discard(self) -> None:
+        """Drop the gradients that have arrived, unless others have taken their places."""
+        for parameter, gradient, _, _ in self.noted.values():
+            if parameter.grad is gradient:
+                parameter.grad = None
+
+    def clear(self) -> None:
+        """Forget the step; gradients stay where they are."""
+        self.noted.clear()
+        self.sample = None
+
+    def name(self, parameter: torch.Tensor) -> str:
+        """Return what messages call a parameter."""
+        return f"parameter {self._names.get(id(parameter), '(unnamed)')!r}"
+
+    def _changed(self, parameter: torch.Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {self.name(parameter)} was changed between backward() and step(), "
+            "when it was being reduced; to clip or unscale gradients, call "
+            "optimizer.synchronize() first and step in `with optimizer.skip_synchronize():`"
+        )
+
+
+class GradientSample:
+    """The first values of a parameter's gradient, as backward has made them."""
+
+    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.parameter = parameter
+        self._values = gradient.detach().flatten()[:SAMPLE_VALUES].clone()
+        self._equal: torch.Tensor | bool | None = None
+
+    def compare(self, gradient: torch.Tensor) -> bool:
+        """Compare with the gradient of now; return whether the outcome is known at once."""
+        before, now = self._values, gradient.detach().flatten()[:SAMPLE_VALUES]
+        if before.is_cpu:
+            self._equal = torch.equal(before, now) or bool(((before == now) | now.isnan()).all())
+        else:
+            self._equal = torch.isclose(before, now, rtol=0, atol=0, equal_nan=True).all()
+        return before.is_cpu
+
+    def changed(self) -> bool:
+        """Return whether the last comparison found a change; this waits for an accelerator."""
+        equal, self._equal = self._equal, None
+        return equal is not None and not equal

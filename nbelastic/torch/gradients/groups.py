@@ -1,0 +1,491 @@
+"""Groups of gradients that one operation reduces, in a buffer or in place."""
+
+from __future__ import annotations
+
+import abc
+import enum
+import itertools
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from nbelastic.collectives import Op
+from nbelastic.torch.gradients.staging import Staging, is_staged
+from nbelastic.torch.ops.adasum import adasum_async
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nbelastic.collectives import Communicator, Handle
+    from nbelastic.torch.gradients.arrived import ArrivedGradients
+    from nbelastic.torch.ops.adasum import GradientOp
+
+__all__ = ["HOT_BYTES", "Bucket", "GradientGroup", "InPlaceGroup", "Scaling", "SumTiming"]
+
+# So many bytes are still in the processor's cache when they are copied.
+HOT_BYTES = 256 << 10
+
+
+class SumTiming(enum.Enum):
+    """When the sums of a step run on this rank."""
+
+    DURING_BACKWARD = "during backward"
+    """Each group is launched when it and all before it are complete."""
+    AFTER_BACKWARD = "after backward"
+    """All are launched in ``synchronize()``: nothing would go on while the rank computes."""
+    STAGED = "staged"
+    """As after backward, but copies from an accelerator to the host begin in backward."""
+
+
+class Scaling(NamedTuple):
+    """Divisors of gradients, before and after the operation that reduces them."""
+
+    before: float = 1.0
+    op: Op | GradientOp = Op.SUM
+    after: float = 1.0
+
+
+class GradientGroup(abc.ABC):
+    """Gradients of some parameters, and their reduction.
+
+    In each step: :meth:`begin`, :meth:`arrive` for each gradient that backward computes,
+    :meth:`launch`, :meth:`wait`, :meth:`deliver`. :meth:`drop` is legal at any time. It is the only
+    thing to do after a failure, because memory then belongs to the communicator that failed. Where
+    a group moves a gradient, it corrects the optimizer's record, `arrived`.
+
+    Attributes
+    ----------
+    plain : bool
+        Whether gradients travel as what they are.
+    expected : int
+        How many gradients have not arrived in this step.
+    present : list of bool
+        For each parameter whether this rank has a gradient; final after :meth:`complete`.
+    views : list of Tensor or None
+        For each parameter the part of a buffer that its gradient is to be; None where gradients
+        stay outside of buffers.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, arrived: ArrivedGradients
+    ) -> None:
+        self.parameters = parameters
+        self.dtype = dtype
+        self.plain = all(parameter.dtype == dtype for parameter in parameters)
+        self.expected = len(parameters)
+        self.present: list[bool] = []
+        self.views: list[torch.Tensor | None] = [None] * len(parameters)
+        self.scaling = Scaling()
+        self._arrived = arrived
+        self._complete = False
+        self._handle: Handle | None = None
+
+    @abc.abstractmethod
+    def begin(self, communicator: Communicator, scaling: Scaling | None = None) -> None:
+        """Prepare for a new step with `communicator`."""
+
+    def _restart(self, scaling: Scaling | None) -> None:
+        self.scaling = scaling or Scaling()
+        self.expected = len(self.parameters)
+        self.present = [False] * len(self.parameters)
+        self._complete = False
+
+    @abc.abstractmethod
+    def arrive(self, position: int, gradient: torch.Tensor) -> bool:
+        """Take the final gradient of a parameter; return whether it was the last expected."""
+
+    def complete(self) -> None:
+        """Collect the gradients that are there; no more arrive. Idempotent.
+
+        A gradient that was kept from an earlier step counts; one that is missing counts as zero.
+        """
+        if not self._complete:
+            self._complete = True
+            self._collect()
+
+    @abc.abstractmethod
+    def _collect(self) -> None: ...
+
+    @abc.abstractmethod
+    def values(self, trailer: Sequence[float] = ()) -> list[torch.Tensor]:
+        """Complete the group and return what is to be reduced.
+
+        The last group of a layout takes along a `trailer`: numbers to sum over the ranks.
+        """
+
+    @abc.abstractmethod
+    def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
+        """Begin the reduction of :meth:`values`.
+
+        Where ``communicator.overlaps`` is false, this waits for its end as well.
+        """
+
+    def wait(self) -> None:
+        """Wait until the reduced gradients are there."""
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+
+    @abc.abstractmethod
+    def deliver(self, counts: Sequence[complex]) -> None:
+        """Make the reduced gradients those of the parameters with `counts` that are not zero.
+
+        That is, for each, the sum or average over the ranks of whether they have a gradient.
+        """
+
+    @abc.abstractmethod
+    def keeps(self, position: int, timing: SumTiming) -> bool:
+        """Return whether a gradient is unchanged in its own memory until :meth:`deliver`."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Let go of memory that has not been given away; gradients in it move out."""
+
+    @abc.abstractmethod
+    def drop(self) -> None:
+        """Let go of memory, of gradients in it, and of an operation under way."""
+
+
+class Bucket(GradientGroup):
+    """Gradients that are copied to a buffer, once per step, soon after they have arrived.
+
+    The buffer is the communicator's, so that it is reduced where it is, and serves all steps. Where
+    gradients travel as they are, ``parameter.grad`` becomes a *view* of it, and nothing is copied
+    back. Others are copied to the buffer and back: those of another type, and those of parameters
+    that are not contiguous, since another rank's may be.
+
+    Attributes
+    ----------
+    staged : bool
+        Whether gradients are on an accelerator, and are brought to the host to be reduced.
+    sums : list of number
+        The trailer's sums over all ranks (or averages, where gradients are averaged).
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        arrived: ArrivedGradients,
+        trailer: int = 0,
+    ) -> None:
+        super().__init__(parameters, dtype, arrived)
+        self.views = []
+        self._lengths = [parameter.numel() for parameter in parameters]
+        self._starts = list(itertools.accumulate(self._lengths, initial=0))
+        self._bytes = [parameter.nbytes for parameter in parameters]
+        # No transport is asked to reduce nothing.
+        self._tail_length = trailer or int(self._starts[-1] == 0)
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.staged = is_staged(self.device)
+        self.sums: list[complex] = []
+        self._owner: weakref.ref[Communicator] | None = None
+        self._wire: torch.Tensor | None = None
+        self._flat: torch.Tensor | None = None
+        self._tail: torch.Tensor | None = None
+        self._staging: Staging | None = None
+        self._parts: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._factor: torch.Tensor | None = None
+        # What has arrived but is not in the buffer yet.
+        self._pending: dict[int, torch.Tensor] = {}
+        self._pending_bytes = 0
+
+    def begin(self, communicator: Communicator, scaling: Scaling | None = None) -> None:
+        """Prepare for a new step, in memory of `communicator`."""
+        if self._owner is None or self._owner() is not communicator:
+            self._forget()
+            self._owner = weakref.ref(communicator)
+            self._allocate(communicator)
+        before = self.scaling.before
+        self._restart(scaling)
+        if before != self.scaling.before:
+            # A tensor without dimensions is a number that need not be made into one each time.
+            factor = 1 / self.scaling.before
+            self._factor = None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64)
+        self._pending, self._pending_bytes, self.sums = {}, 0, []
+
+    def arrive(self, position: int, gradient: torch.Tensor) -> bool:
+        """Take a gradient; copy what has arrived, where it is enough or complete."""
+        self._pending[position] = gradient
+        self._pending_bytes += self._bytes[position]
+        self.expected -= 1
+        if self.expected == 0 or (self._pending_bytes >= HOT_BYTES and not self.staged):
+            self._take_pending()
+            if self.staged:  # the last has arrived: it is all on its way to the host
+                self.complete()
+        return self.expected == 0
+
+    def _take_pending(self) -> None:
+        """Copy what has arrived, and let gradients be their copies, so that memory is free."""
+        gradients, self._pending, self._pending_bytes = self._pending, {}, 0
+        self._copy(gradients)
+        noted, sampled = self._arrived.noted, self._arrived.sampled
+        for position, gradient in gradients.items():
+            parameter, view = self.parameters[position], self.views[position]
+            stays = view is None or gradient.requires_grad or parameter is sampled
+            if view is None or stays or parameter.grad is not gradient:
+                continue
+            if gradient is not view:
+                parameter.grad = view
+            noted[id(parameter)] = (parameter, view, view._version, view.data_ptr())
+
+    def _copy(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Copy gradients, by their positions, unless they are in their places already."""
+        if self.staged and gradients:
+            self._arrived.streams.join(self.device, gradients.values())
+        factor, views, present = self._factor, self.views, self.present
+        # One by one what is divided passes through the processor once, not twice; an accelerator
+        # would rather begin few operations.
+        at_once = factor is None or self.staged
+        parts, sources = [], []
+        for position, gradient in gradients.items():
+            present[position] = True
+            part = self._parts[position]
+            source = gradient.detach() if gradient.requires_grad else gradient
+            if gradient is part:
+                if part.data_ptr() == self._addresses[position]:
+                    if factor is not None:
+                        part.mul_(factor)
+                    continue
+                part = self._renew(position)  # the user has set its `data`
+            elif at_once and views[position] is not None:
+                parts.append(part)
+                sources.append(source)
+                continue
+            if factor is None:
+                part.copy_(source)
+            elif views[position] is not None or (
+                source.dtype == part.dtype and source.device == part.device
+            ):
+                torch.mul(source, factor, out=part)
+            else:
+                part.copy_(source).mul_(factor)
+        if parts:
+            torch._foreach_copy_(parts, sources)
+            if factor is not None:
+                torch._foreach_mul_(parts, 1 / self.scaling.before)
+
+    def _collect(self) -> None:
+        self._pending = {}  # copied below, as what was kept from an earlier step
+        if False in self.present:
+            missing = [position for position, there in enumerate(self.present) if not there]
+            found = {p: self._arrived.present(self.parameters[p]) for p in missing}
+            self._copy({p: gradient for p, gradient in found.items() if gradient is not None})
+            for position in [p for p, gradient in found.items() if gradient is None]:
+                part = self._parts[position]
+                moved = part.data_ptr() != self._addresses[position]
+                (self._renew(position) if moved else part).zero_()
+        if self._staging is not None:
+            self._staging.fetch()
+
+    def values(self, trailer: Sequence[float] = ()) -> list[torch.Tensor]:
+        """Return the buffer, complete."""
+        self.complete()
+        assert self._wire is not None
+        assert self._tail is not None
+        if self._staging is not None:
+            self._staging.wait_fetched()
+        if trailer:
+            self._tail.copy_(torch.tensor([*map(float, trailer)], dtype=self.dtype))
+        return [self._wire]
+
+    def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
+        """Begin the reduction of the buffer."""
+        op, (wire,) = self.scaling.op, self.values(trailer)
+        if not isinstance(op, Op):
+            width = wire.numel() // (self._starts[-1] + self._tail_length)
+            lengths = [length * width for length in self._lengths]
+            self._handle = adasum_async(communicator, wire, lengths)
+        elif communicator.overlaps:
+            self._handle = communicator.allreduce_async(wire, op)
+        else:
+            communicator.allreduce(wire, op)
+            if self._staging is not None:
+                self._staging.send_back()
+
+    def wait(self) -> None:
+        """Wait until the reduced gradients, and the trailer's sums, are there."""
+        assert self._tail is not None
+        pending = self._handle is not None
+        super().wait()
+        if self._staging is not None:
+            if pending:
+                self._staging.send_back()
+            self._staging.join()
+        self.sums = self._tail.tolist()
+
+    def deliver(self, counts: Sequence[complex]) -> None:
+        """Make the reduced gradient that of each parameter that any rank had one for."""
+        after = self.scaling.after
+        for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if not counts[position]:
+                continue
+            part = self._parts[position]
+            if view is not None:
+                if after != 1.0:
+                    part.div_(after)
+                if parameter.grad is not view:
+                    parameter.grad = view
+            else:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter, requires_grad=False)
+                _divide(part, after, parameter.grad)
+
+    def keeps(self, position: int, _timing: SumTiming) -> bool:
+        """Return whether the gradient is copied and never becomes a view."""
+        return self.views[position] is None
+
+    def release(self) -> None:
+        """Let go of a buffer that has not been given away; gradients in it move out."""
+        for view, parameter in zip(self.views, self.parameters, strict=False):
+            if view is not None and parameter.grad is view:
+                parameter.grad = view.clone()
+        self._forget()
+
+    def drop(self) -> None:
+        """Let go of the buffer, of gradients in it, and of an operation under way."""
+        for view, parameter in zip(self.views, self.parameters, strict=False):
+            if view is not None and parameter.grad is view:
+                parameter.grad = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._owner = self._wire = self._flat = self._tail = self._handle = self._staging = None
+        self.views, self._parts, self._addresses, self._pending = [], [], [], {}
+        self.present, self.sums = [], []
+
+    def _allocate(self, communicator: Communicator) -> None:
+        width, dtype = (2, self.dtype.to_real()) if self.dtype.is_complex else (1, self.dtype)
+        count, tail = width * self._starts[-1], width * self._tail_length
+        if self.staged:
+            home = torch.empty(count, dtype=dtype, device=self.device)
+            self._staging = Staging(communicator, home, tail)
+            self._wire = self._staging.host
+        else:
+            home = self._wire = communicator.empty(count + tail, dtype)
+        self._flat = self._shaped(home)
+        self._tail = self._shaped(self._wire)[self._starts[-1] :]
+        self._parts = list(self.parameters)
+        self.views = [None] * len(self.parameters)
+        self._addresses = [0] * len(self.parameters)
+        for position in range(len(self.parameters)):
+            self._renew(position)
+
+    def _shaped(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return memory as elements of the type on the wire."""
+        return torch.view_as_complex(memory.view(-1, 2)) if self.dtype.is_complex else memory
+
+    def _renew(self, position: int) -> torch.Tensor:
+        """Return a new tensor for a part of the buffer."""
+        assert self._flat is not None
+        parameter, start = self.parameters[position], self._starts[position]
+        part = self._flat[start : start + self._lengths[position]].view(parameter.shape)
+        fits = parameter.is_contiguous() and parameter.dtype == self.dtype == getattr(
+            parameter, "grad_dtype", self.dtype
+        )
+        if fits:  # strides of dimensions of length 1 may be anything
+            part = part.as_strided(part.shape, parameter.stride(), part.storage_offset())
+        # Its `data` counts changes in place by itself, the part itself those of the whole buffer.
+        self._parts[position] = part = part.data
+        self._addresses[position] = part.data_ptr()
+        self.views[position] = part if fits else None
+        return part
+
+
+def _divide(reduced: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
+    if divisor == 1.0:
+        out.copy_(reduced)
+    elif reduced.dtype == out.dtype:
+        torch.div(reduced, divisor, out=out)
+    else:
+        out.copy_(reduced).div_(divisor)
+
+
+class InPlaceGroup(GradientGroup):
+    """Gradients on the CPU, of one type, that travel as what they are, without a buffer."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], arrived: ArrivedGradients) -> None:
+        super().__init__(parameters, parameters[0].dtype, arrived)
+        self._gradients: list[torch.Tensor] = []
+        self._copied: list[int] = []
+
+    def begin(self, _communicator: Communicator, scaling: Scaling | None = None) -> None:
+        """Prepare for a new step."""
+        self._restart(scaling)
+        self.release()
+
+    def arrive(self, _position: int, _gradient: torch.Tensor) -> bool:
+        """Count a gradient, which stays where it is."""
+        self.expected -= 1
+        return self.expected == 0
+
+    def _collect(self) -> None:
+        """Collect the gradients; copy what is missing or cannot be reduced where it is."""
+        noted, dtype = self._arrived.noted, self.dtype
+        present, gradients, copied = self.present, [], []
+        for position, parameter in enumerate(self.parameters):
+            arrival = noted.get(id(parameter))
+            gradient = self._arrived.present(parameter) if arrival is None else arrival[1]
+            if gradient is None:
+                gradient = torch.zeros(parameter.shape, dtype=dtype)
+                copied.append(position)
+            else:
+                present[position] = True
+                if (
+                    gradient.requires_grad
+                    or gradient.dtype is not dtype
+                    or not gradient.is_contiguous()
+                ):
+                    gradient = torch.empty(gradient.shape, dtype=dtype).copy_(gradient.detach())
+                    copied.append(position)
+            gradients.append(gradient)
+        self._gradients, self._copied = gradients, copied
+        if self.scaling.before != 1.0:
+            torch._foreach_mul_(gradients, 1 / self.scaling.before)
+            for parameter in self.parameters:  # the change is not the user's
+                if id(parameter) in noted:
+                    self._arrived.note(parameter, noted[id(parameter)][1])
+
+    def values(self, trailer: Sequence[float] = ()) -> list[torch.Tensor]:
+        """Return the gradients, in the order of the parameters."""
+        assert not trailer
+        self.complete()
+        return self._gradients
+
+    def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
+        """Begin the reduction of all gradients."""
+        # Their `data` counts changes in place by itself: the sum is no change by the user.
+        values = [each.data for each in self.values(trailer)]
+        assert isinstance(self.scaling.op, Op)
+        if communicator.overlaps:
+            self._handle = communicator.allreduce_coalesced_async(values, self.scaling.op)
+        else:
+            communicator.allreduce_coalesced(values, self.scaling.op)
+
+    def deliver(self, counts: Sequence[complex]) -> None:
+        """Divide what was reduced; give parameters the gradients that had to be copied."""
+        gradients, self._gradients = self._gradients, []
+        if self.scaling.after != 1.0:
+            torch._foreach_div_(gradients, self.scaling.after)
+        for position in self._copied:
+            if not counts[position]:
+                continue
+            parameter, gradient = self.parameters[position], gradients[position]
+            if parameter.is_contiguous():
+                parameter.grad = gradient
+            else:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+
+    def keeps(self, _position: int, timing: SumTiming) -> bool:
+        """Return whether no sum is formed before backward has ended."""
+        return timing is not SumTiming.DURING_BACKWARD
+
+    def release(self) -> None:
+        """Let go of the gradients, which stay their parameters'."""
+        self._gradients, self._handle = [], None
+
+    def drop(self) -> None:
+        """Let go of the gradients, and of an operation under way that has them."""
+        self.release()

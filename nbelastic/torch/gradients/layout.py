@@ -1,0 +1,339 @@
+"""Gradient groups of a model, a pure function of what ranks have agreed on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from nbelastic.collectives import Op
+from nbelastic.torch.gradients.groups import (
+    HOT_BYTES,
+    Bucket,
+    GradientGroup,
+    InPlaceGroup,
+    Scaling,
+    SumTiming,
+)
+from nbelastic.torch.gradients.staging import is_staged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.torch.gradients.arrived import ArrivedGradients
+    from nbelastic.torch.gradients.options import ReduceOptions
+
+__all__ = ["LARGE_BYTES", "PIECE_BYTES", "Layout", "Manifest", "groups_of", "plan_groups"]
+
+BUCKET_BYTES = 25 << 20
+# The first of several is small, so that the network has something to do early.
+FIRST_BUCKET_BYTES = 1 << 20
+# More than a processor's own cache holds: what is copied is fetched from memory again.
+LARGE_BYTES = 8 << 20
+# For one operation on many while backward runs: to copy less costs less than to handle it alone.
+PIECE_BYTES = 16 << 10
+# Communicators that average as they add, at no cost.
+_AVERAGING = ("shm", "hierarchical")
+# Types in which a gradient divided by the number of ranks loses nothing.
+_ROOMY = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class Manifest(NamedTuple):
+    """All that decides on a layout, in addition to the parameters: equal on all ranks.
+
+    Attributes
+    ----------
+    order : list of int
+        Indices of the parameters in the order in which gradients are expected.
+    in_place_bytes : float
+        From what size on gradients are reduced where they are.
+    coalesces : bool
+        Whether one operation of the communicator reduces many of those.
+    after_backward : bool
+        Whether it reduces all of a step, when backward has ended.
+    """
+
+    order: list[int]
+    in_place_bytes: float
+    coalesces: bool
+    after_backward: bool
+
+
+class Layout:
+    """Groups of the gradients of some parameters, in the order in which they are launched.
+
+    Attributes
+    ----------
+    parameters : list of Tensor
+        In the order of the optimizer.
+    manifest : Manifest
+        As given.
+    staged : bool
+        Whether any gradients are brought to the host to be reduced.
+    coalesced : bool
+        Whether one operation of each type reduces all groups, when backward has ended.
+    groups : list of GradientGroup
+        The last is a bucket. Its trailer has a flag, and for each gradient in the order of the
+        groups whether this rank has one.
+    places : dict
+        From the id of a parameter to its group and its position there.
+    arrivals : dict of int to callable
+        By the ids of parameters, :meth:`GradientGroup.arrive` where the group acts on it.
+    """
+
+    def __init__(
+        self,
+        parameters: list[torch.Tensor],
+        manifest: Manifest,
+        options: ReduceOptions,
+        arrived: ArrivedGradients,
+    ) -> None:
+        self.parameters = parameters
+        self.manifest = manifest
+        self.staged = any(is_staged(parameter.device) for parameter in parameters)
+        self._options = options
+        wire_dtype = options.compression.wire_dtype
+        plan = plan_groups(
+            parameters,
+            manifest.order,
+            wire_dtype,
+            groups_of(parameters, manifest.order, options.groups),
+            in_place_bytes=manifest.in_place_bytes if isinstance(options.op, Op) else math.inf,
+            coalesces=manifest.coalesces,
+        )
+        self.groups: list[GradientGroup] = []
+        self.places: dict[int, tuple[GradientGroup, int]] = {}
+        for planned in plan:
+            members = [parameters[index] for index in planned.indices]
+            group: GradientGroup
+            if planned.in_place:
+                group = InPlaceGroup(members, arrived)
+            else:
+                trailer = 1 + len(parameters) if planned is plan[-1] else 0
+                dtype = wire_dtype(members[0].dtype) if members else self._last_dtype()
+                group = Bucket(members, dtype, arrived, trailer)
+            self.groups.append(group)
+            for position, parameter in enumerate(members):
+                self.places[id(parameter)] = (group, position)
+        any_in_place = any(planned.in_place for planned in plan)
+        self.coalesced = any_in_place and manifest.after_backward and not self.staged
+        self.arrivals = {
+            key: functools.partial(group.arrive, position)
+            for key, (group, position) in self.places.items()
+            if not (self.coalesced and isinstance(group, InPlaceGroup))
+        }
+        self._scaled_for: Callable[[], Communicator | None] = lambda: None
+        self._scalings: list[Scaling] = []
+
+    def _last_dtype(self) -> torch.dtype:
+        """Return the type of the last group so far, which one without gradients travels with."""
+        return self.groups[-1].dtype if self.groups else torch.float32
+
+    @functools.cached_property
+    def deferrable(self) -> set[int]:
+        """The ids of parameters whose gradients can be handled together with a later one.
+
+        Not among them are the last gradient of all, the last of each group that acts on arrivals,
+        and each with which enough bytes have arrived to be copied while they are in the cache.
+        """
+        deferrable: set[int] = set()
+        left = {id(group): len(group.parameters) for group in self.groups}
+        gathered = 0
+        for index in self.manifest.order[:-1]:
+            parameter = self.parameters[index]
+            key = id(parameter)
+            if key in self.arrivals:
+                group, _ = self.places[key]
+                left[id(group)] -= 1
+                if isinstance(group, Bucket) and not group.staged:
+                    gathered += parameter.nbytes
+                if left[id(group)] == 0 or gathered >= HOT_BYTES:
+                    gathered = 0
+                    continue
+            deferrable.add(key)
+        return deferrable
+
+    def timing(self, communicator: Communicator) -> SumTiming:
+        """Return when sums run on this rank. They are the same, in the same order, on all."""
+        if self.staged:
+            return SumTiming.STAGED
+        if self.coalesced or not communicator.overlaps:
+            return SumTiming.AFTER_BACKWARD
+        return SumTiming.DURING_BACKWARD
+
+    def begin(self, communicator: Communicator) -> None:
+        """Prepare all groups for a new step."""
+        if self._scaled_for() is not communicator:
+            self._scaled_for = weakref.ref(communicator)
+            self._scalings = [_scaling(self._options, communicator, each) for each in self.groups]
+        for group, scaling in zip(self.groups, self._scalings, strict=True):
+            group.begin(communicator, scaling)
+
+    def launch(
+        self, number: int, communicator: Communicator, change_flag: Callable[[], bool]
+    ) -> None:
+        """Begin the reduction of the group with a number; the last takes the flag along."""
+        group = self.groups[number]
+        trailer: Sequence[float] = ()
+        if number == len(self.groups) - 1:
+            group.complete()
+            trailer = self._trailer(change_flag())
+        group.launch(communicator, trailer)
+
+    def launch_all(self, communicator: Communicator, change_flag: Callable[[], bool]) -> None:
+        """Reduce all groups, those of one type in one operation, and wait for it."""
+        for group in self.groups:
+            group.complete()
+        values: dict[tuple[torch.dtype, Op], list[torch.Tensor]] = {}
+        for group in self.groups:
+            closing = group is self.groups[-1]
+            its = group.values(self._trailer(change_flag()) if closing else ())
+            op = group.scaling.op
+            assert isinstance(op, Op)  # gradients that stay where they are have no other
+            values.setdefault((its[0].dtype, op), []).extend(its)
+        for (_, op), tensors in values.items():
+            communicator.allreduce_coalesced(tensors, op)
+
+    def _trailer(self, change_flag: bool) -> list[float]:
+        return [float(change_flag), *(there for group in self.groups for there in group.present)]
+
+    def deliver(self) -> bool:
+        """Wait for all groups and deliver them; return whether the flag of any rank was set."""
+        for group in self.groups:
+            group.wait()
+        closing = self.groups[-1]
+        assert isinstance(closing, Bucket)
+        flag, *counts = closing.sums
+        start = 0
+        for group in self.groups:
+            end = start + len(group.parameters)
+            group.deliver(counts[start:end])
+            start = end
+        return bool(flag)
+
+    def drop(self) -> None:
+        """Give all buffers away, with the gradients in them."""
+        for group in self.groups:
+            group.drop()
+
+    def release(self) -> None:
+        """Let go of all buffers; gradients in them move out."""
+        for group in self.groups:
+            group.release()
+
+
+def groups_of(
+    parameters: Sequence[torch.Tensor],
+    order: Sequence[int],
+    groups: int | tuple[tuple[torch.Tensor, ...], ...],
+) -> list[list[int]]:
+    """Return the indices in each group that a user asks for; a number is of about equal ones."""
+    if isinstance(groups, int):
+        count = min(groups, len(order))
+        bounds = [number * len(order) // count for number in range(count + 1)] if count else []
+        return [list(order[a:b]) for a, b in itertools.pairwise(bounds)]
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    return [[index_of[id(p)] for p in group if id(p) in index_of] for group in groups]
+
+
+def _scaling(options: ReduceOptions, communicator: Communicator, group: GradientGroup) -> Scaling:
+    """Return how gradients become an average, on all ranks in the same way.
+
+    They are divided in the reduction or when they are copied, in no pass over memory of its own.
+    """
+    if options.op is not Op.AVERAGE:
+        return Scaling(op=options.op)
+    if options.predivide == 1.0:
+        if communicator.name in _AVERAGING:
+            return Scaling(op=Op.AVERAGE)
+        if group.plain and group.dtype in _ROOMY:
+            return Scaling(before=communicator.size)
+    return Scaling(before=options.predivide, after=communicator.size / options.predivide)
+
+
+class PlannedGroup(NamedTuple):
+    """Indices of the parameters of one group, and whether their gradients stay where they are."""
+
+    indices: list[int]
+    in_place: bool = False
+
+
+def plan_groups(
+    parameters: Sequence[torch.Tensor],
+    order: Sequence[int],
+    wire_dtype: Callable[[torch.dtype], torch.dtype],
+    groups: Iterable[Sequence[int]] = (),
+    *,
+    in_place_bytes: float = LARGE_BYTES,
+    coalesces: bool = False,
+) -> list[PlannedGroup]:
+    """Distribute parameters over buckets.
+
+    Gradients share buckets because each operation has a price of its own. A large one is reduced
+    where it is, by itself: it has nothing to gain from a bucket, and a copy to lose. Where one
+    operation reduces many tensors wherever they are, all but small ones stay where they are.
+
+    Parameters
+    ----------
+    parameters : sequence of Tensor
+        Of any types and devices; a group has those of one device and one type on the wire.
+    order : sequence of int
+        Indices of all parameters in the order in which their gradients are expected.
+    wire_dtype : callable
+        From a parameter's type to that of its gradient on the wire.
+    groups : iterable of sequences of int, optional
+        Indices that share a bucket whatever their size. The others share buckets of
+        :data:`BUCKET_BYTES`, the first of :data:`FIRST_BUCKET_BYTES` if there are several.
+    in_place_bytes : float, default LARGE_BYTES
+        From how many bytes on a gradient is reduced where it is, if it is on the CPU, in no group,
+        and travels as what it is.
+    coalesces : bool, default False
+        Whether several such gradients share a group.
+
+    Returns
+    -------
+    list of PlannedGroup
+        In the order in which they are expected to be complete, except that the last bucket comes
+        after all others. If there is none, an empty one does.
+    """
+    expected = {index: place for place, index in enumerate(order)}
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
+
+    def bytes_of(index: int) -> int:
+        return parameters[index].numel() * wire_dtype(parameters[index].dtype).itemsize
+
+    def stays(index: int) -> bool:
+        parameter = parameters[index]
+        as_it_is = wire_dtype(parameter.dtype) == parameter.dtype and not parameter.is_complex()
+        on_host = parameter.device.type == "cpu"
+        return as_it_is and on_host and index not in group_of and bytes_of(index) >= in_place_bytes
+
+    alone = set() if coalesces else {index for index in order if stays(index)}
+    shared = [index for index in order if index not in alone and index not in group_of]
+    several = sum(map(bytes_of, shared)) > BUCKET_BYTES
+    done: list[PlannedGroup] = []
+    filling: dict[tuple[object, ...], PlannedGroup] = {}
+    seen: set[tuple[object, ...]] = set()
+    for index in order:
+        parameter, together = parameters[index], index if index in alone else group_of.get(index)
+        kind = (parameter.device, wire_dtype(parameter.dtype), stays(index))
+        key = (index in alone, together, *kind)
+        bucket = filling.setdefault(key, PlannedGroup([], stays(index)))
+        bucket.indices.append(index)
+        if together is None:
+            enough = FIRST_BUCKET_BYTES if several and key not in seen else BUCKET_BYTES
+            if sum(map(bytes_of, bucket.indices)) >= enough:
+                seen.add(key)
+                done.append(filling.pop(key))
+
+    def when_full(planned: PlannedGroup) -> int:
+        return max(expected[index] for index in planned.indices)
+
+    planned = sorted([*done, *filling.values()], key=when_full)
+    closing = next((each for each in reversed(planned) if not each.in_place), PlannedGroup([]))
+    return [*(each for each in planned if each is not closing), closing]

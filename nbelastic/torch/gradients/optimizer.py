@@ -1,0 +1,319 @@
+"""Optimizer that steps with the gradients of all ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from nbelastic.collectives import Op
+from nbelastic.elastic.context import current
+from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names_of
+from nbelastic.torch.gradients.reducer import Reducer
+from nbelastic.torch.ops.adasum import GradientOp
+from nbelastic.torch.ops.compression import Compression, Compressor
+from nbelastic.torch.ops.reductions import allreduce
+from nbelastic.torch.ops.world import check_process_set
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    Base = torch.optim.Optimizer
+else:
+    Base = object
+
+__all__ = ["DistributedOptimizer", "is_distributed"]
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
+    optimizer: AnyOptimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op | GradientOp = Op.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: object = None,
+) -> AnyOptimizer:
+    """Make `optimizer` step with gradients reduced over all ranks.
+
+    Gradients travel while backward still runs, and ``step()`` waits for the last of them. The
+    optimizer survives changes of membership: each step reduces over the ranks that there are. On
+    one rank it does what it did before.
+
+    A parameter without a gradient on this rank counts as zero where others have one. Where no rank
+    has one it keeps none, so the optimizer leaves it alone. (Horovod gives it zeros, which weight
+    decay and momentum act on.) Parameters may be added, frozen and unfrozen between steps,
+    on all ranks alike.
+
+    Clipping gradients, and ``torch.amp.GradScaler``, work on reduced gradients::
+
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+
+    To change gradients between ``backward()`` and ``synchronize()`` is an error. So all ranks find
+    the same infinities, and skip the same steps. Do not rely on their values in between: they are
+    views of the buffers that are being reduced. The next backward uses those again, so clone what
+    you want to keep longer.
+
+    Wrap each optimizer of a GAN by itself. A discriminator that is trained by two losses has
+    ``backward_passes_per_step=2``. One that is trained by their sum has 1, and is frozen
+    (``requires_grad_(False)``) while the generator's loss goes through it.
+
+    ``torch.save(optimizer)`` saves the plain optimizer, to be wrapped again where it is loaded; a
+    deep copy is a distributed optimizer of the copied parameters.
+
+    ``step(closure)`` reduces the gradients after each call of the closure, and also the loss that
+    it returns, because optimizers that search along a line decide by it.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        This object is changed and returned. Its class becomes one derived from its present class,
+        so all that refers to it (a scheduler, a scaler, a state) stays right.
+    named_parameters : iterable of (str, Tensor), optional
+        Names for messages: ``model.named_parameters()``.
+    compression : default Compression.none
+        How gradients travel; ``Compression.fp16`` and ``Compression.bf16`` halve them.
+    backward_passes_per_step : int, default 1
+        How many backward passes add up on this rank before gradients are reduced. They are summed,
+        not averaged, as torch does. Passes whose gradients ``zero_grad()`` has dropped do not
+        count.
+    op : default Average
+        Average, Sum or Adasum, which adds up what differs between the ranks' gradients of a
+        parameter and averages what does not (:mod:`nbelastic.torch.ops.adasum`). It combines
+        gradients; Horovod's combines what each rank's optimizer makes of them.
+    gradient_predivide_factor : float, default 1.0
+        With Average: gradients are divided by this before they are summed, and by
+        ``size / gradient_predivide_factor`` after. Makes room in float16.
+    num_groups : int, default 0
+        Horovod's older name of `groups`.
+    groups : int or list of lists of Tensor, optional
+        How many groups to reduce gradients in, or which parameters go together; 0 or None: groups
+        of about 25 MB in the order in which gradients arrive.
+    sparse_as_dense : bool, default False
+        Whether to make sparse gradients dense. Else they are an error.
+    process_set : None
+        Only all ranks.
+
+    Returns
+    -------
+    torch.optim.Optimizer
+        `optimizer`, with these methods besides its own:
+
+        - ``synchronize()`` waits for the reduced gradients before ``step()`` does;
+        - ``skip_synchronize()``, a context in which ``step()`` uses them as they are;
+        - ``set_backward_passes_per_step(passes)``;
+        - ``reset()`` drops gradients, and reductions under way.
+
+    Raises
+    ------
+    NotInitialized
+        ``init()`` has not been called.
+    ValueError
+        An argument has a value it cannot have. The optimizer is as it was.
+    """
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("the optimizer is a DistributedOptimizer already")
+    check_process_set(process_set)
+    names = names_of(optimizer, named_parameters)
+    options = ReduceOptions(
+        op=op,
+        compression=compression,
+        predivide=gradient_predivide_factor,
+        passes=backward_passes_per_step,
+        groups=check_groups(optimizer, groups, num_groups),
+        sparse_as_dense=sparse_as_dense,
+    )
+    return _wrap(optimizer, names, options, op)
+
+
+def _wrap(
+    optimizer: AnyOptimizer,
+    names: Mapping[int, str],
+    options: ReduceOptions,
+    op: Op | GradientOp,
+) -> AnyOptimizer:
+    optimizer._reducer = Reducer(optimizer, names, options)  # type: ignore[attr-defined]
+    optimizer._op = op  # type: ignore[attr-defined]
+    current().telemetry.device = next((str(p.device) for p in _parameters(optimizer)), "cpu")
+    patched = vars(optimizer).pop("step", None)
+    optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[assignment,arg-type]
+    if patched is not None:
+        _patch_again(optimizer, patched)
+    return optimizer
+
+
+def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer steps with the gradients of all ranks."""
+    return isinstance(optimizer, _Distributed)
+
+
+class _Distributed(Base):
+    """Methods of a distributed optimizer; the first base of its class."""
+
+    _reducer: Reducer
+    _op: Op | GradientOp
+    _skips = False
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced; afterwards ``step()`` does not.
+
+        Raises
+        ------
+        CollectiveError
+            A peer is gone, or the generation is over. The gradients are None.
+        RuntimeError
+            Gradients were changed since backward.
+        """
+        self._reducer.synchronize()
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Have ``step()`` use the gradients as they are: reduced by ``synchronize()`` before."""
+        return _Skipping(self)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Wait until all gradients are reduced, if that has not been done, and step.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss and its gradients. Its loss is reduced, too.
+
+        Raises
+        ------
+        CollectiveError
+            A peer is gone, or the generation is over. Nothing was stepped.
+        RuntimeError
+            Gradients were changed since backward, or ``skip_synchronize()`` was used without
+            ``synchronize()``.
+        """
+        if closure is not None:
+            closure = functools.partial(_reduced, self, closure)
+        elif self._skips:
+            if self._reducer.pending:
+                raise RuntimeError("call optimizer.synchronize() before skip_synchronize()")
+        elif not self._reducer.synchronized:
+            if getattr(self, "found_inf", None) is not None:
+                raise RuntimeError(
+                    "GradScaler has looked for infinities before gradients were reduced, so ranks "
+                    "may disagree; call optimizer.synchronize() before scaler.step(optimizer)"
+                )
+            self._reducer.synchronize()
+        self._reducer.synchronized = False
+        return super().step(closure) if closure is not None else super().step()
+
+    # Else torch would run the hooks of step() twice: here and in the class it derives from.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to None, or to zero.
+
+        Raises
+        ------
+        RuntimeError
+            Between ``backward()`` and ``step()`` or ``synchronize()``, when other ranks need them.
+        """
+        self._reducer.forget()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes add up before gradients are reduced."""
+        self._reducer.set_passes(passes)
+
+    def reset(self) -> None:
+        """Drop gradients, and reductions under way, before a state is restored."""
+        self._reducer.reset()
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Pickle the plain optimizer, which can be used anywhere, and wrapped again."""
+        return object.__new__, (_plain(type(self)),), self.__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Distributed:
+        """Return a distributed optimizer of copied parameters."""
+        made: Any = object.__new__(_plain(type(self)))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        pairs = zip(_parameters(self), _parameters(made), strict=True)
+        names = self._reducer.names
+        named = {id(copied): names[id(mine)] for mine, copied in pairs if id(mine) in names}
+        options = self._reducer.options
+        groups = copy.deepcopy(options.groups, memo)
+        return cast(
+            "_Distributed",
+            _wrap(made, named, dataclasses.replace(options, groups=groups), self._op),
+        )
+
+
+@functools.cache
+def _distributed(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    return cast("type[torch.optim.Optimizer]", type(base.__name__, (_Distributed, base), names))
+
+
+def _plain(kind: type[_Distributed]) -> type[torch.optim.Optimizer]:
+    return cast("type[torch.optim.Optimizer]", kind.__bases__[1])
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class _Skipping:
+    """Context of ``skip_synchronize()``.
+
+    It is no generator, because ``contextlib`` sets the traceback of exceptions, which some refuse.
+    """
+
+    def __init__(self, optimizer: _Distributed) -> None:
+        self._optimizer = optimizer
+
+    def __enter__(self) -> None:
+        self._optimizer._skips = True
+
+    def __exit__(self, *_: object) -> None:
+        self._optimizer._skips = False
+
+
+def _patch_again(optimizer: torch.optim.Optimizer, patched: Callable[..., Any]) -> None:
+    """Restore the ``step`` that a scheduler, made before, has set on the instance."""
+    alive = weakref.ref(optimizer)
+
+    @functools.wraps(patched)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        distributed = alive()
+        assert distributed is not None
+        distributed._opt_called = True  # type: ignore[attr-defined]
+        return type(distributed).step(distributed, *args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def _reduced(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
+    """Call `closure`, then reduce the gradients it has computed and the loss it returns."""
+    loss = closure()
+    optimizer.synchronize()
+    if loss is None:
+        return None
+    value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
+    op = optimizer._op if isinstance(optimizer._op, Op) else Op.AVERAGE
+    reduced = allreduce(value, op=op)
+    return reduced if isinstance(loss, torch.Tensor) else reduced.item()

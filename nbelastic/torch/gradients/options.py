@@ -1,0 +1,122 @@
+"""Options of a distributed optimizer, checked before anything is changed."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.collectives import Op
+from nbelastic.torch.ops.adasum import Adasum, GradientOp
+from nbelastic.torch.ops.compression import Compressor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["ReduceOptions", "check_groups", "names_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceOptions:
+    """How gradients are reduced.
+
+    Attributes
+    ----------
+    op : Op or GradientOp
+        ``AVERAGE``, ``SUM`` or ``ADASUM``.
+    compression : type of Compressor
+        What they are on the wire.
+    predivide : float
+        With ``AVERAGE``: the divisor before the sum is formed; the rest is divided by after.
+    passes : int
+        Backward passes per step.
+    groups : int or tuple of tuples of Tensor
+        How many groups to form, 0 for none; or the groups. A group is reduced in one operation.
+    sparse_as_dense : bool
+        Whether to make sparse gradients dense, or refuse them.
+
+    Raises
+    ------
+    ValueError
+        An option has a value that it cannot have.
+    """
+
+    op: Op | GradientOp
+    compression: type[Compressor]
+    predivide: float
+    passes: int
+    groups: int | tuple[tuple[torch.Tensor, ...], ...]
+    sparse_as_dense: bool
+
+    def __post_init__(self) -> None:
+        if self.op not in (Op.AVERAGE, Op.SUM, Adasum):
+            raise ValueError(f"op must be Average, Sum or Adasum, not {self.op!r}")
+        if self.predivide != 1.0 and self.op is not Op.AVERAGE:
+            raise ValueError("gradient_predivide_factor needs op=Average")
+        if not self.predivide > 0:
+            raise ValueError(f"gradient_predivide_factor must be positive, not {self.predivide}")
+        if not (isinstance(self.compression, type) and issubclass(self.compression, Compressor)):
+            raise ValueError(
+                "compression must be Compression.none, Compression.fp16 or Compression.bf16, "
+                f"not {self.compression!r}"
+            )
+        if self.passes < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1, not {self.passes}")
+
+
+def check_groups(
+    optimizer: torch.optim.Optimizer,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    num_groups: int,
+) -> int | tuple[tuple[torch.Tensor, ...], ...]:
+    """Return the number of groups that the user asks for, 0 for any, or the groups."""
+    if num_groups:
+        warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
+    if groups is None:
+        return 0
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError(f"groups must be at least 0, not {groups}")
+        return groups
+    known = {id(p) for options in optimizer.param_groups for p in options["params"]}
+    members = [parameter for group in groups for parameter in group]
+    if len({id(parameter) for parameter in members}) < len(members):
+        raise ValueError("groups must not have a parameter twice")
+    if not all(id(parameter) in known for parameter in members):
+        raise ValueError("groups must only have parameters of the optimizer")
+    return tuple(tuple(group) for group in groups)
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[int, str]:
+    """Return the names of an optimizer's parameters by their ids; made up where none are given."""
+    numbered = {
+        id(parameter): f"{group}.{index}"
+        for group, options in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(options["params"])
+    }
+    if named_parameters is None:
+        return numbered
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            "named_parameters must be pairs of a name and a parameter, as from "
+            "model.named_parameters()"
+        )
+    counts = collections.Counter(name for name, _ in pairs)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if repeated:
+        raise ValueError(f"names in named_parameters must be unique; repeated: {repeated}")
+    by_id = {id(parameter): name for name, parameter in pairs}
+    missing = [place for key, place in numbered.items() if key not in by_id]
+    if missing:
+        raise ValueError(
+            "named_parameters lacks parameters of the optimizer (group.index): "
+            f"{', '.join(missing)}"
+        )
+    return by_id

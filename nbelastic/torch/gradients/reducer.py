@@ -1,0 +1,305 @@
+"""Hooks that collect an optimizer's gradients, and steps that reduce them.
+
+A :class:`~nbelastic.torch.gradients.reduction_step.ReductionStep` begins with the first gradient
+(or with :meth:`Reducer.synchronize`, on a rank that has computed none), and ends when
+:meth:`Reducer.synchronize` has the reduced gradients. All ranks reduce the same groups in the same
+order, whichever parameters they have used. See "Gradients" in ``docs/architecture.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbelastic.elastic.context import current
+from nbelastic.errors import CollectiveError, NotInitialized
+from nbelastic.torch.gradients.arrived import ArrivedGradients
+from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
+from nbelastic.torch.gradients.reduction_step import ReductionStep
+from nbelastic.torch.identity import same
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.elastic.context import Context
+    from nbelastic.torch.gradients.layout import Layout
+    from nbelastic.torch.gradients.options import ReduceOptions
+
+__all__ = ["Reducer"]
+
+_NONE: set[int] = set()
+
+
+class Reducer:
+    """Reduction of one optimizer's gradients over all ranks, step by step.
+
+    It covers the parameters in the optimizer's groups that require a gradient when a step begins.
+    They may be added, frozen and unfrozen between steps, on all ranks in the same step.
+
+    Attributes
+    ----------
+    names : mapping of int to str
+        Names of parameters by their ids, for messages.
+    options : ReduceOptions
+        How to reduce.
+    synchronized : bool
+        Whether the optimizer's gradients are the reduced ones.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], options: ReduceOptions
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.names = names
+        self.options = options
+        self._context = current()
+        self._arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
+        self._agreement = LayoutAgreement(options, names, self._arrived)
+        self._step: ReductionStep | None = None
+        self._failed: int | None = None
+        # Parameters whose gradients hooks have reported, not yet handled.
+        self._reported: deque[torch.Tensor] = deque()
+        self._hooks: dict[int, tuple[torch.Tensor, Any, bool]] = {}
+        self._hooked: tuple[list[torch.Tensor], set[int]] = ([], set())
+        self._yielded: set[int] = set()
+        # Backward may run in several threads where parameters are on several devices.
+        self._lock = threading.Lock()
+        self.synchronized = False
+        _take_over(self, self._trained())
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients have arrived that are not reduced yet."""
+        if self._reported:
+            return True
+        step = self._step
+        return step is not None and bool(self._arrived.noted) and not self._is_stale(step)
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Handle that backward has accumulated into ``parameter.grad``, and all reports before.
+
+        A failed launch raises here, out of ``backward()``: the rest of it would be for nothing.
+        """
+        self._reported.append(parameter)
+        with self._lock:
+            try:
+                self._handle_reports()
+            except BaseException:
+                self._fail()
+                raise
+
+    def _handle_reports(self) -> None:
+        step = self._present_step()
+        step.communicator.check()  # the rest of backward would be for nothing
+        self.synchronized = False
+        reported = self._reported
+        step.arrive([reported.popleft() for _ in range(len(reported))])
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Launch what has not been launched, wait, and write the reduced gradients.
+
+        Raises
+        ------
+        CollectiveError
+            A peer is gone, or the generation is over. The gradients are gone.
+        RuntimeError
+            Gradients or parameters are not those that backward has left.
+        """
+        with self._lock:
+            try:
+                if self._reported:
+                    self._handle_reports()
+                step = self._present_step()
+                step.check_untouched(self._trained())
+                if step.needs_layout:
+                    step.use(self._agreed_layout(step.communicator, step.parameters))
+                step.finish()
+            except BaseException:
+                self._fail()
+                raise
+            self._agreement.observe(self._arrived.noted)
+            self._hook(step.parameters)
+            self._step = None
+            self._arrived.clear()
+            self.synchronized = True
+
+    def forget(self) -> None:
+        """Begin anew because the user sets the gradients to zero.
+
+        Raises
+        ------
+        RuntimeError
+            Gradients are being reduced, so other ranks need them.
+        """
+        if self.pending:
+            raise RuntimeError(
+                "optimizer.zero_grad() was called after backward() but before step() or "
+                "synchronize(), while gradients were being reduced; move it before backward() or "
+                "after step()"
+            )
+        with self._lock:
+            self._abandon()
+
+    def set_passes(self, passes: int) -> None:
+        """Expect another number of backward passes per step, from the next step on.
+
+        Raises
+        ------
+        RuntimeError
+            A step is under way.
+        ValueError
+            There must be at least one.
+        """
+        if self._step is not None:
+            raise RuntimeError(
+                "backward_passes_per_step can only change between step() and backward()"
+            )
+        self.options = dataclasses.replace(self.options, passes=passes)
+
+    def reset(self) -> None:
+        """Drop the step under way and all gradients: the state is being restored.
+
+        Nothing is exchanged, and no agreement with other ranks is forgotten, so some ranks may call
+        it alone.
+        """
+        with self._lock:
+            self._fail()
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def _present_step(self) -> ReductionStep:
+        step = self._step
+        if step is not None and not self._is_stale(step):
+            return step
+        self._abandon()
+        context = self._find_context()
+        communicator = context.communicator()
+        communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
+        parameters = self._trained()
+        self._hook(parameters)
+        step = ReductionStep(context, communicator, parameters, self._arrived, self.options.passes)
+        if communicator.size == 1:
+            if self._agreement.layout is not None:
+                self._agreement.layout.release()
+        elif communicator.overlaps or self._agreement.holds_in(communicator.generation):
+            step.use(self._agreed_layout(communicator, parameters))
+        # Else agreement waits for the end of backward, in which nothing is launched: to wait here
+        # for a newcomer's first batch would take time from this rank's own.
+        self._step = step
+        return step
+
+    def _agreed_layout(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
+        if communicator.generation == self._failed:
+            raise CollectiveError(
+                f"a step of generation {self._failed} was left half-way on this rank; restore the "
+                "last commit, as the elastic loop does"
+            )
+        self._failed = communicator.generation  # unless the exchange goes well
+        layout = self._agreement.arrange(communicator, parameters)
+        self._failed = None
+        return layout
+
+    def _is_stale(self, step: ReductionStep) -> bool:
+        """Return whether the rank is in another generation, or another context, by now."""
+        return self._find_context().generation != step.generation
+
+    def _abandon(self) -> None:
+        """Drop the step. If other ranks may wait for its groups, the generation has failed here."""
+        step, self._step = self._step, None
+        self.synchronized = False
+        if step is not None and step.concerns_peers:
+            self._arrived.discard()
+            if self._agreement.layout is not None:
+                self._agreement.layout.drop()
+            self._failed = step.communicator.generation
+        self._arrived.clear()
+
+    def _fail(self) -> None:
+        """Drop the step and all gradients, of which some may have been reduced, others not."""
+        self._abandon()
+        self._reported.clear()
+        for parameter in self._trained():
+            parameter.grad = None
+
+    # -- surroundings ----------------------------------------------------------------------------
+
+    def _find_context(self) -> Context:
+        """Return the rank's context, also in a thread of autograd's own."""
+        try:
+            return current()
+        except NotInitialized:
+            return self._context
+
+    def _trained(self) -> list[torch.Tensor]:
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    def _hook(self, parameters: list[torch.Tensor]) -> None:
+        """Have autograd call back for `parameters` and no others, as long as this object lives.
+
+        Once the order of gradients is known, most hooks only append to the reports, without
+        Python's interpreter; a later gradient has them handled. Where passes accumulate, each is
+        handled at once, because gradients may be dropped in between.
+        """
+        deferrable = self._agreement.deferrable() if self.options.passes == 1 else _NONE
+        known, deferred = self._hooked
+        if deferrable is deferred and same(known, parameters):
+            return
+        self._hooked = parameters, deferrable
+        keys = {id(parameter) for parameter in parameters}
+        for key in self._hooks.keys() - keys:
+            self._hooks.pop(key)[1].remove()
+        for parameter in parameters:
+            key = id(parameter)
+            if key in self._yielded:
+                continue
+            hooked = self._hooks.get(key)
+            if hooked is not None and hooked[2] == (key in deferrable):
+                continue
+            if hooked is not None:
+                hooked[1].remove()
+            hook: Any = functools.partial(_on_gradient, weakref.ref(self))
+            if key in deferrable:
+                hook = self._reported.append
+            register: Any = parameter.register_post_accumulate_grad_hook
+            handle = register(self._arrived.streams.noting(parameter, hook))
+            self._hooks[key] = (parameter, handle, key in deferrable)
+
+    def _yield(self, keys: set[int]) -> None:
+        """Leave the gradients of some parameters to a newer optimizer during backward."""
+        for key in [key for key in keys if key in self._hooks]:
+            self._hooks.pop(key)[1].remove()
+            self._yielded.add(key)
+
+
+def _take_over(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
+    """Hook `parameters` for `reducer` alone.
+
+    An optimizer that was replaced may live on, in a scheduler or a notebook's history, and must not
+    take part in backward any more. If it is stepped all the same, it reduces then.
+    """
+    keys = {id(parameter) for parameter in parameters}
+    with _alive_lock:
+        for other in _alive:
+            other._yield(keys)
+        _alive.add(reducer)
+    reducer._hook(parameters)
+
+
+_alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_alive_lock = threading.Lock()
+
+
+def _on_gradient(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.on_gradient(parameter)

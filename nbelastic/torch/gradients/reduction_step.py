@@ -1,0 +1,202 @@
+"""Reduction of the gradients of one step, from first arrival to last delivery."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.errors import CollectiveError
+from nbelastic.torch.gradients.groups import SumTiming
+from nbelastic.torch.identity import same
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.elastic.context import Context
+    from nbelastic.torch.gradients.arrived import ArrivedGradients
+    from nbelastic.torch.gradients.layout import Layout
+
+__all__ = ["ReductionStep"]
+
+# Gradients of so many elements are cheap to copy.
+SMALL_GRADIENT = 1 << 16
+
+
+class ReductionStep:
+    """Progress of one step: passes counted, groups launched.
+
+    Attributes
+    ----------
+    layout : Layout or None
+        None in a world of one, and until :meth:`use` is called: at the beginning of the step, or
+        when backward has ended.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        communicator: Communicator,
+        parameters: list[torch.Tensor],
+        arrived: ArrivedGradients,
+        passes: int,
+    ) -> None:
+        self.context = context
+        self.communicator = communicator
+        self.generation = context.generation
+        self.parameters = parameters
+        self.layout: Layout | None = None
+        self._arrived = arrived
+        self._passes = passes
+        self._passes_left = dict.fromkeys(map(id, parameters), passes)
+        self._last_pass: dict[int, tuple[int, int]] = {}  # addresses of gradients, their versions
+        self._launched = 0
+        self._timing = SumTiming.AFTER_BACKWARD
+
+    @property
+    def needs_layout(self) -> bool:
+        """Whether :meth:`use` must still be called before :meth:`finish`."""
+        return self.layout is None and self.communicator.size > 1
+
+    def use(self, layout: Layout) -> None:
+        """Reduce with a layout that all ranks share."""
+        self.layout, self._timing = layout, layout.timing(self.communicator)
+        layout.begin(self.communicator)
+
+    def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count a backward pass of each parameter; after the last, take its gradient.
+
+        Raises
+        ------
+        CollectiveError
+            A gradient is gone, or a group cannot be launched.
+        RuntimeError
+            There have been more passes than announced.
+        """
+        layout, arrived, passes_left = self.layout, self._arrived, self._passes_left
+        accumulates, noted = self._passes > 1, arrived.noted
+        launches = self._timing is SumTiming.DURING_BACKWARD
+        arrivals = None if layout is None else layout.arrivals
+        for parameter in parameters:
+            key = id(parameter)
+            left = passes_left.get(key)
+            if left is None:
+                continue  # not this optimizer's any more; or check_untouched() finds out
+            gradient = parameter.grad
+            if gradient is None or left == 0:
+                raise self._unexpected(parameter)
+            left = (self._passes_to_come(key, gradient, left) if accumulates else left) - 1
+            passes_left[key] = left
+            if left > 0:
+                continue
+            if gradient.layout is not torch.strided:
+                arrived.streams.join(gradient.device, [])
+                gradient = arrived.make_dense(parameter, gradient)
+            if arrived.sample is None:
+                gradient = self._sample(parameter, gradient)
+            noted[key] = (parameter, gradient, gradient._version, gradient.data_ptr())
+            if arrivals:
+                arrival = arrivals.get(key)
+                if arrival is not None and arrival(gradient) and launches:
+                    self._launch_complete()
+
+    def _passes_to_come(self, key: int, gradient: torch.Tensor, left: int) -> int:
+        """Return how many passes there are, this one included, until a gradient is complete.
+
+        All of them, if it is not that of the pass before with this one added to it: then earlier
+        passes were dropped by ``model.zero_grad()``. In a GAN, the generator's loss leaves such
+        gradients in the discriminator.
+        """
+        if gradient.layout is not torch.strided:
+            return left
+        expected = self._last_pass.get(key)
+        self._last_pass[key] = address, version = gradient.data_ptr(), gradient._version
+        return left if expected in (None, (address, version - 1)) else self._passes
+
+    def _unexpected(self, parameter: torch.Tensor) -> Exception:
+        if parameter.grad is None:
+            return CollectiveError(
+                "a gradient was added to that of a step which an earlier generation left half-way; "
+                "call optimizer.zero_grad() before backward()"
+            )
+        return RuntimeError(
+            f"a gradient of {self._arrived.name(parameter)} was computed more than "
+            f"backward_passes_per_step={self._passes} times before step(); increase "
+            "it to accumulate gradients over several backward passes. If the last pass was for "
+            "another optimizer's step (a generator's loss, through its discriminator), freeze this "
+            "optimizer's parameters in that pass: parameter.requires_grad_(False)"
+        )
+
+    def _sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Sample a gradient, if it can stay out of all buffers at little cost; return it."""
+        if self.layout is None:
+            suits = gradient.is_cpu
+        else:
+            group, position = self.layout.places[id(parameter)]
+            suits = gradient.numel() <= SMALL_GRADIENT or group.keeps(position, self._timing)
+            if suits and gradient is group.views[position]:
+                self._arrived.streams.join(gradient.device, [gradient])
+                parameter.grad = gradient = gradient.clone()
+        if suits:
+            self._arrived.take_sample(parameter, gradient)
+        return gradient
+
+    def _launch_complete(self) -> None:
+        """Launch all groups whose turn it is and whose gradients have all arrived."""
+        assert self.layout is not None
+        for group in self.layout.groups[self._launched :]:
+            if group.expected:
+                break
+            self._launch_next(self.layout)
+
+    def _launch_next(self, layout: Layout) -> None:
+        number, self._launched = self._launched, self._launched + 1
+        layout.launch(number, self.communicator, self.context.change_flag)
+
+    def check_untouched(self, trained: list[torch.Tensor]) -> None:
+        """Refuse to reduce gradients, or for parameters, that the user has changed since backward.
+
+        Raises
+        ------
+        RuntimeError
+            A gradient has changed, or `trained`, the parameters about to be stepped.
+        """
+        self._arrived.check_untouched()
+        if same(trained, self.parameters):
+            return
+        for parameter in trained:
+            if id(parameter) not in self._passes_left and parameter.grad is not None:
+                raise RuntimeError(
+                    f"{self._arrived.name(parameter)} was added or unfrozen between a backward() "
+                    "and its step(); do it after step()"
+                )
+
+    def finish(self) -> None:
+        """Launch what has not been launched, wait, and write the reduced gradients."""
+        layout, context = self.layout, self.context
+        if layout is None:
+            context.agree(context.change_flag())
+            return
+        if layout.coalesced:
+            self._arrived.check_sample()
+            self._launched = len(layout.groups)
+            layout.launch_all(self.communicator, context.change_flag)
+        elif self._timing is SumTiming.STAGED:
+            # All are on their way to the host before the first is waited for.
+            for group in layout.groups:
+                group.complete()
+        while self._launched < len(layout.groups):
+            if self._launched == len(layout.groups) - 1:
+                self._arrived.check_sample()
+            self._launch_next(layout)
+        context.agree(layout.deliver())
+
+    @property
+    def concerns_peers(self) -> bool:
+        """Whether other ranks may be waiting for what this one has begun."""
+        if self.communicator.size == 1:
+            return False
+        if self._timing is SumTiming.DURING_BACKWARD:
+            return self._launched > 0
+        return self._launched > 0 or bool(self._arrived.noted)

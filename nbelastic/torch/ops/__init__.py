@@ -1,0 +1,1 @@
+"""Horovod's collective operations on tensors and objects."""

@@ -1,0 +1,273 @@
+"""Broadcasts of parameters, optimizer state and objects from one rank to all."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from nbelastic.elastic.context import current
+from nbelastic.elastic.supervision import watch
+from nbelastic.pickling import dumps
+from nbelastic.torch.ops import collectives as ops
+from nbelastic.torch.ops import description
+from nbelastic.torch.ops.fusion import Chunk, plan
+from nbelastic.torch.ops.sampling import sampler_of
+from nbelastic.torch.ops.world import check_process_set
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.collectives import Communicator, Handle
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+T = TypeVar("T")
+
+IN_FLIGHT = 2
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor]
+    | Iterable[tuple[str, torch.Tensor]]
+    | Iterable[torch.Tensor],
+    root_rank: int = 0,
+    process_set: object = None,
+) -> None:
+    """Make parameters and buffers those of rank `root_rank`, in place.
+
+    Few large broadcasts take place, not one per tensor. If one fails, each tensor is either as it
+    was or the root's.
+
+    Parameters
+    ----------
+    params : dict, or iterable of (name, tensor) or of tensors
+        ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
+    root_rank : int, default 0
+        The rank that has the values.
+    process_set : None
+        Only all ranks.
+
+    Raises
+    ------
+    CollectiveError
+        A peer is gone, or the generation is over.
+    RanksDisagree
+        Names, shapes or types are not the same on all ranks.
+    ValueError
+        A value is no tensor, or `root_rank` no rank.
+    """
+    check_process_set(process_set)
+    named = _named(params)
+    communicator = current().communicator()
+    if communicator.size == 1:
+        return
+    ops.check_root(root_rank, communicator.size)
+    what = [f"{name!r} is {description.kind(it.dtype, it.shape)}" for name, it in named]
+    communicator.agree("\n".join([f"broadcast_parameters from rank {root_rank}", *what]))
+    tensors = [tensor for _, tensor in named]
+    _broadcast(communicator, tensors, root_rank)
+    watch(current(), sampler_of(named))
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: object = None
+) -> None:
+    """Make an optimizer's state and options those of rank `root_rank`.
+
+    Nothing is stepped to create state, so parameters stay what they are, and a root without state
+    leaves the others without.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Over the same parameters on all ranks.
+    root_rank : int, default 0
+        The rank that has the state.
+    process_set : None
+        Only all ranks.
+
+    Raises
+    ------
+    CollectiveError
+        A peer is gone, or the generation is over; the optimizer is as it was.
+    RanksDisagree
+        The optimizers' parameter groups are not of the same lengths.
+    """
+    check_process_set(process_set)
+    communicator = current().communicator()
+    if communicator.size == 1:
+        return
+    ops.check_root(root_rank, communicator.size)
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    its = f"an optimizer with groups of {', '.join(map(str, groups))} parameters"
+    communicator.agree(f"broadcast_optimizer_state from rank {root_rank}\n{its}")
+    tensors: list[torch.Tensor] = []
+    is_root = communicator.rank == root_rank
+    skeleton: Any = _extract_tensors(optimizer.state_dict(), tensors) if is_root else None
+    skeleton = _broadcast_object(communicator, skeleton, root_rank, "broadcast_optimizer_state")
+    if not is_root:
+        skeleton = _allocate_tensors(skeleton, tensors)
+    _broadcast(communicator, tensors, root_rank)
+    if not is_root:
+        optimizer.load_state_dict(skeleton)
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: object = None
+) -> T:
+    """Return the `obj` of rank `root_rank`: itself there, a copy elsewhere.
+
+    Parameters
+    ----------
+    obj : object
+        On the root: anything that cloudpickle can pickle. Elsewhere not used.
+    root_rank : int, default 0
+        The rank that has the object.
+    name : str, optional
+        Equal on all ranks; named in errors.
+    process_set : None
+        Only all ranks.
+
+    Raises
+    ------
+    CollectiveError
+        A peer is gone, or the generation is over.
+    RanksDisagree
+        Ranks called different operations, or with other roots.
+    ValueError
+        `root_rank` is no rank.
+    """
+    check_process_set(process_set)
+    communicator = current().communicator()
+    if communicator.size == 1:
+        return obj
+    ops.check_root(root_rank, communicator.size)
+    verb = description.called("broadcast_object", name)
+    received: T = _broadcast_object(communicator, obj, root_rank, verb)
+    return received
+
+
+def allgather_object(obj: T, name: str | None = None, process_set: object = None) -> list[T]:
+    """Return the `obj` of every rank, in the order of the ranks; this rank's is `obj` itself.
+
+    Raises
+    ------
+    CollectiveError
+        A peer is gone, or the generation is over.
+    """
+    check_process_set(process_set)
+    communicator = current().communicator()
+    if communicator.size == 1:
+        return [obj]
+    payload = _encode(obj)
+    lengths = communicator.agree(description.called("allgather_object", name), payload.numel())
+    longest = torch.empty(max(lengths), dtype=torch.uint8)
+    longest[: payload.numel()] = payload
+    everyone = [torch.empty_like(longest) for _ in lengths]
+    communicator.allgather(everyone, longest)
+    return [
+        obj if rank == communicator.rank else _decode(theirs[:length])
+        for rank, (theirs, length) in enumerate(zip(everyone, lengths, strict=True))
+    ]
+
+
+def _broadcast_object(communicator: Communicator, obj: Any, root: int, verb: str) -> Any:
+    """Return the `obj` of rank `root`; the ranks compare `verb` and root."""
+    is_root = communicator.rank == root
+    payload = _encode(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    lengths = communicator.agree(f"{verb} from rank {root}", payload.numel())
+    if not is_root:
+        payload = torch.empty(lengths[root], dtype=torch.uint8)
+    communicator.broadcast(payload, root)
+    return obj if is_root else _decode(payload)
+
+
+@dataclass(frozen=True)
+class _TensorSpec:
+    """Placeholder in a pickled structure for a tensor that travels apart."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _extract_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Replace the tensors in nested containers by specs and append them to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _TensorSpec(tuple(value.shape), value.dtype)
+    return _rebuild(value, lambda part: _extract_tensors(part, tensors))
+
+
+def _allocate_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Replace specs by tensors to receive into, each with memory of its own."""
+    if isinstance(value, _TensorSpec):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+        return tensors[-1]
+    return _rebuild(value, lambda part: _allocate_tensors(part, tensors))
+
+
+def _rebuild(value: Any, change: Any) -> Any:
+    if type(value) is dict:
+        return {key: change(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(change(part) for part in value)
+    return value
+
+
+def _broadcast(communicator: Communicator, tensors: Sequence[torch.Tensor], root: int) -> None:
+    """Broadcast in place with at most two chunks in addition to the tensors themselves."""
+    waiting: collections.deque[tuple[Handle, Chunk]] = collections.deque()
+
+    def finish_one() -> None:
+        handle, chunk = waiting.popleft()
+        handle.wait()
+        if communicator.rank != root:
+            chunk.write_back(tensors)
+
+    for indices in plan(tensors):
+        if len(waiting) == IN_FLIGHT:
+            finish_one()
+        chunk = Chunk(tensors, indices)
+        if communicator.rank == root:
+            chunk.fill(tensors)
+        waiting.append((communicator.broadcast_async(chunk.buffer, root), chunk))
+    while waiting:
+        finish_one()
+
+
+def _encode(obj: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(dumps(obj)), dtype=torch.uint8)
+
+
+def _decode(payload: torch.Tensor) -> Any:
+    return pickle.loads(payload.numpy().data)
+
+
+def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+        items = [item if isinstance(item, tuple) else (None, item) for item in params]
+        pairs = [(str(i) if name is None else name, p) for i, (name, p) in enumerate(items)]
+    else:
+        raise ValueError(
+            "params must be a state_dict, named parameters or parameters, not "
+            f"{type(params).__name__}"
+        )
+    wrong = [name for name, value in pairs if not isinstance(value, torch.Tensor)]
+    if wrong:
+        raise ValueError(
+            f"these are no tensors: {', '.join(map(str, wrong))}; leave them out and use "
+            "broadcast_object for them"
+        )
+    return pairs

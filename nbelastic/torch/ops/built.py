@@ -1,0 +1,72 @@
+"""Features that this package is built with, with Horovod's names.
+
+Scripts use them to decide how to scale the learning rate, or whether to use several threads. They
+work in any process, before ``init()`` as well.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]
+
+
+def mpi_threads_supported() -> bool:
+    """Return False: nbelastic has no MPI, so none that allows several threads."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False: ranks are started by Dask."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False: operations between ranks do not use MPI."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return True: operations between hosts use Gloo."""
+    return True
+
+
+def gloo_built() -> bool:
+    """Return True: operations between hosts use Gloo."""
+    return True
+
+
+def nccl_built() -> int:
+    """Return 0: operations between GPUs go through host memory, not through NCCL."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Return False: operations between ranks do not use IBM's DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: operations between ranks do not use Intel's oneCCL."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether ranks can train on NVIDIA's GPUs with this torch."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether ranks can train on AMD's GPUs with this torch."""
+    return torch.version.hip is not None

@@ -1,0 +1,68 @@
+"""Compression of tensors on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+
+
+class Compressor:
+    """Interface of a compression. It is used as a class, never instantiated."""
+
+    @staticmethod
+    def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+        """Return the type that values of `dtype` have on the wire."""
+        return dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return `tensor` as it goes on the wire, and what :meth:`decompress` needs."""
+        return tensor.to(cls.wire_dtype(tensor.dtype)), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Undo :meth:`compress`, except for its rounding."""
+        return tensor.to(ctx)
+
+
+class NoneCompressor(Compressor):
+    """Leaves tensors as they are."""
+
+
+class FP16Compressor(Compressor):
+    """Sends floating point of more than 16 bits as float16; half of the bytes for float32.
+
+    Over Gloo, sums are formed in float16 too: a gradient whose sum over ranks exceeds 65504 becomes
+    infinite on all ranks; ``gradient_predivide_factor`` makes room. Shared memory averages in
+    float32 and rounds once. bfloat16 stays what it is.
+    """
+
+    @staticmethod
+    def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+        """Return float16 for float32 and float64, else `dtype`."""
+        return torch.float16 if dtype in (torch.float32, torch.float64) else dtype
+
+
+class BF16Compressor(Compressor):
+    """Sends floating point of more than 16 bits as bfloat16; half of the bytes for float32.
+
+    It has the range of float32, so nothing becomes infinite on the way, and 8 bits of precision.
+    Over Gloo each addition rounds to them; shared memory adds in float32 and rounds once. float16
+    stays what it is.
+    """
+
+    @staticmethod
+    def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+        """Return bfloat16 for float32 and float64, else `dtype`."""
+        return torch.bfloat16 if dtype in (torch.float32, torch.float64) else dtype
+
+
+class Compression:
+    """The compressions there are."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

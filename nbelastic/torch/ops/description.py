@@ -1,0 +1,58 @@
+"""Descriptions of operations, which ranks compare before data moves.
+
+A description is one line, followed by a line for each of several tensors (see
+:meth:`nbelastic.collectives.Communicator.agree`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from nbelastic.collectives import Op
+    from nbelastic.torch.ops.adasum import GradientOp
+
+__all__ = ["broadcast", "called", "kind", "of_tensors", "reduction", "rows"]
+
+
+def kind(dtype: torch.dtype, shape: Sequence[object]) -> str:
+    """Return a type and a shape in words: ``float32[2, 3]``."""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def of_tensors(head: str, tensors: Sequence[torch.Tensor]) -> str:
+    """Return `head` followed by types and shapes of the tensors."""
+    if len(tensors) == 1:
+        return f"{head} of {kind(tensors[0].dtype, tensors[0].shape)}"
+    details = "\n".join(
+        f"tensor {index} is {kind(tensor.dtype, tensor.shape)}"
+        for index, tensor in enumerate(tensors)
+    )
+    return f"{head} of {len(tensors)} tensors\n{details}"
+
+
+def reduction(
+    verb: str, op: Op | GradientOp, tensors: Sequence[torch.Tensor], name: str | None = None
+) -> str:
+    """Return a reduction in words."""
+    return of_tensors(f"{called(verb, name)} ({op.value})", tensors)
+
+
+def broadcast(root: int, tensors: Sequence[torch.Tensor], name: str | None = None) -> str:
+    """Return a broadcast in words."""
+    return of_tensors(f"{called('broadcast', name)} from rank {root}", tensors)
+
+
+def rows(verb: str, tensor: torch.Tensor, name: str | None = None) -> str:
+    """Return an operation on rows, which may differ in number between ranks, in words."""
+    shape = ("*", *tensor.shape[1:]) if tensor.dim() else ("*",)
+    return f"{called(verb, name)} of {kind(tensor.dtype, shape)}"
+
+
+def called(verb: str, name: str | None) -> str:
+    """Return an operation with its name, if it has one."""
+    return verb if name is None else f"{verb} {name!r}"

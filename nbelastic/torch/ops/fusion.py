@@ -1,0 +1,92 @@
+"""Fusion of many tensors in few buffers, so that few operations move them.
+
+The buffers are private and dense, so a communicator may be lent them (see
+:mod:`nbelastic.collectives.communicator`). The caller's tensors are read when a buffer is filled
+and written when its operation has succeeded, never in between. Buffers are on the CPU, so that
+ranks with tensors on different devices form the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Chunk", "pack", "plan"]
+
+LIMIT_BYTES = 64 << 20
+
+
+class Chunk:
+    """Tensors of one type, one after the other in a buffer.
+
+    A chunk has the tensors' indices in a list, so that one list can be sent and another one, of the
+    same shapes, receives.
+
+    Attributes
+    ----------
+    buffer : Tensor, shape (n,)
+        All elements of the tensors, in order. Not initialised before :meth:`fill`.
+    counts : list of int
+        How many elements each tensor has.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
+        self._indices = indices
+        self._shapes = [tensors[index].shape for index in indices]
+        self.counts = [shape.numel() for shape in self._shapes]
+        dtype = tensors[indices[0]].dtype
+        self.buffer = torch.empty(sum(self.counts), dtype=dtype, device="cpu")
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy this chunk's part of `tensors` into the buffer."""
+        for index, part in zip(self._indices, self._parts(), strict=True):
+            part.copy_(tensors[index].detach())
+
+    def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the buffer into this chunk's part of `tensors`; autograd does not record it."""
+        with torch.no_grad():
+            for index, part in zip(self._indices, self._parts(), strict=True):
+                tensors[index].copy_(part)
+
+    def _parts(self) -> list[torch.Tensor]:
+        parts = torch.split(self.buffer, self.counts)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def plan(tensors: Sequence[torch.Tensor], limit_bytes: int = LIMIT_BYTES) -> list[list[int]]:
+    """Distribute `tensors` over as few chunks as possible; the same on all ranks.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor
+        Of any types, shapes, layouts and devices.
+    limit_bytes : int, default 64 MiB
+        Size of a chunk; a larger tensor has one to itself.
+
+    Returns
+    -------
+    list of list of int
+        Indices of the tensors in each chunk. Those without elements are in none.
+    """
+    chunks: list[list[int]] = []
+    open_chunks: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes == 0:
+            continue
+        chunk, used = open_chunks.get(tensor.dtype, ([], 0))
+        if not chunk or used + nbytes > limit_bytes:
+            chunk, used = [], 0
+            chunks.append(chunk)
+        chunk.append(index)
+        open_chunks[tensor.dtype] = (chunk, used + nbytes)
+    return chunks
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> list[Chunk]:
+    """Return all chunks of a :func:`plan`; together they take as much memory as `tensors`."""
+    return [Chunk(tensors, indices) for indices in plan(tensors)]

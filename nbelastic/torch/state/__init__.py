@@ -1,0 +1,1 @@
+"""State of training with PyTorch: capture, commits, and comparison of structures."""

@@ -1,0 +1,487 @@
+"""Adapters that capture and restore models, optimizers and other objects.
+
+An adapter captures the content of an object with a
+:class:`~nbelastic.torch.state.flatten.Flattener`, and restores it with an
+:class:`~nbelastic.torch.state.flatten.Unflattener`, on the same rank or on another. ``state_dict``
+and ``load_state_dict`` are the last resort: a model's leaves out buffers that are not persistent,
+and an optimizer's shares its tensors with the optimizer that loads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.errors import NbelasticError, StateMismatch
+from nbelastic.torch.state.flatten import (
+    ATOMS,
+    ContainerNode,
+    ObjectNode,
+    TensorRef,
+    ValueNode,
+    is_container,
+    is_flat,
+    leaves_in,
+    mapping,
+    refs_in,
+)
+from nbelastic.torch.state.optimizer_adapter import (
+    OptimizerAdapter,
+    attributes_of,
+    load,
+    same_lists,
+    within,
+)
+from nbelastic.torch.state.structure import LAZY, TensorNames, word_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
+    from nbelastic.torch.state.structure import Structure
+
+__all__ = [
+    "CapturedState",
+    "adapter_of",
+    "capture_object",
+    "keeps_more",
+    "labels_of",
+    "models_first",
+    "objects_in",
+    "restore_object",
+]
+
+
+class Adapter(Protocol):
+    """Way to capture and restore objects of a type."""
+
+    def capture(self, flattener: Flattener, obj: Any) -> Any:
+        """Return the content of an object, with nodes for its values; picklable."""
+
+    def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
+        """Give `obj` its captured content."""
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Return the structure of the content of the object that is called `label`."""
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return the content as a state dict of the object.
+
+        Parameters
+        ----------
+        content : object
+            The captured content.
+        whole : bool
+            Whether to add tensors that the object's own state dict does not have.
+        """
+
+
+_UNMADE = TensorRef(-1)
+"""Reference of a tensor that does not exist yet."""
+
+
+_TORCHS = ("torch.nn.", "torch.jit.", "torch._dynamo.")
+"""Packages of modules with only tensors and extra state in their state dicts."""
+
+
+class ModuleAdapter:
+    """Parameters and buffers of a module, tied ones once, and its extra state.
+
+    Gradients are not part of a state: they belong to a batch that is done or is done again.
+    """
+
+    def capture(self, flattener: Flattener, obj: torch.nn.Module) -> Any:
+        """Return all tensors under the paths of their submodules, and extra state."""
+        tensors: list[tuple[str, str, str, Node | None, bool, bool]] = []
+        extras = []
+        for path, module in obj.named_modules():
+            for kind in ("_parameters", "_buffers"):
+                for name, tensor in getattr(module, kind).items():
+                    persistent = name not in getattr(module, "_non_persistent_buffers_set", ())
+                    node: Node | None = None
+                    trains = False
+                    if is_lazy(tensor):
+                        node = _UNMADE
+                    elif tensor is not None:
+                        node, trains = flattener.flatten(tensor), tensor.requires_grad
+                    tensors.append((path, kind, name, node, trains, persistent))
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                extras.append((path, flattener.flatten(module.get_extra_state())))
+        return tensors, extras, _custom(flattener, obj)
+
+    def restore(self, unflattener: Unflattener, obj: torch.nn.Module, content: Any) -> None:
+        """Fill tensors in place, put replaced ones back, and remove added ones."""
+        tensors, extras, custom = content
+        modules = dict(obj.named_modules())
+        captured = set()
+        for path, kind, name, node, requires_grad, _ in tensors:
+            if path not in modules:
+                raise StateMismatch(f"the model of this rank has no submodule {path!r}")
+            captured.add((path, kind, name))
+            if node == _UNMADE:
+                continue
+            into = getattr(modules[path], kind)
+            into[name] = _tensor(unflattener, node, into.get(name), kind, requires_grad)
+        for path, module in modules.items():
+            for kind in ("_parameters", "_buffers"):
+                into = getattr(module, kind)
+                for name in [n for n in into if (path, kind, n) not in captured]:
+                    del into[name]
+        for path, node in extras:
+            extra = unflattener.unflatten(node)
+            unflattener.flush()
+            modules[path].set_extra_state(extra)
+        for path, node in custom:
+            load(modules[path], unflattener, node)
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Describe parameters and buffers by type and shape, and whether they are frozen."""
+        tensors, extras, _ = content
+        found: Structure = {("extra state of", _join(label, path)): "" for path, _ in extras}
+        for path, kind, name, node, requires_grad, _ in tensors:
+            full = _join(label, path, name)
+            is_parameter = kind == "_parameters"
+            if node is None:
+                words = "None"
+            elif node == _UNMADE:
+                words = LAZY
+            else:
+                words = names.words[node] if isinstance(node, TensorRef) else word_for(node.value)
+                words += " frozen" if is_parameter and not requires_grad else ""
+                if isinstance(node, TensorRef):
+                    names.known.setdefault(node, full)
+            found["parameter" if is_parameter else "buffer", full] = words
+        return found
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return tensors and extra state by path; `whole` adds buffers not persistent."""
+        tensors, extras, custom = content
+        own = [path for path, _ in custom]
+        found = {
+            _join(path, name): node
+            for path, _, name, node, _, persistent in tensors
+            if node not in (None, _UNMADE) and (whole or (persistent and not _is_in(path, own)))
+        }
+        found.update((_join(path, "_extra_state"), node) for path, node in extras)
+        for path, node in custom:
+            if isinstance(node, ContainerNode) and node.keys is not None:
+                pairs = zip(node.keys, node.nodes, strict=True)
+                found.update((_join(path, str(key)), each) for key, each in pairs)
+            elif isinstance(node, ValueNode) and isinstance(node.value, dict):
+                found.update((_join(path, str(k)), ValueNode(v)) for k, v in node.value.items())
+        return mapping(found)
+
+
+def _is_in(path: str, outer: Iterable[str]) -> bool:
+    return any(not each or path == each or path.startswith(f"{each}.") for each in outer)
+
+
+def keeps_more(module: torch.nn.Module) -> bool:
+    """Return whether a module overrides its state dict, which may hold more than tensors."""
+    return any(
+        getattr(type(module), name) is not getattr(torch.nn.Module, name)
+        and not getattr(type(module), name).__module__.startswith(_TORCHS)
+        for name in ("state_dict", "load_state_dict", "_save_to_state_dict")
+    )
+
+
+def _custom(flattener: Flattener, obj: torch.nn.Module) -> list[tuple[str, Node]]:
+    """Capture the state dicts of the outermost modules in a model that override it."""
+    found: list[tuple[str, Node]] = []
+    for path, module in obj.named_modules():
+        inside = any(path.startswith(f"{outer}." if outer else "") for outer, _ in found)
+        if keeps_more(module) and not inside:
+            try:  # with the tensors themselves, which are captured once
+                state_dict = module.state_dict(keep_vars=True)
+            except TypeError:
+                state_dict = module.state_dict()
+            found.append((path, flattener.flatten(state_dict)))
+    return found
+
+
+def _join(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _tensor(
+    unflattener: Unflattener, node: Node | None, live: Any, kind: str, requires_grad: bool
+) -> torch.Tensor | None:
+    if node is None:
+        return None
+    if not isinstance(node, TensorRef):  # sparse
+        tensor: torch.Tensor = unflattener.unflatten(node)
+    else:
+        if is_lazy(live):
+            live.materialize(unflattener.value(node).shape)
+        tensor = unflattener.tensor(node, live)
+    if kind == "_parameters":
+        if not isinstance(tensor, torch.nn.Parameter):
+            tensor = torch.nn.Parameter(tensor, requires_grad)
+            if isinstance(node, TensorRef):
+                unflattener.replace(node, tensor)
+        tensor.requires_grad_(requires_grad)
+        tensor.grad = None
+    return tensor
+
+
+class SamplerAdapter:
+    """Samplers, whose progress the ranks agree on; nothing of them is sent with the rest."""
+
+    def capture(self, flattener: Flattener, obj: ShardSampler) -> Any:
+        """Capture nothing: :class:`~nbelastic.elastic.state.ObjectState` keeps samplers."""
+        del flattener, obj
+
+    def restore(self, unflattener: Unflattener, obj: ShardSampler, content: Any) -> None:
+        """Leave the sampler as it is."""
+        del unflattener, obj, content
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Describe nothing."""
+        del label, content, names
+        return {}
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return an empty state dict."""
+        del content, whole
+        return mapping({})
+
+
+class StateDictAdapter:
+    """Other objects with ``state_dict`` and ``load_state_dict``: schedulers, scalers, metrics.
+
+    Optimizers that they wrap are captured by themselves, and put in place after the object.
+    """
+
+    def capture(self, flattener: Flattener, obj: Any) -> tuple[Node, list[Node]]:
+        """Capture the state dict and the wrapped optimizers."""
+        return flattener.flatten(obj.state_dict()), [*map(flattener.flatten, wrapped_in(obj))]
+
+    def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
+        """Load the state dict, then put the wrapped optimizers in place."""
+        state_dict, inner = content
+        for node in inner:
+            unflattener.unflatten(node)
+        with same_lists(wrapped_in(obj)):
+            load(obj, unflattener, state_dict)
+        done: set[int] = set()
+        for node in inner:
+            optimizer = unflattener.objects[node.number]
+            _OPTIMIZERS.put_back(unflattener, optimizer, node.content, done)
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Describe the tensors in the state dict."""
+        return {("tensor", name): names.words[ref] for name, ref in refs_in(content[0], label)}
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return the state dict."""
+        del whole
+        return cast("Node", content[0])
+
+
+class ScalerAdapter(StateDictAdapter):
+    """A ``GradScaler``, which also records optimizers in the middle of a step."""
+
+    def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
+        """Load the state dict and forget steps that have begun."""
+        if obj.is_enabled():
+            super().restore(unflattener, obj, content)
+            obj._per_optimizer_states.clear()
+
+
+def wrapped_in(obj: object) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that an object wraps; schedulers and scalers only refer to theirs."""
+    if isinstance(obj, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)):
+        return []
+    return within(obj)
+
+
+class GeneratorAdapter:
+    """Random generators that the user has named in the state."""
+
+    def capture(self, flattener: Flattener, obj: torch.Generator) -> Node:
+        """Capture its state."""
+        return flattener.flatten(obj.get_state())
+
+    def restore(self, unflattener: Unflattener, obj: torch.Generator, content: Any) -> None:
+        """Set its state."""
+        obj.set_state(unflattener.unflatten(content))
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Describe nothing."""
+        del label, content, names
+        return {}
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return the generator's state."""
+        del whole
+        return cast("Node", content)
+
+
+_OPTIMIZERS = OptimizerAdapter()
+_ADAPTERS: list[tuple[type, Adapter]] = [
+    (ShardSampler, SamplerAdapter()),
+    (torch.nn.Module, ModuleAdapter()),
+    (torch.optim.Optimizer, _OPTIMIZERS),
+    (torch.amp.GradScaler, ScalerAdapter()),
+    (torch.Generator, GeneratorAdapter()),
+]
+_STATE_DICT = StateDictAdapter()
+_PLAIN = (torch.Tensor, type)
+
+
+def adapter_of(value: object) -> Adapter | None:
+    """Return the adapter for an object, or None for a plain value."""
+    if isinstance(value, _PLAIN):
+        return None
+    for kind, adapter in _ADAPTERS:
+        if isinstance(value, kind):
+            return adapter
+    if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
+        return _STATE_DICT
+    return None
+
+
+def capture_object(flattener: Flattener, obj: object) -> Any:
+    """Return the content of an object that has an adapter."""
+    adapter = adapter_of(obj)
+    assert adapter is not None
+    return adapter.capture(flattener, obj)
+
+
+def restore_object(unflattener: Unflattener, obj: object, content: Any) -> None:
+    """Give an object that has an adapter its captured content."""
+    adapter = adapter_of(obj)
+    assert adapter is not None
+    adapter.restore(unflattener, obj, content)
+
+
+def objects_in(values: Iterable[object]) -> list[object]:
+    """Return the objects with an adapter in `values`, also those within others.
+
+    Raises
+    ------
+    NbelasticError
+        An object without an adapter wraps an optimizer that is not in `values`.
+    """
+    objects: list[object] = []
+    others: list[object] = []
+    seen: set[int] = set()
+    stack = list(values)[::-1]
+    while stack:
+        value = stack.pop()
+        if type(value) in ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if adapter_of(value) is not None:
+            objects.append(value)
+        elif not is_container(value) and not isinstance(value, _PLAIN):
+            others.append(value)
+        stack.extend([child for _, child in _inside(value)][::-1])
+    for other in others:
+        for optimizer in within(other):
+            if id(optimizer) not in seen:
+                _refuse(other, optimizer)
+    return objects
+
+
+def _refuse(other: object, optimizer: torch.optim.Optimizer) -> None:
+    kind, inner = type(other).__qualname__, type(optimizer).__qualname__
+    raise NbelasticError(
+        f"a {kind} in the state wraps an optimizer ({inner}) that the state does not have: a copy "
+        f"of it would train a copy of the model. Name the {inner} in the state as well, or give "
+        f"{kind} state_dict() and load_state_dict()"
+    )
+
+
+def labels_of(objects: Sequence[object], values: Mapping[str, object]) -> list[str]:
+    """Return an expression for each object, in terms of the names in `values`."""
+    found: dict[int, str] = {}
+    stack = list(values.items())[::-1]
+    while stack:
+        label, value = stack.pop()
+        if type(value) in ATOMS or id(value) in found:
+            continue
+        found[id(value)] = label
+        by_key = is_container(value)
+        stack.extend(
+            [(f"{label}[{k!r}]" if by_key else f"{label}.{k}", v) for k, v in _inside(value)][::-1]
+        )
+    return [found[id(obj)] for obj in objects]
+
+
+def _inside(value: object) -> Iterable[tuple[object, object]]:
+    """Return keys and values in a container, and in an object that may wrap others."""
+    if is_container(value):
+        if is_flat(value):
+            return ()
+        return value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
+    if isinstance(value, torch.optim.Optimizer):
+        return attributes_of(value).items()
+    if adapter_of(value) is _STATE_DICT:
+        return [(f"optimizer {n}", each) for n, each in enumerate(wrapped_in(value))]
+    return ()
+
+
+class CapturedState(NamedTuple):
+    """Objects with their captured content.
+
+    Attributes
+    ----------
+    objects, labels : sequence
+        The objects, and expressions for them.
+    captured : sequence of ObjectNode
+        Their nodes.
+    tensors : sequence of torch.Tensor
+        For each reference a tensor of its type and shape.
+    """
+
+    objects: Sequence[object]
+    labels: Sequence[str]
+    captured: Sequence[ObjectNode]
+    tensors: Sequence[torch.Tensor]
+
+    def names(self, nodes: Mapping[str, Node]) -> list[str]:
+        """Return a name for each tensor: its path in the values with these nodes."""
+        parts = [part for label, node in nodes.items() for part in leaves_in(node, label, "{}.{}")]
+        reached = {part.number for _, part in parts if isinstance(part, ObjectNode)}
+        parts += [(self.labels[n.number], n) for n in self.captured if n.number not in reached]
+        parts.sort(key=lambda part: not self._is_model(part[1]))  # they name what others share
+        found: dict[int, str] = {}
+        for label, part in parts:
+            node: Node = part
+            if isinstance(part, ObjectNode):
+                adapter = adapter_of(self.objects[part.number])
+                assert adapter is not None
+                node = adapter.state_dict(part.content, whole=True)
+            for name, ref in leaves_in(node, label, "{}.{}"):
+                if isinstance(ref, TensorRef):
+                    found.setdefault(ref, name)
+        return [found.get(ref, f"tensor.{ref}") for ref in range(len(self.tensors))]
+
+    def _is_model(self, node: Node) -> bool:
+        return isinstance(node, ObjectNode) and isinstance(
+            self.objects[node.number], torch.nn.Module
+        )
+
+    def kinds(self) -> list[str]:
+        """Return names and types of the objects."""
+        pairs = zip(self.labels, self.objects, strict=True)
+        return [f"{label} ({type(obj).__qualname__})" for label, obj in pairs]
+
+    def structure(self) -> Structure:
+        """Return the structure of the objects, to be compared with another one."""
+        names = TensorNames([*map(word_for, self.tensors)], {})
+        structure: Structure = {}
+        for node in models_first(self.captured, self.objects):
+            adapter = adapter_of(self.objects[node.number])
+            assert adapter is not None
+            structure.update(adapter.parts(self.labels[node.number], node.content, names))
+        return structure
+
+
+def models_first(captured: Iterable[ObjectNode], objects: Sequence[object]) -> list[ObjectNode]:
+    """Return nodes with those of models first, which own the tensors that others share."""
+    return sorted(captured, key=lambda node: not isinstance(objects[node.number], torch.nn.Module))

@@ -1,0 +1,113 @@
+"""Capture and restoration of a commit, except for the values of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.torch.identity import same
+from nbelastic.torch.state.adapters import (
+    capture_object,
+    labels_of,
+    models_first,
+    objects_in,
+    restore_object,
+)
+from nbelastic.torch.state.flatten import ATOMS, Flattener, ObjectNode, Unflattener
+from nbelastic.torch.state.generators import GeneratorStates
+from nbelastic.torch.state.structure_cache import StructureCache, recapture
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nbelastic.elastic.sampler import SamplerSnapshot
+    from nbelastic.torch.state.flatten import Node
+
+__all__ = ["Commit", "make_commit", "rebuild"]
+
+
+_address_of = torch.Tensor.data_ptr
+
+
+@dataclass(slots=True)
+class Commit:
+    """All of a state but its tensors' values.
+
+    The tensors in `cache` come first, because the next commit takes them over from there.
+    """
+
+    nodes: dict[str, Node]
+    captured: list[ObjectNode]
+    cache: StructureCache
+    owners: list[torch.Tensor]
+    addresses: list[int]
+    samplers: list[tuple[ShardSampler, SamplerSnapshot]]
+    generators: GeneratorStates
+
+    @property
+    def objects(self) -> list[object]:
+        """Models, optimizers and other objects with an adapter."""
+        return self.cache.objects
+
+    def restore(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Restore all objects in place; return the values by name.
+
+        Parameters
+        ----------
+        tensors : sequence of torch.Tensor
+            The value of each of `owners`: a copy, or the owner itself if it is uncopied.
+        """
+        unflattener = Unflattener(
+            tensors, self.objects, restore_object, owners=self.owners, addresses=self.addresses
+        )
+        values = rebuild(unflattener, self.captured, self.nodes)
+        for sampler, snapshot in self.samplers:
+            sampler.go_back(snapshot)
+        self.generators.restore()
+        return values
+
+
+def make_commit(values: Mapping[str, Any], before: Commit | None = None) -> Commit:
+    """Return a commit of `values`; `before` is an earlier one, whose cache is used."""
+    known = None if before is None else before.cache
+    objects: list[object] = [each for each in values.values() if type(each) not in ATOMS]
+    if known is None or not same(objects, known.objects):
+        objects = objects_in(values.values())
+    flattener = Flattener(objects, capture_object)
+    if known is not None and known.holds(objects):
+        flattener.resume(known.tensors, known.refs)
+        for node, options in zip(known.captured, known.options, strict=True):
+            obj = objects[node.number]
+            flattener.adopt(obj, recapture(flattener, obj, node, options))
+    else:
+        known = StructureCache(objects, labels_of(objects, values))
+        for obj, is_complete in zip(objects, known.complete, strict=True):
+            if is_complete:
+                flattener.flatten(obj)
+        known.fill(flattener.captured, flattener.tensors)
+    nodes = {name: flattener.flatten(value) for name, value in values.items()}
+    for obj in objects:  # those within others
+        flattener.flatten(obj)
+    return Commit(
+        nodes,
+        flattener.captured,
+        known,
+        flattener.tensors,
+        list(map(_address_of, flattener.tensors)),
+        [(each, each.snapshot()) for each in objects if isinstance(each, ShardSampler)],
+        GeneratorStates(None if before is None else before.generators),
+    )
+
+
+def rebuild(
+    unflattener: Unflattener, captured: list[ObjectNode], nodes: dict[str, Node]
+) -> dict[str, Any]:
+    """Return values by name; restore objects in place."""
+    for obj in models_first(captured, unflattener.objects):  # tensors that others share stay theirs
+        unflattener.unflatten(obj)
+    built = {name: unflattener.unflatten(node) for name, node in nodes.items()}
+    unflattener.flush()
+    return built

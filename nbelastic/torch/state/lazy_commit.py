@@ -1,0 +1,305 @@
+"""Commits without copies of the tensors that optimizers change.
+
+Until its next step, the tensors of an optimizer hold what was committed after the step before. So a
+commit right after a step needs no copies, if nothing can fail between the two: no operation between
+ranks runs there. A :class:`LazyCommit` learns from past commits whether that is so. Where it stops
+being so, the state at the end of the last step *replaces* the commit; see :class:`LazyCommit`.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbelastic.torch.state.adapters import wrapped_in
+from nbelastic.torch.state.optimizer_adapter import hooks_see_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbelastic.elastic.context import Context
+    from nbelastic.torch.state.structure_cache import StructureCache
+
+__all__ = ["LEARNED", "CommitPattern", "LazyCommit"]
+
+LEARNED = 3
+"""Regular commits in a row after which commits are not copied any more."""
+
+LARGE = 1 << 28
+"""Bytes of optimizers' tensors from which on one regular commit is enough.
+
+Smaller states are copied until the third, because a function that commits after its first step and
+then rarely looks regular at first. Copies of a large one would make the peak of memory.
+"""
+
+SLOWER = 4
+"""Factor on the commits that it takes after each break of the pattern."""
+
+
+class CommitPattern:
+    """Pattern of steps and commits so far, and whether it can be trusted. Pure.
+
+    A commit is *regular* if it follows steps of the optimizers, before which only they had changed
+    the tensors, with no operation between ranks since the steps.
+
+    Attributes
+    ----------
+    stepped : bool
+        Whether an optimizer has stepped since the last commit.
+    """
+
+    def __init__(self) -> None:
+        self.stepped = False
+        self._regular = True
+        self._in_a_row = 0
+        self._breaks = 0
+        self._first = LEARNED
+
+    @property
+    def _needed(self) -> int:
+        """Regular commits in a row that are needed to trust the pattern."""
+        return LEARNED * SLOWER**self._breaks if self._breaks else self._first
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the next step will be committed before anything can fail."""
+        return self._in_a_row >= self._needed
+
+    def trust(self) -> None:
+        """Trust the pattern because another rank of the same function does."""
+        self._in_a_row = max(self._in_a_row, self._needed)
+
+    def expect(self, nbytes: int) -> None:
+        """Record how large a copy would be."""
+        self._first = 1 if nbytes >= LARGE else LEARNED
+
+    def step(self) -> None:
+        """Record the step of an optimizer."""
+        self.stepped = True
+
+    def disturb(self) -> None:
+        """Record an operation after a step, or a change that no optimizer has made."""
+        self._regular = False
+
+    def commit(self) -> None:
+        """Record a commit. One without a step before it does not count, unless disturbed."""
+        if not self._regular:
+            if self.is_trusted:
+                self._breaks += 1
+            self._in_a_row = 0
+        elif self.stepped:
+            self._in_a_row += 1
+        self.stepped, self._regular = False, True
+
+
+_address_of = torch.Tensor.data_ptr
+_version_of = operator.attrgetter("_version")
+
+Marks = tuple[list[int], list[int]]
+"""For each tensor the address of its data, and how often it was changed in place."""
+
+
+class LazyCommit:
+    """Decision, commit by commit, whether to copy the tensors that optimizers change.
+
+    A commit is in one of three states:
+
+    copied
+        It has copies. So are all commits until the pattern is trusted.
+    uncopied
+        The tensors hold its values, because no optimizer has stepped since.
+    overwritten
+        The tensors hold the values of a step that is not committed. The rest of the state was
+        captured at the end of that step.
+
+    When an operation begins while the commit is overwritten, or when uncopied tensors have been
+    changed otherwise, the commit's values are gone. Then the state at the end of the last step,
+    which is the same on all ranks, is copied before the operation and replaces the commit. A rank
+    that restores it is ahead (:attr:`~nbelastic.elastic.context.Context.ahead`) of a rank that
+    restores the commit. After that it takes four times as many regular commits to trust the
+    pattern. A rank that receives its state from one that trusts it trusts it, too.
+
+    Changes through ``tensor.data`` by others than optimizers are not noticed once the pattern is
+    trusted: such tensors are restored as they are. All commits are copied where an optimizer's
+    methods may make such changes, or where hooks do not see its steps.
+
+    Parameters
+    ----------
+    on_step : callable
+        Called after a step that leaves a commit overwritten.
+    on_break : callable
+        Called when an uncopied commit is lost, with whether the tensors are as the last step has
+        left them.
+
+    Attributes
+    ----------
+    uncopied : bool
+        Whether the last commit has no copies of the optimizers' tensors.
+    tensors : frozenset of int
+        Ids of the tensors that optimizers change; the same object as long as they are the same.
+    """
+
+    def __init__(self, on_step: Callable[[], None], on_break: Callable[[bool], None]) -> None:
+        self.pattern = CommitPattern()
+        self.uncopied = False
+        self.tensors: frozenset[int] = frozenset()
+        self._on_step = on_step
+        self._on_break = on_break
+        self._context: Context | None = None
+        self._exchanges = self._generation = 0
+        self._cache: StructureCache | None = None
+        self._sees_steps = False  # of all optimizers
+        self._tensors: list[torch.Tensor] = []
+        self._marks: Marks = ([], [])
+        self._watcher = _Hook(weakref.ref(self), "_before_exchange")
+        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the uncopied tensors are a step newer than the last commit."""
+        return self.uncopied and self.pattern.stepped
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether only the optimizers have changed the tensors since the last commit."""
+        return _marks_of(self._tensors) == self._marks
+
+    def commit(
+        self, cache: StructureCache, context: Context | None, *, copy: bool
+    ) -> frozenset[int]:
+        """Decide on a new commit; return the ids of the tensors not to copy.
+
+        Parameters
+        ----------
+        cache : StructureCache
+            Models, optimizers and other objects of the state.
+        context : Context or None
+            That of this rank, if there is one yet; it calls before operations.
+        copy : bool
+            Whether to copy in any case.
+        """
+        generation = 0 if context is None else context.generation
+        unchanged = self.unchanged
+        if generation == self._generation:
+            self._observe(unchanged)
+            self.pattern.commit()
+        else:  # tensors have changed, and much was sent, for reasons of the membership
+            self.pattern.stepped = False
+        if context is not self._context:
+            self._unwatch()
+        self._context, self._generation = context, generation
+        if cache is not self._cache or not cache.has_all_optimizers:
+            self._cache, unchanged = cache, False
+            optimizers = [e for e in cache.objects if isinstance(e, torch.optim.Optimizer)]
+            for optimizer in optimizers:
+                self._hook(optimizer)
+            self._sees_steps = all(map(hooks_see_steps, optimizers)) and not any(
+                wrapped_in(e) for e in cache.objects if e not in optimizers
+            )
+            self._tensors = _tensors_of(optimizers)
+            self.tensors = frozenset(map(id, self._tensors))
+            self.pattern.expect(sum(each.nbytes for each in self._tensors))
+        if not unchanged:
+            self._marks = _marks_of(self._tensors)
+        trusted = self.pattern.is_trusted and self._sees_steps
+        self.uncopied = trusted and context is not None and not copy
+        if not self.uncopied:
+            self._unwatch()
+            return frozenset()
+        self._watch()
+        return self.tensors
+
+    def copied(self) -> None:
+        """Record that the last commit has copies now."""
+        self._unwatch()
+        self.uncopied = False
+
+    def restored(self) -> None:
+        """Record that the state is that of the last commit."""
+        self.pattern.stepped = False
+        self._marks = _marks_of(self._tensors)
+        if self.uncopied:
+            self._watch()
+
+    # -- what happens between commits ------------------------------------------------------------
+
+    def _observe(self, unchanged: bool) -> None:
+        """Record disturbances between the last commit and this one."""
+        operations = self._context is not None and self._context.exchanges != self._exchanges
+        if not unchanged or (self.pattern.stepped and operations):
+            self.pattern.disturb()
+
+    def _before_step(self) -> None:
+        if self.unchanged:
+            return
+        self.pattern.disturb()
+        if self.uncopied:
+            self._on_break(False)
+
+    def _after_step(self) -> None:
+        self._marks = _marks_of(self._tensors)
+        if not self.pattern.stepped:
+            self.pattern.step()
+            self._exchanges = 0 if self._context is None else self._context.exchanges
+        if self.uncopied:
+            self._on_step()
+            self._watch()
+
+    def _before_exchange(self) -> None:
+        unchanged = self.unchanged
+        if self.pattern.stepped or not unchanged:
+            self.pattern.disturb()
+            self._on_break(unchanged)
+
+    def _watch(self) -> None:
+        context, watcher = self._context, self._watcher
+        if context is not None and watcher not in context.before_exchange:
+            context.before_exchange += (watcher,)
+
+    def _unwatch(self) -> None:
+        context, watcher = self._context, self._watcher
+        if context is not None and watcher in context.before_exchange:
+            context.before_exchange = tuple(w for w in context.before_exchange if w is not watcher)
+
+    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._hooked and hooks_see_steps(optimizer):
+            self._hooked.add(optimizer)
+            lazy = weakref.ref(self)
+            optimizer.register_step_pre_hook(_Hook(lazy, "_before_step"))
+            optimizer.register_step_post_hook(_Hook(lazy, "_after_step"))
+
+
+class _Hook:
+    """Call of a method as long as its object lives; a copy of the hook calls nothing."""
+
+    def __init__(self, lazy: weakref.ref[LazyCommit] | None, method: str) -> None:
+        self._lazy = lazy
+        self._method = method
+
+    def __call__(self, *_: object) -> None:
+        lazy = None if self._lazy is None else self._lazy()
+        if lazy is not None:
+            getattr(lazy, self._method)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None, self._method)
+
+
+def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the tensors that optimizers change, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found.update((id(parameter), parameter) for parameter in group["params"])
+        for values in optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, torch.Tensor):
+                    found[id(value)] = value
+    return list(found.values())
+
+
+def _marks_of(tensors: Sequence[torch.Tensor]) -> Marks:
+    return [*map(_address_of, tensors)], [*map(_version_of, tensors)]

@@ -1,0 +1,504 @@
+"""Adapter for optimizers, including wrappers of others and classes of users.
+
+An optimizer that is not torch's may keep state anywhere. The adapter captures:
+
+- groups of parameters and the state of each parameter, also of optimizers in its attributes;
+- attributes that hold numbers, strings, tensors, or containers of them;
+- its ``state_dict()``, if it overrides that method or ``load_state_dict()``.
+
+A restore puts all of it back. A rank that receives it takes over the attributes that have changed
+since the sender's optimizer was built, so that attributes that differ by rank stay. The state dict
+is loaded before groups and state, and lists and dicts that optimizers share stay shared.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import pickle
+import weakref
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nbelastic.errors import NbelasticError, StateMismatch
+from nbelastic.torch.gradients.reducer import Reducer
+from nbelastic.torch.state.flatten import (
+    ATOMS,
+    ContainerNode,
+    ObjectNode,
+    TensorRef,
+    ValueNode,
+    children_of,
+    is_container,
+    mapping,
+    nested,
+)
+from nbelastic.torch.state.structure import OWN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
+    from nbelastic.torch.state.structure import Structure, TensorNames
+
+__all__ = [
+    "OptimizerAdapter",
+    "OptimizerContent",
+    "attributes_of",
+    "hooks_see_steps",
+    "is_simple",
+    "is_torchs",
+    "load",
+    "options_of",
+    "same_lists",
+    "within",
+]
+
+_Optimizer = torch.optim.Optimizer
+
+_COMMON = frozenset(
+    {*vars(torch.optim.SGD([torch.zeros(1)])), "_reducer", "_op", "_skips"}
+    | {"step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
+)
+"""Attributes of any optimizer: torch's, nbelastic's, those of schedulers and gradient scalers."""
+
+_ARRAYS = (np.generic, np.ndarray)
+_COLLECTIONS = (set, frozenset, collections.deque)
+_DEEPEST = 6
+"""Levels of objects within objects that are searched for tensors."""
+
+_LISTS = ("param_groups", "state")
+
+_SHARDED = "ZeroRedundancyOptimizer"
+
+_built: weakref.WeakKeyDictionary[Any, dict[str, bytes]] = weakref.WeakKeyDictionary()
+"""Pickled attributes without tensors of each optimizer, from its first capture."""
+
+_searched: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+"""TensorNames of each optimizer's attributes that were searched for tensors."""
+
+
+class OptimizerContent(NamedTuple):
+    """Captured content of an optimizer.
+
+    Attributes
+    ----------
+    groups : list
+        For each group the references of its parameters, and its options.
+    state : list
+        For each parameter with state its reference, and the values.
+    attributes : dict
+        Other attributes by name.
+    changed : frozenset of str
+        Which of them have changed since it was built, or hold tensors.
+    inner : list of ObjectNode
+        Objects with an adapter among its attributes.
+    custom : Node or None
+        Its state dict, if that is not torch's.
+    """
+
+    groups: Sequence[tuple[list[TensorRef], dict[str, Node]]]
+    state: Sequence[tuple[TensorRef, dict[str, Node]]]
+    attributes: Mapping[str, Node] = MappingProxyType({})
+    changed: frozenset[str] = frozenset()
+    inner: Sequence[ObjectNode] = ()
+    custom: Node | None = None
+
+
+class OptimizerAdapter:
+    """Optimizers, those that wrap others, and those of users."""
+
+    def capture(self, flattener: Flattener, obj: _Optimizer) -> OptimizerContent:
+        """Return groups, state, attributes and the state dict if it is overridden."""
+        groups = [
+            (
+                [flattener.flatten(parameter) for parameter in group["params"]],
+                options_of(flattener, group),
+            )
+            for group in obj.param_groups
+        ]
+        state = [
+            (
+                flattener.flatten(owner),
+                {key: flattener.flatten(each) for key, each in values.items()},
+            )
+            for owner, values in obj.state.items()
+        ]
+        content: Any = OptimizerContent(groups, state)  # type: ignore[arg-type]
+        return content if is_torchs(obj) else self._capture_more(flattener, obj, content)
+
+    def _capture_more(
+        self, flattener: Flattener, obj: _Optimizer, content: OptimizerContent
+    ) -> OptimizerContent:
+        attributes = attributes_of(obj)
+        if _searched.get(obj) != frozenset(attributes):
+            _refuse(flattener, obj)
+            _searched[obj] = frozenset(attributes)
+        if _overrides(obj) and obj not in _built:
+            with same_lists(within(obj)):  # an error should come now, not after a failure
+                _load(obj, obj.state_dict())
+        plain = {name: each for name, each in attributes.items() if _is_plain(each)}
+        as_bytes = {name: _frozen(each) for name, each in plain.items()}
+        built = _built.setdefault(obj, {k: v for k, v in as_bytes.items() if v is not None})
+        inner = [
+            flattener.flatten(each)
+            for value in attributes.values()
+            for each in nested(value)
+            if flattener.is_object(each) and each is not obj
+        ]
+        custom = None
+        if _overrides(obj):
+            custom = flattener.flatten(_marked(obj.state_dict(), _lists_within(obj)))
+        return content._replace(
+            attributes={name: flattener.flatten(each) for name, each in plain.items()},
+            changed=frozenset(
+                name for name, each in as_bytes.items() if each is None or built.get(name) != each
+            ),
+            inner=[node for node in inner if isinstance(node, ObjectNode)],
+            custom=custom,
+        )
+
+    def restore(self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent) -> None:
+        """Restore all of it; the groups' dicts and the parameters keep their identity."""
+        for node in content.inner:
+            unflattener.unflatten(node)
+        self.put_back(unflattener, obj, content, set())
+        if content.custom is not None:
+            with same_lists(within(obj)):
+                load(obj, unflattener, content.custom, _lists_within(obj))
+            self.put_back(unflattener, obj, content, set())
+
+    def put_back(
+        self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent, done: set[int]
+    ) -> None:
+        """Put groups, state and attributes in place, also in the optimizers within."""
+        if id(obj) in done:
+            return
+        done.add(id(obj))
+        for node in content.inner:
+            inner = unflattener.objects[node.number]
+            if isinstance(inner, _Optimizer):
+                self.put_back(unflattener, inner, node.content, done)
+        self._put_back_groups(unflattener, obj, content)
+        if not is_torchs(obj):
+            _put_back_attributes(unflattener, obj, content)
+
+    def _put_back_groups(
+        self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent
+    ) -> None:
+        groups, state = content.groups, content.state
+        live = obj.param_groups
+        if isinstance(getattr(obj, "_reducer", None), Reducer):
+            obj.reset()  # type: ignore[attr-defined]
+        del live[len(groups) :]
+        for index, (refs, captured) in enumerate(groups):
+            if index == len(live):
+                live.append({"params": []})
+            group = live[index]
+            parameters = _parameters(unflattener, refs, group["params"])
+            for parameter in parameters:
+                parameter.grad = None
+            options = {key: unflattener.unflatten(node) for key, node in captured.items()}
+            group.clear()
+            group.update(params=parameters, **options)
+        built = {
+            unflattener.unflatten(owner): {
+                key: unflattener.unflatten(node) for key, node in values.items()
+            }
+            for owner, values in state
+        }
+        obj.state.clear()
+        obj.state.update(built)
+
+    def parts(self, label: str, content: OptimizerContent, names: TensorNames) -> Structure:
+        """Describe each group by the names of its parameters, in any order."""
+        return {
+            ("parameter group", f"{label}.param_groups[{index}]"): tuple(
+                sorted(names.known.get(ref, OWN + names.words[ref]) for ref in refs)
+            )
+            for index, (refs, _) in enumerate(content.groups)
+        }
+
+    def state_dict(self, content: OptimizerContent, *, whole: bool = False) -> Node:
+        """Return a state dict with torch's numbers; `whole` adds attributes and parameters."""
+        if content.custom is not None and not whole:
+            return _numbered(content.custom, content)
+        groups, state = _lists_of(content, whole)
+        nodes = {"state": state, "param_groups": groups, **(content.attributes if whole else {})}
+        if isinstance(content.custom, ContainerNode) and content.custom.keys is not None:
+            pairs = zip(content.custom.keys, content.custom.nodes, strict=True)
+            nodes = {**{str(key): node for key, node in pairs}, **nodes}
+        return mapping(nodes)
+
+
+def _lists_of(content: OptimizerContent, whole: bool = False) -> tuple[Node, Node]:
+    """Return groups and state by numbers of parameters; groups with parameters if `whole`."""
+    numbers: dict[TensorRef, int] = {}
+    for ref in [
+        *(s for refs, _ in content.groups for s in refs),
+        *(s for s, _ in content.state),
+    ]:
+        numbers.setdefault(ref, len(numbers))
+    groups = [
+        mapping(
+            {
+                **options,
+                "params": ContainerNode(list, None, list(refs))
+                if whole
+                else ValueNode([numbers[ref] for ref in refs]),
+            }
+        )
+        for refs, options in content.groups
+    ]
+    state = mapping({numbers[ref]: mapping(values) for ref, values in content.state})
+    return ContainerNode(list, None, groups), state
+
+
+def _numbered(node: Node, content: OptimizerContent) -> Node:
+    """Return a state dict with groups and state in place of their marks."""
+    if isinstance(node, ValueNode) and isinstance(node.value, _Live):
+        inner = [n.content for n in content.inner if isinstance(n.content, OptimizerContent)]
+        lists = [each for one in (content, *inner) for each in _lists_of(one)]
+        return lists[node.value.index] if node.value.index < len(lists) else ValueNode(None)
+    if isinstance(node, ContainerNode):
+        return replace(node, nodes=[_numbered(each, content) for each in node.nodes])
+    return node
+
+
+def options_of(flattener: Flattener, group: dict[str, Any]) -> dict[str, Node]:
+    """Capture a parameter group without its parameters."""
+    return {key: flattener.flatten(each) for key, each in group.items() if key != "params"}
+
+
+def attributes_of(obj: _Optimizer) -> dict[str, Any]:
+    """Return an optimizer's own attributes, except groups and state under any name."""
+    if is_torchs(obj):
+        return {}
+    known = {id(each) for each in _lists_within(obj)}
+    return {
+        name: value
+        for name, value in vars(obj).items()
+        if name not in _COMMON and id(value) not in known
+    }
+
+
+def is_simple(obj: _Optimizer) -> bool:
+    """Return whether an optimizer consists of groups and state."""
+    if is_torchs(obj):
+        return True
+    values = attributes_of(obj).values()
+    return not (_overrides(obj) or any(map(_is_plain, values)) or len(within(obj)) > 1)
+
+
+def is_torchs(obj: _Optimizer) -> bool:
+    """Return whether a class is torch's own; distributed ones have their base's module."""
+    return type(obj).__module__.startswith("torch.optim.") and not _overrides(obj)
+
+
+def hooks_see_steps(obj: _Optimizer) -> bool:
+    """Return whether hooks on an optimizer's ``step()`` see all changes that it makes to tensors.
+
+    They do not where its base is not initialised, or where it has methods of its own: an ``eval()``
+    may swap averages in, often through ``tensor.data``.
+    """
+    if is_torchs(obj):
+        return True
+    own = [e for e in type(obj).__mro__ if not e.__module__.startswith(("torch.", "nbelastic."))]
+    step: Any = next((vars(kind)["step"] for kind in own if "step" in vars(kind)), None)
+    hooked = "_optimizer_step_post_hooks" in vars(obj) and getattr(step, "hooked", step is None)
+    return bool(hooked) and not any(
+        callable(value) and not name.startswith("_") and not hasattr(_Optimizer, name)
+        for kind in own
+        for name, value in vars(kind).items()
+    )
+
+
+def _overrides(obj: _Optimizer) -> bool:
+    """Return whether an optimizer overrides or hooks its state dict."""
+    kind = type(obj)
+    return (
+        kind.state_dict is not _Optimizer.state_dict
+        or kind.load_state_dict is not _Optimizer.load_state_dict
+        or any(
+            vars(obj).get(name)
+            for name in (
+                "state_dict",
+                "load_state_dict",
+                "_optimizer_state_dict_pre_hooks",
+                "_optimizer_state_dict_post_hooks",
+                "_optimizer_load_state_dict_pre_hooks",
+                "_optimizer_load_state_dict_post_hooks",
+            )
+        )
+    )
+
+
+def within(obj: object) -> list[_Optimizer]:
+    """Return the optimizers in the attributes of an object, itself first if it is one."""
+    found: dict[int, _Optimizer] = {}
+    queue = [obj]
+    for each in queue:
+        if isinstance(each, _Optimizer):
+            found[id(each)] = each
+        for name, value in getattr(each, "__dict__", {}).items():
+            for item in nested(value) if name not in _COMMON else ():
+                if isinstance(item, _Optimizer) and id(item) not in found:
+                    found[id(item)] = item
+                    queue.append(item)
+    return list(found.values())
+
+
+def _lists_within(obj: object) -> list[Any]:
+    """Return the lists of groups and dicts of state of the optimizers within an object."""
+    return [vars(each)[name] for each in within(obj) for name in _LISTS if name in vars(each)]
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value consists of numbers, strings, arrays and tensors."""
+    return all(
+        type(each) in ATOMS
+        or isinstance(each, (torch.Tensor, *_ARRAYS))
+        or is_container(each)
+        or (type(each) in _COLLECTIONS and ATOMS.issuperset(map(type, each)))
+        for each in nested(value)
+    )
+
+
+def _frozen(value: object) -> bytes | None:
+    """Return a plain value as bytes; None if it has tensors or cannot be pickled."""
+    if any(isinstance(each, torch.Tensor) for each in nested(value)):
+        return None
+    try:
+        return pickle.dumps(value)
+    except Exception:  # such as a dict's factory that is a local function
+        return None
+
+
+def _refuse(flattener: Flattener, obj: _Optimizer) -> None:
+    """Raise an error if an optimizer keeps tensors where they cannot be captured."""
+    name = type(obj).__qualname__
+    if any(kind.__name__ == _SHARDED for kind in type(obj).__mro__):
+        raise NbelasticError(
+            f"a {name} keeps of the optimizer's state only this rank's share, which is lost with "
+            "the rank; use the optimizer that it is made of, in DistributedOptimizer"
+        )
+    if _overrides(obj):
+        return
+    seen = {id(p) for group in obj.param_groups for p in group["params"]}
+    for attribute, value in attributes_of(obj).items():
+        for each in nested(value):
+            plain = flattener.is_object(each) or is_container(each) or _is_plain(each)
+            if not plain and _holds_tensors(each, seen):
+                kind = type(each).__qualname__
+                raise NbelasticError(
+                    f"{name}.{attribute} (a {kind}) holds tensors that a state cannot see, so they "
+                    f"would be neither restored nor sent: give {kind} or {name} state_dict() and "
+                    "load_state_dict()"
+                )
+
+
+def _holds_tensors(value: object, seen: set[int], depth: int = 0) -> bool:
+    """Return whether an object holds a tensor that is not in `seen`."""
+    if id(value) in seen or depth > _DEEPEST or callable(value):
+        return False
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return True
+    inside = [*children_of(value), *getattr(value, "__dict__", {}).values()]
+    return any(_holds_tensors(each, seen, depth + 1) for each in inside)
+
+
+@dataclass(frozen=True)
+class _Live:
+    """Mark in a state dict for an optimizer's own groups or state, which are captured anyway."""
+
+    index: int
+
+
+def _marked(value: Any, lists: Sequence[object]) -> Any:
+    """Return a state dict in which an optimizer's own lists and dicts are marked."""
+    for index, each in enumerate(lists):
+        if value is each:
+            return _Live(index)
+    if type(value) is dict:
+        return {key: _marked(each, lists) for key, each in value.items()}
+    return value
+
+
+def _unmarked(value: Any, lists: Sequence[object]) -> Any:
+    if isinstance(value, _Live):
+        return lists[value.index]
+    if type(value) is dict:
+        return {key: _unmarked(each, lists) for key, each in value.items()}
+    return value
+
+
+def load(obj: Any, unflattener: Unflattener, node: Node, lists: Sequence[object] = ()) -> None:
+    """Load a captured state dict into an object."""
+    state_dict = unflattener.unflatten(node)
+    unflattener.flush()
+    _load(obj, _unmarked(state_dict, lists))
+
+
+def _load(obj: Any, state_dict: Any) -> None:
+    try:
+        obj.load_state_dict(state_dict)
+    except Exception as error:  # whatever the user's classes raise
+        name = type(obj).__qualname__
+        raise NbelasticError(
+            f"{name}.load_state_dict() does not take what {name}.state_dict() has given: "
+            f"{error!r}; so a state can neither restore nor send it"
+        ) from error
+
+
+@contextlib.contextmanager
+def same_lists(optimizers: Sequence[_Optimizer]) -> Iterator[None]:
+    """Put back lists and dicts that ``load_state_dict`` replaces: others may refer to them."""
+    before = [{k: vars(each)[k] for k in _LISTS if k in vars(each)} for each in optimizers]
+    yield
+    replaced = {
+        id(vars(each)[name]): (vars(each)[name], value)
+        for each, lists in zip(optimizers, before, strict=True)
+        for name, value in lists.items()
+        if name in vars(each)
+    }
+    for each in optimizers:
+        for name, value in list(vars(each).items()):
+            if id(value) in replaced:
+                vars(each)[name] = replaced[id(value)][1]
+
+
+def _put_back_attributes(
+    unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent
+) -> None:
+    captured, changed = content.attributes, content.changed
+    built = _built.get(obj, {})
+    for name, node in captured.items():
+        live = vars(obj).get(name)
+        if isinstance(node, TensorRef) and isinstance(live, torch.Tensor):
+            vars(obj)[name] = unflattener.tensor(node, live)
+        elif unflattener.local or name in changed or name not in built:
+            vars(obj)[name] = unflattener.unflatten(node)
+        else:
+            vars(obj)[name] = pickle.loads(built[name])
+    for name, value in attributes_of(obj).items():
+        if name not in captured and _is_plain(value):
+            del vars(obj)[name]
+
+
+def _parameters(
+    unflattener: Unflattener, refs: Sequence[TensorRef], present: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return a group's parameters: a model's by reference, the others by position."""
+    if unflattener.local:
+        return [unflattener.tensor(ref) for ref in refs]
+    models = {id(unflattener.tensor(ref)) for ref in refs if unflattener.has(ref)}
+    others = [each for each in present if id(each) not in models]
+    if len(others) != sum(not unflattener.has(ref) for ref in refs):
+        raise StateMismatch("the optimizer of this rank has other parameters that no model has")
+    rest = iter(others)
+    return [unflattener.tensor(ref, None if unflattener.has(ref) else next(rest)) for ref in refs]

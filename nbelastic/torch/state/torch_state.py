@@ -1,0 +1,318 @@
+"""State of training with PyTorch, committed, restored and sent exactly."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from nbelastic.elastic.context import current
+from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.elastic.state import ObjectState, check_names, public
+from nbelastic.elastic.state_payload import StatePayload
+from nbelastic.errors import NotInitialized
+from nbelastic.pickling import Pickler
+from nbelastic.torch.gradients.optimizer import is_distributed
+from nbelastic.torch.ops.sampling import sample
+from nbelastic.torch.state.adapters import (
+    CapturedState,
+    SamplerAdapter,
+    adapter_of,
+    capture_object,
+    labels_of,
+    objects_in,
+    restore_object,
+)
+from nbelastic.torch.state.commit import make_commit, rebuild
+from nbelastic.torch.state.copies import Copies, nbytes_of
+from nbelastic.torch.state.flatten import Flattener, Unflattener
+from nbelastic.torch.state.lazy_commit import LazyCommit
+from nbelastic.torch.state.structure import changes, check_fit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.sampler import SamplerSnapshot
+    from nbelastic.torch.state.commit import Commit
+    from nbelastic.torch.state.flatten import Node
+
+__all__ = ["TorchState"]
+
+
+class TorchState(ObjectState):
+    """State of training with PyTorch: models, optimizers, and values.
+
+    A commit keeps parameters, buffers, optimizer state, the state of learning rate schedulers, of a
+    ``GradScaler``, of samplers and of other objects with ``state_dict`` and ``load_state_dict``,
+    plain values, and this rank's random generators. ``restore()`` restores exactly these, in place.
+    Parameters of an optimizer are included even if their model is not named. Gradients are not:
+    ``restore()`` clears them.
+
+    A synchronisation sends all of it except the random generators, which each rank has for itself.
+
+    Parameters
+    ----------
+    model : torch.nn.Module, or list, tuple or dict of them, optional
+        The model or models.
+    optimizer : torch.optim.Optimizer, or list, tuple or dict of them, optional
+        The optimizer or optimizers.
+    **values
+        Further objects as above, or plain values that can be copied and pickled. All are
+        attributes and may be assigned to. Attributes that are not named here are not part of the
+        state.
+
+    Attributes
+    ----------
+    always_copy : bool, default False
+        Whether each commit copies all tensors, even right after a step; see below.
+
+    Notes
+    -----
+    Parameters and optimizer state are not copied any more once three commits in a row have each
+    directly followed a step, or one commit if they take 256 MB or more. Until the next step they
+    *are* the commit. When an operation between ranks comes between a step and its commit, or when
+    something other than the optimizer changes a tensor, the values of the commit are gone. Then the
+    state at the end of the step replaces it, which is complete and the same on all ranks. The same
+    happens if you call ``restore()`` yourself between ``step()`` and ``commit()``: call it before
+    the step, or set ``always_copy``. Only the ``step()`` of an optimizer of your own may change its
+    tensors, and not through ``tensor.data``.
+
+    Copies of tensors are on the tensors' device, or in the host's memory once the device is full.
+    Python attributes of a model other than parameters, buffers and extra state
+    (``get_extra_state``) are not kept.
+
+    Examples
+    --------
+    >>> state = TorchState(model, optimizer, epoch=0, sampler=sampler)  # doctest: +SKIP
+    >>> state.epoch += 1  # doctest: +SKIP
+    >>> state.commit()  # doctest: +SKIP
+    """
+
+    always_copy = False
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
+        self._copies = Copies()
+        self._lazy = LazyCommit(self._capture_step, self._replace_commit)
+        self._stepped: Commit | None = None
+        self._stepped_copies = Copies()
+        self._reported: tuple[object, ...] = ()
+        super().__init__(model=model, optimizer=optimizer, **values)
+        self._built = _captured(self._commit).structure()
+
+    def save(self) -> None:
+        """Keep the present values as the last commit, in the memory of the one before."""
+        commit = make_commit(self._values(), self.__dict__.get("_commit"))
+        uncopied = self._lazy.commit(commit.cache, _context(), copy=self.always_copy)
+        self._copies.take(commit.owners, uncopied)
+        self._commit, self._stepped = commit, None
+        self._report_memory(len(uncopied))
+
+    def _report_memory(self, uncopied: int) -> None:
+        """Report how much memory state and copies take, if it may have changed."""
+        context, tensors = _context(), self._commit.owners
+        reported = (context, len(tensors), uncopied)
+        if context is not None and reported != self._reported:
+            self._reported = reported
+            copied = self._copies.nbytes + self._stepped_copies.nbytes
+            context.telemetry.memory = (sum(map(nbytes_of, tensors)), copied)
+
+    def restore(self) -> None:
+        """Go back to exactly the last commit, or to the step that has replaced it."""
+        self._materialize()
+        self.__dict__.update(self._commit.restore(self._copies.values))
+        self._lazy.restored()
+
+    def prepare_to_join(self) -> None:
+        """Touch as much memory as the first step takes; the process keeps it until then."""
+        objects = objects_in(self._values().values())
+        expected = _dense_gradients([each for each in objects if isinstance(each, Module)])
+        steps = any(isinstance(each, Optimizer) for each in objects)
+        for _ in range(3):  # until all of it lies where it fits
+            gradients = [torch.zeros_like(parameter) for parameter in expected]
+            for each in gradients if steps else []:
+                # Adam and its like need two temporary tensors for each parameter in turn.
+                temporary = [torch.zeros_like(each) for _ in range(2)]
+                del temporary
+            del gradients
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _materialize(self) -> None:
+        """If the values of the last commit are gone, replace it by the present state."""
+        unchanged = self._lazy.unchanged
+        if self._lazy.overwritten or not unchanged:
+            self._replace_commit(unchanged)
+
+    def _capture_step(self) -> None:
+        """Capture the state at the end of a step, without the optimizers' tensors."""
+        self._stepped = make_commit(self._values(), self._commit)
+        self._stepped_copies.take(self._stepped.owners, self._lazy.tensors)
+
+    def _replace_commit(self, as_stepped: bool) -> None:
+        """Replace an uncopied commit by a newer state, which is copied."""
+        if not self._lazy.uncopied:
+            return
+        if self._stepped is None or not as_stepped:
+            self._capture_step()
+        assert self._stepped is not None
+        self._commit, self._stepped = self._stepped, None
+        self._copies, self._stepped_copies = self._stepped_copies, self._copies
+        self._copies.complete()
+        self._lazy.copied()
+        context = _context()
+        if context is not None:
+            context.ahead = True
+
+    def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
+        objects = objects_in(self._values().values())
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        plain = [type(each).__name__ for each in optimizers if not is_distributed(each)]
+        return sample(objects), tuple(plain)
+
+    # -- synchronisation -------------------------------------------------------------------------
+
+    def _samplers(self) -> list[ShardSampler]:
+        objects = objects_in(self._values().values())
+        return [each for each in objects if isinstance(each, ShardSampler)]
+
+    def _pack(self) -> StatePayload:
+        values = self._values()
+        objects = objects_in(values.values())
+        flattener = Flattener(objects, capture_object, duplicate=False)
+        nodes = {name: flattener.flatten(value) for name, value in values.items()}
+        for obj in objects:  # those within others
+            flattener.flatten(obj)
+        trusted = self._lazy.pattern.is_trusted
+        present = CapturedState(
+            objects, labels_of(objects, values), flattener.captured, flattener.tensors
+        )
+        return StatePayload(self._head(present, nodes, trusted), flattener.tensors)
+
+    def _pack_commit(self) -> StatePayload:
+        self._materialize()
+        commit = self._commit
+        present = _captured(commit)
+        head = self._head(present, commit.nodes, False)
+        devices = [owner.device.type for owner in commit.owners]
+        return StatePayload(head, self._copies.values, devices, names=present.names(commit.nodes))
+
+    def _head(self, present: CapturedState, nodes: dict[str, Node], trusted: bool) -> bytes:
+        """Return everything except tensors, and what has changed since the state was built."""
+        before = changes(self._built, present.structure())
+        content = _dump((present.captured, nodes, trusted), present.objects)
+        adapters = [type(adapter_of(obj)) for obj in present.objects]
+        return pickle.dumps((present.kinds(), list(nodes), before, content, adapters))
+
+    @staticmethod
+    def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        *_, content, adapters = pickle.loads(payload.head)
+        objects: list[Any] = [{} for _ in adapters]
+        captured, nodes, _ = _load(content, objects)
+        cpu = ["cpu"] * len(payload.tensors)
+        unflattener = Unflattener(payload.tensors, objects, lambda *_: None, devices=cpu, keep=True)
+        # All are kept: the unflattener identifies nodes by their ids.
+        state_dicts = [adapters[node.number]().state_dict(node.content) for node in captured]
+        for node, state_dict in zip(captured, state_dicts, strict=True):
+            built = unflattener.unflatten(state_dict)
+            if isinstance(built, dict):  # values that refer to the object have this dict already
+                objects[node.number].update(built)
+            else:
+                objects[node.number] = built
+        dealt = [obj for obj, kind in zip(objects, adapters, strict=True) if kind is SamplerAdapter]
+        for obj, sampler in zip(dealt, samplers, strict=True):
+            obj.update(sampler)
+        return {name: unflattener.unflatten(node) for name, node in nodes.items()}
+
+    def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
+        return self._commit.samplers
+
+    def _unpack(self, payload: StatePayload) -> None:
+        values = self._values()
+        objects = objects_in(values.values())
+        kinds, names, before, content, _ = pickle.loads(payload.head)
+        flattener = Flattener(objects, capture_object, duplicate=False)
+        mine = CapturedState(
+            objects, labels_of(objects, values), flattener.captured, flattener.tensors
+        )
+        check_names("the values", public(self._names), public(names))
+        check_names("the objects", mine.kinds(), kinds, in_order=True)
+        captured, nodes, trusted = _load(content, objects)
+        if not self._aligned:  # else it may be behind ranks that have changed it since
+            for obj in objects:
+                flattener.flatten(obj)
+            theirs = CapturedState(objects, mine.labels, captured, payload.tensors)
+            check_fit(mine.structure(), theirs.structure(), before)
+        keep = payload.buffer is not None
+        unflattener = Unflattener(
+            payload.tensors, objects, restore_object, devices=payload.devices, keep=keep
+        )
+        self.__dict__.update(rebuild(unflattener, captured, nodes))
+        if payload.buffer is not None:
+            for ref, tensor in enumerate(payload.tensors):
+                if ref not in unflattener.kept:
+                    payload.buffer.give_back(tensor)
+        if trusted:  # this rank runs the same function
+            self._lazy.pattern.trust()
+
+
+def _captured(commit: Commit) -> CapturedState:
+    return CapturedState(commit.objects, commit.cache.labels, commit.captured, commit.owners)
+
+
+def _dense_gradients(models: Iterable[Module]) -> list[Parameter]:
+    """Return the parameters that will have a dense gradient in the host's memory."""
+    parts = dict.fromkeys(part for model in models for part in model.modules())
+    found = dict.fromkeys(
+        parameter
+        for part in parts
+        if not getattr(part, "sparse", False)  # an embedding's may be much smaller
+        for parameter in part.parameters(recurse=False)
+        if parameter.requires_grad and parameter.is_cpu and not is_lazy(parameter)
+    )
+    return list(found)
+
+
+def _context() -> Context | None:
+    """Return this rank's context, if there is one yet."""
+    try:
+        return current()
+    except NotInitialized:
+        return None
+
+
+# Values may refer to models and optimizers of the state; for the receiver these are its own.
+
+
+class _Pickler(Pickler):
+    def __init__(self, file: io.BytesIO, objects: Sequence[object]) -> None:
+        super().__init__(file)
+        self._numbers = {id(obj): number for number, obj in enumerate(objects)}
+
+    def persistent_id(self, obj: object) -> int | None:
+        return self._numbers.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, objects: Sequence[object]) -> None:
+        super().__init__(file)
+        self._things = objects
+
+    def persistent_load(self, pid: Any) -> object:
+        return self._things[pid]
+
+
+def _dump(value: object, objects: Sequence[object]) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, objects).dump(value)
+    return file.getvalue()
+
+
+def _load(data: bytes, objects: Sequence[object]) -> Any:
+    return _Unpickler(io.BytesIO(data), objects).load()

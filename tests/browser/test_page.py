@@ -1,0 +1,77 @@
+"""The page of a job in a real browser: narrow, without its style, without news."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbelastic.driver.status import Progress
+from nbelastic.notebook.panel import STALE
+from nbelastic.notebook.render import STYLE, JobSnapshot, page
+from tests.notebook.fakes import STARTED, event, job_status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser, Page
+
+SMALL_TEXT = """() => [...document.querySelectorAll(".nbe *")].filter(
+    each => [...each.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())
+        && !each.closest("title") && parseFloat(getComputedStyle(each).fontSize) < 12
+).map(each => each.outerHTML.slice(0, 120))"""
+
+OVERLAPS = """() => {
+    const boxes = [...document.querySelectorAll(".nbe-figure text")].map(
+        each => [each.textContent, each.getBoundingClientRect()]);
+    return boxes.flatMap(([one, a], i) => boxes.slice(i + 1).filter(([, b]) =>
+        a.left < b.right && b.left < a.right && a.top < b.bottom - 2 && b.top < a.bottom - 2
+    ).map(([other]) => `${one} and ${other}`));
+}"""
+
+
+def snapshot() -> JobSnapshot:
+    history = (
+        event("formed", 2, size=4),
+        event("lost", 20, size=3, rank=3, detail="its worker was killed", name="3"),
+        event("reset", 20.1, size=3, detail="rank 3 lost → 3 ranks"),
+    )
+    status = job_status(progress=Progress(1, 4, 5, 10, remaining_s=75.0))
+    pace = ((1.0, 100.0), (20.0, 200.0), (40.0, 150.0))
+    return JobSnapshot(status, history, STARTED, {"loss": [(0.0, 2.0), (1.0, 0.5)]}, pace)
+
+
+@pytest.fixture
+def blank(browser: Browser) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 960, "height": 900})
+    yield context.new_page()
+    context.close()
+
+
+@pytest.mark.parametrize("width", [200, 300, 960])
+def test_it_can_be_read_in_a_narrow_column(blank: Page, width: int) -> None:
+    blank.set_viewport_size({"width": width, "height": 900})
+    blank.set_content(f'<body style="margin:0">{page(snapshot())}</body>')
+    assert blank.evaluate("document.documentElement.scrollWidth") <= width
+    assert blank.evaluate(SMALL_TEXT) == []
+    assert blank.evaluate(OVERLAPS) == []
+    box: Any = blank.get_by_role("columnheader", name="State").bounding_box()
+    assert box["x"] + box["width"] <= width
+
+
+def test_without_its_style_no_drawing_fills_the_page(blank: Page) -> None:
+    blank.set_content(re.sub("<style>.*?</style>", "", page(snapshot()), flags=re.DOTALL))
+    heights = blank.evaluate("[...document.querySelectorAll('svg')].map(e => e.clientHeight)")
+    assert heights and max(heights) < 200
+    marks = blank.evaluate("[...document.querySelectorAll('li svg')].map(e => e.clientHeight)")
+    assert max(marks) <= 32
+
+
+def test_a_panel_without_news_says_so_by_itself(blank: Page) -> None:
+    blank.set_content(f'{STYLE}<div class="nbe">{STALE}</div>')
+    words = blank.get_by_text("No news for 15 s")
+    for seconds, shown in ((14, False), (16, True), (3600, True)):
+        jump = f"document.getAnimations().forEach(each => each.currentTime = {seconds * 1000})"
+        blank.evaluate(jump)
+        assert words.is_visible() == shown

@@ -1,0 +1,127 @@
+"""A small grammar of programs, and what must come of them.
+
+A program is a list of steps for each rank. All begin as the same list of operations; then some
+ranks forget a step, add one, exchange two, change a type, a shape, a reduction, a root or a name,
+call from a second thread, raise or return early. Ranks that disagree go on with their next step, or
+end, as the program says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+
+DTYPES = ("float32", "float64", "float16", "int32", "int64")
+SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 2), (5000,), (70_000,))
+REDUCTIONS = ("Sum", "Average", "Min", "Max")
+KINDS = (
+    "allreduce",
+    "grouped_allreduce",
+    "broadcast",
+    "allgather",
+    "alltoall",
+    "reducescatter",
+    "barrier",
+    "broadcast_object",
+    "allgather_object",
+    "broadcast_parameters",
+)
+WITH_TENSOR = frozenset(KINDS) - {"barrier", "broadcast_object", "allgather_object"}
+WITH_REDUCTION = {"allreduce", "grouped_allreduce", "reducescatter"}
+WITH_ROOT = {"broadcast", "broadcast_object", "broadcast_parameters"}
+WITH_ROWS = {"allgather", "alltoall", "reducescatter"}
+WITH_NAME = {"allreduce", "broadcast", "allgather", "broadcast_object"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank does: one of `KINDS`, ``raise`` or ``return``. What is not used is as it is."""
+
+    kind: str
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    reduction: str = "Sum"
+    root: int = 0
+    name: str | None = None
+    begun_only: bool = False
+    second_thread: bool = False
+
+    def compared(self) -> tuple[object, ...]:
+        """Return what must be the same on all ranks."""
+        shape = self.shape[1:] if self.kind in ("allgather", "alltoall") else self.shape
+        return (
+            self.kind,
+            (self.dtype, shape) if self.kind in WITH_TENSOR else None,
+            self.reduction if self.kind in WITH_REDUCTION else None,
+            self.root if self.kind in WITH_ROOT else None,
+            self.name if self.kind in WITH_NAME else None,
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each rank does, and whether it goes on after a disagreement."""
+
+    seed: int
+    ranks: tuple[tuple[Step, ...], ...]
+    goes_on: bool
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}: ranks {'go on' if self.goes_on else 'end'} if they disagree"]
+        for rank, steps in enumerate(self.ranks):
+            lines.append(f"  rank {rank}")
+            lines.extend(f"    {step}" for step in steps)
+        return "\n".join(lines)
+
+
+def program(seed: int) -> Program:
+    """Return the program of a seed."""
+    chance = random.Random(seed)
+    size = chance.choice((2, 2, 3))
+    common = [_operation(chance, size) for _ in range(chance.randint(1, 6))]
+    ranks = [list(common) for _ in range(size)]
+    for _ in range(chance.choice((0, 1, 1, 2, 3))):
+        _change(chance, chance.choice(ranks), size)
+    return Program(seed, tuple(map(tuple, ranks)), goes_on=chance.random() < 0.6)
+
+
+def _operation(chance: random.Random, size: int) -> Step:
+    kind = chance.choice(KINDS)
+    shape = chance.choice(SHAPES)
+    if kind in WITH_ROWS:
+        shape = (chance.choice((0, 1, 2)) * size, *shape[1:])
+    return Step(
+        kind=kind,
+        dtype=chance.choice(DTYPES),
+        shape=shape,
+        reduction=chance.choice(REDUCTIONS),
+        root=chance.randrange(size),
+        name=chance.choice((None, None, "loss", "ä")),
+        begun_only=kind in ("allreduce", "broadcast", "allgather") and chance.random() < 0.4,
+    )
+
+
+def _change(chance: random.Random, steps: list[Step], size: int) -> None:
+    how = chance.choice(
+        ("drop", "add", "swap", "field", "field", "field", "raise", "return", "thread")
+    )
+    where = chance.randrange(len(steps)) if steps else 0
+    if how == "add" or not steps:
+        steps.insert(where, _operation(chance, size))
+    elif how == "drop":
+        del steps[where]
+    elif how == "swap":
+        other = chance.randrange(len(steps))
+        steps[where], steps[other] = steps[other], steps[where]
+    elif how == "thread" and steps[where].kind in KINDS:
+        steps[where] = dataclasses.replace(steps[where], second_thread=True, begun_only=False)
+    elif how == "field":
+        other_step = _operation(chance, size)
+        field = chance.choice(("dtype", "shape", "reduction", "root", "name"))
+        value = getattr(other_step, field)
+        if field == "shape" and steps[where].kind in WITH_ROWS:
+            value = (steps[where].shape[0], *value[1:])
+        steps[where] = dataclasses.replace(steps[where], **{field: value})
+    elif how in ("raise", "return"):
+        steps.insert(where, Step(how))

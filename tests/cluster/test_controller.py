@@ -1,0 +1,190 @@
+"""The scheduler's copy of a machine: stepped by a driver, looked after without one, handed over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nbelastic.cluster.scheduler.controller import MOST_BEHIND, JobController
+from nbelastic.cluster.scheduler.records import JobRecord
+from nbelastic.cluster.wire import EndRankOrder, JobEvent, JobPayload, JournalStep, unpack_machine
+from nbelastic.membership import (
+    Beats,
+    Limits,
+    LimitsChanged,
+    Machine,
+    RankLeft,
+    Slot,
+    SlotBusy,
+    SlotsFound,
+    Tick,
+    from_dict,
+    to_dict,
+)
+
+SLOT = Slot("w0", "tcp://w0", "w0", "host")
+
+
+def step(number: int, now: float, chance: float = 0.0, **fields: Any) -> JournalStep:
+    return JournalStep("job", "topic", 1, number, now, chance, **fields)
+
+
+class FakeWorkerOps:
+    """Notes what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+
+    def claim(self, job: str, record: JobRecord, effect: Any) -> Any:
+        self.done.append(("claim", effect.start))
+        if record.client is None:
+            return SlotBusy(effect.slot.id)
+        record.ranks[effect.start] = effect.slot.id
+        return None
+
+    def order(self, record: JobRecord, order: Any, starts: Any) -> None:
+        self.done += [(type(order), start) for start in starts]
+
+    def send(self, record: JobRecord, message: Any) -> None:
+        self.done.append((type(message), message.seq))
+
+    def restart_worker(self, slot: Slot, reason: str) -> None:
+        self.done.append(("restart", slot.id))
+
+    def drop(self, job: str) -> None:
+        self.done.append(("drop", job))
+
+
+class ControlledJob:
+    """A job on a scheduler."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.record = JobRecord(
+            client="kernel",
+            topic="topic",
+            payload=JobPayload(b"", b"", b""),
+            workers=None,
+            resources={},
+            versions={},
+            heartbeat_timeout=10.0,
+            lease=limits.pop("lease", 3600.0),
+            options=b"",
+            machine=Machine(Limits(**limits)),
+            uid="uid",
+            started=0.0,
+        )
+        self.ops = FakeWorkerOps()
+        self.controller = JobController("job", self.record, self.ops, lambda: 0.5)
+
+    def find(self) -> None:
+        self.controller.take_in(SlotsFound((SLOT,)))
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.record.log.contents().history]
+
+
+def test_an_event_happens_when_the_driver_says_so():
+    async def scene() -> None:
+        job = ControlledJob()
+        job.find()
+        assert job.ops.done == [(JobEvent, 1)]
+        assert job.controller.step(step(1, 2.0, seq=1))
+        assert job.ops.done[1:] == [("claim", 0)]
+        assert job.record.backlog == {}
+        assert job.record.machine.roster.now == 2.0
+
+    asyncio.run(scene())
+
+
+def test_the_copy_comes_to_the_same_as_the_drivers_machine():
+    async def scene() -> None:
+        job = ControlledJob(np=1, max_np=4)
+        machine = from_dict(to_dict(job.record.machine))
+        events = [LimitsChanged(max_np=2), Tick(), SlotsFound((SLOT,)), Tick()]
+        for number, event in enumerate(events, 1):
+            machine.handle(event, 0.3 * number, 0.7)
+            assert job.controller.step(step(number, 0.3 * number, 0.7, event=event))
+        assert to_dict(job.record.machine) == to_dict(machine)
+
+    asyncio.run(scene())
+
+
+def test_a_step_that_is_said_twice_counts_once_and_a_missing_one_is_noticed():
+    async def scene() -> None:
+        job = ControlledJob()
+        job.find()
+        assert job.controller.step(step(1, 1.0, seq=1))
+        assert job.controller.step(step(1, 1.0, seq=1))
+        assert job.ops.done.count(("claim", 0)) == 1
+        assert not job.controller.step(step(3, 2.0, event=Tick()))
+
+    asyncio.run(scene())
+
+
+def test_without_a_kernel_what_has_not_been_stepped_happens_and_no_rank_is_started():
+    async def scene() -> None:
+        job = ControlledJob()
+        job.find()
+        job.controller.abandon()
+        assert ("claim", 0) in job.ops.done
+        assert job.record.ranks == {}
+        assert job.record.machine.roster.ranks == {}
+        assert job.record.backlog == {}
+        job.controller.stop()
+
+    asyncio.run(scene())
+
+
+def test_who_takes_over_is_sent_what_has_not_been_stepped():
+    async def scene() -> None:
+        job = ControlledJob()
+        job.find()
+        job.find()
+        assert job.controller.step(step(1, 1.0, seq=1))
+        packed = job.controller.take_over("another", "its topic")
+        assert packed.epoch == 2
+        assert packed.seq == 1
+        assert unpack_machine(packed.machine).roster.ranks.keys() == {0}
+        job.ops.done.clear()
+        job.controller.catch_up()
+        assert job.ops.done == [(JobEvent, 2)]
+        assert job.controller.step(step(1, 1.5, seq=2))
+        assert job.kinds()[-1] == "attached"
+
+    asyncio.run(scene())
+
+
+def test_a_driver_that_is_far_behind_is_spared_heartbeats_and_nothing_else():
+    async def scene() -> None:
+        job = ControlledJob()
+        for _ in range(3 * MOST_BEHIND):
+            job.controller.take_in(Beats(()))
+        assert len(job.record.backlog) == MOST_BEHIND + 1
+        job.find()
+        assert len(job.record.backlog) == MOST_BEHIND + 2
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_a_job_that_nobody_takes_over_is_ended_and_dropped_with_its_lease(ranks):
+    async def scene() -> None:
+        job = ControlledJob(lease=0.4)
+        if ranks:
+            job.find()
+            job.controller.step(step(1, 1.0, seq=1))
+        job.controller.abandon()
+        for _ in range(100):
+            await asyncio.sleep(0.02)
+            if ranks and (EndRankOrder, 0) in job.ops.done:
+                job.controller.take_in(RankLeft(0))
+            if ("drop", "job") in job.ops.done:
+                break
+        assert ("drop", "job") in job.ops.done
+        assert job.kinds()[0] == "abandoned"
+        assert "stopped" in job.kinds()
+        job.controller.stop()
+
+    asyncio.run(scene())

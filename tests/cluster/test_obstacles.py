@@ -1,0 +1,94 @@
+"""Reasons for which a worker is not offered to a job."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from distributed.core import Status
+
+from nbelastic.cluster.scheduler.records import JobRecord, WorkerRecord, fits, obstacle
+from nbelastic.cluster.worker.environment import own_interface
+from nbelastic.membership import Limits, Machine, UnusedReason, UnusedWorker
+
+VERSIONS = {"python": "3.11", "nbelastic": "1", "torch": "2.1"}
+
+
+def a_job(**changes):
+    fields = {
+        "client": "kernel",
+        "topic": "topic",
+        "payload": b"",
+        "workers": None,
+        "resources": {},
+        "versions": VERSIONS,
+        "heartbeat_timeout": 10.0,
+        "lease": 60.0,
+        "options": {},
+        "machine": Machine(Limits()),
+        "uid": "uid",
+        "started": 0.0,
+    }
+    return JobRecord(**{**fields, **changes})
+
+
+def a_host(**changes):
+    return WorkerRecord(**{"slot": {"id": "w"}, "versions": VERSIONS, "process": None, **changes})
+
+
+def a_worker(**changes):
+    fields = {"address": "tcp://10.0.0.1:5", "name": "w", "status": Status.running, "resources": {}}
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def test_a_free_worker_has_none():
+    assert obstacle(a_job(), a_worker(), a_host()) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "worker", "host", "reason", "detail"),
+    [
+        ({}, {"status": Status.paused}, {}, UnusedReason.PAUSED, ""),
+        ({}, {"status": Status.closing_gracefully}, {}, UnusedReason.LEAVING, ""),
+        ({}, {"status": Status.closing}, {}, UnusedReason.CLOSING, ""),
+        ({"workers": {"other"}}, {}, {}, UnusedReason.NOT_IN_WORKERS, ""),
+        (
+            {"resources": {"GPU": 2}},
+            {"resources": {"GPU": 1}},
+            {},
+            UnusedReason.LACKS_RESOURCES,
+            "GPU 1 of 2",
+        ),
+        ({}, {}, {"holder": ("other", 3)}, UnusedReason.TAKEN, "other"),
+        ({}, {}, {"leaving": True}, UnusedReason.LEAVING, ""),
+        (
+            {},
+            {},
+            {"versions": {**VERSIONS, "torch": "2.2"}},
+            UnusedReason.OTHER_VERSIONS,
+            "torch 2.2 (kernel: 2.1)",
+        ),
+    ],
+)
+def test_every_obstacle_has_its_reason(job, worker, host, reason, detail):
+    found = obstacle(a_job(**job), a_worker(**worker), a_host(**host))
+    assert found == UnusedWorker("tcp://10.0.0.1:5", reason, detail)
+
+
+@pytest.mark.parametrize("name", ["tcp://10.0.0.1:5", "w", "10.0.0.1"])
+def test_a_worker_is_meant_by_address_name_or_host(name):
+    assert fits(a_job(workers={name}), a_worker())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "found"),
+    [
+        (["127.0.0.1"], "127.0.0.1"),
+        (["localhost", "127.0.0.2"], "127.0.0.1"),
+        (["198.51.100.1", "127.0.0.2"], "127.0.0.2"),  # a gateway's address: nothing listens there
+        (["no-such-host.invalid", "127.0.0.2"], "127.0.0.2"),
+        ([], "127.0.0.1"),
+    ],
+)
+def test_a_rank_listens_on_an_address_of_its_own_machine(hosts, found):
+    assert own_interface(hosts) == found

@@ -1,0 +1,231 @@
+"""What a rank sets for its process and thread is put back when it has ended."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import gc
+import locale
+import logging
+import os
+import random
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nbelastic.cluster.worker.environment import prepared
+from nbelastic.cluster.worker.torch_hooks import hooked_torch
+
+
+def one_processor() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def lower_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+
+
+def change_zone() -> None:
+    os.environ["TZ"] = "XYZ-5"
+    time.tzset()
+
+
+def enter_inference_mode() -> None:
+    kept.append(torch.inference_mode())
+    kept[-1].__enter__()
+
+
+def autocast() -> None:
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.float16)
+
+
+kept: list[Any] = []
+
+# What is set, and how it is read.
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "directory": (lambda: os.chdir("/"), os.getcwd),
+    "new variable": (lambda: os.environ.update(A_NEW="1"), lambda: os.environ.get("A_NEW")),
+    "variable": (lambda: os.environ.update(HOME="/"), lambda: os.environ["HOME"]),
+    "no variable": (lambda: os.environ.pop("HOME"), lambda: os.environ.get("HOME")),
+    "time zone": (change_zone, lambda: time.strftime("%Z")),
+    "path": (lambda: sys.path.insert(0, "/nowhere"), lambda: list(sys.path)),
+    "arguments": (lambda: sys.argv.append("--x"), lambda: list(sys.argv)),
+    "other arguments": (lambda: setattr(sys, "argv", ["x"]), lambda: list(sys.argv)),
+    "warnings": (
+        lambda: warnings.simplefilter("always", BytesWarning),
+        lambda: list(warnings.filters),
+    ),
+    "recursion": (lambda: sys.setrecursionlimit(4321), sys.getrecursionlimit),
+    "no collection": (gc.disable, gc.isenabled),
+    "rare collection": (lambda: gc.set_threshold(9, 9, 9), gc.get_threshold),
+    "frozen objects": (gc.freeze, lambda: gc.get_freeze_count() > 0),
+    "sockets": (lambda: socket.setdefaulttimeout(3.0), socket.getdefaulttimeout),
+    "locale": (
+        lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8"),
+        lambda: locale.setlocale(locale.LC_ALL),
+    ),
+    "logging": (
+        lambda: logging.getLogger().addHandler(logging.NullHandler()),
+        lambda: list(logging.getLogger().handlers),
+    ),
+    "level": (
+        lambda: logging.getLogger().setLevel(logging.DEBUG),
+        lambda: logging.getLogger().level,
+    ),
+    "no logging": (logging.disable, lambda: logging.getLogger().isEnabledFor(logging.CRITICAL)),
+    "umask": (
+        lambda: os.umask(0o077),
+        lambda: subprocess.run(["sh", "-c", "umask"], capture_output=True, check=True).stdout,
+    ),
+    "stdout": (lambda: setattr(sys, "stdout", sys.stderr), lambda: sys.stdout),
+    "hook": (lambda: setattr(sys, "excepthook", print), lambda: sys.excepthook),
+    "hook of threads": (
+        lambda: setattr(threading, "excepthook", print),
+        lambda: threading.excepthook,
+    ),
+    "print": (lambda: setattr(builtins, "print", repr), lambda: builtins.print),
+    "limit": (lower_limit, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "processors": (one_processor, lambda: os.sched_getaffinity(0)),
+    "numpy's errors": (lambda: np.seterr(all="raise"), np.geterr),
+    "numpy's words": (lambda: np.set_printoptions(precision=2), np.get_printoptions),
+    "profile": (lambda: sys.setprofile(lambda *_: None), sys.getprofile),
+    "gradients": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "inference": (enter_inference_mode, torch.is_inference_mode_enabled),
+    "autocast": (
+        autocast,
+        lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+    ),
+    "device": (lambda: torch.set_default_device("meta"), lambda: torch.zeros(1).device),
+    "type": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+    "deterministic": (
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        torch.get_deterministic_debug_mode,
+    ),
+    "precision": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        torch.get_float32_matmul_precision,
+    ),
+    "benchmark": (
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
+        lambda: torch.backends.cudnn.benchmark,
+    ),
+    "tf32": (
+        lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+    ),
+    "anomalies": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
+    "threads": (lambda: torch.set_num_threads(1), torch.get_num_threads),
+    "torch's words": (
+        lambda: torch.set_printoptions(precision=2),
+        lambda: torch._tensor_str.PRINT_OPTS.precision,
+    ),
+    "attention": (
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        torch.backends.cuda.flash_sdp_enabled,
+    ),
+    "torch's seed": (lambda: torch.manual_seed(7), torch.initial_seed),
+}
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    CHANGES["new precision"] = (
+        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        lambda: (
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.get_float32_matmul_precision(),
+        ),
+    )
+
+
+@contextlib.contextmanager
+def a_rank(directory: Any) -> Any:
+    with prepared(2, str(directory)), hooked_torch():
+        yield
+
+
+@pytest.mark.parametrize(("change", "read"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_setting_is_put_back(change: Any, read: Any, tmp_path: Any) -> None:
+    before = read()
+    try:
+        with contextlib.suppress(ValueError), a_rank(tmp_path):
+            change()
+            raise ValueError("the function's")
+        assert read() == before
+    finally:
+        kept.clear()
+
+
+def test_the_last_of_several_ranks_puts_back(tmp_path: Any) -> None:
+    before = torch.get_default_dtype(), dict(os.environ)
+    first = contextlib.ExitStack()
+    first.enter_context(a_rank(tmp_path))
+    with a_rank(tmp_path):
+        torch.set_default_dtype(torch.float64)
+        os.environ["A_NEW"] = "1"
+        first.close()
+        assert torch.get_default_dtype() == torch.float64
+        assert os.environ["A_NEW"] == "1"
+        assert os.environ["OMP_NUM_THREADS"] == "2"
+    assert before == (torch.get_default_dtype(), dict(os.environ))
+
+
+def test_what_dask_has_uploaded_stays_importable(tmp_path: Any) -> None:
+    with a_rank(tmp_path):
+        sys.path.insert(0, str(tmp_path / "uploaded.zip"))
+        sys.path.insert(0, "/nowhere")
+    assert sys.path[0] == str(tmp_path / "uploaded.zip")
+    assert "/nowhere" not in sys.path
+    del sys.path[0]
+
+
+def test_a_seed_does_not_reach_the_next_rank(tmp_path: Any) -> None:
+    def draw() -> tuple[float, float]:
+        return random.random(), float(np.random.random())
+
+    states = random.getstate(), np.random.get_state()
+    found = []
+    for seed in (1, 2):
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        with a_rank(tmp_path):
+            random.seed(seed)
+            np.random.seed(seed)
+            draw()
+        found.append(draw())
+    assert found[0] == found[1]
+    with a_rank(tmp_path):
+        draw()
+    assert not {*draw()} & {*found[0]}
+
+
+SCRIPT = """
+import sys, threading
+from nbelastic.cluster.worker.environment import prepared
+from nbelastic.cluster.worker.torch_hooks import hooked_torch
+with prepared(1, "/nowhere"), hooked_torch():
+    assert "torch" not in sys.modules
+    import torch
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_default_device("meta")
+    torch.set_autocast_enabled("cpu", True)
+    torch.backends.cudnn.benchmark = True
+print(torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_default_device(),
+      torch.is_autocast_enabled("cpu"), torch.backends.cudnn.benchmark)
+"""
+
+
+def test_settings_are_put_back_where_the_rank_has_imported_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "torch.float32 True cpu False False\n"

@@ -1,0 +1,277 @@
+"""Modules of a user's own: which travel with a function, and how workers import them."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+import textwrap
+import traceback
+
+import cloudpickle
+import pytest
+
+from nbelastic.cluster.kernel import sources
+from nbelastic.cluster.kernel.gitignore import GitIgnore
+from nbelastic.cluster.kernel.preflight import pack_function
+from nbelastic.cluster.kernel.sources import collect, why_missing
+from nbelastic.cluster.payload import Modules, unpack_call, unpack_modules
+from nbelastic.cluster.worker import modules as importing
+from nbelastic.cluster.worker.modules import installed
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The notebook's folder: on the path, and forgotten at the end."""
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            sys.modules.pop(name)
+    importing._State.kept = ("", {})
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        path = folder / (name.replace("__", "/").replace("INIT", "__init__") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+
+
+def elsewhere(modules):
+    """What a process other than the kernel receives."""
+    return Modules(**{**vars(modules), "process": "another"})
+
+
+def run(folder, code, names, value="value"):
+    """Run code as a rank elsewhere does: with the modules that travel, and without the folder."""
+    travelled = elsewhere(collect(names))
+    path = sys.path.copy()
+    sys.path.remove(str(folder))
+    importlib.invalidate_caches()
+    try:
+        with installed(travelled):
+            namespace = {}
+            exec(textwrap.dedent(code), namespace)
+            return namespace[value]
+    finally:
+        sys.path[:] = path
+
+
+def test_what_is_not_installed_travels_with_all_that_it_imports(folder):
+    write(
+        folder,
+        helpers="import torch, os\nfrom deeper import x\ndef lazy():\n    import late\n",
+        deeper="x = 1",
+        late="y = 2",
+        unused="z = 3",
+        mypkg__INIT="",
+        mypkg__inner__leaf="from . import sibling",
+        mypkg__inner__sibling="",
+    )
+    assert set(collect({"helpers"}).sources) == {"helpers", "deeper", "late"}
+    found = collect({"mypkg.inner.leaf", "torch", "json", "nbelastic.cluster", "nowhere"})
+    assert set(found.sources) == {"mypkg", "mypkg.inner", "mypkg.inner.leaf", "mypkg.inner.sibling"}
+
+
+def test_a_function_names_its_modules_however_it_uses_them(folder):
+    write(folder, one="class A: pass", two="def f(): pass", three="", four="", five="def g(): pass")
+    import one
+    import two
+
+    scope = {"made": one.A(), "f": two.f}
+    exec(
+        "import three\ndef train():\n    made, f, three\n    def inner():\n        import four",
+        scope,
+    )
+    _, names = sources.dumps_noting((scope["train"], (), {"kind": one.A}))
+    assert {"one", "two", "three", "four"} <= set(collect(names).sources)
+    assert "five" not in collect(names).sources
+    assert set(pack_function(two.f, (), {})[1].sources) == {"two"}
+
+
+@pytest.mark.parametrize("reached_by", ["import pkg.a.b", "import os\nfrom pkg.a import b"])
+def test_packages_relative_and_lazy_imports_work_elsewhere(folder, reached_by):
+    write(
+        folder,
+        pkg__INIT="from .a.b import value as top\n__all__ = ['top']",
+        pkg__a__INIT="",
+        pkg__a__b="from ..c import base\nvalue = base + 1\ndef lazy():\n    from . import d\n    "
+        "import importlib\n    return d.more, importlib.import_module('pkg.dyn').value",
+        pkg__a__d="more = 7",
+        pkg__c="from space.deep import one\nbase = one",
+        pkg__dyn="value = __name__, __package__",
+        space__deep="one = 1",
+    )
+    code = f"{reached_by}\nimport pkg, pkg.a.b as module\nvalue = pkg.top, module.lazy()"
+    assert run(folder, code, {"pkg"}) == (2, (7, ("pkg.dyn", "pkg")))
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("pkg", "space")]
+
+
+def test_an_edit_counts_and_what_the_process_had_is_back_afterwards(folder):
+    write(folder, helpers="version = 1")
+    import helpers
+
+    write(folder, helpers="version = 'two'")
+    code = "import helpers\nvalue = helpers.version"
+    assert run(folder, code, {"helpers"}) == "two"
+    assert sys.modules["helpers"] is helpers
+    assert helpers.version == 1
+    assert not [each for each in sys.meta_path if type(each).__name__ == "_Finder"]
+
+
+def test_equal_modules_are_imported_once_for_two_jobs(folder):
+    write(folder, helpers="identity = object()")
+    code = "import helpers\nvalue = helpers.identity"
+    first = run(folder, code, {"helpers"})
+    assert run(folder, code, {"helpers"}) is first
+    write(folder, helpers="identity = 'another'")
+    assert run(folder, code, {"helpers"}) == "another"
+
+
+def test_two_versions_in_one_process_at_once_are_refused(folder):
+    write(folder, helpers="version = 1")
+    one = elsewhere(collect({"helpers"}))
+    write(folder, helpers="version = 22")
+    two = elsewhere(collect({"helpers"}))
+    with installed(one):
+        with installed(one):
+            import helpers
+
+            assert helpers.version == 1
+        with pytest.raises(ImportError, match="another job runs in this process"), installed(two):
+            pass
+    with installed(two):
+        import helpers
+
+        assert helpers.version == 22
+
+
+def test_the_kernel_itself_keeps_its_modules(folder):
+    write(folder, helpers="version = 1")
+    import helpers
+
+    with installed(collect({"helpers"})):
+        assert sys.modules["helpers"] is helpers
+
+
+def test_a_result_is_of_the_kernels_class_and_errors_show_the_users_line(folder):
+    write(folder, helpers="class Thing:\n    pass\ndef fail():\n    raise Thing.missing\n")
+    import helpers
+
+    payload, travelled = pack_function(helpers.Thing, (), {})
+    arrived, call = unpack_modules(payload), payload
+    assert arrived == travelled
+    with installed(elsewhere(arrived)):
+        function, args, kwargs = unpack_call(call)
+        assert function is not helpers.Thing
+        result = cloudpickle.dumps(function(*args, **kwargs))
+        source = sys.modules["helpers"].__spec__.loader.get_source("helpers")
+    assert type(pickle.loads(result)) is helpers.Thing
+    assert "raise Thing.missing" in source
+
+
+def test_a_traceback_shows_the_lines_that_ran_not_those_on_disk(folder):
+    write(folder, helpers="def fail():\n    return missing_then\n")
+    travelled = elsewhere(collect({"helpers"}))
+    with installed(travelled):
+        import helpers
+
+        write(folder, helpers="def fail():\n    return edited_since\n")
+        with pytest.raises(NameError) as caught:
+            helpers.fail()
+        shown = traceback.extract_tb(caught.value.__traceback__)[-1]
+        assert shown.line == "return missing_then"
+
+
+def test_a_directory_of_data_is_no_package(folder, monkeypatch):
+    write(folder, data__tool="", mypkg__INIT="", mypkg__tool="", mypkg__images__a="")
+    monkeypatch.setattr(sources, "MOST_ENTRIES", 2)
+    for number in range(4):
+        (folder / "data" / f"{number}.png").write_bytes(b"")
+        (folder / "mypkg" / "images" / f"{number}.png").write_bytes(b"")
+    assert set(collect({"data", "mypkg"}).sources) == {"mypkg", "mypkg.tool"}
+
+
+def test_what_cannot_travel_is_left_out_with_its_reason(folder, monkeypatch):
+    write(folder, hidden="x = 1", pkg__INIT="", pkg__secret="", pkg__open="", big="x = 1\n" * 99)
+    write(folder, fast__INIT="", big="x = 1\n" * 99)
+    (folder / "fast" / f"core{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"")
+    (folder / ".gitignore").write_text("hidden.py\nsecret.py\n")
+    monkeypatch.setattr(sources, "MOST_BYTES", 100)
+    found = collect({"hidden", "pkg", "fast", "big"})
+    assert set(found.sources) == {"pkg", "pkg.open"}
+    assert "gitignore" in found.left_out["hidden"]
+    assert "gitignore" in found.left_out["pkg.secret"]
+    assert "compiled" in found.left_out["fast"]
+    assert "MiB" in found.left_out["big"]
+    assert "gitignore" in why_missing("pkg.secret", found)
+    assert "would travel" in why_missing("pkg.open", Modules())
+    assert "install it on the workers" in why_missing("torch", Modules())
+    assert why_missing("nowhere_at_all", Modules()) == ""
+    assert "pkg (2 files" in found.describe()
+    assert "left out: hidden, a .gitignore excludes it" in found.describe()
+
+
+def test_an_excluded_module_is_imported_anew_where_it_lies(folder):
+    write(folder, hidden="version = 1")
+    (folder / ".gitignore").write_text("hidden.py")
+    with installed(elsewhere(collect({"hidden"}))):
+        import hidden
+
+        assert hidden.version == 1
+    write(folder, hidden="version = 'two'")
+    with installed(elsewhere(collect({"hidden"}))):
+        import hidden
+
+        assert hidden.version == "two"
+
+
+def test_a_folder_that_is_excluded_itself_is_one_of_its_own(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".gitignore").write_text("*\n")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / ".gitignore").write_text("mine.py\n")
+    git = GitIgnore(str(tmp_path / "work"))
+    assert git.excludes(str(tmp_path / "work" / "mine.py"), directory=False)
+    assert not git.excludes(str(tmp_path / "work" / "yours.py"), directory=False)
+
+
+GITIGNORE = """
+# a comment
+*.log
+!keep.log
+/top.py
+build/
+docs/**/gen.py
+a[0-9].py
+**/deep.py
+sub/*.txt
+trailing.py\x20
+\\#odd.py
+"""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("x.log", "keep.log", "d/x.log", "d/keep.log", "top.py", "d/top.py"),
+        *("build/x.py", "d/build/x.py", "docs/gen.py", "docs/u/v/gen.py", "gen.py"),
+        *("a1.py", "ab.py", "d/e/deep.py", "sub/x.txt", "sub/d/x.txt", "trailing.py", "#odd.py"),
+        *("nested/mine.py", "nested/x.log", "nested/d/mine.py"),
+    ],
+)
+def test_a_gitignore_means_what_it_means_to_git(tmp_path, path):
+    (tmp_path / ".gitignore").write_text(GITIGNORE)
+    file = tmp_path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("")
+    (tmp_path / "nested").mkdir(exist_ok=True)
+    (tmp_path / "nested" / ".gitignore").write_text("mine.py\n!x.log\n")
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    git = subprocess.run(["git", "check-ignore", "-q", path], cwd=tmp_path, check=False)
+    ours = GitIgnore(str(tmp_path)).excludes(str(file), directory=False)
+    assert ours == (git.returncode == 0)

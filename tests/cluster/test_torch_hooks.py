@@ -1,0 +1,190 @@
+"""Hooks in torch for code that was written for torch.distributed, and that they go away."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+
+from nbelastic.cluster.worker.torch_hooks import SYNC_WARNING, hooked_torch, trainers_of
+from nbelastic.elastic.context import LocalContext, activate
+from nbelastic.elastic.runtime import RankSpec
+from nbelastic.elastic.session import Session
+from nbelastic.membership import Place, RankNote
+
+
+class Notes(list):
+    report = list.append
+
+
+def session_of(size: int = 2) -> Session:
+    place = Place(0, size, 0, size, 0, 1)
+    return Session(RankSpec(job="job", start=3, place=place, bind="127.0.0.1"), Notes())
+
+
+@pytest.fixture
+def session():
+    made = session_of()
+    with hooked_torch(), activate(made):
+        yield made
+    made.close()
+
+
+# -- libraries for training ------------------------------------------------------------------------
+
+
+def fake(monkeypatch, name: str, **members: object) -> None:
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_libraries_that_train_are_named(session, monkeypatch):
+    assert trainers_of(session) == ()
+    fake(monkeypatch, "lightning")
+    fake(monkeypatch, "pytorch_lightning")
+    fake(monkeypatch, "accelerate")
+    fake(monkeypatch, "transformers")
+    assert trainers_of(session) == ("Lightning", "accelerate", "transformers")
+    fake(monkeypatch, "transformers.trainer")
+    assert trainers_of(session) == ("Lightning", "Trainer (transformers)", "accelerate")
+
+
+def test_a_rank_that_met_others_did_not_train_apart(session):
+    session.generation = 1
+    assert trainers_of(session) is None
+
+
+@pytest.mark.parametrize(("world", "found"), [(1, ("DDP",)), (2, None)])
+def test_a_group_of_torch_counts_by_its_size(session, monkeypatch, world, found):
+    distributed = sys.modules["torch.distributed.distributed_c10d"]
+    monkeypatch.setattr(distributed, "get_world_size", lambda: world)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        names = trainers_of(session)
+        assert names is None if found is None else "DDP" in names[0]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# -- init_process_group ----------------------------------------------------------------------------
+
+
+def test_a_failing_init_process_group_says_what_to_use_instead(session, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for init in (
+        torch.distributed.init_process_group,
+        torch.distributed.distributed_c10d.init_process_group,
+    ):
+        with pytest.raises(ValueError, match="environment variable RANK expected") as caught:
+            init()
+        text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+        assert "DistributedOptimizer" in text
+
+
+def test_outside_a_rank_nothing_is_added(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with hooked_torch(), pytest.raises(ValueError) as caught:  # noqa: PT011
+        torch.distributed.init_process_group()
+    assert not getattr(caught.value, "__notes__", ())
+
+
+# -- SyncBatchNorm ---------------------------------------------------------------------------------
+
+
+def made_anew():
+    torch.nn.SyncBatchNorm(4)
+
+
+def converted():
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))
+
+
+def unpickled():
+    pickle.loads(pickle.dumps(layer))
+
+
+def copied():
+    copy.deepcopy(layer)
+
+
+layer = torch.nn.SyncBatchNorm(4)
+
+
+@pytest.mark.parametrize("make", [made_anew, converted, unpickled, copied])
+def test_a_synchronised_norm_without_a_group_is_warned_of_once(session, make):
+    make()
+    make()
+    assert session.port == []  # a group may still come
+    session.about_to_exchange()
+    session.about_to_exchange()
+    assert session.port == [RankNote(3, about="warning", detail=SYNC_WARNING)]
+
+
+def test_with_a_group_or_alone_or_outside_a_job_it_is_right(session):
+    torch.nn.SyncBatchNorm(4)
+    session.in_torch_group = True
+    session.about_to_exchange()
+    session.in_torch_group, session.size = None, 1
+    torch.nn.SyncBatchNorm(4)
+    session.about_to_exchange()
+    assert session.port == []
+    context = LocalContext()
+    with activate(context):
+        torch.nn.SyncBatchNorm(4)
+        context.about_to_exchange()
+
+
+# -- before and after ------------------------------------------------------------------------------
+
+
+def hooked() -> list[object]:
+    kind = torch.nn.SyncBatchNorm
+    distributed = torch.distributed
+    return [
+        distributed.init_process_group,
+        distributed.distributed_c10d.init_process_group,
+        kind.__init__,
+        kind.__setstate__,
+        vars(kind).get("__setstate__"),
+        tuple(sys.meta_path),
+    ]
+
+
+def test_hooks_go_with_the_last_rank():
+    before = hooked()
+    with hooked_torch():
+        with hooked_torch():
+            during = hooked()
+        assert hooked() == during
+    assert not [each for each in during if each in before and each is not None]
+    assert hooked() == before
+
+
+def test_a_module_is_hooked_as_it_is_imported(tmp_path, monkeypatch):
+    from nbelastic.cluster.worker import torch_hooks
+
+    (tmp_path / "trained_later.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    undone = []
+
+    def hook(module):
+        module.value = 2
+        return lambda: undone.append(module)
+
+    monkeypatch.setitem(torch_hooks._HOOKS, "trained_later", hook)
+    try:
+        with hooked_torch():
+            import trained_later
+
+            assert trained_later.value == 2
+        assert undone == [trained_later]
+    finally:
+        sys.modules.pop("trained_later", None)

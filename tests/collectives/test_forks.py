@@ -1,0 +1,136 @@
+"""A fork of a rank: it takes part in nothing, and changes nothing of its parent's."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import time
+import traceback
+import warnings
+
+import pytest
+import torch
+
+from nbelastic.collectives import Op
+from nbelastic.errors import NotTheRank
+from tests.collectives.worlds import KINDS, MAKERS, PATIENCE_S, World, needs_core
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+OPERATIONS = {
+    "agree": lambda c: c.agree("the same"),
+    "allreduce": lambda c: c.allreduce(torch.ones(3)),
+    "large allreduce": lambda c: c.allreduce(torch.empty(300_000)),  # filling takes threads
+    "coalesced": lambda c: c.allreduce_coalesced([torch.ones(3)] * 2),
+    "broadcast": lambda c: c.broadcast(torch.ones(3)),
+    "allgather": lambda c: c.allgather([torch.ones(3) for _ in range(c.size)], torch.ones(3)),
+    "reduce_scatter": lambda c: c.reduce_scatter(torch.ones(1), [torch.ones(1)] * c.size),
+    "all_to_all": lambda c: c.all_to_all([torch.ones(1)] * c.size, [torch.ones(1)] * c.size),
+    "barrier": lambda c: c.barrier(),
+    "send": lambda c: c.send(torch.ones(1), (c.rank + 1) % c.size),
+    "receive": lambda c: c.receive(torch.ones(1), (c.rank + 1) % c.size),
+    "check": lambda c: c.check(),
+}
+
+
+def in_fork(function):
+    """Call `function` in a fork, and fail if it does not end well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there are threads: that is the point
+        child = os.fork()
+    if child == 0:
+        code = 1
+        faulthandler.dump_traceback_later(PATIENCE_S / 2)
+        try:
+            function()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("the fork hangs")
+        time.sleep(0.001)
+
+
+def all_refused(world):
+    for communicator in world.communicators:
+        for operation in OPERATIONS.values():
+            with pytest.raises(NotTheRank, match="forked from a rank"):
+                operation(communicator)
+        communicator.cut_connections()
+        communicator.abort("in the fork")
+        communicator.close()
+    world.communicators.clear()
+    gc.collect()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fork_can_call_nothing_and_break_nothing(kind):
+    with World(MAKERS[kind], 2) as world:
+        tensor = torch.ones(70_000)
+        waiting = world.start(0, lambda c: c.allreduce(tensor))
+        world.wait_until_waiting([0])
+        in_fork(lambda: all_refused(world))
+        world.do(1, lambda c: c.allreduce(torch.ones(70_000)))
+        waiting.result(PATIENCE_S)
+        assert tensor[0].item() == 2
+        sums = world.run(lambda c: [c.agree("again", c.rank), c.barrier()][0])
+        assert sums == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operation_begun_before_a_fork_is_refused_in_it(kind):
+    with World(MAKERS[kind], 2) as world:
+        handle = world.do(0, lambda c: c.broadcast_async(torch.ones(3), root=1))
+
+        def wait():
+            with pytest.raises(NotTheRank):
+                handle.wait()
+
+        in_fork(wait)
+        world.do(1, lambda c: c.broadcast(torch.ones(3), root=1))
+        world.do(0, lambda _: handle.wait())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fork_that_exits_normally_leaves_its_parent_alone(kind):
+    """With what is done at exit, and the destructors of all that is left."""
+    with World(MAKERS[kind], 2) as world:
+        world.run(lambda c: c.barrier())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            child = os.fork()
+        if child == 0:
+            import atexit
+
+            atexit._run_exitfuncs()
+            world.communicators.clear()
+            gc.collect()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        world.run(lambda c: c.allreduce(torch.ones(300_000), Op.SUM))
+
+
+@needs_core
+def test_what_a_fork_writes_to_shared_memory_does_not_show():
+    with World(MAKERS["shm"], 2) as world:
+        buffers = world.run(lambda c: c.empty(1000, torch.float32).fill_(1.0))
+        in_fork(lambda: [buffer.fill_(7.0) for buffer in buffers])
+        assert [buffer.unique().tolist() for buffer in buffers] == [[1.0], [1.0]]
+
+        def reduce(communicator):
+            communicator.allreduce(buffers[communicator.rank])
+            return buffers[communicator.rank].unique().tolist()
+
+        assert world.run(reduce) == [[2.0], [2.0]]

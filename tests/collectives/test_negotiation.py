@@ -1,0 +1,230 @@
+"""Which communicator is chosen, and that all choose the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import threading
+
+import pytest
+import torch
+
+from nbelastic.collectives import connect, negotiation
+from nbelastic.collectives.negotiation import NegotiatingCommunicator
+from nbelastic.collectives.shm import handshake
+from nbelastic.elastic.stack import innermost
+from nbelastic.errors import CollectiveError
+from tests.collectives.worlds import MAKERS, PATIENCE_S, World, descriptors, eventually, needs_core
+from tests.support.logs import own_records
+
+pytestmark = needs_core
+
+SOON_S = 5.0
+"""Bounded: half as long as forming may take."""
+
+
+def on(hosts, backend="auto"):
+    """Make communicators of ranks that say they are on hosts, named by letters."""
+
+    def make(rendezvous):
+        its = dataclasses.replace(rendezvous, backend=backend)
+        return NegotiatingCommunicator(its, host=hosts[rendezvous.rank])
+
+    return make
+
+
+def kinds(world):
+    """Return the kinds that were chosen, after seeing them work."""
+    world.run(lambda c: c.allreduce(torch.ones(3)))
+    return {communicator.name for communicator in world.communicators}
+
+
+def failures(make, size):
+    """Return what ranks that cannot connect say."""
+    with World(make, size, connected=False) as world:
+        connecting = [world.start(rank, lambda c: c.connect()) for rank in range(size)]
+        errors = [future.exception(PATIENCE_S) for future in connecting]
+    assert {type(error) for error in errors} == {CollectiveError}
+    return {str(error).partition(" did not form: ")[2] for error in errors}
+
+
+def only_on(rank, otherwise, then):
+    """Return a function that does something else in the thread of one rank."""
+
+    def function(*arguments):
+        here = threading.current_thread().name.startswith(f"rank-{rank}_")
+        return (then if here else otherwise)(*arguments)
+
+    return function
+
+
+@pytest.fixture(autouse=True)
+def _nothing_logged(monkeypatch):
+    monkeypatch.setattr(negotiation, "_logged", set())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kind"),
+    [("aa", "shm"), ("aab", "hierarchical"), ("ab", "gloo"), ("abab", "hierarchical")],
+)
+@pytest.mark.parametrize("backend", ["auto", "shm"])
+def test_what_is_chosen_follows_from_where_the_ranks_are(hosts, kind, backend, caplog):
+    with World(on(hosts, backend), len(hosts)) as world:
+        assert kinds(world) == {kind}
+        assert {communicator.fallback_reason for communicator in world.communicators} == {""}
+    assert own_records(caplog) == []
+
+
+def test_on_one_host_there_is_no_gloo_at_all(monkeypatch):
+    monkeypatch.delattr(negotiation, "GlooCommunicator")
+    with World(MAKERS["auto"], 3) as world:
+        assert kinds(world) == {"shm"}
+
+
+def test_backends_by_name():
+    for backend, kind in {"gloo": "gloo", "shm": "shm", "auto": "shm"}.items():
+        with World(MAKERS[backend], 2) as world:
+            assert kinds(world) == {kind}
+            terms = negotiation.Rendezvous(
+                job="a", generation=1, rank=0, size=2, store=("", 0), bind="", backend="pigeons"
+            )
+    with pytest.raises(ValueError, match="pigeons"):
+        connect(terms)
+
+
+def test_without_the_part_in_cpp_gloo_is_taken_and_said_once(monkeypatch, caplog):
+    monkeypatch.setattr("nbelastic.native.core", None)
+    monkeypatch.setattr("nbelastic.native.missing", "no module named _core")
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            with World(MAKERS["auto"], 2) as world:
+                assert kinds(world) == {"gloo"}
+                remarks = [communicator.fallback_reason for communicator in world.communicators]
+    assert len(own_records(caplog)) == 1
+    assert "no module named _core" in caplog.text
+    assert (
+        remarks
+        == ["rank 0: nbelastic was installed without its C++ part (no module named _core)"] * 2
+    )
+    (reason,) = failures(MAKERS["shm"], 2)
+    assert "backend='shm'" in reason
+    assert "no module named _core" in reason
+
+
+def test_one_that_cannot_is_enough_if_it_has_neighbours(monkeypatch):
+    unable = only_on(1, negotiation.shared_memory_obstacle, lambda: "is too old")
+    monkeypatch.setattr(negotiation, "shared_memory_obstacle", unable)
+    with World(on("aab"), 3) as world:
+        assert kinds(world) == {"gloo"}
+        assert {communicator.fallback_reason for communicator in world.communicators} == {
+            "rank 1: is too old"
+        }
+    with World(on("aba"), 3) as world:
+        assert kinds(world) == {"hierarchical"}
+    (reason,) = failures(on("aab", "shm"), 3)
+    assert "rank 1: is too old" in reason
+
+
+@pytest.mark.parametrize("where", ["create", "join"])
+def test_if_forming_fails_on_one_host_all_take_gloo(monkeypatch, caplog, where):
+    def fail(*_):
+        raise handshake.SegmentError("the roof is leaking")
+
+    rank = {"create": 2, "join": 3}[where]
+    if where == "join":  # the other waits for it; it does not wait for the other
+        monkeypatch.setattr(handshake, "FORMING_LIMIT_S", 0.5)
+    monkeypatch.setattr(
+        handshake.SegmentSocket, where, only_on(rank, getattr(handshake.SegmentSocket, where), fail)
+    )
+    before = descriptors()
+    with World(on("aabb"), 4) as world:
+        assert kinds(world) == {"gloo"}
+        (remark,) = {communicator.fallback_reason for communicator in world.communicators}
+    assert [record.levelname for record in own_records(caplog)] == ["WARNING"]
+    assert remark in caplog.text
+    (reason,) = failures(on("aabb", "shm"), 4)
+    assert "memory cannot be shared" in reason
+    eventually(lambda: descriptors() <= before, "the end of all segments and sockets")
+
+
+def test_two_who_only_say_that_they_are_on_one_host_take_gloo(monkeypatch):
+    """As in containers that are alike: what one opens, the other cannot reach."""
+
+    def elsewhere(segment_socket, name, rank, size, true=handshake.SegmentSocket.join):
+        return true(segment_socket, name + "elsewhere", rank, size)
+
+    monkeypatch.setattr(handshake, "FORMING_LIMIT_S", 0.5)
+    monkeypatch.setattr(handshake.SegmentSocket, "join", elsewhere)
+    with World(MAKERS["auto"], 2) as world:
+        assert kinds(world) == {"gloo"}
+
+
+@pytest.mark.parametrize("where", ["create", "join"])
+def test_abort_frees_who_forms(monkeypatch, where):
+    late = threading.Event()
+
+    def dawdle(*_):
+        late.wait(PATIENCE_S)
+        raise handshake.SegmentError("too late")
+
+    other = {"create": "join", "join": "create"}[where]
+    monkeypatch.setattr(handshake.SegmentSocket, other, dawdle)
+    rank = {"create": 0, "join": 1}[where]
+    before = descriptors()
+    with World(MAKERS["auto"], 2, connected=False) as world:
+        connecting = [world.start(each, lambda c: c.connect()) for each in range(2)]
+        eventually(lambda: any_in(handshake.SegmentSocket, where), f"{where} under way")
+        world[rank].abort("enough")
+        assert str(connecting[rank].exception(SOON_S)) == "enough"
+        late.set()
+        world[1 - rank].abort("so be it")
+        assert str(connecting[1 - rank].exception(SOON_S)) == "so be it"
+    connecting.clear()  # errors keep what their frames have
+    eventually(lambda: descriptors() <= before, "the end of all sockets")
+
+
+def any_in(owner, name):
+    """Return whether any thread is in a method."""
+    code = getattr(owner, name).__code__
+    threads = list(sys._current_frames())
+    return any(innermost(thread, lambda each: each is code) for thread in threads)
+
+
+def test_abort_frees_who_waits_for_results(monkeypatch):
+    come, late = threading.Event(), threading.Event()
+    true = NegotiatingCommunicator._exchange
+
+    def dawdle(communicator, subject, *arguments):
+        if subject == "results":
+            come.set()
+            late.wait(PATIENCE_S)
+        return true(communicator, subject, *arguments)
+
+    monkeypatch.setattr(NegotiatingCommunicator, "_exchange", only_on(1, true, dawdle))
+    before = descriptors()
+    with World(MAKERS["auto"], 2, connected=False) as world:
+        connecting = [world.start(rank, lambda c: c.connect()) for rank in range(2)]
+        assert come.wait(PATIENCE_S)
+        eventually(lambda: any_in(negotiation.RendezvousClient, "_exchange"), "rank 0 waiting")
+        world[0].abort("enough")
+        assert str(connecting[0].exception(SOON_S)) == "enough"
+        late.set()
+        world[1].abort("so be it")
+        assert isinstance(connecting[1].exception(SOON_S), CollectiveError)
+    connecting.clear()  # errors keep what their frames have
+    eventually(lambda: descriptors() <= before, "the end of all segments and sockets")
+
+
+def test_abort_of_the_one_that_chose_reaches_the_chosen():
+    for make in (MAKERS["shm"], MAKERS["hierarchical"], on("ab")):
+        with World(make, 2, connected=False) as world:
+            choosers = list(world.communicators)
+            for future in [world.start(rank, lambda c: c.connect()) for rank in range(2)]:
+                future.result(PATIENCE_S)
+            assert world[0] is not choosers[0]
+            waiter = world.start(0, lambda c: c.allreduce(torch.ones(3)))
+            world.wait_until_waiting([0])
+            assert choosers[0].waiting
+            choosers[0].abort("enough")
+            assert str(waiter.exception(PATIENCE_S)) == "enough"

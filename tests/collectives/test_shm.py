@@ -1,0 +1,289 @@
+"""What is shared memory's own: memory that is reduced in place, and what becomes of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+
+import pytest
+import torch
+
+from nbelastic.collectives import Op, buffers
+from nbelastic.errors import CollectiveError
+from tests.collectives.test_operations import REDUCED, same
+from tests.collectives.worlds import MAKERS, PATIENCE_S, World, descriptors, eventually, needs_core
+
+pytestmark = needs_core
+
+WIDE = [*REDUCED, torch.int16, torch.bool, torch.complex64]
+
+
+@pytest.fixture(params=["shm", "hierarchical"])
+def kind(request):
+    """Make communicators that have memory in a segment."""
+    return MAKERS[request.param]
+
+
+def tasks():
+    """Return how many threads this process has, those included that are none of Python's."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def mapped():
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return sum("memfd:nbelastic" in line for line in file)
+
+
+def noise(rank, count=200_003):
+    """Numbers whose sum depends on the order in which they are added."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(count, generator=generator) * 10 ** (rank % 3)
+
+
+def test_memory_of_its_own_is_reduced_like_any_other(kind):
+    def rank_main(communicator):
+        outcomes = []
+        for op in (Op.SUM, Op.AVERAGE, Op.MAX):
+            outside = noise(communicator.rank)
+            inside = communicator.empty(len(outside), torch.float32)
+            inside.copy_(outside)
+            communicator.allreduce(outside, op)
+            communicator.allreduce_async(inside, op).wait()
+            same(inside, outside)
+            outcomes.append(inside)
+        return outcomes
+
+    with World(kind, 5) as world:
+        first = world.run(rank_main)
+        again = world.run(rank_main)
+    with World(kind, 5) as world:
+        anew = world.run(rank_main)
+    for outcomes in (*first, *again, *anew):  # it stays, when the communicators are gone
+        for actual, wanted in zip(outcomes, first[0], strict=True):
+            same(actual, wanted)
+
+
+def test_memory_may_be_in_the_segment_on_some_ranks_only(kind):
+    def rank_main(communicator):
+        tensor = noise(communicator.rank)
+        if communicator.rank % 2:
+            tensor = communicator.empty(len(tensor), torch.float32).copy_(tensor)
+        communicator.allreduce(tensor)
+        return tensor
+
+    with World(kind, 4) as world:
+        outcomes = world.run(rank_main)
+    for actual in outcomes:
+        same(actual, outcomes[0])
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_memory_of_any_type_and_parts_of_it(kind, dtype):
+    def rank_main(communicator):
+        vector = communicator.empty(1001, dtype)
+        assert (vector.dtype, vector.shape) == (dtype, (1001,))
+        assert vector.data_ptr() % 64 == 0
+        assert communicator.empty(0, dtype).shape == (0,)
+        vector.fill_(1)
+        if dtype in REDUCED:
+            communicator.allreduce(vector[3:500])
+            communicator.allreduce(vector[500:990].view(10, 49))
+            assert vector[:3].tolist() == vector[990:993].tolist() == [1] * 3
+            assert (vector[3:990] == communicator.size).all()
+        communicator.broadcast(vector, 1)
+
+    with World(kind, 3) as world:
+        world.run(rank_main)
+
+
+def test_memory_goes_back_when_nobody_needs_it():
+    with World(MAKERS["shm"], 2) as world:
+        for _ in range(50):  # of a quarter of a gigabyte, if they were all there
+            world.run(lambda c: c.empty(1 << 20, torch.float32).fill_(1.0).sum())
+        vectors = world.run(lambda c: c.empty(1000, torch.float32).fill_(3.0))
+    assert mapped() > 0
+    assert all((vector == 3.0).all() for vector in vectors), "it outlives the communicator"
+    del vectors
+    gc.collect()
+    eventually(lambda: mapped() == 0, "the end of all segments")
+
+
+def test_where_the_segment_is_full_there_is_other_memory(monkeypatch):
+    def full(*_):
+        raise MemoryError("full")
+
+    from nbelastic.collectives.shm import (
+        communicator as shared,  # there is none without the part in C++
+    )
+    from nbelastic.collectives.shm import segment
+
+    with World(MAKERS["shm"], 2) as world:
+        monkeypatch.setattr(segment, "allocate", full)
+        monkeypatch.setattr(shared, "allocate", full)
+        vectors = world.run(lambda c: c.empty(1000, torch.float32).fill_(1.0))
+        world.run(lambda c: c.allreduce(vectors[c.rank]))
+        assert all((vector == 2.0).all() for vector in vectors)
+        futures = [
+            world.start(rank, lambda c: c.reduce_scatter(torch.ones(1), [torch.ones(1)] * 2))
+            for rank in range(2)
+        ]
+        assert "shared memory is full" in str(futures[0].exception(PATIENCE_S))
+        assert isinstance(futures[1].exception(PATIENCE_S), CollectiveError)
+
+
+def test_after_its_end_it_is_used_for_nothing():
+    with World(MAKERS["shm"], 2) as world:
+        world.do(0, lambda c: c.close())
+        for use in (
+            lambda c: c.allreduce(torch.ones(3)),
+            lambda c: c.empty(3, torch.float32),
+            lambda c: c.reduce_scatter(torch.ones(1), [torch.ones(1)] * 2),
+            lambda c: c.send(torch.ones(3), 1),
+        ):
+            error = world.start(0, use).exception(PATIENCE_S)
+            assert isinstance(error, CollectiveError)
+            assert str(error) == "the communicator is closed"
+
+
+DISAGREEING = {
+    "count": lambda c: c.allreduce(torch.ones(3 + c.rank // 2)),
+    "large count": lambda c: c.allreduce(torch.ones(100_000 + c.rank // 2)),
+    "type": lambda c: c.allreduce(torch.ones(3, dtype=[torch.float32, torch.int32][c.rank // 2])),
+    "reduction": lambda c: c.allreduce(torch.ones(3), [Op.SUM, Op.MAX][c.rank // 2]),
+    "root": lambda c: c.broadcast(torch.ones(3), root=c.rank // 2),
+    "operation": lambda c: c.barrier() if c.rank == 2 else c.allreduce(torch.ones(3)),
+    "length": lambda c: c.all_to_all(
+        [torch.ones(2 + (c.rank != to)) for to in range(3)],
+        [torch.ones(2 + (c.rank != to) * (1 + c.rank // 2)) for to in range(3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("disagree", DISAGREEING.values(), ids=DISAGREEING.keys())
+def test_ranks_that_disagree_are_told(disagree):
+    with World(MAKERS["shm"], 3) as world:
+        waiting = [world.start(rank, disagree) for rank in range(3)]
+        for future in waiting:
+            error = future.exception(PATIENCE_S)
+            assert isinstance(error, CollectiveError)
+            assert "disagree" in str(error)
+
+
+def test_a_message_of_another_length_is_an_error():
+    with World(MAKERS["shm"], 2) as world:
+        sending = world.start(0, lambda c: c.send(torch.ones(3), 1))
+        receiving = world.start(1, lambda c: c.receive(torch.ones(4), 0))
+        assert "disagree" in str(receiving.exception(PATIENCE_S))
+        assert isinstance(sending.exception(PATIENCE_S), (CollectiveError, type(None)))
+
+
+def test_an_operations_memory_is_kept_without_its_handle(kind):
+    with World(kind, 2) as world:
+        world.do(0, lambda c: (c.allreduce_async(torch.ones(300_000)), None)[1])
+        fresh = [torch.zeros(300_000) for _ in range(6)]
+        world.do(1, lambda c: c.allreduce(torch.ones(300_000)))
+        world.run(lambda c: c.barrier())
+        assert not any(tensor.any() for tensor in fresh)
+
+
+def test_what_an_operation_worked_on_is_let_go():
+    with World(MAKERS["shm"], 2) as world:
+        handles = world.run(lambda c: c.allreduce_async(torch.ones(300_000)))
+        eventually(lambda: all(handle.done() for handle in handles), "done()")
+        assert all(communicator._lent for communicator in world.communicators)
+        world.run(lambda c: c.allreduce(torch.ones(1)))  # sees that the other has ended
+        assert not any(communicator._lent for communicator in world.communicators)
+
+
+def test_nothing_is_left_of_many_generations(kind):
+    with World(kind, 2) as world:
+        world.run(lambda c: c.barrier())
+    del world
+    gc.collect()
+    before = tasks(), descriptors(), mapped()
+
+    def quiet():
+        gc.collect()
+        now = tasks(), descriptors(), mapped()
+        return all(number <= then for number, then in zip(now, before, strict=True))
+
+    for number in range(20):
+        with World(kind, 3) as world:
+            vectors = world.run(lambda c: c.empty(1000, torch.float32).fill_(1.0))
+            world.run(lambda c, vectors=vectors: c.allreduce_async(vectors[c.rank]).wait())
+            sent = world.do(0, lambda c: c.send_async(torch.ones(1 << 20), 1))
+            if number % 2:
+                world.do(1, lambda c: c.receive(torch.ones(1 << 20), 0))
+                world.do(0, lambda c, sent=sent: sent.wait())
+            if number % 3:
+                world.do(2, lambda c: (c.allreduce_async(torch.ones(100_000)), None)[1])
+        del vectors, sent, world
+    eventually(quiet, "the end of all threads, connections and segments")
+
+
+def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
+    """As on an accelerator: everything passes through new memory, and back on success only."""
+    monkeypatch.setattr(buffers, "_is_on_host", lambda tensor: False)
+
+    def rank_main(communicator):
+        mine = 1.0 + communicator.rank
+        average, root, scattered = torch.tensor([mine]), torch.tensor([mine]), torch.zeros(1)
+        gathered, exchanged = [torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]
+        communicator.allreduce_async(average, Op.AVERAGE).wait()
+        communicator.broadcast(root)
+        communicator.allgather(gathered, torch.tensor([mine]))
+        communicator.reduce_scatter(scattered, [torch.tensor([mine])] * 2)
+        communicator.all_to_all(exchanged, [torch.tensor([10 * mine + to]) for to in range(2)])
+        sending = communicator.send_async(torch.tensor([mine]), 1 - communicator.rank)
+        message = torch.zeros(1)
+        communicator.receive(message, 1 - communicator.rank)
+        sending.wait()
+        assert message.item() == 3.0 - mine
+        assert [each.item() for each in exchanged] == [9.0 + mine, 19.0 + mine]
+        return [each.item() for each in (average, root, *gathered, scattered)]
+
+    with World(kind, 2) as world:
+        assert world.run(rank_main) == [[1.5, 1.0, 1.0, 2.0, 3.0]] * 2
+
+
+def test_a_fork_cannot_break_what_its_parent_shares(kind):
+    with World(kind, 2) as world:
+        waiting = world.start(0, lambda c: c.allreduce(torch.ones(300_000)))
+        world.wait_until_waiting([0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # there are threads: that is the point
+            child = os.fork()
+        if child == 0:
+            for communicator in world.communicators:
+                communicator.abort("in the child")
+                communicator.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        world.do(1, lambda c: c.allreduce(torch.ones(300_000)))
+        waiting.result(PATIENCE_S)
+
+
+def test_an_error_in_one_part_breaks_the_others():
+    with World(MAKERS["hierarchical"], 4) as world:
+        world.run(lambda c: c.allreduce(torch.ones(3)))
+        waiting = [world.start(rank, lambda c: c.allreduce(torch.ones(3))) for rank in (0, 1)]
+        world.wait_until_waiting([0, 1])
+        world[2]._group.abort("the segment of the other host")
+        for rank in (2, 3):  # they do not wait for it
+            begun = world.start(rank, lambda c: (c.allreduce_async(torch.ones(3)), None)[1])
+            assert isinstance(begun.exception(PATIENCE_S), (CollectiveError, type(None)))
+        for future in waiting:
+            assert isinstance(future.exception(PATIENCE_S), CollectiveError)
+        for rank in range(4):
+            again = world.start(rank, lambda c: c.broadcast(torch.ones(3)))
+            assert isinstance(again.exception(PATIENCE_S), CollectiveError)
+
+
+def test_to_be_cut_off_breaks_it_for_all():
+    with World(MAKERS["shm"], 3) as world:
+        assert world[1].cut_connections() == 2
+        assert world[1].cut_connections() == 0  # there is nothing left to cut
+        for rank in range(3):
+            with pytest.raises(CollectiveError, match="rank 1 was cut off"):
+                world.do(rank, lambda communicator: communicator.barrier())

@@ -1,0 +1,90 @@
+"""Capabilities of ranks, and the topology that follows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from nbelastic.collectives import topology as topology_module
+from nbelastic.collectives.topology import (
+    Capabilities,
+    Topology,
+    host_identity,
+    shared_memory_obstacle,
+    sharing_host,
+)
+from nbelastic.errors import CollectiveError
+
+
+def topology_of(hosts, unable=()):
+    """Return what ranks on hosts named by letters conclude."""
+    return Topology.of(
+        [
+            Capabilities("is too old" if rank in unable else "", host, "")
+            for rank, host in enumerate(hosts)
+        ]
+    )
+
+
+def test_ranks_are_grouped_by_host_in_order():
+    topology = topology_of("bcabb")
+    assert topology.hosts == ((0, 3, 4), (1,), (2,))
+    assert topology.any_host_shared
+    assert topology.local_ranks(3) == (0, 3, 4)
+    assert not topology_of("abc").any_host_shared
+
+
+@pytest.mark.parametrize(
+    ("hosts", "peers"),
+    [
+        ("aabbb", [(0, 2), (1, 3), (0, 2), (1, 3), ()]),
+        ("abab", [(0, 1), (0, 1), (2, 3), (2, 3)]),
+        ("abb", [(0, 1), (0, 1), ()]),
+        ("aabbcc", [(0, 2, 4), (1, 3, 5)] * 3),
+    ],
+)
+def test_a_slice_is_shared_by_one_local_rank_of_every_host(hosts, peers):
+    topology = topology_of(hosts)
+    assert [topology.cross_ranks(rank) for rank in range(len(hosts))] == peers
+    assert topology.slices == len({each for each in peers if each})
+
+
+def test_only_who_has_neighbours_must_be_able_to_share():
+    assert topology_of("aab", unable=[2]).obstacle == ""
+    assert topology_of("aab", unable=[1, 2]).obstacle == "rank 1: is too old"
+
+
+def test_capabilities_are_read_as_they_were_written():
+    its = Capabilities("", sharing_host(), "a-socket")
+    assert Capabilities.decode(its.encode(), 0) == its
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"\xff", b"{}", b"7", b"[1]", b'[99, "", "", ""]', b'[2, "", "", 3]']
+)
+def test_another_version_is_an_error(value):
+    with pytest.raises(CollectiveError, match="rank 3 runs another version"):
+        Capabilities.decode(value, 3)
+
+
+def test_a_host_has_one_name_until_it_is_split_for_a_test(monkeypatch):
+    assert host_identity() == host_identity()
+    assert sharing_host() == f"{host_identity()}/{topology_module.os.getuid()}"
+    before = host_identity()
+    monkeypatch.setenv(topology_module.HOST_VARIABLE, "a")
+    assert host_identity() == "a" != before
+
+
+def test_what_is_in_the_way_is_said(monkeypatch):
+    def fail(_size):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("nbelastic.native.core", SimpleNamespace(create=fail))
+    assert "Function not implemented" in shared_memory_obstacle()
+    monkeypatch.setattr("nbelastic.native.core", None)
+    monkeypatch.setattr("nbelastic.native.missing", "no compiler")
+    assert "C++" in shared_memory_obstacle()
+    assert "no compiler" in shared_memory_obstacle()
+    monkeypatch.setattr(topology_module, "sys", SimpleNamespace(platform="plan9"))
+    assert "Linux" in shared_memory_obstacle()

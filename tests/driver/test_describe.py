@@ -1,0 +1,201 @@
+"""Each reason of membership becomes a sentence that says what failed, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.driver.describe import history_detail, in_words, over, reset_detail
+from nbelastic.membership import LossReason, StopReason, UnusedReason, pack_reason, unpack_reason
+from nbelastic.membership import reasons as why
+
+ONE, TWO = why.RankId(0, 0, "tcp://A0"), why.RankId(5, None, "tcp://B0")
+GONE = why.Lost(ONE, LossReason.WORKER_GONE)
+STALLED = why.Lost(ONE, LossReason.STALLED, seconds=20.0)
+RAISED = why.Lost(TWO, LossReason.RAISED, "ValueError: x")
+GAVE_UP = why.GenerationLeft(ONE, True, "loss is nan")
+TAKEN = why.UnusedGroup(UnusedReason.TAKEN, "other", 5, ("a", "b", "c"))
+FULL = why.UnusedGroup(UnusedReason.HOST_FULL, "1", 1, ("d",))
+SHORT = why.Presence(1, 3, 1, (TAKEN, FULL))
+SHORT_WORDS = (
+    "1 of at least 3 workers (1 more are there, but excluded because they failed) "
+    "(not used: 5 taken by job 'other' (a, b, c, and 2 more); "
+    "1 on a host that has slots_per_host=1 ranks already (d))"
+)
+
+SENTENCES = [
+    (GONE, "rank 0 on tcp://A0: its worker left the cluster"),
+    (RAISED, "start 5 on tcp://B0: ValueError: x"),
+    (why.Exclusion("worker", "tcp://A0", None), "worker tcp://A0 is excluded for good"),
+    (why.Exclusion("host", "A", 10.24), "host A is excluded for 10.2 s"),
+    (GAVE_UP, "rank 0 on tcp://A0: loss is nan"),
+    (why.GenerationLeft(ONE, False), "rank 0 on tcp://A0: left its generation unasked"),
+    (
+        why.NotConnected((ONE, TWO), 8.0),
+        "not connected after 8 s: rank 0 on tcp://A0, start 5 on tcp://B0",
+    ),
+    (why.Unreachable(ONE, TWO), "rank 0 on tcp://A0 cannot reach start 5 on tcp://B0"),
+    (why.AllWaited(20.0), "all ranks waited for each other for 20 s (stall_timeout)"),
+    (
+        why.AllWaited(20.0, times=3),
+        "all ranks waited for each other for 20 s (stall_timeout), 3 times in a row",
+    ),
+    (
+        why.AllWaited(20.0, after_loop=True),
+        "all ranks waited for each other for 20 s (stall_timeout) after their elastic loop",
+    ),
+    (why.Reset((), 3), "a planned change → 3 ranks"),
+    (
+        why.Reset((GONE, GONE), 1),
+        "rank 0 on tcp://A0: its worker left the cluster → 1 rank",
+    ),
+    (why.Connected(2, "shm"), "2 ranks over shared memory"),
+    (why.Connected(1, "solo"), "1 rank"),
+    (why.Transport("gloo", "no native part"), "tensors go over Gloo: no native part"),
+    (why.StateLost(7), "no rank is left that holds commit 7, the newest known one"),
+    (why.StateLost(0), "no rank is left that holds the state"),
+    (why.UserErrors(("a", "b")), "a; b"),
+    (why.UserErrors(("a",), why.Presence(1, 2)), "a; 1 of at least 2 workers"),
+    (why.RepeatedError("E: x", 3, True), "E: x (raised on 3 workers, in one generation)"),
+    (why.RepeatedError("E: x", 3, False), "E: x (raised on 3 workers, one after another)"),
+    (
+        why.OwnFailures(GAVE_UP, 2, 5),
+        "rank 0 on tcp://A0: loss is nan (2 generations in a row ended with this at commit 5, "
+        "without progress)",
+    ),
+    (
+        why.RepeatedLoss((GONE,), 4, 5, False, "B0 was killed by signal 11 (SIGSEGV)"),
+        "rank 0 on tcp://A0: its worker left the cluster (4 times in a row at commit 5, without "
+        "progress; before that, B0 was killed by signal 11 (SIGSEGV))",
+    ),
+    (
+        why.RepeatedLoss((GONE,), 4, 5, True),
+        "rank 0 on tcp://A0: its worker left the cluster (4 times in a row, each time with the "
+        "job's state (newest known commit: 5), without progress)",
+    ),
+    (why.NoCommit(10, (GAVE_UP,)), f"ranks failed 10 times in a row without a commit: {GAVE_UP}"),
+    (why.CannotForm((GAVE_UP,)), f"the ranks could not connect: {GAVE_UP}"),
+    (why.ResetLimit(2, ()), "reset_limit=2 is reached; next reset: a planned change"),
+    (
+        why.ReturnedEarly((ONE,), waiting=False),
+        "rank 0 on tcp://A0 returned while others train",
+    ),
+    (
+        why.ReturnedEarly((ONE,), waiting=True),
+        "ranks returned while others wait to train: rank 0 on tcp://A0",
+    ),
+    (
+        why.NoLoop(GONE),
+        "rank 0 on tcp://A0: its worker left the cluster; the function has no elastic loop, so it "
+        "cannot go back to a commit",
+    ),
+    (
+        why.RanksMissing(1, 2, (GONE,)),
+        "1 of 2 ranks ended before they returned; rank 0 on tcp://A0: its worker left the cluster",
+    ),
+    (why.SchedulerLost("the client is closed"), "the client is closed"),
+    (why.Stopping(StopReason.STOPPED, at_commit=True), "stopped by its user at a commit"),
+    (why.Stopping(StopReason.CANCELLED), "cancelled by its user"),
+    (
+        why.Stopping(StopReason.UNATTENDED, seconds=60.0),
+        "ended, because no kernel attached to it within 60 s",
+    ),
+    (SHORT, SHORT_WORDS),
+    (
+        why.Shortage(SHORT, 3, 12.5, 12.5, ("e",), "E: x"),
+        f"{SHORT_WORDS} (min_np=3) after waiting 12.5 s (elastic_timeout=12.5); "
+        "excluded after failures: e; last error: E: x",
+    ),
+    (
+        why.Waiting(why.Presence(1, 3), 10.2, 100.0),
+        "1 of at least 3 workers; waiting 10 s of 100 s for 2 more",
+    ),
+    (
+        why.NotUsed((TAKEN,)),
+        "not used: 5 taken by job 'other' (a, b, c, and 2 more)",
+    ),
+    (TAKEN, "5 taken by job 'other' (a, b, c, and 2 more)"),
+    (why.StopPending(), "stopping at the next commit"),
+    (why.WaitingForRanks(1, 4), "waiting for 1 rank to leave generation 4"),
+    (why.WaitingForRanks(2, 0), "waiting for 2 ranks to be ready"),
+    (why.KernelLost(60.0), "its kernel is gone; it goes on for up to 60 s"),
+    (why.KernelAttached(), "a kernel has attached to it"),
+    (why.Text("commit 3 is in a file"), "commit 3 is in a file"),
+]
+
+LONG = [
+    (why.DidNotEnd(ONE, 10.0), ["did not end within 10 s", "restarted"]),
+    (why.CannotJoin(ONE, "StateMismatch: x"), ["rank 0 on tcp://A0", "StateMismatch: x"]),
+    (why.LoopsDiffer(ONE, TWO), ["tcp://A0 has reached the end", "ElasticSampler"]),
+    (why.OperationsDiffer((ONE, TWO), ("a", "b")), ["tcp://A0: a", "tcp://B0: b", "same order"]),
+    (why.PlacesDiffer(), ["different places", "same order"]),
+    (why.NeverMet(3, ("Lightning",)), ["3 separate trainings\n", "Imported in the ranks: Light"]),
+    (why.WeightsDiffer(("SGD",)), ["different parameters\n", "SGD is not wrapped"]),
+    (why.WeightsDiffer(()), ["different parameters\n", "by itself"]),
+]
+
+IN_RANKS = [why.EndOrder(why.EndReason.SCALED_DOWN), why.StepsDiffer()]
+
+
+@pytest.mark.parametrize(("reason", "sentence"), SENTENCES, ids=lambda each: type(each).__name__)
+def test_a_reason_as_a_sentence(reason: why.Reason, sentence: str) -> None:
+    assert in_words(reason) == sentence
+
+
+@pytest.mark.parametrize(("reason", "facts"), LONG, ids=lambda each: type(each).__name__)
+def test_a_long_sentence_has_the_facts(reason: why.Reason, facts: list[str]) -> None:
+    assert [fact for fact in facts if fact not in in_words(reason)] == []
+
+
+def test_all_reasons_are_covered_here() -> None:
+    covered = {type(reason) for reason, _ in [*SENTENCES, *LONG]} | {*map(type, IN_RANKS)}
+    kinds = {getattr(why, name) for name in why.__all__}
+    assert {k for k in kinds if issubclass(k, why.Reason)} - {why.Reason} == covered
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [*(reason for reason, _ in [*SENTENCES, *LONG]), *IN_RANKS],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_reason_survives_a_message_and_has_a_short_form(reason: why.Reason) -> None:
+    assert unpack_reason(pack_reason(reason)) == reason
+    assert str(reason)
+    assert "\n" not in str(reason)
+
+
+@pytest.mark.parametrize("loss", LossReason)
+def test_each_loss_has_words(loss: LossReason) -> None:
+    assert in_words(why.Lost(ONE, loss, "detail", 3.0)).startswith("rank 0 on tcp://A0: ")
+
+
+@pytest.mark.parametrize("unused", UnusedReason)
+def test_each_unused_worker_has_words(unused: UnusedReason) -> None:
+    assert in_words(why.UnusedGroup(unused, "detail", 1, ("a",))).endswith(" (a)")
+
+
+def test_the_history_names_lines_and_no_rank() -> None:
+    lines = {"executing": "In [3], line 4, in train", "raised": "In [3], line 9, in train"}
+    assert history_detail(GONE) == "its worker left the cluster"
+    assert history_detail(STALLED, executing=lines["executing"]) == (
+        "held up the others for 20 s (stall_timeout); it was executing In [3], line 4, in train"
+    )
+    assert history_detail(RAISED, **lines) == "ValueError: x; raised at In [3], line 9, in train"
+    assert history_detail(None) == in_words(None) == ""
+
+
+def test_ways_of_tensors() -> None:
+    assert [over(backend) for backend in ("", "solo", "pygloo")] == ["", "", "over pygloo"]
+    assert over("hierarchical") == "over shared memory and Gloo"
+
+
+@pytest.mark.parametrize(
+    ("redone", "words"),
+    [
+        ((0, 0), "noticed 0.0, stepped 7.5 ms"),
+        ((1, 0), "noticed 0.0, stepped 7.5 ms; 1 batch redone"),
+        ((3, 1200), "noticed 0.0, stepped 7.5 ms; 3 batches of 1,200 samples redone"),
+    ],
+)
+def test_a_reset_has_its_phases_and_the_repeated_work(redone: tuple[int, int], words: str) -> None:
+    counts = dict(zip(("batches", "samples"), map(float, redone), strict=True))
+    assert reset_detail({"noticed": 0.0, "stepped": 7.5, **counts}) == words

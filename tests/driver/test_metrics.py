@@ -1,0 +1,107 @@
+"""Speed, progress and metrics of a whole job, from what its ranks tell."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from nbelastic.cluster import RankTelemetry
+from nbelastic.driver.metrics import MOST_POINTS, MetricsAggregator
+from nbelastic.elastic.telemetry import MetricsReport, TelemetrySnapshot
+
+
+def rank(start, *rows, **figures):
+    """Return the telemetry of a rank; a row is the arguments of a report."""
+    reports = tuple(MetricsReport(*row) for row in rows)
+    return RankTelemetry("job", start, TelemetrySnapshot(**figures), reports)
+
+
+def test_a_metric_is_the_mean_over_the_ranks_that_report_it():
+    metrics = MetricsAggregator()
+    metrics.take(1.0, [rank(0, (0, 0, 1, None, {"loss": 1.0, "only": 5.0}))])
+    metrics.take(2.0, [rank(1, (0, 0, 1, None, {"loss": 3.0}))])
+    assert metrics.rows() == [{"step": 0.0, "time": 1.0, "ranks": 2, "loss": 2.0, "only": 5.0}]
+
+
+def test_rows_are_in_the_order_of_training():
+    metrics = MetricsAggregator()
+    metrics.take(1.0, [rank(0, (2, 0, 1, None, {"x": 3.0}), (0, 1, 1, None, {"x": 2.0}))])
+    metrics.take(1.0, [rank(1, (0, 0, 1, None, {"x": 1.0}))])
+    assert [row["x"] for row in metrics.rows()] == [1.0, 2.0, 3.0]
+    assert [row["step"] for row in metrics.rows()] == [0.0, 1.0, 2.0]
+
+
+def test_a_step_of_the_users_own_is_kept():
+    metrics = MetricsAggregator()
+    metrics.take(1.0, [rank(0, (0, 0, 1, 17, {"x": 1.0}))])
+    assert metrics.rows()[0]["step"] == 17
+
+
+def test_rows_after_a_rollback_replace_those_before():
+    metrics = MetricsAggregator()
+    first = [(5, 0, 1, None, {"x": 1.0})]
+    metrics.take(1.0, [rank(0, *first), rank(1, *first)])
+    metrics.take(2.0, [rank(0, (5, 0, 2, None, {"x": 9.0}))])
+    metrics.take(3.0, [rank(1, (5, 0, 1, None, {"x": 0.0}))])  # late, of the old generation
+    (row,) = metrics.rows()
+    assert (row["x"], row["ranks"]) == (9.0, 1)
+
+
+def test_speed_is_measured_over_a_window_and_added_up():
+    metrics = MetricsAggregator()
+    for second in range(11):
+        metrics.take(second, [rank(0, samples=100 * second)])
+        metrics.take(second, [rank(1, samples=50 * second)])
+    assert metrics.rank(0).samples_per_s == 100.0
+    assert metrics.total([0, 1]) == 150.0
+    assert metrics.total([]) is None
+    metrics.take(20, [rank(0, samples=1000)])
+    metrics.take(24, [rank(0, samples=1000)])
+    assert metrics.rank(0).samples_per_s == 0.0
+
+
+def test_setting_up_does_not_count_as_slowness():
+    metrics = MetricsAggregator()
+    for second in range(10):
+        metrics.take(second, [rank(0)])
+    metrics.take(10, [rank(0, samples=100)])
+    assert metrics.rank(0).samples_per_s == 100.0
+
+
+def test_progress_and_remaining_time():
+    metrics = MetricsAggregator()
+    assert metrics.progress(0.0, [0]) is None
+    metrics.take(0.0, [rank(0, epoch=0, batch=0, epochs=4, batches=10)])
+    assert metrics.progress(0.0, [0]).remaining_s is None
+    metrics.take(10.0, [rank(0, epoch=1, batch=0, epochs=4, batches=10)])
+    progress = metrics.progress(10.0, [0])
+    assert (progress.epoch, progress.epochs, progress.batch) == (1, 4, 1)
+    assert abs(progress.fraction - 1.1 / 4) < 1e-9
+    assert abs(progress.remaining_s - 10.0 * (1 - 1.1 / 4) / (1.0 / 4)) < 1e-9
+
+
+def test_curves_are_thinned_evenly_up_to_the_newest():
+    metrics = MetricsAggregator()
+    assert metrics.curves(10) == {}
+    for version in range(1003):
+        metrics.take(1.0, [rank(0, (version, 0, 1, None, {"x": float(version)}))])
+        if version == 7:
+            assert metrics.curves(10)["x"] == [(float(i), float(i)) for i in range(8)]
+    points = metrics.curves(10)["x"]
+    assert len(points) == 10
+    assert points[-1] == (1002.0, 1002.0)
+    assert {after[0] - before[0] for before, after in pairwise(points)} == {101.0}
+
+
+def test_the_pace_is_thinned_evenly():
+    metrics = MetricsAggregator()
+    for tenth in range(20 * MOST_POINTS):
+        metrics.note_pace(tenth / 10, 1.0 * tenth)
+    pace = metrics.pace()
+    assert MOST_POINTS / 4 < len(pace) <= MOST_POINTS
+    assert pace[0][0] < 60 and pace[-1][0] > 2 * MOST_POINTS - 60
+
+
+def test_a_finished_job_is_all_done():
+    metrics = MetricsAggregator()
+    metrics.take(0.0, [rank(0, epoch=3, batch=7, epochs=4, batches=10)])
+    assert metrics.progress(1.0, [0], finished=True).fraction == 1.0

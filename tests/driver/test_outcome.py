@@ -1,0 +1,209 @@
+"""The end of a job, whatever the classes and modules of its user do."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import pytest
+
+from nbelastic.cluster.rank_error import pack_error
+from nbelastic.driver.job_log import KernelLog
+from nbelastic.driver.options import Options
+from nbelastic.driver.outcome import settle
+from nbelastic.driver.thread import Driver
+from nbelastic.errors import JobError, JobStopped, RankFailed
+from nbelastic.membership import FailureKind, Outcome, StopReason, StopRequested
+from nbelastic.pickling import dumps
+
+KINDS = [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError]
+
+FAILED = Outcome("failed", error=FailureKind.RANK_FAILED, starts=(0,))
+FINISHED = Outcome("finished", starts=(0,))
+
+
+def explode(kind):
+    raise kind("while it is read")
+
+
+class Explosive:
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __reduce__(self):
+        return explode, (self.kind,)
+
+
+class ExplosiveError(Exception):
+    def __reduce__(self):
+        return explode, (self.args[0],)
+
+
+class NoHeirsError(Exception):
+    def __init_subclass__(cls, **options):
+        raise SystemExit("no subclasses")
+
+
+class MadeByItselfError(Exception):
+    made = False
+
+    def __new__(cls, *args):
+        if cls is not MadeByItselfError:
+            raise KeyboardInterrupt
+        return super().__new__(cls, *args)
+
+
+class Strange(type):
+    def __call__(cls, *args):
+        if cls.__name__ != "StrangeError":
+            return 7
+        return super().__call__(*args)
+
+
+class StrangeError(Exception, metaclass=Strange):
+    pass
+
+
+class OwnLayoutError(UnicodeDecodeError):
+    def __init__(self, *args):
+        super().__init__("utf-8", b"x", 0, 1, "odd")
+
+    def __reduce__(self):
+        return OwnLayoutError, ()
+
+    def __new__(cls, *args):
+        if cls is not OwnLayoutError:
+            raise TypeError
+        return super().__new__(cls, "utf-8", b"x", 0, 1, "odd")
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise SystemExit
+
+    __repr__ = __str__
+
+    def __getattr__(self, name):
+        raise KeyboardInterrupt
+
+    def with_traceback(self, traceback):
+        raise GeneratorExit
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+def raised(error):
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def end(outcome, *, failure=None, result=None):
+    """Settle a job's future as its driver does, and return what it holds."""
+    log, future = KernelLog(), Future()
+    if failure is not None:
+        log.failures[0] = pack_error(raised(failure))
+    if result is not None:
+        log.results[0] = dumps(result)
+    settle(future, "digits", log, outcome, None, detached=False)
+    return future.exception(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_that_raises_when_read_is_an_error(kind):
+    error = end(FINISHED, result=Explosive(kind))
+    assert type(error) is JobError
+    assert isinstance(error.__cause__, kind)
+    assert f"a result of job 'digits' cannot be read here: {kind.__name__}" in str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_that_raises_when_read_keeps_its_text(kind):
+    error = end(FAILED, failure=ExplosiveError(kind))
+    assert type(error) is RankFailed
+    assert "ExplosiveError" in str(error) and "raise error" in str(error)
+
+
+UNCOMBINED = [
+    NoHeirsError("m"),
+    MadeByItselfError("m"),
+    StrangeError("m"),
+    OwnLayoutError(),
+    SystemExit("m"),
+    KeyboardInterrupt("m"),
+]
+if hasattr(builtins, "ExceptionGroup"):  # from Python 3.11 on
+    UNCOMBINED.append(builtins.ExceptionGroup("m", [ValueError("x")]))
+
+
+@pytest.mark.parametrize("original", UNCOMBINED, ids=lambda each: type(each).__name__)
+def test_a_class_that_cannot_be_combined_is_the_cause(original):
+    error = end(FAILED, failure=original)
+    assert type(error) is RankFailed
+    assert type(error.__cause__) is type(original)
+    assert type(original).__name__ in str(error) and "raise error" in str(error)
+
+
+def test_a_frozen_error_keeps_its_type_and_lines():
+    error = end(FAILED, failure=FrozenError(7))
+    assert isinstance(error, FrozenError) and isinstance(error, RankFailed)
+    assert error.__cause__ == FrozenError(7)
+    assert "FrozenError: 7" in str(error) and "raise error" in str(error)
+
+
+def test_an_error_that_cannot_be_shown_has_its_type_and_lines():
+    error = end(FAILED, failure=MuteError())
+    assert isinstance(error, RankFailed)
+    assert "MuteError" in str(error) and "raise error" in str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_driver_settles_whatever_ends_its_thread(kind):
+    class Broken:
+        def put(self, item):
+            """Take it."""
+
+        def get(self, *, timeout):
+            raise kind("a bug")
+
+    ended = []
+    driver = Driver("digits", Options(), lambda: ended.append(True), inbox=Broken())
+    driver.run()
+    error = driver.future.exception(0)
+    assert isinstance(error, JobError) and isinstance(error.__cause__, kind)
+    assert ended == [True]
+
+
+read, go = threading.Event(), threading.Event()
+
+
+def endless():
+    read.set()
+    go.wait()
+
+
+class Endless:
+    def __reduce__(self):
+        return endless, ()
+
+
+def test_cancel_ends_a_job_whose_result_takes_for_ever_to_read():
+    driver = Driver("digits", Options(), lambda: None)
+    driver.log.results[0] = dumps(Endless())
+    driver._outcome = FINISHED
+    thread = threading.Thread(target=driver.run)
+    thread.start()
+    try:
+        assert read.wait(30)
+        driver.tell(StopRequested(now=True, reason=StopReason.CANCELLED))
+        with pytest.raises(JobStopped, match=r"'digits' was cancelled by its user while"):
+            driver.future.result(0)
+    finally:
+        go.set()
+        thread.join()

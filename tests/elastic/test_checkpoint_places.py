@@ -1,0 +1,272 @@
+"""Places that checkpoints should not be kept in, and what a job says of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import nbelastic.torch as hvd
+from nbelastic.driver.options import Options
+from nbelastic.elastic.checkpoint.files import CheckpointFiles
+from nbelastic.elastic.checkpoint.manager import CheckpointSpec, checkpointing
+from nbelastic.elastic.redaction import hide_secrets, without_secrets
+from nbelastic.errors import NbelasticError, OptionError
+from tests.elastic.members import Notes, begin, make_member, written
+from tests.elastic.test_checkpoint_files import put
+from tests.support.world import StaticContext, run_ranks
+
+SECRET = "hunter2"
+
+
+def train(context: StaticContext, url: object, run: str, notes: Notes, **options: Any) -> int:
+    """Resume, count one step more, and return how many there were."""
+    plan = make_member(context, url, run=run, notes=notes, **options)
+    state = hvd.elastic.ObjectState(count=0)
+    with checkpointing(context, state, 1) as checkpoints:
+        begin(context, state, checkpoints, plan)
+        state.count += 1
+        state.commit()
+        written(checkpoints)
+        checkpoints.finish()
+    return state.count
+
+
+def run(url: object, name: str, **options: Any) -> tuple[int, Notes]:
+    notes = Notes()
+    (count,) = run_ranks(1, lambda context: train(context, url, name, notes, **options))
+    return count, notes
+
+
+# -- what is no file -------------------------------------------------------------------------------
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def a_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+KINDS = {
+    "a pipe": os.mkfifo,
+    "a socket": a_socket,
+    "a directory": Path.mkdir,
+    "a device": a_device,
+    "Too many levels of symbolic links": a_loop,
+}
+
+
+@pytest.mark.parametrize(("kind", "make"), KINDS.items(), ids=KINDS.keys())
+def test_what_is_no_file_is_passed_over_with_a_word(
+    kind: str, make: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    run(tmp_path, "a")
+    (directory,) = tmp_path.iterdir()
+    monkeypatch.chdir(directory)  # the name of a socket must be short
+    for version in (998, 999):
+        make(Path(f"01-999999-{version:010d}.safetensors"))
+    count, notes = run(tmp_path, "b", resume=True)
+    assert count == 2
+    assert (
+        f"passed over {directory}/01-999999-0000000999.safetensors: it is no file ({kind})" in notes
+    )
+    assert any(note.startswith("goes on from") for note in notes)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, a_socket, a_device, a_loop])
+def test_what_is_no_file_does_not_hold_up_writing(
+    make: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    files = CheckpointFiles(str(tmp_path), "a")
+    directory = Path(put(files, 1)).parent
+    monkeypatch.chdir(directory)
+    make(Path("01-000001-0000000002.safetensors.tmp"))
+    make(Path("01-000001-0000000003.safetensors"))
+    make(Path("01-000001-0000000009.safetensors"))
+    for version in (2, 3, 4):
+        path = put(files, version)
+        assert files.read(path) is not None
+    assert len([each for each in directory.iterdir() if each.is_file()]) == 2
+
+
+def test_the_mark_of_a_parent_is_not_written_into_a_pipe(tmp_path: Path) -> None:
+    run(tmp_path, "a")
+    (directory,) = tmp_path.iterdir()
+    (tmp_path / "run-0002-b").mkdir()
+    os.mkfifo(tmp_path / "run-0002-b" / f"resumed-from-{directory.name}")
+    assert run(tmp_path, "b", resume=True)[0] == 2
+
+
+# -- what never answers ----------------------------------------------------------------------------
+
+
+class Silent(MemoryFileSystem):
+    """A file system that stops to answer."""
+
+    protocol = "silent"
+    store: dict[str, Any] = {}  # noqa: RUF012 (as its base has it)
+    pseudo_dirs = [""]  # noqa: RUF012
+    silent: set[str] = set()  # noqa: RUF012
+    answers = threading.Event()
+
+    def _open(self, *args: Any, **kwargs: Any) -> Any:
+        self._answer("open")
+        return super()._open(*args, **kwargs)
+
+    def ls(self, *args: Any, **kwargs: Any) -> Any:
+        self._answer("ls")
+        return super().ls(*args, **kwargs)
+
+    def _answer(self, name: str) -> None:
+        if name in self.silent:
+            self.answers.wait()
+
+
+@pytest.fixture
+def silent() -> Any:
+    fsspec.register_implementation("silent", Silent, clobber=True)
+    yield Silent.silent
+    Silent.silent.clear()
+    Silent.answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "nbelastic-checkpoint-reader":
+            thread.join()
+    Silent.answers.clear()
+    Silent.store.clear()
+
+
+@pytest.mark.parametrize("what", ["open", "ls"])
+def test_reading_is_given_up_where_nothing_comes(silent: Any, what: str) -> None:
+    run("silent://here", "a")
+    silent.add(what)
+    with pytest.raises(NbelasticError, match=r"cannot be read: nothing was read for 0.2 s"):
+        run("silent://here", "b", resume=True, patience=0.2)
+
+
+def test_reading_ends_before_the_rank_counts_as_hung() -> None:
+    def patience(**options: Any) -> float:
+        found = Options(checkpoint="/x", **options).checkpoints()
+        assert found is not None
+        return float(found["patience"])
+
+    assert patience(stall_timeout=10.0) == 5.0
+    assert patience(stall_timeout=3600.0) == 60.0
+
+
+# -- what is secret --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("ftp://user:hunter2@host:21/x", "ftp://***@host:21/x"),
+        ("ftp://hunter2@host/x", "ftp://***@host/x"),
+        ("ftp://user:hun/ter2@host/x", "ftp://***@host/x"),
+        ("ftp://user:hun?ter2@host/x", "ftp://***@host/x"),
+        ("ftp://user:hun@ter2@host/x", "ftp://***@host/x"),
+        ("ftp://user:hun%40ter2@host/x", "ftp://***@host/x"),
+        ("simplecache::ftp://user:hunter2@host/x", "simplecache::ftp://***@host/x"),
+        ("http://host/x?sig=hunter2&se=1", "http://host/x?sig=***&se=***"),
+        ("s3://bucket/run@2", "s3://bucket/run@2"),
+        ("ftp://[::1]:21/x@y", "ftp://[::1]:21/x@y"),
+        ("/home/user:x@y/z?a=b", "/home/user:x@y/z?a=b"),
+    ],
+)
+def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
+    assert without_secrets(url) == shown
+
+
+def test_parts_of_a_secret_are_hidden_in_texts() -> None:
+    url = "ftp://user:hun%40ter2@host/x"
+    assert hide_secrets("login as user with hun@ter2 refused", url) == (
+        "login as user with *** refused"
+    )
+    url = "ftp://user:hun/ter2@host/x"
+    assert hide_secrets("no port: 'hun'; a hundred", url) == "no port: '***'; a hundred"
+
+
+class Quoting(MemoryFileSystem):
+    """A file system whose paths and errors have the whole URL in them."""
+
+    protocol = "quoting"
+    store: dict[str, Any] = {}  # noqa: RUF012
+    pseudo_dirs = [""]  # noqa: RUF012
+    failing: set[str] = set()  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("quoting://").lstrip("/")
+
+    def ls(self, path: str, **kwargs: Any) -> Any:
+        if "ls" in self.failing:
+            raise PermissionError(f"530 login incorrect: {path}")
+        return super().ls(path, **kwargs)
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if "mv" in self.failing:
+            raise RuntimeError(f"550 no space for {path1}")
+        super().mv(path1, path2, **kwargs)
+
+
+@pytest.fixture
+def quoting() -> Any:
+    fsspec.register_implementation("quoting", Quoting, clobber=True)
+    yield Quoting.failing
+    Quoting.failing.clear()
+    Quoting.store.clear()
+
+
+URL = f"quoting://user:{SECRET}@host/x"
+
+
+def test_no_note_has_the_secret_in_it(quoting: Any) -> None:
+    texts = [*run(URL, "a")[1], *run(URL, "b", resume=True)[1]]
+    (path,) = [path for path in Quoting.store if "-a/" in path and path.endswith(".safetensors")]
+    Quoting.store[path].seek(0)
+    Quoting.store[path].truncate(20)
+    for name in [path for path in Quoting.store if "-b/" in path]:
+        del Quoting.store[name]
+    texts += run(URL, "c", resume=True)[1]
+    quoting.add("mv")
+    texts += run(URL, "d")[1]
+    assert any("passed over" in text for text in texts)
+    assert any("goes on from" in text for text in texts)
+    assert any("cannot be written" in text for text in texts)
+    assert SECRET not in " ".join(texts)
+
+
+def test_no_error_has_the_secret_in_it(quoting: Any) -> None:
+    run(URL, "a")
+    quoting.add("ls")
+    with pytest.raises(NbelasticError, match="530 login incorrect") as caught:
+        run(URL, "b", resume=True)
+    shown = [repr(error) for error in _chain(caught.value)]
+    with pytest.raises(OptionError) as refused:
+        Options(checkpoint=f"nosuch://user:{SECRET}@host/x")
+    shown += [repr(error) for error in _chain(refused.value)]
+    assert SECRET not in " ".join(shown)
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    if error is None:
+        return []
+    shown = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return [error, *_chain(shown)]
+
+
+def test_what_is_logged_of_tasks_and_options_has_no_secret_in_it() -> None:
+    assert SECRET not in repr(CheckpointSpec(url=URL, run="a", every=1))
+    assert SECRET not in repr(Options(checkpoint=f"memory://user:{SECRET}@host/x"))

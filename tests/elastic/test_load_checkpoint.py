@@ -1,0 +1,352 @@
+"""Checkpoint files outside a job: any safetensors reader has the tensors, nbelastic the rest."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file
+
+import nbelastic
+import nbelastic.torch as hvd
+from nbelastic.elastic import ObjectState
+from nbelastic.elastic.checkpoint.manager import checkpointing
+from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.errors import NbelasticError
+from tests.elastic.members import begin, make_member, written
+from tests.elastic.test_checkpoint_files import put
+from tests.support.world import run_ranks
+
+
+def write(url, make, change=lambda state: None, *, run="a"):
+    """Make a state in a job of one rank, change it, and commit; return what `change` returned."""
+
+    def rank(context):
+        plan = make_member(context, url, run=run)
+        state = make()
+        with checkpointing(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            result = change(state)
+            state.commit()
+            written(checkpoints)
+        assert all(note.startswith("commit") for note in context.port), context.port
+        return result
+
+    return run_ranks(1, rank)[0]
+
+
+def resume(url, make):
+    def rank(context):
+        plan = make_member(context, url, run="z", resume=True)
+        state = make()
+        with checkpointing(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+        return state
+
+    return run_ranks(1, rank)[0]
+
+
+def the_file(url):
+    (path,) = Path(url).rglob("*.safetensors")
+    return path
+
+
+class Net(torch.nn.Module):
+    """Tied parameters, a buffer that is not persistent, and extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        self.head = torch.nn.Linear(3, 3)
+        self.head.weight = self.body[0].weight
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.extra = 1
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs))
+
+    def get_extra_state(self):
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state):
+        self.extra = state["extra"]
+
+
+def training():
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = torch.optim.AdamW(
+        [{"params": model.body.parameters(), "lr": 0.1}, {"params": [model.head.bias]}]
+    )
+    return hvd.elastic.TorchState(
+        model,
+        optimizer,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        generator=torch.Generator().manual_seed(5),
+        sampler=hvd.elastic.ElasticSampler(range(20), shuffle=False),
+        averages=[torch.full((2,), 7.0, dtype=torch.bfloat16)],
+        epoch=0,
+    )
+
+
+def train(state):
+    state.model(torch.rand(4, 3)).sum().backward()
+    state.optimizer.step()
+    state.scheduler.step()
+    state.sampler.record_batch(0, 6)
+    torch.rand(3, generator=state.generator)
+    state.model.extra, state.epoch = 2, 3
+    return state
+
+
+def equal(one, other):
+    """Return whether nested values are equal, tensors to the bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def test_safetensors_readers_find_tensors_under_their_names(tmp_path):
+    state = write(tmp_path, training, train)
+    path = the_file(tmp_path)
+    found = load_file(path)
+    assert equal(found["model.body.0.weight"], state.model.body[0].weight.detach())
+    assert equal(found["model.body.1.num_batches_tracked"], torch.tensor(1))
+    assert equal(found["model.mask"], torch.ones(2))
+    assert equal(found["averages.0"], state.averages[0])
+    assert "model.head.weight" not in found, "tied parameters are stored once"
+    moments = state.optimizer.state[state.model.head.bias]
+    assert equal(found["optimizer.state.4.exp_avg"], moments["exp_avg"])
+    assert equal(found["generator"], state.generator.get_state())
+    assert not [name for name in found if name.startswith("tensor.")]
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "pt"
+    assert (metadata["job"], metadata["version"], metadata["loop"]) == ("job", "1", "1")
+
+
+def test_state_dicts_load_into_objects_made_anew(tmp_path):
+    state = write(tmp_path, training, train)
+    loaded = nbelastic.load_checkpoint(tmp_path)
+    fresh = training()
+    assert equal(loaded["optimizer"], state.optimizer.state_dict())
+    assert loaded["model"].keys() == state.model.state_dict().keys()
+    for name in ("model", "optimizer", "scheduler", "sampler"):
+        getattr(fresh, name).load_state_dict(loaded[name])
+    assert equal(dict(fresh.model.state_dict()), dict(state.model.state_dict()))
+    assert equal(fresh.optimizer.state_dict(), state.optimizer.state_dict())
+    assert fresh.scheduler.state_dict() == state.scheduler.state_dict()
+    assert fresh.sampler.remaining_indices == list(range(6, 20))
+    assert fresh.model.extra == 2
+    assert torch.equal(loaded["generator"], state.generator.get_state())
+    assert equal(loaded["averages"], state.averages)
+    assert loaded["epoch"] == 3
+    assert loaded["model"]["head.weight"] is loaded["model"]["body.0.weight"]
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.uint32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2fnuz,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def odd_tensors():
+    """Return tensors of all types, without elements, without axes, not contiguous, sparse."""
+    bits = torch.arange(48, dtype=torch.uint8) % 2
+    found = {str(dtype): bits.view(dtype).clone() for dtype in DTYPES}
+    found["conjugate"] = torch.complex(torch.rand(3), torch.rand(3)).conj()
+    found["empty"] = torch.empty(0, 3)
+    found["scalar"] = torch.tensor(2.5)
+    found["transposed"] = torch.arange(6.0).view(2, 3).t()
+    found["image"] = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    found["sparse"] = torch.eye(3).to_sparse()
+    return found
+
+
+def same_bits(one, other):
+    if one.is_sparse:
+        return torch.equal(one.to_dense(), other.to_dense())
+    plain = [each.detach().resolve_conj().contiguous().view(-1) for each in (one, other)]
+    bits = [each.view(torch.uint8) if each.numel() else each for each in plain]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
+
+
+def test_tensors_of_all_types_and_shapes_come_back_bit_by_bit(tmp_path):
+    tensors = odd_tensors()
+    write(tmp_path, lambda: hvd.elastic.TorchState(odd=dict(tensors)))
+    found = nbelastic.load_checkpoint(the_file(tmp_path))["odd"]
+    resumed = resume(tmp_path, lambda: hvd.elastic.TorchState(odd=None)).odd
+    for name, tensor in tensors.items():
+        assert same_bits(found[name], tensor), name
+        assert same_bits(resumed[name], tensor), name
+    known = load_file(the_file(tmp_path))
+    assert same_bits(known["odd.image"], tensors["image"])
+    assert known["odd.torch.complex64"].dtype == torch.uint8, "some readers know no complex types"
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
+def test_a_quantized_buffer_is_kept(tmp_path):
+    def make():
+        model = torch.nn.Linear(2, 2)
+        model.register_buffer(
+            "table", torch.quantize_per_tensor(torch.rand(4), 0.1, 3, torch.quint8)
+        )
+        return hvd.elastic.TorchState(model)
+
+    state = write(tmp_path, make, lambda state: state)
+    found = nbelastic.load_checkpoint(tmp_path)["model"]["table"]
+    assert torch.equal(found, state.model.table)
+    assert torch.equal(resume(tmp_path, make).model.table, state.model.table)
+
+
+def test_names_are_distinct_and_fit_into_json(tmp_path):
+    values = {
+        "a": {"b": torch.zeros(1), "b.c": torch.ones(1)},
+        "a.b": torch.full((1,), 2.0),
+        "\udcff": torch.full((1,), 3.0),
+        "nbelastic": {"pickle": torch.full((1,), 4.0), "checksum": torch.full((1,), 5.0)},
+    }
+    write(tmp_path, lambda: hvd.elastic.TorchState(x=values, nbelastic=values["nbelastic"]))
+    found = load_file(the_file(tmp_path))
+    assert found["x.a.b"] == 0
+    assert found["x.a.b.2"] == 2
+    assert found["x.\\udcff"] == 3
+    assert equal(nbelastic.load_checkpoint(tmp_path)["x"], values)
+
+
+def test_wrapped_optimizers_have_the_state_dicts_of_their_own(tmp_path):
+    def make():
+        torch.manual_seed(1)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return hvd.elastic.TorchState(
+            {"one": model}, hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        )
+
+    def step(state):
+        state.model["one"](torch.ones(1, 2)).sum().backward()
+        state.optimizer.step()
+        return state
+
+    state = write(tmp_path, make, step)
+    loaded = nbelastic.load_checkpoint(tmp_path)
+    assert equal(loaded["optimizer"], state.optimizer.state_dict())
+    assert equal(loaded["model"]["one"], dict(state.model["one"].state_dict()))
+    assert "model.one.weight" in load_file(the_file(tmp_path))
+
+
+def test_plain_values_and_samplers_need_no_torch_objects(tmp_path):
+    def change(state):
+        state.losses.append(0.5)
+        state.sampler.record_batch(0, 4)
+
+    make = lambda: ObjectState(losses=[], sampler=ShardSampler(range(6), shuffle=False))  # noqa: E731
+    write(tmp_path, make, change)
+    assert nbelastic.load_checkpoint(tmp_path) == {
+        "losses": [0.5],
+        "sampler": {"epoch": 0, "processed_indices": {0, 1, 2, 3}},
+    }
+
+
+def test_a_value_that_refers_to_a_model_has_its_state_dict(tmp_path):
+    def make():
+        model = torch.nn.Linear(2, 2)
+        return hvd.elastic.TorchState(model, helper=types.SimpleNamespace(model=model))
+
+    write(tmp_path, make)
+    loaded = nbelastic.load_checkpoint(tmp_path)
+    assert loaded["helper"].model is loaded["model"]
+    assert list(loaded["model"]) == ["weight", "bias"]
+
+
+def test_a_tensor_that_is_saved_alone_takes_no_others_along(tmp_path):
+    write(
+        tmp_path, lambda: hvd.elastic.TorchState(small=torch.zeros(4), large=torch.zeros(1 << 20))
+    )
+    file = io.BytesIO()
+    torch.save(nbelastic.load_checkpoint(tmp_path)["small"], file)
+    assert len(file.getvalue()) < 1 << 14
+
+
+def test_what_a_directory_or_url_has_is_the_newest_complete_one(tmp_path):
+    for url in (tmp_path, "memory://test-load-checkpoint/here"):
+        for run, count in (("a", 1), ("b", 2)):
+            write(
+                url,
+                lambda: ObjectState(count=0),
+                lambda s, c=count: setattr(s, "count", c),
+                run=run,
+            )
+        assert nbelastic.load_checkpoint(url) == {"count": 2}
+    first, second = sorted(tmp_path.iterdir())
+    assert nbelastic.load_checkpoint(first) == {"count": 1}
+    torn = the_file(second)
+    torn.write_bytes(torn.read_bytes()[:-1])
+    assert nbelastic.load_checkpoint(str(tmp_path)) == {"count": 1}
+    with pytest.raises(NbelasticError, match=rf"{torn} is not complete"):
+        nbelastic.load_checkpoint(torn)
+
+
+def test_a_place_without_a_checkpoint_is_an_error(tmp_path):
+    for place in (tmp_path, tmp_path / "nowhere", "memory://test-load-checkpoint/nothing"):
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint in {place}"):
+            nbelastic.load_checkpoint(place)
+
+
+def test_a_file_of_another_program_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, path)
+    with pytest.raises(
+        NbelasticError, match=r"model\.safetensors is not complete, or no checkpoint"
+    ):
+        nbelastic.load_checkpoint(path)
+
+
+def test_a_file_without_a_commit_in_it_is_no_crash(tmp_path):
+    path = put(nbelastic.elastic.checkpoint.files.CheckpointFiles(str(tmp_path), "a"), 1)
+    with pytest.raises(NbelasticError, match="cannot be unpickled"):
+        nbelastic.load_checkpoint(path)
+
+
+def test_a_class_that_is_missing_is_named(tmp_path, monkeypatch):
+    module = types.ModuleType("module_of_the_users")
+    exec("class Schedule:\n    pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    write(tmp_path, lambda: ObjectState(schedule=module.Schedule()))
+    assert isinstance(nbelastic.load_checkpoint(tmp_path)["schedule"], module.Schedule)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    with pytest.raises(NbelasticError, match="No module named 'module_of_the_users'") as caught:
+        nbelastic.load_checkpoint(tmp_path)
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_an_error_has_no_secret_of_the_url_in_it(monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def quoting(self, path, **_):
+        raise PermissionError("530 login incorrect: ftp://user:hunter2@host")
+
+    monkeypatch.setattr(MemoryFileSystem, "isdir", quoting)
+    with pytest.raises(NbelasticError, match="530 login incorrect") as caught:
+        nbelastic.load_checkpoint("memory://user:hunter2@host/x")
+    assert "hunter2" not in f"{caught.value!r} {caught.value.__cause__!r}"

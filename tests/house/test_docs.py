@@ -1,0 +1,50 @@
+"""The documents: they build without a warning, and name only commands that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
+BASES = (".", "nbelastic", "nbelastic/native", "nbelastic/collectives", "nbelastic/torch")
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    builder = Path(sys.executable).with_name("sphinx-build")
+    command = [builder, "-W", "--keep-going", "-q", "-b", "html", "docs", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "api.html").is_file()
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_links_of_a_page_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)(?=$| *[`#A-Z])", text, re.MULTILINE):
+        assert target in targets(), f"make {target}"
+    for module in re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        there = (page.parent / link).exists()
+        assert there or link.startswith("tutorials/"), f"{page.name}: {link}"
+
+
+def test_files_that_the_architecture_names_exist():
+    text = (ROOT / "docs/architecture.md").read_text()
+    names = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|cpp|hpp))`", text))
+    missing = [
+        name for name in sorted(names) if not any((ROOT / base / name).is_file() for base in BASES)
+    ]
+    assert not missing

@@ -1,0 +1,114 @@
+"""Clocks that are set while a job runs, and a scheduler that dies before it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from distributed import Client
+
+import nbelastic
+from nbelastic.errors import ClusterLost
+from tests.support.clusters import a_crew, kinds, until
+from tests.support.training import Workload
+
+
+def set_back(seconds):
+    """Have a process, in which Dask runs, see the wall clock go back once; as NTP may do it."""
+    import time
+
+    import distributed.batched
+    import distributed.metrics
+    import tornado.ioloop
+
+    def earlier(*_):
+        return time.time() - seconds
+
+    distributed.batched.time = distributed.metrics.time = earlier
+    tornado.ioloop.IOLoop.time = earlier
+
+
+@contextlib.contextmanager
+def own_clock_set_back(seconds):
+    """Have this process see it: the kernel, and the scheduler with it."""
+    import distributed.batched
+    import distributed.metrics
+    import tornado.ioloop
+
+    kept = distributed.batched.time, distributed.metrics.time, tornado.ioloop.IOLoop.time
+    set_back(seconds)
+    try:
+        yield
+    finally:
+        distributed.batched.time, distributed.metrics.time, tornado.ioloop.IOLoop.time = kept
+
+
+def test_a_clock_that_is_set_back_costs_no_rank(tmp_path):
+    work = Workload(tmp_path, epochs=500, seconds=0.05, until_told=True)
+    with a_crew(n_workers=2) as crew:
+        worker = next(iter(crew.workers()))
+        job = crew.fit(work, np=2, block=False, heartbeat_timeout=1)
+
+        def trains_on():
+            seen = job.status.commits
+            until(lambda: job.status.commits > seen + 30 or job.done(), "it trains on", 30)
+            assert job.status.state == "running"
+
+        until(lambda: job.status.commits or job.done(), "it trains")
+        crew.client.run(set_back, 60, workers=[worker])
+        trains_on()
+        with own_clock_set_back(60):
+            trains_on()
+            (tmp_path / "enough").touch()
+            assert len({result["weights"] for result in job.results(30)}) == 1
+        assert "lost" not in kinds(job)
+        assert job.status.resets == 0
+
+
+def die(what):
+    def sudden_death(dask_scheduler):
+        import os
+
+        dask_scheduler.handlers[what] = lambda **_: os._exit(1)
+
+    return sudden_death
+
+
+@contextlib.contextmanager
+def a_scheduler(tmp_path):
+    where = tmp_path / "scheduler.json"
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--no-dashboard", "--scheduler-file", where],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until(where.exists, "a scheduler")
+        yield str(where)
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("what", "doing"),
+    [
+        ("run_function", "versions were compared"),
+        ("register_scheduler_plugin", "the job was opened"),
+        ("nbelastic_open", "the job was opened"),
+    ],
+)
+def test_a_scheduler_that_dies_while_a_job_is_opened_is_a_lost_cluster(tmp_path, what, doing):
+    with (
+        a_scheduler(tmp_path) as file,
+        Client(scheduler_file=file, set_as_default=False, timeout=3) as client,
+    ):
+        assert nbelastic.jobs(client) == ()  # the plugin is there
+        client.run_on_scheduler(die(what))
+        with pytest.raises(ClusterLost, match=f"lost while {doing}"):
+            nbelastic.fit(time.time, cluster=client)

@@ -1,0 +1,88 @@
+"""Dask in ranks and beside them: a rank keeps no thread of its worker's pool from others."""
+
+from __future__ import annotations
+
+import torch
+
+import nbelastic.torch as hvd
+from tests.support.clusters import until
+
+
+def compute(times):
+    """Compute a collection, time and again, on workers that all have a rank."""
+    import dask.array as da
+
+    hvd.init()
+    sums = []
+    for _ in range(times):
+        sums.append(int(da.ones(100, chunks=10).sum().compute()))
+        hvd.allreduce(torch.ones(1))
+    return sums
+
+
+def in_every_way():
+    """Use Dask as its documentation has tasks use it."""
+    from distributed import get_client, rejoin, secede, worker_client
+
+    hvd.init()
+    client = get_client()
+    found = [client.submit(abs, -1, pure=False).result()]
+    hvd.allreduce(torch.ones(1))
+    futures = client.map(abs, range(-5, 0), pure=False)
+    secede()
+    found.append(sum(client.gather(futures)))
+    rejoin()
+    hvd.allreduce(torch.ones(1))
+    with worker_client() as other:
+        found.append(other.submit(abs, -2, pure=False).result())
+    hvd.allreduce(torch.ones(1))
+    return found
+
+
+def wait_for(path):
+    import os
+    import time
+
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+def pools(dask_worker):
+    """Return how many threads a worker's pool has, and how many are named like one of its."""
+    import threading
+
+    named = [t for t in threading.enumerate() if "Dask-Default" in t.name]
+    return len(dask_worker.executors["default"]._threads), len(named)
+
+
+def test_ranks_on_all_workers_compute_collections(crew):
+    assert crew.fit(compute, args=[15], np=4).results() == [[100] * 15] * 4
+
+
+def test_ranks_submit_secede_and_rejoin(crew):
+    assert crew.fit(in_every_way, np=4).results() == [[1, 15, 2]] * 4
+
+
+def test_plain_tasks_run_beside_ranks_which_keep_their_workers_busy(crew, tmp_path):
+    job = crew.fit(wait_for, args=[str(tmp_path / "go")], np=4, block=False)
+    until(lambda: len(job.status.ranks) == 4 or job.done(), "all workers have ranks")
+    futures = crew.client.map(abs, range(-8, 0), pure=False)
+    assert sorted(crew.client.gather(futures)) == list(range(1, 9))
+    assert not job.done()
+
+    def processing(dask_scheduler):
+        return [len(worker.processing) for worker in dask_scheduler.workers.values()]
+
+    assert crew.client.run_on_scheduler(processing) == [1] * 4
+    (tmp_path / "go").touch()
+    job.results(60)
+    until(lambda: set(crew.client.run(pools).values()) == {(1, 1)}, "one thread in each pool")
+
+
+def test_what_a_plain_task_prints_is_not_a_ranks(crew, tmp_path):
+    job = crew.fit(wait_for, args=[str(tmp_path / "go")], np=4, block=False)
+    until(lambda: len(job.status.ranks) == 4 or job.done(), "all workers have ranks")
+    crew.client.gather(crew.client.map(print, ["from a plain task"] * 8, pure=False))
+    (tmp_path / "go").touch()
+    job.results(60)
+    assert "plain" not in job.logs()

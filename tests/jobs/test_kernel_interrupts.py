@@ -1,0 +1,128 @@
+"""SIGINT for the kernel's process group, which a notebook's Interrupt sends, spares its workers.
+
+Each test runs a script as the kernel of a process group of its own. Its workers start as Dask
+starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+BEGINNING = """
+import faulthandler, os, signal, sys, threading, time, traceback
+from pathlib import Path
+from distributed import Client, LocalCluster
+import nbelastic
+from tests.support.clusters import until
+from tests.support.training import Workload
+
+def interrupt_when(condition):
+    def wait():
+        until(condition, "the time for an interrupt")
+        os.killpg(os.getpgrp(), signal.SIGINT)
+    threading.Thread(target=wait).start()
+
+def is_main_thread_in(function):
+    frame = sys._current_frames()[threading.main_thread().ident]
+    return any(f.f_code.co_name == function for f, _ in traceback.walk_stack(frame))
+
+def interrupted(call):
+    try:
+        call()
+    except KeyboardInterrupt as error:
+        print(type(error).__name__, str(error).partition("; ")[2])
+
+faulthandler.dump_traceback_later(120, exit=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+marks = Path(sys.argv[1])
+"""
+
+BY_HAND = """
+def main():
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, \\
+            Client(cluster) as client:
+        before = sorted(client.run(os.getpid).values())
+        job = nbelastic.fit(Workload(marks, epochs=1000), cluster=client, np=2, block=False)
+        interrupt_when(lambda: job.status.commits > 3)
+        interrupted(threading.Event().wait)  # another cell
+        seen = job.status.commits
+        until(lambda: job.status.commits > seen + 10 or job.done(), "it trains on")
+        print(job.status.state, {event.kind for event in job.history} & {"left", "lost", "leaving"})
+        interrupt_when(lambda: is_main_thread_in("_wait_interruptibly"))
+        interrupted(job._wait_interruptibly)
+        print("same workers:", sorted(client.run(os.getpid).values()) == before)
+
+        victim = next(iter(cluster.workers.values()))
+        os.kill(victim.pid, signal.SIGKILL)
+        until(lambda: victim.process is not None and victim.pid not in (None, *before), "a new one")
+        after = victim.pid
+        for _ in range(5):  # it starts: it has no agent yet
+            time.sleep(0.1)
+            interrupted(lambda: (os.killpg(os.getpgrp(), signal.SIGINT), time.sleep(1)))
+        until(lambda: len(client.scheduler_info()["workers"]) == 2, "it comes", 30)
+        print("the new one:", after in client.run(os.getpid).values())
+
+if __name__ == "__main__":
+    main()
+"""
+
+EMBEDDED = """
+def main():
+    def starting():
+        return any("watch message queue" in thread.name for thread in threading.enumerate())
+    interrupt_when(starting)
+    interrupted(lambda: nbelastic.fit(Workload(marks, epochs=1000), np=2))
+    print("left:", [thread.name for thread in threading.enumerate() if "IO loop" in thread.name])
+
+    job = nbelastic.fit(Workload(marks, epochs=1000), np=2, block=False)
+    interrupt_when(lambda: job.status.commits > 3)
+    interrupted(threading.Event().wait)
+    seen = job.status.commits
+    until(lambda: job.status.commits > seen + 10 or job.done(), "it trains on")
+    print(job.status.state, job.status.size)
+    interrupt_when(lambda: is_main_thread_in("_wait_interruptibly"))
+    interrupted(job._wait_interruptibly)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def kernel(tmp_path, script):
+    path = tmp_path / "script.py"
+    path.write_text(BEGINNING + script)
+    done = subprocess.run(
+        [sys.executable, path, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        start_new_session=True,
+    )
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_an_interrupt_ends_no_worker_of_the_kernels_cluster(tmp_path):
+    lines, errors = kernel(tmp_path, BY_HAND)
+    assert lines == [
+        "KeyboardInterrupt ",
+        "running set()",
+        "JobInterrupted its 2 workers are free",
+        "same workers: True",
+        *["KeyboardInterrupt "] * 5,
+        "the new one: True",
+    ], errors
+
+
+def test_an_interrupt_ends_no_worker_of_an_embedded_cluster(tmp_path):
+    lines, errors = kernel(tmp_path, EMBEDDED)
+    assert lines == [
+        "KeyboardInterrupt ",
+        "left: []",
+        "KeyboardInterrupt ",
+        "running 2",
+        "JobInterrupted the cluster that was started for it is closed",
+    ], errors

@@ -1,0 +1,96 @@
+"""Jobs that a reset does not help: they end, soon, with what keeps them from getting on."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.errors import NoProgress, RankFailed
+from tests.support.clusters import kinds
+
+
+def train(mishap, *, steps=6):
+    import torch
+
+    import nbelastic.torch as hvd
+
+    hvd.init()
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < steps + mishap.extra(hvd.rank()):
+            if state.step == 3:
+                mishap.happen(hvd.rank())
+            hvd.allreduce(torch.ones(3), name="loss")
+            state.step += 1
+            state.commit()
+
+    loop(state)
+
+
+class GivesUp:
+    def extra(self, rank):
+        return 0
+
+    def happen(self, rank):
+        from nbelastic.torch import HorovodInternalError
+
+        if rank == 1:
+            raise HorovodInternalError("loss is nan")
+
+
+class Raises(GivesUp):
+    def happen(self, rank):
+        raise ValueError("loss is nan")
+
+
+class Crashes(GivesUp):
+    def happen(self, rank):
+        import os
+        import signal
+        import time
+
+        time.sleep(0.3)  # its nanny tells of the death before the next one
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class HasMoreBatches:
+    def extra(self, rank):
+        return rank
+
+    def happen(self, rank):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("mishap", "words"),
+    [
+        (GivesUp(), ["rank 1 on ", "loss is nan (2 generations in a row", "at commit 3"]),
+        (HasMoreBatches(), ["rank 0 on ", "rank 1 on ", "waits for it", "ElasticSampler"]),
+    ],
+    ids=["gives-up", "more-batches"],
+)
+def test_what_no_reset_helps_against_ends_the_job_and_is_named(crew, mishap, words):
+    job = crew.fit(train, args=(mishap,), np=2, block=False)
+    error = job.exception(60)
+    assert type(error) is NoProgress
+    assert [word for word in words if word not in str(error)] == []
+    assert kinds(job).count("reset") <= 2
+
+
+def test_what_all_ranks_raise_ends_a_job_that_has_no_other_workers(crew):
+    job = crew.fit(train, args=(Raises(),), np=4, block=False)
+    error = job.exception(60)  # bounded: elastic_timeout, which is not waited for, is 600 s
+    assert isinstance(error, ValueError)
+    assert isinstance(error, RankFailed)
+
+
+def test_a_process_that_dies_at_the_same_commit_each_time_ends_the_job(crew):
+    options = {"np": 1, "blacklist_cooldown": (0.1, 0.2), "block": False}
+    job = crew.fit(train, args=(Crashes(),), **options)
+    error = job.exception(120)
+    assert type(error) is NoProgress
+    assert "4 times in a row" in str(error)
+    assert "was killed by signal 11 (SIGSEGV)" in str(error)
+    assert "rank 0 on tcp://" in str(error)
+    assert kinds(job).count("restarted") == 3

@@ -1,0 +1,172 @@
+"""Values that Dask's connections cannot carry, and messages that cannot be read: in real jobs."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+import nbelastic
+from nbelastic.errors import JobError, RankFailed
+from tests.support.clusters import kinds
+
+ODD = "data-\udcff.csv"
+
+
+def odd_everywhere():
+    import sys
+
+    import nbelastic
+    import nbelastic.torch as hvd
+    from nbelastic.elastic import ObjectState
+
+    hvd.init()
+    print("read", ODD)
+    sys.stderr.write(f"warned of {ODD}\n")
+    state = ObjectState(epoch=0, batch=0)
+    state.set_total(epoch=2**80, batch=2**70)
+
+    @hvd.elastic.run
+    def train(state):
+        for _ in range(3):
+            nbelastic.report(step=2**80, **{ODD: 1.0, "huge": 2**2000})
+            state.epoch = state.batch = 2**70
+            state.commit()
+        return hvd.rank()
+
+    return train(state)
+
+
+def test_odd_values_cost_no_worker(crew):
+    before = set(crew.workers())
+    job = crew.fit(odd_everywhere, np=2)
+    assert job.results() == [0, 1]
+    assert set(crew.workers()) == before
+    assert kinds(job).count("lost") == 0
+    assert "read data-\\udcff.csv\nwarned of data-\\udcff.csv\n" in job.logs()
+    assert "data-\\udcff.csv" in job._curves()
+    repr(job.status), repr(job)
+
+
+def raise_odd(where):
+    if where == "text":
+        raise FileNotFoundError(2, "no such file", ODD)
+    raise KeyError({ODD: 2**70})
+
+
+@pytest.mark.parametrize("where", ["text", "key"])
+def test_an_error_with_odd_text_arrives(crew, where):
+    before = set(crew.workers())
+    with pytest.raises(RankFailed, match=r"data-\\+udcff\.csv"):
+        crew.fit(raise_odd, args=[where], np=1)
+    assert set(crew.workers()) == before
+
+
+def test_a_source_file_and_a_checkpoint_may_have_odd_names(crew, tmp_path):
+    file = tmp_path / "source-\udcff.py"
+    file.write_text(
+        "import nbelastic.torch as hvd\n"
+        "from nbelastic.elastic import ObjectState\n\n"
+        "def train():\n"
+        "    hvd.init()\n"
+        "    @hvd.elastic.run\n"
+        "    def loop(state):\n"
+        "        while state.n < 3:\n"
+        "            state.n += 1\n"
+        "            state.commit()\n"
+        "        return state.n\n"
+        "    return loop(ObjectState(n=0))\n\n"
+        "def fail():\n"
+        "    raise ValueError('here')\n"
+    )
+    spec = importlib.util.spec_from_file_location("__main__", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    place = tmp_path / "checkpoints-\udcff"
+    job = crew.fit(module.train, np=1, checkpoint=place, checkpoint_every=1, name="odd-place")
+    assert job.result() == 3
+    assert len(list(place.iterdir())) >= 1
+    with pytest.raises(ValueError, match=r"source-\\udcff\.py.*line 15"):
+        crew.fit(module.fail, np=1)
+
+
+def test_an_odd_place_reaches_a_kernel_that_takes_over(crew, tmp_path):
+    place = tmp_path / "checkpoints-\udcff"
+    job = crew.fit(nbelastic.size, np=5, checkpoint=place, name="waits", block=False)
+    other = nbelastic.attach("waits", cluster=crew.client)
+    assert other._driver.options.checkpoint == str(place)
+    other.cancel()
+    with pytest.raises(JobError):
+        job.result(30)
+    with pytest.raises(JobError):
+        other.result(30)
+
+
+def test_limits_past_64_bits_are_as_good_as_none(crew):
+    job = crew.fit(nbelastic.size, np=5, max_np=2**70, block=False)
+    job.scale(max_np=2**80)
+    job.scale(min_np=2, max_np=2)
+    assert job.result(60) == 2
+
+
+def garbled(message):
+    from distributed import get_worker
+
+    import nbelastic.torch as hvd
+    from nbelastic.cluster.wire import FROM_AGENTS, PROTOCOL
+    from nbelastic.elastic import ObjectState
+    from nbelastic.elastic.context import current
+
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state):
+        while state.n < 40:
+            state.n += 1
+            hvd.barrier()
+            if state.n == 3 and hvd.rank() == 1 and hvd.size() == 2:
+                worker = get_worker()
+                spec = current().spec
+                body = {"protocol": PROTOCOL, "body": {"job": spec.job, **message}}
+                fields = {"op": FROM_AGENTS, "message": body}
+                worker.loop.add_callback(worker.batched_stream.send, fields)
+            state.commit()
+        return hvd.size()
+
+    return train(ObjectState(n=0))
+
+
+MESSAGES = {
+    "no event": {"message": "RankEvent", "event": None},
+    "no snapshot": {"message": "RankTelemetry", "start": 0, "snapshot": {"step": None}},
+}
+
+
+@pytest.mark.parametrize("name", ["no event", "no snapshot"])
+def test_a_message_that_cannot_be_read_costs_its_workers_rank(crew, name):
+    before = set(crew.workers())
+    job = crew.fit(garbled, args=[MESSAGES[name]], np=2, min_np=1, max_np=2)
+    assert job.result() in (1, 2)
+    lost = [event for event in job.history if event.kind == "lost"]
+    assert len(lost) == 1
+    assert lost[0].rank == 1
+    assert "its worker has sent a message that cannot be read" in lost[0].detail
+    assert set(crew.workers()) == before
+
+
+def test_a_result_that_is_too_large_for_a_message_is_refused(crew):
+    def limit(number):
+        from nbelastic.cluster.worker import rank_task as rank
+
+        before, rank.MOST_BYTES = rank.MOST_BYTES, number
+        return before
+
+    before = set(crew.workers())
+    (most,) = set(crew.client.run(limit, 100_000).values())
+    try:
+        with pytest.raises(ValueError, match=r"\(a bytes\) cannot be sent: it takes 0\.2 GB"):
+            crew.fit(bytes, args=[150_000_000], np=1)
+    finally:
+        crew.client.run(limit, most)
+    assert most == 2**32 - 1
+    assert set(crew.workers()) == before

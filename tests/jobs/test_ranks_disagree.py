@@ -1,0 +1,97 @@
+"""A function whose ranks call different operations ends its job at once, with both sides named."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.errors import RankFailed, RanksDisagree
+from tests.support.clusters import kinds
+
+
+def differs(elastic):
+    import torch
+
+    import nbelastic.torch as hvd
+
+    def loop(state):
+        state.step = 1
+        state.commit()
+        if hvd.rank() == 0:
+            hvd.allreduce(torch.ones(2), name="loss")
+        else:
+            hvd.broadcast_object("settings", 0)
+
+    if elastic:
+        hvd.elastic.run(loop)(hvd.elastic.ObjectState(step=0))
+    else:
+        hvd.barrier()
+        hvd.allreduce(torch.ones(2 + hvd.rank()))
+
+
+def meets_gradients(elastic):
+    import torch
+
+    import nbelastic.torch as hvd
+
+    model = torch.nn.Linear(300, 300)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loop(state):
+        for step in range(20):
+            if step == 3 and hvd.rank() == 0:
+                hvd.allreduce(torch.ones(2), name="loss")
+            optimizer.zero_grad()
+            model(torch.ones(1, 300)).sum().backward()
+            optimizer.step()
+            if elastic:
+                state.commit()
+
+    if elastic:
+        hvd.elastic.run(loop)(hvd.elastic.TorchState(model=model, optimizer=optimizer))
+    else:
+        loop(None)
+
+
+def goes_on():
+    import torch
+
+    import nbelastic.torch as hvd
+
+    try:
+        hvd.allreduce(torch.ones(1 + hvd.rank()))
+    except hvd.HorovodInternalError as error:
+        message = str(error)
+    return message, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("elastic", [True, False])
+def test_ranks_that_differ_end_their_job_at_once(crew, elastic, backend):
+    job = crew.fit(differs, args=(elastic,), np=2, backend=backend, block=False)
+    error = job.exception(60)  # elastic_timeout is 600 s
+    assert isinstance(error, RankFailed)
+    assert isinstance(error, RanksDisagree)
+    if elastic:
+        assert "rank 0: allreduce 'loss' (average) of float32[2]" in str(error)
+        assert "rank 1: broadcast_object from rank 0" in str(error)
+    else:
+        assert "float32[2]" in str(error)
+        assert "float32[3]" in str(error)
+    assert "reset" not in kinds(job), "going back to a commit would not help"
+
+
+def test_a_function_may_catch_it_and_go_on(crew):
+    (first, one), (second, other) = crew.fit(goes_on, np=2).results()
+    assert first == second
+    assert one == other == 2
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("elastic", [True, False])
+def test_an_operation_that_meets_gradients_ends_the_job_long_before_it_stalls(
+    crew, elastic, backend
+):
+    job = crew.fit(meets_gradients, args=(elastic,), np=2, backend=backend, block=False)
+    reason = str(job.exception(50))  # stall_timeout is 60 s
+    assert "allreduce 'loss' (average) of float32[2]" in reason
+    assert "rank 1" in reason

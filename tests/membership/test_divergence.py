@@ -1,0 +1,65 @@
+"""Ranks with different parameters are warned of once, and only at the same moment."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.membership import Record, WeightsSampled
+from nbelastic.membership.divergence import compare, differ
+from nbelastic.membership.reasons import WeightsDiffer
+
+from .ranks import Script
+from .stories import job, trained
+
+VALUES = (1.0, -2.0, 0.0, 1e-9)
+OTHERS = (1.1, -2.2, 0.3, 2e-9)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (VALUES, False),
+        (OTHERS, True),
+        ((1.0 + 1e-8, -2.0 - 1e-8, 0.0, 1e-9), False),
+        ((1.0, -2.0, 0.0, 2e-9), False),
+        ((1.0, -2.0, 0.3, 2e-9), True),
+        (VALUES[:3], True),
+        ((1.0, -2.0, 1e-3, 1e-9), True),
+        ((1.0, -2.0, 1e-7, 1e-9), False),
+        ((1.001, -2.0, 0.0, 1e-9), False),
+    ],
+)
+def test_samples_differ_if_more_than_a_few_values_do(others, expected):
+    assert differ(VALUES, others) is differ(others, VALUES) is expected
+
+
+def test_moments_and_generations_are_compared_each_by_itself():
+    seen = {}
+    for sample in (
+        WeightsSampled(0, 1, 1, VALUES),
+        WeightsSampled(0, 1, 10, OTHERS),
+        WeightsSampled(1, 1, 1, VALUES),
+        WeightsSampled(1, 1, 10, OTHERS),
+        WeightsSampled(1, 2, 1, OTHERS),
+        WeightsSampled(0, 2, 1, OTHERS),
+    ):
+        assert compare(seen, sample) is None
+    assert compare(seen, WeightsSampled(2, 2, 1, VALUES, ("SGD",))) == WeightsDiffer(("SGD",))
+    assert compare(seen, WeightsSampled(2, 2, 1, VALUES)) == WeightsDiffer(())
+
+
+def test_a_job_records_it_once_and_nothing_of_former_generations():
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=Script(batches=400)), 5)
+    for start, values in enumerate((VALUES, OTHERS, OTHERS)):
+        world.tell(WeightsSampled(start, 1, 1, values))
+    world.tell(WeightsSampled(1, 1, 0, VALUES))
+    world.tell(WeightsSampled(2, 1, 0, OTHERS))
+    assert len(world.records("warning")) == 1
+    assert world.of(Record)[-1].kind == "warning"
+    fresh = trained(job("A0", "B0", np=2, script=Script(batches=400)), 5)
+    for generation in (0, 2):
+        fresh.tell(WeightsSampled(0, generation, 1, VALUES))
+        fresh.tell(WeightsSampled(1, generation, 1, OTHERS))
+    fresh.tell(WeightsSampled(7, 1, 1, VALUES))
+    fresh.tell(WeightsSampled(0, 1, 1, OTHERS))
+    assert fresh.records("warning") == []

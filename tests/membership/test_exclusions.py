@@ -1,0 +1,244 @@
+"""Exclusions of workers and hosts: their length, and their use by the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbelastic.membership import Limits, Machine, Slot, StartRank
+from nbelastic.membership.failure_policy import JITTER, Exclusions
+from nbelastic.membership.ranks import Rank
+from nbelastic.membership.reasons import Exclusion
+
+from .ranks import Script
+from .stories import job, trained, when, workers
+from .world import World
+
+LONG = Script(batches=2000)
+
+
+def test_each_failure_doubles_the_wait_up_to_the_longest() -> None:
+    exclusions = Exclusions(bounds=(10.0, 100.0))
+    assert [exclusions.exclude("w", 0.0, chance=0.0) for _ in range(6)] == [
+        10,
+        20,
+        40,
+        80,
+        100,
+        100,
+    ]
+    assert exclusions.exclude("other", 0.0, chance=0.0) == 10
+
+
+def test_the_end_of_the_wait_is_not_excluded_any_more() -> None:
+    exclusions = Exclusions(bounds=(10.0, 100.0))
+    exclusions.exclude("w", 5.0, chance=0.0)
+    assert exclusions.excludes("w", 14.99)
+    assert not exclusions.excludes("w", 15.0)
+    assert exclusions.next_end(5.0) == 15.0
+    assert exclusions.next_end(15.0) is None
+
+
+def test_without_a_range_it_is_for_good() -> None:
+    exclusions = Exclusions()
+    assert exclusions.exclude("w", 0.0, chance=0.5) is None
+    assert exclusions.excludes("w", 1e12)
+    assert not exclusions.excludes("other", 0.0)
+    assert exclusions.next_end(0.0) is None
+
+
+@given(
+    low=st.floats(0.001, 1e4),
+    factor=st.floats(1.0, 1e3),
+    failures=st.integers(1, 200),
+    chance=st.floats(0.0, 1.0),
+)
+def test_jitter_is_at_most_a_tenth_and_never_above_the_longest(
+    low: float, factor: float, failures: int, chance: float
+) -> None:
+    high = low * factor
+    exclusions = Exclusions(bounds=(low, high), failures={"w": failures - 1})
+    seconds = exclusions.exclude("w", 0.0, chance)
+    plain = min(low * 2.0 ** (failures - 1), high)
+    assert plain <= seconds <= min(plain * (1 + JITTER), high) * (1 + 1e-12)
+
+
+def excluded(world: World) -> list[tuple[str, str, int]]:
+    """Return what was excluded, and for how many whole seconds."""
+    reasons = [record.reason for record in world.records("cooldown")]
+    return [(each.kind, each.name, int(each.seconds)) for each in reasons]
+
+
+def starts_on(world: World, name: str) -> list[float]:
+    return when(world, lambda e: isinstance(e, StartRank) and e.slot.name == name)
+
+
+def test_a_failed_process_is_excluded_for_good_its_successor_not() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
+    world.rank_on("B0").raise_error()
+    world.run_for(60.0)
+    assert len(starts_on(world, "B0")) == 1
+    assert world.records("cooldown")[0].reason == Exclusion("worker", "tcp://B0", None)
+    world.kill("B0")
+    world.add("B0")
+    world.run_for(1.0)
+    assert len(starts_on(world, "B0")) == 2
+
+
+def test_a_restarted_worker_is_used_at_once_without_a_range() -> None:
+    world = World(Limits(np=2, min_np=1), LONG)
+    world.add("A0", "B0", nanny=True)
+    trained(world).kill("B0")
+    world.run_for(2.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+    assert not world.records("cooldown")
+
+
+def test_with_a_range_a_restarted_worker_is_excluded() -> None:
+    world = World(Limits(np=2, min_np=1, cooldown=(5.0, 60.0)), LONG)
+    world.add("A0", "B0", nanny=True)
+    trained(world)
+    lost = world.now
+    world.kill("B0")
+    world.run_for(4.9)
+    assert workers(world.plans[-1]) == ["A0"]
+    assert world.worker("B0").alive, "its nanny has restarted it meanwhile"
+    world.run_for(2.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+    assert starts_on(world, "B0")[1] - lost == pytest.approx(5.25, abs=0.3)
+
+
+def test_a_newcomer_ends_when_its_worker_is_excluded() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, cooldown=(5.0, 60.0), script=LONG))
+    old = world.worker("B0")
+    old.alive = False
+    world.add("B0")  # word of the new process comes before word of the end of the old one
+    world.run_for(0.1)
+    assert len(starts_on(world, "B0")) == 2
+    old.alive = True
+    world.kill(old.slot.id)
+    world.run_for(1.0)
+    assert [workers(plan) for plan in world.plans] == [["A0", "B0"], ["A0"]]
+    world.run_for(6.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+
+
+def test_a_host_is_excluded_after_three_failures_in_a_row() -> None:
+    script = Script(batches=2000, commit_every=10_000)
+    world = trained(job("A0", "B0", np=2, min_np=1, script=script))
+    world.ranks[0].version = 1  # there is something to go back to
+    for name in ("B0", "B1", "B2"):
+        world.kill(name)
+        world.run_for(1.0)
+        if name != "B2":
+            world.add("B1" if name == "B0" else "B2")
+            world.run_for(2.0)
+    assert excluded(world)[-1] == ("host", "B", 10)
+    world.add("B3", "C0")
+    world.run_for(2.0)
+    assert not starts_on(world, "B3")
+    assert starts_on(world, "C0")
+    world.run_for(10.0)
+    assert starts_on(world, "B3"), "a host is never left out for good"
+
+
+def test_the_exclusion_of_the_only_host_does_not_end_the_job() -> None:
+    script = Script(batches=100, setup=5.0)
+    world = World(Limits(np=3, min_np=3), script)
+    world.add("A0", "A1", "A2", nanny=True)
+    for name in ("A0", "A1", "A2"):
+        world.run_for(2.2)  # before any training, so without progress in between
+        world.kill(name)
+    world.run()
+    assert excluded(world) == [("host", "A", 10)]
+    assert world.outcome.kind == "finished"
+
+
+def test_exclusions_of_a_host_double_until_it_makes_progress() -> None:
+    machine = Machine(Limits())
+    rank = Rank(0, Slot("B0#1", "tcp://B0", "B0", "B"), since=0.0)
+    rests = []
+    for failure in range(27):
+        slot = replace(rank.slot, name=f"B{failure}")
+        machine.roster.now += 5.0
+        machine._count_failure(replace(rank, slot=slot))
+        if failure % 3 == 2:
+            rests.append(machine.roster.policy.repeated.until["B"] - machine.roster.now)
+    assert rests == pytest.approx([10, 20, 40, 80, 160, 320, 600, 600, 600])
+    machine.roster.note_version(rank, 1)
+    for failure in range(3):
+        machine.roster.now += 5.0
+        machine._count_failure(
+            replace(rank, slot=replace(rank.slot, name=f"C{failure}"), version=0)
+        )
+    assert machine.roster.policy.repeated.until["B"] - machine.roster.now == pytest.approx(10)
+
+
+@pytest.mark.parametrize("neighbour", ["A1", "B1"])
+def test_a_worker_that_always_fails_cannot_starve_the_job(neighbour: str) -> None:
+    world = trained(
+        job("A0", "B0", np=2, min_np=1, script=replace(LONG, batches=100_000, setup=4.0))
+    )
+    world.add("B9", nanny=True)
+
+    def die_in_set_up() -> None:
+        if world.worker("B9").holder is not None:
+            world.kill("B9")
+        world.later(2.5, die_in_set_up)
+
+    world.later(2.5, die_in_set_up)
+    world.kill("B0")  # no rank on its host makes progress
+    world.run(until=lambda: bool(world.records("cooldown")))
+    assert excluded(world)[0] == ("worker", "B/B9", 10)
+    assert len(world.plans) == 2, "those who train are not disturbed"
+    asked = world.now
+    world.add(neighbour)
+    world.run_for(6.0)
+    assert starts_on(world, neighbour)[0] == asked, "its host has no part in it"
+    assert workers(world.plans[-1]) == ["A0", neighbour]
+    world.run_for(600.0)
+    assert 6 <= len(starts_on(world, "B9")) <= 9, "it is tried at longer and longer intervals"
+    assert len(world.plans) == 3
+
+
+def test_commits_in_between_keep_a_host_in() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
+    for number in range(5):
+        world.kill(f"B{number}")
+        world.add(f"B{number + 1}")
+        world.run_for(3.0)
+    assert not world.records("cooldown")
+    assert workers(world.plans[-1]) == ["A0", "B5"]
+
+
+def test_commits_of_a_neighbour_keep_a_host_in() -> None:
+    script = Script(batches=2000, setup=1.0)
+    world = trained(job("A0", "B0", np=2, min_np=1, script=script))
+    for number in range(1, 6):
+        world.add(f"B{number}")
+        world.run_for(0.5)
+        world.kill(f"B{number}")
+        world.run_for(1.0)
+    assert len(world.records("lost")) == 5
+    assert not world.records("cooldown")
+
+
+def test_workers_killed_together_do_not_cost_their_host() -> None:
+    world = World(Limits(np=4, min_np=1), LONG)
+    world.add("A0", "A1", "A2", "A3", nanny=True)
+    trained(world, 20)
+    for name in ("A1", "A2", "A3"):
+        world.kill(name)
+    world.run_for(5.0)
+    assert workers(world.plans[-1]) == ["A0", "A1", "A2", "A3"]
+
+
+def test_a_planned_leave_is_no_failure() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, cooldown=(5.0, 60.0), script=LONG))
+    world.retire("B0", grace=0.5)
+    world.run_for(2.0)
+    assert not world.records("cooldown")
+    assert not world.records("lost")

@@ -1,0 +1,295 @@
+"""Time limits: stalls, and ranks that do not get ready, connect or end in time."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.membership import (
+    Abort,
+    Beat,
+    Beats,
+    EndRank,
+    Phase,
+    RankRaised,
+    RestartWorker,
+    Tick,
+)
+from nbelastic.membership.reasons import (
+    AllWaited,
+    CannotForm,
+    DidNotEnd,
+    LossReason,
+    Lost,
+    NoCommit,
+    RankId,
+)
+
+from .ranks import Script
+from .stories import batches, job, trained, when, workers
+from .world import World
+
+LONG = Script(batches=2000)
+
+
+def restarted(world: World) -> list[str]:
+    return [effect.slot.name for effect in world.of(RestartWorker)]
+
+
+def stopped_beats(world: World) -> None:
+    """Have no heartbeat arrive any more."""
+    world._beat = lambda: world.later(1e9, lambda: None)
+
+
+# -- stalls --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("culprit", ["A0", "B0", "C0"])
+def test_only_the_rank_that_hangs_is_evicted(culprit: str) -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, stall_timeout=20.0, script=LONG), 10)
+    begun = world.now
+    world.rank_on(culprit).hung = True
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == [culprit]
+    assert culprit not in workers(world.plans[1])
+    assert 19.0 < world.now - begun < 22.0
+    assert world.records("lost")[0].reason.reason == LossReason.STALLED
+    assert world.records("lost")[0].reason.seconds == 20.0
+
+
+def test_a_frozen_worker_is_evicted_after_the_heartbeat_timeout() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=LONG), 10)
+    begun = world.now
+    world.freeze("B0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == ["B0"]
+    assert workers(world.plans[1]) == ["A0", "C0"]
+    assert world.now - begun < 11.0
+
+
+def test_slow_steps_are_no_stall() -> None:
+    script = Script(batches=3, step=30.0)
+    world = job("A0", "B0", np=2, stall_timeout=20.0, script=script).run()
+    assert world.outcome.kind == "finished"
+    assert len(world.plans) == 1
+
+
+def everybody_waits(world: World) -> None:
+    world.rings[world.plans[-1].generation].broken = True
+
+
+def test_all_waiting_for_each_other_is_a_reset_without_a_culprit() -> None:
+    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
+    everybody_waits(world)
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == []
+    assert world.records("reset")[0].reason.causes == (AllWaited(20.0),)
+    assert len(world.plans[1].members) == 2
+
+
+def test_all_waiting_for_each_other_three_times_in_a_row_fails() -> None:
+    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
+    for plans in (1, 2, 3):
+        world.run(until=lambda n=plans: len(world.plans) == n and world.phase() == Phase.RUNNING)
+        everybody_waits(world)
+    world.run()
+    assert world.outcome.error == "no_progress"
+    assert world.outcome.reason == AllWaited(20.0, times=3)
+    assert len(world.plans) == 3
+
+
+def test_a_commit_in_between_forgives_a_stall() -> None:
+    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
+    for plans in range(1, 6):
+        world.run(until=lambda n=plans: len(world.plans) == n and world.phase() == Phase.RUNNING)
+        world.run_for(1.0)
+        everybody_waits(world)
+    world.run_for(25.0)
+    assert world.outcome is None
+    assert len(world.plans) == 6
+
+
+def test_late_messages_evict_no_rank() -> None:
+    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
+    world.rank_on("B0").hung = True
+    world.run_for(15.0)
+    stopped_beats(world)
+    world.run_for(1000.0)
+    assert world.phase() == Phase.RUNNING
+    assert restarted(world) == []
+    world.tell(Beats(tuple(Beat(r.start, 999, False, r.version) for r in world.ranks.values())))
+    assert world.phase() == Phase.RUNNING
+
+
+def test_a_silent_rank_is_evicted_while_others_wait() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, stall_timeout=20.0, script=LONG), 10)
+    world.heartbeat_timeout = 1e9
+    world.freeze("C0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == ["C0"]
+
+
+def test_a_rank_frozen_while_it_waits_is_found_by_its_silence() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, stall_timeout=4.0, script=LONG), 10)
+    world.heartbeat_timeout = 1e9
+    everybody_waits(world)
+    world.run_for(1.5)
+    world.freeze("C0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == ["C0"]
+    assert world.records("lost")[0].reason.reason == LossReason.STALLED
+
+
+def test_a_rank_that_hangs_after_the_loop_is_evicted() -> None:
+    script = Script(batches=5, after=1000.0)
+    world = job("A0", "B0", np=2, stall_timeout=20.0, script=script)
+    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    stopped_beats(world)
+    world.rank_on("B0").hung = True
+    for _ in range(15):
+        world.run_for(1.0)
+        world.tell(Beats((Beat(0, 7, True, 5), Beat(1, 7, False, 5))))
+    assert not restarted(world)
+    for _ in range(10):
+        world.run_for(1.0)
+        world.tell(Beats((Beat(0, 7, True, 5), Beat(1, 7, False, 5))))
+    assert restarted(world) == ["B0"]
+    assert world.phase() == Phase.FINISHING
+    world.tell(RankRaised(0, "a collective failed", collective=True))
+    assert world.run().outcome.error == "rank_lost"
+
+
+# -- ranks that do not let go ----------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_leave_its_generation_is_evicted() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=1, stall_timeout=20.0, script=LONG), 10)
+    world.rank_on("B0").hung = True
+    world.kill("C0")
+    world.run(until=lambda: len(world.plans) == 2)
+    assert restarted(world) == ["B0"]
+    (time,) = when(world, lambda e: isinstance(e, RestartWorker))
+    (aborted,) = when(world, lambda e: isinstance(e, Abort))
+    assert time - aborted == pytest.approx(20.0, abs=0.01)
+
+
+# -- ranks that are never ready --------------------------------------------------------------------
+
+
+def test_a_rank_that_is_not_ready_in_time_is_evicted() -> None:
+    world = job("A0", "B0", np=2, min_np=1, elastic_timeout=30.0, script=LONG)
+    world.run_for(0.1)
+    world.rank_on("B0").hung = True
+    world.run(until=lambda: bool(world.plans))
+    assert workers(world.plans[0]) == ["A0"], "those started together wait for each other"
+    assert restarted(world) == ["B0"]
+    assert world.now == pytest.approx(30.0, abs=0.1)
+
+
+def test_a_late_newcomer_is_not_waited_for() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, elastic_timeout=30.0, script=LONG), 10)
+    world.add("C0", "D0")
+    world.run_for(0.1)
+    world.rank_on("C0").hung = True
+    world.run_for(3.0)
+    assert workers(world.plans[-1]) == ["A0", "B0", "D0"]
+
+
+# -- ranks that do not connect ---------------------------------------------------------------------
+
+
+def never_connects(world: World, name: str) -> None:
+    """Have the rank on a worker ignore its plans; it obeys aborts."""
+    rank = world.rank_on(name)
+    rank.on_plan = lambda plan: setattr(rank, "heard", max(rank.heard, plan.generation))
+
+
+def test_a_frozen_newcomer_does_not_take_the_others_with_it() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, forming_timeout=8.0, script=LONG), 10)
+    world.heartbeat_timeout = 1e9
+    world.add("C0")
+    world.run(until=lambda: len(world.plans) == 2)
+    world.freeze("C0")
+    world.run(until=lambda: len(world.plans) == 3)
+    assert restarted(world) == ["C0"]
+    assert workers(world.plans[2]) == ["A0", "B0"]
+    (cause,) = world.records("reset")[-1].reason.causes
+    assert cause == Lost(RankId(2, 2, "tcp://C0"), LossReason.NOT_CONNECTED, seconds=8.0)
+
+
+def test_a_newcomer_that_cannot_connect_is_removed() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, forming_timeout=8.0, script=LONG), 10)
+    world.add("C0")
+    world.run_for(0.1)
+    never_connects(world, "C0")
+    before = batches(world)[-1]
+    world.run_for(30.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+    assert len(world.plans) == 4
+    assert batches(world)[-1] > before + 100
+    assert ("evict", 2) in [(effect.how, effect.start) for effect in world.of(EndRank)]
+    assert restarted(world) == [], "it ends when told"
+
+
+def test_ranks_that_can_never_connect_fail_the_job() -> None:
+    world = job("A0", "B0", np=2, min_np=2, forming_timeout=8.0, script=LONG).run_for(0.1)
+    never_connects(world, "A0")
+    world.run()
+    assert world.outcome.error == "no_progress"
+    assert isinstance(world.outcome.reason, CannotForm)
+    assert len(world.plans) == 5
+
+
+def test_a_rank_that_cannot_connect_says_so_itself() -> None:
+    world = job("A0", "B0", np=2, min_np=2, forming_timeout=8.0, script=LONG)
+    world.run(until=lambda: world.phase() == Phase.FORMING)
+    world.run_for(0.004)
+    world.ranks[0].collective_failed()
+    world.run_for(1.0)
+    assert len(world.plans) == 2
+    assert batches(world)
+    assert world.machine.roster.policy.forming_failures == 0
+
+
+# -- ranks that do not end -------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_end_has_its_worker_restarted() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, max_np=2, ending_timeout=7.0, script=LONG), 5)
+    world.add("C0")
+    world.kill("B0")
+    world.run(until=lambda: len(world.of(EndRank)) > 0 or 2 in world.ranks)
+    world.rank_on("C0").deaf = True
+    world.retire("C0", grace=100.0)
+    begun = world.now
+    world.run(until=lambda: bool(restarted(world)))
+    assert restarted(world) == ["C0"]
+    assert world.now - begun == pytest.approx(7.0, abs=0.1)
+    assert isinstance(world.of(RestartWorker)[0].reason, DidNotEnd)
+
+
+def test_a_job_ends_even_if_its_ranks_do_not() -> None:
+    world = trained(job("A0", "B0", np=2, ending_timeout=7.0, script=LONG), 5)
+    world.rank_on("B0").raise_error()
+    world.rank_on("A0").deaf = world.rank_on("A0").hung = True
+    world.tell(Tick())
+    world.run(seconds=700.0)
+    assert world.outcome.kind == "failed"
+    assert restarted(world) == ["A0"]
+
+
+# -- faults without end ----------------------------------------------------------------------------
+
+
+def test_the_same_members_failing_without_a_commit_end_the_job() -> None:
+    script = Script(batches=2000, commit_every=500)
+    world = trained(job("A0", "B0", np=2, script=script), 5)
+    while world.outcome is None and len(world.plans) < 50:
+        plans = len(world.plans)
+        world.run(until=lambda n=plans: len(world.plans) == n and world.phase() == Phase.RUNNING)
+        world.run_for(0.1)
+        world.ranks[0].collective_failed()
+        world.run(until=lambda n=plans: len(world.plans) > n)
+    assert world.outcome.error == "no_progress"
+    assert isinstance(world.outcome.reason, NoCommit)
+    assert world.outcome.reason.times == 10
+    assert len(world.plans) == 10

@@ -1,0 +1,147 @@
+"""Ranks that cannot reach each other, while the scheduler reaches all of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from nbelastic.membership import EndRank, Machine, RankReady
+from nbelastic.membership.failure_policy import EXCLUSION_RANGE
+from nbelastic.membership.placement import broken_pairs, choose_removed
+from nbelastic.membership.reasons import RankId, Unreachable
+
+from .ranks import FakeRank, Script
+from .stories import job, trained, workers
+from .world import World
+
+LONG = Script(batches=400)
+BROKEN = Unreachable(RankId(1, 1, "tcp://B0"), RankId(2, 2, "tcp://C0"))
+
+
+# -- choice of removed ranks ----------------------------------------------------------------------
+
+
+def test_a_pair_is_broken_if_either_says_so_and_counts_once() -> None:
+    assert broken_pairs([3, 1, 2], {1: [3], 3: [1, 9], 2: [2]}) == [(3, 1)]
+
+
+def test_no_rank_is_removed_if_all_reach_each_other() -> None:
+    assert choose_removed([0, 1, 2], []) == []
+
+
+def test_of_two_the_later_one_is_removed() -> None:
+    assert choose_removed([0, 1, 2, 3], [(1, 2)]) == [2]
+
+
+def test_a_rank_that_no_other_reaches_is_removed_alone() -> None:
+    assert choose_removed([0, 1, 2, 3], [(0, 1), (0, 2), (0, 3)]) == [0]
+
+
+def test_of_two_separated_hosts_the_smaller_one_is_removed() -> None:
+    two_and_two = list(itertools.product((0, 1), (2, 3)))
+    assert choose_removed([0, 1, 2, 3], two_and_two) == [3, 2]
+    one_and_three = list(itertools.product((0,), (1, 2, 3)))
+    assert choose_removed([0, 1, 2, 3], one_and_three) == [0]
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_those_who_go_on_reach_each_other_whatever_is_broken(size: int) -> None:
+    all_pairs = list(itertools.combinations(range(size), 2))
+    for number in range(2 ** len(all_pairs)):
+        broken = [pair for bit, pair in enumerate(all_pairs) if number >> bit & 1]
+        gone = choose_removed(range(size), broken)
+        assert len(set(gone)) == len(gone) < size
+        assert not [pair for pair in broken if not set(pair) & set(gone)]
+
+
+# -- what becomes of the job ---------------------------------------------------------------------
+
+
+def separate(world: World, *names: str) -> None:
+    """Have two workers be unable to reach each other; plans with both do not form."""
+    starts = [world.rank_on(name).start for name in names]
+    for name, other in zip(names, reversed(starts), strict=True):
+        rank = world.rank_on(name)
+        rank.on_plan = _deaf_to_plans_with(rank, other)
+    tell = world.tell
+
+    def with_doubts(event: object) -> None:
+        failures = world.machine.roster.policy.forming_failures
+        if isinstance(event, RankReady) and event.start in starts and failures >= 2:
+            other = starts[1 - starts.index(event.start)]
+            event = RankReady(**{**vars(event), "unreached": (other,)})
+        tell(event)  # type: ignore[arg-type]
+
+    world.tell = with_doubts  # type: ignore[method-assign]
+
+
+def _deaf_to_plans_with(rank: FakeRank, other: int):  # type: ignore[no-untyped-def]
+    listen = rank.on_plan
+
+    def on_plan(plan) -> None:  # type: ignore[no-untyped-def]
+        if plan.rank_of(other) is None:
+            listen(plan)
+        else:
+            rank.heard = max(rank.heard, plan.generation)
+
+    return on_plan
+
+
+def test_a_job_goes_on_with_those_who_reach_each_other() -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=LONG)
+    trained(world, 20)
+    separate(world, "B0", "C0")
+    world.rank_on("A0").collective_failed()
+    world.run(until=lambda: len(world.plans) == 4)
+    assert workers(world.plans[3]) == ["A0", "B0"]
+    ended = [effect for effect in world.of(EndRank) if effect.how == "evict"]
+    assert [effect.slot.worker for effect in ended] == ["tcp://C0"]
+    assert BROKEN in world.records("reset")[-1].reason.causes
+
+
+def test_a_removed_rank_is_tried_again_after_a_while() -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=Script(batches=4000))
+    trained(world, 20)
+    separate(world, "B0", "C0")
+    world.rank_on("A0").collective_failed()
+    world.run(until=lambda: len(world.plans) == 4)
+    assert workers(world.plans[3]) == ["A0", "B0"]
+    rested = world.now
+    world.run(until=lambda: len(world.plans) == 5)
+    assert world.now - rested > EXCLUSION_RANGE[0]
+    assert workers(world.plans[4]) == ["A0", "B0", "C0"]
+
+
+def test_of_two_the_newcomer_without_a_commit_is_removed() -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=LONG)
+    trained(world, 20)
+    world.add("A1")  # its rank comes before those of B0 and C0
+    world.run_for(0.1)
+    separate(world, "A1", "C0")
+    world.run(until=lambda: len(world.plans) == 4)
+    assert [workers(plan) for plan in world.plans[1:3]] == [["A0", "A1", "B0", "C0"]] * 2
+    assert workers(world.plans[3]) == ["A0", "B0", "C0"]
+
+
+def test_a_job_that_needs_both_fails_and_names_them() -> None:
+    world = job("A0", "B0", "C0", np=3, min_np=3, forming_timeout=4.0, script=LONG)
+    trained(world, 20)
+    separate(world, "B0", "C0")
+    world.rank_on("A0").collective_failed()
+    world.run()
+    assert world.outcome.error == "no_progress"
+    assert BROKEN in world.outcome.reason.causes
+
+
+def test_reports_of_unreachable_ranks_are_made_anew_each_time() -> None:
+    world = trained(job("A0", "B0", np=2, script=LONG), 5)
+    machine: Machine = world.machine
+    rank = machine.roster.ranks[0]
+    world.tell(RankReady(0, left=1, version=5, loop=1, store=("", 0), failed=True, unreached=(1,)))
+    assert rank.unreached == (1,)
+    world.run(until=lambda: len(world.plans) == 2)
+    world.run_for(1.0)
+    world.rank_on("A0").collective_failed()
+    world.run(until=lambda: len(world.plans) == 3)
+    assert rank.unreached == ()

@@ -1,0 +1,274 @@
+"""Simulated world of a job: workers, messages and time, with faults on request.
+
+:class:`World` is the machine's counterpart. It does the work of the driver, the scheduler plugin
+and the agents: it carries out effects, delivers messages after a short while, and sends heartbeats.
+The ranks on the workers are in :mod:`.ranks`, and their common training in :mod:`.ring`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nbelastic.membership import (
+    Abort,
+    Beats,
+    Effect,
+    End,
+    EndRank,
+    Event,
+    Limits,
+    Notify,
+    Plan,
+    Publish,
+    Record,
+    Release,
+    RestartWorker,
+    Slot,
+    SlotBusy,
+    SlotGone,
+    SlotLeaving,
+    SlotsFound,
+    SlotSilent,
+    StartRank,
+)
+
+from .ranks import FakeRank, Script
+from .ring import Ring
+from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LATENCY = 0.003
+BEAT = 0.5
+RESPAWN = 1.0
+
+
+@dataclass
+class Worker:
+    """A worker process with one slot."""
+
+    slot: Slot
+    nanny: bool = False
+    alive: bool = True
+    frozen: bool = False
+    leaving: bool = False
+    cut: bool = False
+    holder: int | None = None
+    silence: float = 0.0
+    postponed: list[Callable[[], None]] = field(default_factory=list)
+
+
+class World(Timeline):
+    """A machine, and everything around it."""
+
+    def __init__(
+        self, limits: Limits, script: Script | None = None, *, seed: int = 0, jitter: float = 0.0
+    ) -> None:
+        super().__init__(limits)
+        self.script = script or Script()
+        self.random = random.Random(seed)
+        self.jitter = jitter
+        self.heartbeat_timeout = 10.0
+        self.workers: dict[str, Worker] = {}
+        self.ranks: dict[int, FakeRank] = {}
+        self.rings: dict[int, Ring] = {}
+        self.plans: list[Plan] = []
+        self.effects: list[Effect] = []
+        self.trail: list[tuple[int, int]] = []
+        self.honest = True  # until a message is forged, or time passes without heartbeats
+        self.later(BEAT, self._beat)
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        """Hand an event to the machine and carry out its effects."""
+        effects = self.machine.handle(event, self.now, self.random.random())
+        self.effects += effects
+        for effect in effects:
+            getattr(self, f"_do_{type(effect).__name__}")(effect)
+
+    def send(self, worker: Worker, event: Event) -> None:
+        """Send an event from a worker to the machine."""
+        if not worker.cut:
+            self.later(LATENCY + self.jitter * self.random.random(), lambda: self.tell(event))
+
+    def on(self, worker: Worker, delay: float, action: Callable[[], None]) -> None:
+        """Have something happen on a worker, once it gets to it, unless it is gone."""
+
+        def act() -> None:
+            if worker.frozen:
+                worker.postponed.append(act)
+            elif worker.alive:
+                action()
+
+        self.later(delay, act)
+
+    def _to_rank(self, start: int, order: str, *args: object) -> None:
+        def deliver() -> None:
+            rank = self.ranks.get(start)
+            if rank is not None and not rank.worker.cut:
+                self.on(rank.worker, 0.0, lambda: getattr(rank, order)(*args))
+
+        self.later(LATENCY + self.jitter * self.random.random(), deliver)
+
+    def _beat(self) -> None:
+        beats = []
+        for worker in self.workers.values():
+            rank = self.ranks.get(-1 if worker.holder is None else worker.holder)
+            if not worker.alive or worker.cut or rank is None or rank.where == "ended":
+                continue
+            if not worker.frozen:
+                worker.silence = 0.0
+                beats.append(rank.beat())
+                continue
+            worker.silence += BEAT
+            if self.heartbeat_timeout <= worker.silence < self.heartbeat_timeout + BEAT:
+                self.tell(SlotSilent(worker.slot.id))
+        if beats:
+            self.tell(Beats(tuple(beats)))
+        self.later(BEAT, self._beat)
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _do_StartRank(self, effect: StartRank) -> None:
+        self.later(LATENCY, lambda: self._claim(effect))
+
+    def _claim(self, effect: StartRank) -> None:
+        worker = self.workers.get(effect.slot.id)
+        if worker is None or not worker.alive:
+            self.tell(SlotGone(effect.slot.id))
+        elif worker.holder is not None or worker.leaving:
+            self.tell(SlotBusy(effect.slot.id))
+        elif not worker.cut:
+            worker.holder = effect.start
+            self.ranks[effect.start] = FakeRank(self, effect.start, worker, effect.place)
+
+    def _do_Publish(self, effect: Publish) -> None:
+        self.plans.append(effect.plan)
+        self.rings[effect.plan.generation] = Ring(self, effect.plan)
+        for member in effect.plan.members:
+            self._to_rank(member.start, "on_plan", effect.plan)
+
+    def _do_Abort(self, effect: Abort) -> None:
+        for start in effect.starts:
+            self._to_rank(start, "on_abort", effect.generation)
+
+    def _do_Notify(self, effect: Notify) -> None:
+        for start in effect.starts:
+            self._to_rank(start, "on_notice", effect.generation)
+
+    def _do_Release(self, effect: Release) -> None:
+        for start in effect.starts:
+            self._to_rank(start, "on_release", effect.generation)
+
+    def _do_EndRank(self, effect: EndRank) -> None:
+        self._to_rank(effect.start, "on_end", effect.how)
+
+    def _do_RestartWorker(self, effect: RestartWorker) -> None:
+        worker = self.workers.get(effect.slot.id)
+        if worker is None:
+            return
+        rank = self.ranks.get(-1 if worker.holder is None else worker.holder)
+        faulty = worker.frozen or worker.cut or rank is None or rank.hung or rank.deaf
+        assert faulty or not worker.alive or not self.honest, f"{effect}: there is no fault"
+        self.later(0.1, lambda: self.kill(worker.slot.id))
+
+    def _do_Record(self, effect: Record) -> None:
+        """History is looked at afterwards, in ``effects``."""
+
+    def _do_End(self, effect: End) -> None:
+        self.outcome = effect.outcome
+
+    # -- what happens to workers ---------------------------------------------------------------
+
+    def add(self, *names: str, nanny: bool = False) -> None:
+        """Have workers appear, all at once; ``A0`` is a worker on host ``A``."""
+        slots = []
+        for name in names:
+            number = next(self._numbers)
+            slot = Slot(id=f"{name}#{number}", worker=f"tcp://{name}", name=name, host=name[0])
+            self.workers[slot.id] = Worker(slot, nanny)
+            slots.append(slot)
+        self.tell(SlotsFound(tuple(slots)))
+
+    def worker(self, name: str) -> Worker:
+        """Return the newest worker of that name or slot."""
+        return [w for w in self.workers.values() if name in (w.slot.name, w.slot.id)][-1]
+
+    def kill(self, name: str) -> None:
+        """End a worker's process at once; its nanny, if it has one, starts another."""
+        worker = self.worker(name)
+        if not worker.alive:
+            return
+        worker.alive, worker.frozen = False, False
+        if worker.holder in self.ranks:
+            self.ranks[worker.holder].die()
+        if not worker.cut:
+            self.later(2 * LATENCY, lambda: self.tell(SlotGone(worker.slot.id)))
+        if worker.nanny:
+            self.later(RESPAWN, lambda: self.add(worker.slot.name, nanny=True))
+
+    def retire(self, name: str, grace: float = 5.0) -> None:
+        """Ask a worker to leave; it is gone after `grace` seconds."""
+        worker = self.worker(name)
+        worker.leaving, worker.nanny = True, False
+        self.tell(SlotLeaving(worker.slot.id))
+        self.later(grace, lambda: self.kill(worker.slot.id))
+
+    def freeze(self, name: str) -> None:
+        """Stop a worker's process, so that it does nothing at all."""
+        self.worker(name).frozen = True
+
+    def thaw(self, name: str) -> None:
+        """Let a stopped process go on."""
+        worker = self.worker(name)
+        worker.frozen, worker.silence = False, 0.0
+        postponed, worker.postponed = worker.postponed, []
+        for action in postponed:
+            self.later(0.0, action)
+        for ring in self.rings.values():
+            ring.go_on()
+
+    def cut(self, name: str, after: float) -> None:
+        """Take a worker off the network: nothing reaches it, and it is given up after a while."""
+        worker = self.worker(name)
+        worker.cut = True
+        self.later(after, lambda: self.tell(SlotGone(worker.slot.id)))
+
+    def freed(self, worker: Worker, start: int) -> None:
+        """Announce the slot of a rank that has ended."""
+        if worker.holder == start:
+            worker.holder = None
+            if worker.alive and not worker.leaving:
+                self.send(worker, SlotsFound((worker.slot,)))
+
+    # -- what came out -------------------------------------------------------------------------
+
+    def rank_on(self, name: str) -> FakeRank:
+        """Return the rank that runs on a worker."""
+        holder = self.worker(name).holder
+        assert holder is not None
+        return self.ranks[holder]
+
+    def sizes(self) -> list[int]:
+        """Return the sizes at which batches were trained, one after the other."""
+        return [len(members) for members in self._generations()]
+
+    def leaders(self) -> list[int]:
+        """Return which start of the function was rank 0 at each of these sizes."""
+        return [members[0] for members in self._generations()]
+
+    def _generations(self) -> list[list[int]]:
+        generations = [generation for generation, _ in itertools.groupby(g for _, g in self.trail)]
+        plans = {plan.generation: plan for plan in self.plans}
+        return [[m.start for m in plans[g].members] for g in generations]
+
+    def records(self, kind: str) -> list[Record]:
+        return [e for e in self.effects if isinstance(e, Record) and e.kind == kind]
+
+    def of(self, kind: type) -> list:
+        return [effect for effect in self.effects if isinstance(effect, kind)]

@@ -1,0 +1,17 @@
+"""What the package itself has logged: a session's clusters log in threads of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import logging
+
+    import pytest
+
+__all__ = ["own_records"]
+
+
+def own_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Return the records of the package's loggers, whatever Dask and others have logged."""
+    return [record for record in caplog.records if record.name.split(".")[0] == "nbelastic"]

@@ -1,0 +1,111 @@
+"""Operations of a rank belong to one of its threads."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+
+import torch
+
+import nbelastic.torch as hvd
+from nbelastic.errors import NotTheRank
+from tests.support.world import run_ranks
+
+OPERATIONS = [
+    lambda: hvd.allreduce(torch.ones(1)),
+    lambda: hvd.allreduce_async(torch.ones(1)),
+    lambda: hvd.broadcast_object("a"),
+    lambda: hvd.broadcast_parameters({"a": torch.ones(1)}),
+    hvd.barrier,
+]
+
+
+def in_thread(function, name="metrics"):
+    """Call `function` in another thread of the same rank; return what it returns or raises."""
+    outcome = []
+
+    def main():
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(main,), name=name)
+    thread.start()
+    thread.join()
+    return outcome[0]
+
+
+def test_a_second_thread_is_refused_by_name():
+    def rank_main(context):
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        for operation in OPERATIONS:
+            error = in_thread(operation)
+            assert isinstance(error, NotTheRank)
+            assert "thread 'metrics' called an operation" in str(error)
+            assert f"belong to thread 'rank-{context.rank}'" in str(error)
+        return total, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    assert run_ranks(2, rank_main) == [(2.0, 2.0)] * 2
+
+
+def test_an_optimizer_of_a_second_thread_is_refused():
+    def rank_main(context):
+        model = torch.nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        hvd.barrier()
+
+        def step():
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+        assert isinstance(in_thread(step), NotTheRank)
+
+    run_ranks(2, rank_main)
+
+
+def test_a_thread_that_has_ended_leaves_operations_to_the_next():
+    def rank_main(context):
+        first = in_thread(lambda: hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), "first")
+        second = in_thread(lambda: hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), "second")
+        return first, second, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    assert run_ranks(2, rank_main) == [(2.0, 2.0, 2.0)] * 2
+
+
+def test_threads_of_a_world_of_one_are_all_welcome():
+    def rank_main(context):
+        hvd.barrier()
+        return in_thread(lambda: hvd.allreduce(torch.ones(1)).item())
+
+    assert run_ranks(1, rank_main) == [1.0]
+
+
+def test_backward_of_an_operation_may_have_a_thread_of_autograds_own():
+    def rank_main(context):
+        tensor = torch.ones(2, requires_grad=True)
+        loss = hvd.allreduce(tensor, op=hvd.Sum).sum()
+        return in_dummy(loss.backward), tensor.grad.tolist()
+
+    def in_dummy(function):
+        """Call in a thread that Python has not started, as those of autograd are."""
+        import _thread
+
+        done = threading.Event()
+        outcome = []
+        copied = contextvars.copy_context()
+
+        def main():
+            try:
+                copied.run(function)
+                outcome.append(None)
+            except BaseException as error:
+                outcome.append(error)
+            finally:
+                done.set()
+
+        _thread.start_new_thread(main, ())
+        done.wait()
+        return outcome[0]
+
+    assert run_ranks(2, rank_main) == [(None, [2.0, 2.0])] * 2

@@ -1,0 +1,92 @@
+"""Samples of parameters: from all over them, at the same places, and nothing is changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nbelastic.torch as hvd
+from nbelastic.torch.elastic import TorchState
+from nbelastic.torch.ops.sampling import COUNT, sample, sampler_of
+from tests.support.world import run_ranks
+from tests.torch.training import loss_of, make_model
+
+
+def many_layers():
+    return torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(200)])
+
+
+def one_layer():
+    return torch.nn.Linear(1000, 1000, bias=False)
+
+
+def transposed():
+    layer = torch.nn.Linear(30, 20)
+    layer.weight = torch.nn.Parameter(torch.randn(30, 20).t())
+    return layer
+
+
+def of_many_types():
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
+    model[0].double()
+    model[1].to(torch.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("make", [make_model, many_layers, one_layer, transposed, of_many_types])
+def test_a_sample_is_small_and_changes_nothing(make):
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    versions = [parameter._version for parameter in model.parameters()]
+    generator = torch.get_rng_state()
+    values = sample([model])
+    assert 6 <= len(values) <= 2 * COUNT
+    assert values == sample([model, torch.optim.SGD(model.parameters(), 0.1)])
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [parameter._version for parameter in model.parameters()] == versions
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    changed = [a != b for a, b in zip(values, sample([model]), strict=True)]
+    assert all(changed)
+
+
+def test_what_is_not_trained_is_not_sampled():
+    frozen = make_model().requires_grad_(False)
+    lazy = torch.nn.LazyLinear(3)
+    empty = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(0))])
+    meta = torch.nn.Linear(2, 2, device="meta")
+    complex_ = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    assert sample([frozen, lazy, empty, meta, complex_, object(), 5]) == ()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_state_tells_of_optimizers_that_do_not_average(wrapped):
+    def rank_main(context):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if wrapped:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        state = TorchState(model, optimizer)
+        loss_of(model, 0, context.rank, context.size).backward()
+        optimizer.step()
+        return state._sample()
+
+    (first, plain), (second, _) = run_ranks(2, rank_main)
+    assert plain == (() if wrapped else ("SGD",))
+    assert (first == second) is wrapped
+
+
+def test_what_ranks_were_given_is_sampled_without_statistics_of_batches():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    for named in (model.state_dict().items(), model.named_parameters()):
+        values = sampler_of(list(named))
+        before = values()
+        assert len(before) == 12 + 3 * 4
+        model(torch.randn(8, 3))
+        assert values() == before
+        with torch.no_grad():
+            model[1].bias.add_(1)
+        assert values() != before
+    assert sampler_of([("count", torch.tensor(3)), ("0", torch.empty(0))])() == ()

@@ -1,0 +1,313 @@
+"""Optimizers that wrap others or keep more than groups and state, as people write them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Sam(Optimizer):
+    """Sharpness-aware minimisation: shares its groups with a base whose momentum is its own."""
+
+    def __init__(
+        self, params: Any, base: type[Optimizer], rho: float = 0.05, **kwargs: Any
+    ) -> None:
+        super().__init__(params, {"rho": rho, **kwargs})
+        self.base_optimizer = base(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old_p"] = p.data.clone()
+                p.add_(p.grad * group["rho"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.first_step()
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+class KeyedLookahead(Optimizer):
+    """Lookahead that keys its state dict by identities."""
+
+    def __init__(self, optimizer: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
+        super().__init__(optimizer.param_groups, {"alpha": alpha})
+        self.optimizer = optimizer
+        self.k = k
+        self.alpha = alpha
+        self.param_groups = self.optimizer.param_groups
+        self.state = defaultdict(dict)
+        self.fast_state = self.optimizer.state
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    def update(self, group: Any) -> None:
+        for fast in group["params"]:
+            param_state = self.state[fast]
+            if "slow_param" not in param_state:
+                param_state["slow_param"] = torch.zeros_like(fast.data)
+                param_state["slow_param"].copy_(fast.data)
+            slow = param_state["slow_param"]
+            slow += (fast.data - slow) * self.alpha
+            fast.data.copy_(slow)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+        for group in self.param_groups:
+            if group["counter"] == 0:
+                self.update(group)
+            group["counter"] = (group["counter"] + 1) % self.k
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        fast = self.optimizer.state_dict()
+        slow = {(id(k) if isinstance(k, torch.Tensor) else k): v for k, v in self.state.items()}
+        return {
+            "fast_state": fast["state"],
+            "slow_state": slow,
+            "param_groups": fast["param_groups"],
+        }
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        groups = state_dict["param_groups"]
+        super().load_state_dict({"state": state_dict["slow_state"], "param_groups": groups})
+        self.optimizer.load_state_dict({"state": state_dict["fast_state"], "param_groups": groups})
+        self.fast_state = self.optimizer.state
+
+
+class ListLookahead(Optimizer):
+    """Lookahead whose base is not initialised, and whose slow weights are an attribute."""
+
+    def __init__(self, base: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
+        self.optimizer = base
+        self.param_groups = self.optimizer.param_groups
+        self.alpha = alpha
+        self.k = k
+        for group in self.param_groups:
+            group["step_counter"] = 0
+        self.slow_weights = [
+            [p.clone().detach() for p in group["params"]] for group in self.param_groups
+        ]
+        self.state = base.state
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+        for group, slow_weights in zip(self.param_groups, self.slow_weights, strict=True):
+            group["step_counter"] += 1
+            if group["step_counter"] % self.k == 0:
+                for p, q in zip(group["params"], slow_weights, strict=True):
+                    q.data.add_(p.data - q.data, alpha=self.alpha)
+                    p.data.copy_(q.data)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class NestedLookahead(Optimizer):
+    """Lookahead whose state dict has its state as it is, and its counter in an attribute."""
+
+    def __init__(self, optimizer: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
+        super().__init__(
+            [{"params": group["params"]} for group in optimizer.param_groups], {"alpha": alpha}
+        )
+        self.optimizer = optimizer
+        self.steps, self.k = 0, k
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+        self.steps += 1
+        for group in self.param_groups if self.steps % self.k == 0 else []:
+            for p in group["params"]:
+                self.state[p]["slow"].lerp_(p, group["alpha"])
+                p.copy_(self.state[p]["slow"])
+
+    def state_dict(self) -> Any:
+        return {"lookahead_state": self.state, "base_optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict["lookahead_state"]
+        self.optimizer.load_state_dict(state_dict["base_optimizer"])
+
+
+class ScheduleFree(Optimizer):
+    """A schedule-free wrapper: groups and state are those of its base, and a mode is its own."""
+
+    def __init__(self, base: Optimizer, momentum: float = 0.9) -> None:
+        self.base = base
+        self.momentum = momentum
+        self.train_mode = False
+        self.mean_of: dict[torch.Tensor, torch.Tensor] = {}
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    def _swap(self, to: bool) -> None:
+        if self.train_mode != to:
+            for p, mean in self.mean_of.items():
+                held = p.data.clone()
+                p.data.copy_(mean)
+                mean.copy_(held)
+        self.train_mode = to
+
+    def train(self) -> None:
+        self._swap(True)
+
+    def eval(self) -> None:
+        self._swap(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert self.train_mode
+        self.base.step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                mean = self.mean_of.setdefault(p, p.detach().clone())
+                mean.lerp_(p, 1 / group["k"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer whose ``eval()`` swaps averages in through ``tensor.data``."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p, 0.5)
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if not group.get("averaged") else []:
+                if "mean" in self.state[p]:
+                    held = p.data.clone()
+                    p.data.copy_(self.state[p]["mean"])
+                    self.state[p]["mean"].data.copy_(held)
+            group["averaged"] = True
+
+    def train(self) -> None:
+        averaged = [group for group in self.param_groups if group.get("averaged")]
+        for group in averaged:
+            group["averaged"] = False
+        if averaged:
+            self.eval()
+            for group in averaged:
+                group["averaged"] = False
+
+
+class Counter:
+    """Something that only its owner can look into."""
+
+    def __init__(self) -> None:
+        self._steps = itertools.count()
+        self._now = 0
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a counter cannot be copied")
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose own state travels by its state dict alone."""
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.counter = Counter()
+        self.slow = None
+
+    def step(self, closure: Any = None) -> None:
+        self.counter._now += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.counter._now
+        super().step(closure)
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "now": self.counter._now}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.counter._now = state_dict["now"]
+        super().load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
+
+
+class Plain:
+    """A wrapper that is no torch optimizer, and forgets about half of what it wraps."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.steps = 0
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 / self.steps
+        self.optimizer.step()
+
+    def state_dict(self) -> Any:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.steps = state_dict["steps"]
+
+
+class Distributing(torch.optim.SGD):
+    """An optimizer that knows its rank, and averages in a dict by parameter."""
+
+    def __init__(self, params: Any, rank: int, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.rank = rank
+        self.means: Any = defaultdict(lambda: torch.zeros(()))
+        self.history: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.means[p] = 0.5 * self.means[p] + p.mean()
+                p.sub_(self.means[p], alpha=0.01)
+        self.history.append(float(sum(self.means.values())))
+        if self.history[-1] > 0:
+            self.param_groups[0]["lr"] *= 0.9
