@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import signal
@@ -42,7 +41,6 @@ def in_fork(function):
         child = os.fork()
     if child == 0:
         code = 1
-        faulthandler.dump_traceback_later(PATIENCE_S / 2)
         try:
             function()
             code = 0
@@ -57,7 +55,7 @@ def in_fork(function):
             assert os.waitstatus_to_exitcode(status) == 0
             return
         if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
+            os.kill(child, signal.SIGABRT)  # pytest has faulthandler show where it is
             os.waitpid(child, 0)
             raise AssertionError("the fork hangs")
         time.sleep(0.001)
