@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.context import activate
+from nbelastic.errors import CollectiveError
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator
 from tests.torch.modes import set_mode
@@ -272,7 +274,8 @@ def test_ranks_with_other_models_find_out():
         model = make_model() if context.rank == 0 else make_experts()
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
         if context.rank == 0:
-            optimizer._reducer._agreed_layout(context.communicator(), list(model.parameters()))
+            with contextlib.suppress(CollectiveError):  # rank 1 may have left meanwhile
+                optimizer._reducer._agreed_layout(context.communicator(), [*model.parameters()])
             return
         with pytest.raises(ValueError, match=r"rank 1 is not that of rank 0: it trains 8 .*0 6"):
             optimizer.step()
@@ -286,7 +289,8 @@ def test_ranks_with_other_options_find_out():
         op = hvd.Sum if context.rank else hvd.Average
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), op=op)
         if context.rank == 0:
-            optimizer._reducer._agreed_layout(context.communicator(), list(model.parameters()))
+            with contextlib.suppress(CollectiveError):  # rank 1 may have left meanwhile
+                optimizer._reducer._agreed_layout(context.communicator(), [*model.parameters()])
             return
         with pytest.raises(ValueError, match="other names, shapes, types or options"):
             optimizer.step()

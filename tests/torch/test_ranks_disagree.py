@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch.optim import SGD
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.context import current, one_of_all
@@ -18,8 +19,8 @@ def f32(*shape):
     return torch.ones(shape)
 
 
-def sgd(*counts):
-    groups = [{"params": [f32(1).requires_grad_() for _ in range(count)]} for count in counts]
+def sgd(*counts, shape=1):
+    groups = [{"params": [f32(shape).requires_grad_() for _ in range(count)]} for count in counts]
     return torch.optim.SGD(groups, lr=0.1)
 
 
@@ -54,6 +55,21 @@ CASES = {
         lambda: hvd.allreduce(f32(4), op=hvd.Sum),
         lambda: hvd.allreduce(f32(4), op=hvd.Max),
         ("allreduce (sum)", "allreduce (max)"),
+    ),
+    "factor before": (
+        lambda: hvd.allreduce(f32(4), op=hvd.Sum, prescale_factor=0.5),
+        lambda: hvd.allreduce(f32(4), op=hvd.Sum),
+        ("allreduce (sum of 0.5 times each) of float32[4]", "allreduce (sum) of float32[4]"),
+    ),
+    "factor after": (
+        lambda: hvd.grouped_allreduce([f32(4)], op=hvd.Sum, postscale_factor=0.5),
+        lambda: hvd.grouped_allreduce([f32(4)], op=hvd.Sum, postscale_factor=0.25),
+        ("allreduce (sum, times 0.5) of float32[4]", "allreduce (sum, times 0.25)"),
+    ),
+    "factor of rows": (
+        lambda: hvd.reducescatter(f32(4), postscale_factor=2.0),
+        lambda: hvd.reducescatter(f32(4)),
+        ("reducescatter (average, times 2.0) of float32[4]", "reducescatter (average) of"),
     ),
     "compression": (
         lambda: hvd.allreduce(f32(4), compression=hvd.Compression.fp16),
@@ -141,6 +157,16 @@ CASES = {
         lambda: hvd.broadcast_optimizer_state(sgd(3)),
         ("groups of 2, 1 parameters", "groups of 3 parameters"),
     ),
+    "parameters of an optimizer": (
+        lambda: hvd.broadcast_optimizer_state(sgd(2)),
+        lambda: hvd.broadcast_optimizer_state(sgd(2, shape=3)),
+        ("group 0, parameter 0 is float32[1]", "float32[3]"),
+    ),
+    "kind of optimizer": (
+        lambda: hvd.broadcast_optimizer_state(sgd(1)),
+        lambda: hvd.broadcast_optimizer_state(torch.optim.Adam([f32(1).requires_grad_()])),
+        ("broadcast_optimizer_state of SGD from rank 0", "broadcast_optimizer_state of Adam"),
+    ),
     "check for host updates": (
         lambda: one_of_all(current(), True),
         lambda: hvd.allreduce(f32(1)),
@@ -222,3 +248,66 @@ def test_a_user_operation_meets_gradients_in_shared_memory():
     for message in run_ranks(2, rank_main, make=MAKERS["shm"]):
         assert "rank 0 is in allreduce 'lo?' (average) of float32[2]" in message
         assert "rank 1 is in allreduce (sum) of 70000 float32 values" in message
+
+
+def step(net, optimizer):
+    optimizer.zero_grad()
+    net(f32(2, 3)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("hidden", "steps"), [((4, 4), 1), ((4, 5), 1), ((4, 5), 2)])
+def test_ranks_that_step_different_optimizers_all_get_the_error(kind, hidden, steps):
+    """Their gradients may be of one size: then nothing but the sums would be wrong."""
+
+    def rank_main(context):
+        nets = [torch.nn.Linear(3, size) for size in hidden]
+        pairs = [(net, hvd.DistributedOptimizer(SGD(net.parameters(), lr=0.1))) for net in nets]
+        for _ in range(steps):
+            for pair in pairs:
+                step(*pair)
+        before = [parameter.tolist() for net in nets for parameter in net.parameters()]
+        message = caught(lambda: step(*pairs[context.rank]))
+        assert [parameter.tolist() for net in nets for parameter in net.parameters()] == before
+        assert hvd.allreduce(f32(1), op=hvd.Sum).item() == context.size
+        return message
+
+    messages = run_ranks(2, rank_main, make=MAKERS[kind])
+    assert len(set(messages)) == 1
+    assert "rank 0: step() of distributed optimizer 1 (SGD of 2 tensors" in messages[0]
+    assert "rank 1: step() of distributed optimizer 2 (SGD of 2 tensors" in messages[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operation_that_meets_gradients_for_adasum_ends_in_an_error(kind):
+    """Over Gloo both are gathered, and what is longer than expected ends the process."""
+
+    def rank_main(context):
+        net = torch.nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(SGD(net.parameters(), lr=0.1), op=hvd.Adasum)
+        for _ in range(2):  # after that nothing but gradients is exchanged
+            step(net, optimizer)
+        if context.rank:
+            return caught(hvd.barrier)
+        return caught(lambda: step(net, optimizer))
+
+    first, second = run_ranks(2, rank_main, make=MAKERS[kind])
+    assert first == second
+    assert "rank 0: the reduction of gradients (adasum) of 11 float32 values" in first
+    assert "rank 1: barrier" in first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_with_another_optimizer_that_goes_on_harms_nobody(kind):
+    def rank_main(context):
+        net = torch.nn.Linear(3, 2)
+        op = hvd.Average if context.rank else hvd.Adasum
+        optimizer = hvd.DistributedOptimizer(SGD(net.parameters(), lr=0.1), op=op)
+        if context.rank:
+            with pytest.raises(ValueError, match="not that of rank 0"):
+                step(net, optimizer)
+        with pytest.raises(CollectiveError):
+            step(net, optimizer) if context.rank == 0 else hvd.barrier()
+
+    run_ranks(2, rank_main, make=MAKERS[kind])

@@ -295,6 +295,12 @@ class Bucket(GradientGroup):
         """Begin the reduction of the buffer."""
         op, (wire,) = self.scaling.op, self.values(trailer)
         if not isinstance(op, Op):
+            # The vectors are gathered, as the records of a comparison are. Over Gloo a longer one
+            # than expected ends the process.
+            kind = str(self.dtype).removeprefix("torch.")
+            communicator.agree(
+                f"the reduction of gradients ({op.value}) of {wire.numel()} {kind} values"
+            )
             width = wire.numel() // (self._starts[-1] + self._tail_length)
             lengths = [length * width for length in self._lengths]
             self._handle = adasum_async(communicator, wire, lengths)

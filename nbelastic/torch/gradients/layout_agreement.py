@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import weakref
 import zlib
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,9 @@ SMALL_MODEL_BYTES = 256 << 10
 
 _NONE: set[int] = set()
 
+_agreed: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+"""Number of optimizers that the ranks of each communicator have agreed on."""
+
 
 class ExchangeStage(enum.Enum):
     """What the ranks of a generation have exchanged."""
@@ -54,17 +58,21 @@ class LayoutAgreement:
     ----------
     layout : Layout or None
         The last one that was agreed on.
+    number : int
+        Place of this optimizer among those of the generation, in the order of their first steps.
     """
 
     def __init__(
         self, options: ReduceOptions, names: Mapping[int, str], arrived: ArrivedGradients
     ) -> None:
         self.layout: Layout | None = None
+        self.number = 0
         self._options = options
         self._names = names
         self._arrived = arrived
         self._progress = ExchangeStage.NOTHING
         self._generation: int | None = None
+        self._numbered_in: int | None = None
         self._observed: list[int] | None = None
         self._after_backward = False
 
@@ -92,6 +100,9 @@ class LayoutAgreement:
         order = default if self.layout is None else self.layout.manifest.order
         if progress is ExchangeStage.NOTHING:
             root_has_order = self._compare(communicator, parameters)
+            if self._numbered_in != communicator.generation:
+                self._numbered_in = communicator.generation
+                self.number = _agreed[communicator] = _agreed.get(communicator, 0) + 1
             order = self._order_of_root(communicator, default) if root_has_order else default
             progress = ExchangeStage.ORDER if root_has_order else ExchangeStage.PARAMETERS
         elif progress is ExchangeStage.STEP:
@@ -110,6 +121,15 @@ class LayoutAgreement:
             self.layout = Layout(parameters, manifest, self._options, self._arrived)
         self._generation, self._progress = communicator.generation, progress
         return self.layout
+
+    @property
+    def is_to_exchange_order(self) -> bool:
+        """Whether :meth:`arrange` exchanges the order that the last step has shown."""
+        return self._progress is ExchangeStage.STEP
+
+    def is_one_of_several(self, communicator: Communicator) -> bool:
+        """Return whether ranks may step different optimizers, which nothing else would notice."""
+        return _agreed.get(communicator, 0) > 1
 
     def observe(self, arrived: Iterable[int]) -> None:
         """Note the order in which gradients have arrived, when the first step has gone well.
@@ -146,12 +166,14 @@ class LayoutAgreement:
         count, checksum, has_order, after_backward = message.tolist()
         self._after_backward = bool(after_backward)
         if (count, checksum) != (mine[0], mine[1]):
-            raise ValueError(
+            error = (
                 f"the optimizer of rank {communicator.rank} is not that of rank 0: it trains "
                 f"{mine[0]} tensors, that of rank 0 {count}"
                 + (", with other names, shapes, types or options" if count == mine[0] else "")
                 + "; make the same model and optimizer on all ranks"
             )
+            communicator.abort(error)  # rank 0 reduces gradients that this rank cannot take part in
+            raise ValueError(error)
         return bool(has_order)
 
     def _order_of_root(self, communicator: Communicator, default: list[int]) -> list[int]:

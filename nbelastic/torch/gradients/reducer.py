@@ -120,7 +120,7 @@ class Reducer:
                 step = self._present_step()
                 step.check_untouched(self._trained())
                 if step.needs_layout:
-                    step.use(self._agreed_layout(step.communicator, step.parameters))
+                    self._use_agreed_layout(step)
                 step.finish()
             except BaseException:
                 self._fail()
@@ -190,11 +190,27 @@ class Reducer:
             if self._agreement.layout is not None:
                 self._agreement.layout.release()
         elif communicator.overlaps or self._agreement.holds_in(communicator.generation):
-            step.use(self._agreed_layout(communicator, parameters))
+            self._use_agreed_layout(step)
         # Else agreement waits for the end of backward, in which nothing is launched: to wait here
         # for a newcomer's first batch would take time from this rank's own.
         self._step = step
         return step
+
+    def _use_agreed_layout(self, step: ReductionStep) -> None:
+        agreement, communicator = self._agreement, step.communicator
+        if agreement.is_one_of_several(communicator) and agreement.is_to_exchange_order:
+            communicator.agree(self._description(step.parameters))
+        layout = self._agreed_layout(communicator, step.parameters)
+        several = agreement.is_one_of_several(communicator)
+        step.use(layout, self._description(step.parameters) if several else "")
+
+    def _description(self, parameters: list[torch.Tensor]) -> str:
+        """Return which optimizer this is, in words that are the same on all ranks."""
+        first = f", of which the first is {self._arrived.name(parameters[0])}" if parameters else ""
+        return (
+            f"step() of distributed optimizer {self._agreement.number} "
+            f"({type(self._optimizer()).__name__} of {len(parameters)} tensors{first})"
+        )
 
     def _agreed_layout(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
         if communicator.generation == self._failed:

@@ -52,6 +52,7 @@ class ReductionStep:
         self._passes_left = dict.fromkeys(map(id, parameters), passes)
         self._last_pass: dict[int, tuple[int, int]] = {}  # addresses of gradients, their versions
         self._launched = 0
+        self._description = ""
         self._timing = SumTiming.AFTER_BACKWARD
 
     @property
@@ -59,9 +60,13 @@ class ReductionStep:
         """Whether :meth:`use` must still be called before :meth:`finish`."""
         return self.layout is None and self.communicator.size > 1
 
-    def use(self, layout: Layout) -> None:
-        """Reduce with a layout that all ranks share."""
+    def use(self, layout: Layout, description: str = "") -> None:
+        """Reduce with a layout that all ranks share.
+
+        With a `description`, ranks compare it before the first group is launched.
+        """
         self.layout, self._timing = layout, layout.timing(self.communicator)
+        self._description = description
         layout.begin(self.communicator)
 
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -150,7 +155,14 @@ class ReductionStep:
                 break
             self._launch_next(self.layout)
 
+    def _check_consistency(self) -> None:
+        """Check, once, that all ranks take the same step."""
+        description, self._description = self._description, ""
+        if description:
+            self.communicator.agree(description)
+
     def _launch_next(self, layout: Layout) -> None:
+        self._check_consistency()
         number, self._launched = self._launched, self._launched + 1
         layout.launch(number, self.communicator, self.context.change_flag)
 
@@ -180,6 +192,7 @@ class ReductionStep:
             return
         if layout.coalesced:
             self._arrived.check_sample()
+            self._check_consistency()
             self._launched = len(layout.groups)
             layout.launch_all(self.communicator, context.change_flag)
         elif self._timing is SumTiming.STAGED:

@@ -101,25 +101,37 @@ def broadcast_optimizer_state(
     CollectiveError
         A peer is gone, or the generation is over; the optimizer is as it was.
     RanksDisagree
-        The optimizers' parameter groups are not of the same lengths.
+        The optimizers are of different classes, or their groups have other parameters.
     """
     check_process_set(process_set)
     communicator = current().communicator()
     if communicator.size == 1:
         return
     ops.check_root(root_rank, communicator.size)
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    its = f"an optimizer with groups of {', '.join(map(str, groups))} parameters"
-    communicator.agree(f"broadcast_optimizer_state from rank {root_rank}\n{its}")
+    verb = f"broadcast_optimizer_state of {type(optimizer).__name__}"
+    communicator.agree("\n".join([f"{verb} from rank {root_rank}", *_groups_of(optimizer)]))
     tensors: list[torch.Tensor] = []
     is_root = communicator.rank == root_rank
     skeleton: Any = _extract_tensors(optimizer.state_dict(), tensors) if is_root else None
-    skeleton = _broadcast_object(communicator, skeleton, root_rank, "broadcast_optimizer_state")
+    skeleton = _broadcast_object(communicator, skeleton, root_rank, verb)
     if not is_root:
         skeleton = _allocate_tensors(skeleton, tensors)
     _broadcast(communicator, tensors, root_rank)
     if not is_root:
         optimizer.load_state_dict(skeleton)
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Describe an optimizer's groups and their parameters, each in a line."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [
+        f"an optimizer with groups of {', '.join(str(len(group)) for group in groups)} parameters",
+        *(
+            f"group {number}, parameter {index} is {description.kind(it.dtype, it.shape)}"
+            for number, group in enumerate(groups)
+            for index, it in enumerate(group)
+        ),
+    ]
 
 
 def broadcast_object(

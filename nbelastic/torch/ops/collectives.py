@@ -116,7 +116,10 @@ def allreduce(
         _check_factors(tensor, prescale, postscale)
         if isinstance(op, GradientOp) and not tensor.dtype.is_floating_point:
             raise ValueError(f"Adasum needs real floating point, not {tensor.dtype}")
-    communicator.agree(description.reduction("allreduce", op, tensors, name))
+    what = description.reduction(
+        "allreduce", op, tensors, name, prescale=prescale, postscale=postscale
+    )
+    communicator.agree(what)
     chunks = pack(tensors)
     handles, divisors = [], []
     for chunk in chunks:
@@ -253,7 +256,10 @@ def reducescatter(
     The rows are dealt out evenly; the first ranks get one more where they do not divide.
     """
     _check_factors(tensor, prescale, postscale)
-    communicator.agree(description.reduction("reducescatter", op, [tensor], name))
+    what = description.reduction(
+        "reducescatter", op, [tensor], name, prescale=prescale, postscale=postscale
+    )
+    communicator.agree(what)
     size = communicator.size
     rows, more = divmod(tensor.shape[0], size)
     counts = [rows + (rank < more) for rank in range(size)]

@@ -36,10 +36,19 @@ def of_tensors(head: str, tensors: Sequence[torch.Tensor]) -> str:
 
 
 def reduction(
-    verb: str, op: Op | GradientOp, tensors: Sequence[torch.Tensor], name: str | None = None
+    verb: str,
+    op: Op | GradientOp,
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> str:
-    """Return a reduction in words."""
-    return of_tensors(f"{called(verb, name)} ({op.value})", tensors)
+    """Return a reduction in words, with its factors if they are not 1."""
+    how = op.value if prescale == 1.0 else f"{op.value} of {float(prescale)} times each"
+    if postscale != 1.0:
+        how += f", times {float(postscale)}"
+    return of_tensors(f"{called(verb, name)} ({how})", tensors)
 
 
 def broadcast(root: int, tensors: Sequence[torch.Tensor], name: str | None = None) -> str:

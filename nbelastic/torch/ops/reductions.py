@@ -72,7 +72,7 @@ def allreduce(
         Average, Sum, Min, Max, Product or Adasum. The average of integers is rounded down.
         Gradients exist for Average and Sum.
     prescale_factor, postscale_factor : float, default 1.0
-        Factors before and after the reduction; floating point only.
+        Factors before and after the reduction, the same on all ranks; floating point only.
     process_set : None
         Only all ranks.
 
@@ -86,7 +86,7 @@ def allreduce(
     CollectiveError
         A peer is gone, or the generation is over.
     RanksDisagree
-        Ranks called different operations, or with other types, shapes or reductions.
+        Ranks called different operations, or with other types, shapes, reductions or factors.
     ValueError
         An argument has a value it cannot have.
     """
