@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -267,6 +269,52 @@ class Counting(torch.optim.SGD):
     def load_state_dict(self, state_dict: Any) -> None:
         self.counter._now = state_dict["now"]
         super().load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
+
+
+class Schedule:
+    """A schedule that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+class Scheduled(torch.optim.SGD):
+    """An optimizer whose options come from objects of its own."""
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.schedule = Schedule()
+        self.draws = random.Random(1)
+        self.numpy_draws = np.random.default_rng(1)
+
+    def step(self, closure: Any = None) -> None:
+        noise = self.draws.random() + self.numpy_draws.random()
+        for group in self.param_groups:
+            group["lr"] = 0.05 * self.schedule() * noise
+        super().step(closure)
+
+
+class Slotted(torch.optim.SGD):
+    """An optimizer that keeps averages in a slot."""
+
+    __slots__ = ("means",)
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.means: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.means = self.means or [torch.zeros_like(p) for p in params]
+        for mean, p in zip(self.means, params, strict=True):
+            mean.lerp_(p, 0.5)
+            p.sub_(mean, alpha=0.01)
 
 
 class Plain:

@@ -4,18 +4,24 @@ An optimizer that is not torch's may keep state anywhere. The adapter captures:
 
 - groups of parameters and the state of each parameter, also of optimizers in its attributes;
 - attributes that hold numbers, strings, tensors, or containers of them;
+- objects of users in attributes, as far as these hold numbers and strings (a schedule that counts),
+  and random generators;
 - its ``state_dict()``, if it overrides that method or ``load_state_dict()``.
 
 A restore puts all of it back. A rank that receives it takes over the attributes that have changed
 since the sender's optimizer was built, so that attributes that differ by rank stay. The state dict
-is loaded before groups and state, and lists and dicts that optimizers share stay shared.
+is loaded before groups and state, and lists and dicts that optimizers share stay shared. Objects
+are changed in place, because the user's loop may refer to them.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import pickle
+import random
+import types
 import weakref
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -68,6 +74,11 @@ _COMMON = frozenset(
 
 _ARRAYS = (np.generic, np.ndarray)
 _COLLECTIONS = (set, frozenset, collections.deque)
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
+_NO_RECORDS = (
+    *(type, types.ModuleType, types.BuiltinFunctionType),
+    *(types.FunctionType, types.MethodType, functools.partial),
+)
 _DEEPEST = 6
 """Levels of objects within objects that are searched for tensors."""
 
@@ -281,9 +292,27 @@ def attributes_of(obj: _Optimizer) -> dict[str, Any]:
     known = {id(each) for each in _lists_within(obj)}
     return {
         name: value
-        for name, value in vars(obj).items()
+        for name, value in _own_attributes(obj)
         if name not in _COMMON and id(value) not in known
     }
+
+
+def _own_attributes(obj: object) -> Iterator[tuple[str, Any]]:
+    yield from vars(obj).items()
+    for name in _slots(type(obj)):
+        with contextlib.suppress(AttributeError):
+            yield name, getattr(obj, name)
+
+
+@functools.cache
+def _slots(kind: type) -> frozenset[str]:
+    """Return the names of attributes that instances of a class keep in slots."""
+    return frozenset(
+        name
+        for each in kind.__mro__
+        for name, found in vars(each).items()
+        if isinstance(found, types.MemberDescriptorType)
+    )
 
 
 def is_simple(obj: _Optimizer) -> bool:
@@ -358,13 +387,36 @@ def _lists_within(obj: object) -> list[Any]:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value consists of numbers, strings, arrays and tensors."""
+    """Return whether a value consists of numbers, strings, arrays, tensors and records."""
+    return all(_is_data(each) or is_container(each) or _is_record(each) for each in nested(value))
+
+
+def _is_data(value: object) -> bool:
+    return (
+        type(value) in ATOMS
+        or isinstance(value, (torch.Tensor, *_ARRAYS, *_RANDOM))
+        or (type(value) in _COLLECTIONS and ATOMS.issuperset(map(type, value)))  # type: ignore[call-overload]
+    )
+
+
+def _is_record(value: object, depth: int = 0) -> bool:
+    """Return whether an object of a user's class holds numbers and strings, and no tensors."""
+    kind = type(value)
+    if (
+        depth > _DEEPEST
+        or isinstance(value, _NO_RECORDS)
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+        or kind.__reduce__ is not object.__reduce__
+        or hasattr(kind, "__deepcopy__")
+        or not getattr(value, "__dict__", None)
+    ):
+        return False
     return all(
-        type(each) in ATOMS
-        or isinstance(each, (torch.Tensor, *_ARRAYS))
-        or is_container(each)
-        or (type(each) in _COLLECTIONS and ATOMS.issuperset(map(type, each)))
-        for each in nested(value)
+        is_container(each)
+        or (_is_data(each) and not isinstance(each, torch.Tensor))
+        or _is_record(each, depth + 1)
+        for part in vars(value).values()
+        for each in nested(part)
     )
 
 
@@ -388,11 +440,12 @@ def _refuse(flattener: Flattener, obj: _Optimizer) -> None:
         )
     if _overrides(obj):
         return
-    seen = {id(p) for group in obj.param_groups for p in group["params"]}
+    parameters = [p for group in obj.param_groups for p in group["params"]]
+    seen = {id(p) for p in parameters}
     for attribute, value in attributes_of(obj).items():
         for each in nested(value):
             plain = flattener.is_object(each) or is_container(each) or _is_plain(each)
-            if not plain and _holds_tensors(each, seen):
+            if not plain and (_holds_tensors(each, seen) or _closes_over_copies(each, parameters)):
                 kind = type(each).__qualname__
                 raise NbelasticError(
                     f"{name}.{attribute} (a {kind}) holds tensors that a state cannot see, so they "
@@ -403,13 +456,27 @@ def _refuse(flattener: Flattener, obj: _Optimizer) -> None:
 
 def _holds_tensors(value: object, seen: set[int], depth: int = 0) -> bool:
     """Return whether an object holds a tensor that is not in `seen`."""
-    if id(value) in seen or depth > _DEEPEST or callable(value):
+    if id(value) in seen or depth > _DEEPEST:
+        return False
+    if callable(value):
         return False
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         return True
     inside = [*children_of(value), *getattr(value, "__dict__", {}).values()]
     return any(_holds_tensors(each, seen, depth + 1) for each in inside)
+
+
+def _closes_over_copies(value: object, parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether a function refers to tensors like all parameters, and not only to a batch."""
+    found: collections.Counter[torch.Size] = collections.Counter()
+    seen = {id(parameter) for parameter in parameters}
+    for cell in getattr(value, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            for each in nested(cell.cell_contents):
+                if isinstance(each, torch.Tensor) and id(each) not in seen:
+                    found[each.shape] += 1
+    return found >= collections.Counter(parameter.shape for parameter in parameters)
 
 
 @dataclass(frozen=True)
@@ -478,16 +545,36 @@ def _put_back_attributes(
     captured, changed = content.attributes, content.changed
     built = _built.get(obj, {})
     for name, node in captured.items():
-        live = vars(obj).get(name)
+        live = getattr(obj, name, None)
         if isinstance(node, TensorRef) and isinstance(live, torch.Tensor):
-            vars(obj)[name] = unflattener.tensor(node, live)
+            value: Any = unflattener.tensor(node, live)
         elif unflattener.local or name in changed or name not in built:
-            vars(obj)[name] = unflattener.unflatten(node)
+            value = unflattener.unflatten(node)
         else:
-            vars(obj)[name] = pickle.loads(built[name])
+            value = pickle.loads(built[name])
+        if not _take_over(live, value):
+            object.__setattr__(obj, name, value)
     for name, value in attributes_of(obj).items():
         if name not in captured and _is_plain(value):
-            del vars(obj)[name]
+            object.__delattr__(obj, name)
+
+
+def _take_over(live: Any, value: Any) -> bool:
+    """Give an object the content of a copy; return whether it is one that keeps its identity."""
+    if live is value or type(live) is not type(value):
+        return False
+    if isinstance(live, random.Random):
+        live.setstate(value.getstate())
+    elif isinstance(live, np.random.Generator):
+        live.bit_generator.state = value.bit_generator.state
+    elif isinstance(live, np.random.RandomState):
+        live.set_state(value.get_state())
+    elif _is_record(value):
+        vars(live).clear()
+        vars(live).update(vars(value))
+    else:
+        return False
+    return True
 
 
 def _parameters(
