@@ -317,7 +317,10 @@ def _(reason: why.NeverMet) -> str:
 
 @_words.register
 def _(reason: why.WeightsDiffer) -> str:
-    cause = "Something changes them on each rank by itself."
+    cause = (
+        "They were never made equal (hvd.broadcast_parameters, TorchState), or something changes "
+        "them on each rank by itself."
+    )
     if reason.optimizers:
         cause = (
             f"{', '.join(reason.optimizers)} is not wrapped by "

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.receive_buffer import ReceiveBuffer
+    from nbelastic.elastic.supervision import SteppedOptimizers
 
 __all__ = ["Context", "LocalContext", "activate", "current", "initialize", "one_of_all", "shutdown"]
 
@@ -62,6 +63,8 @@ class Context(abc.ABC):
         Called before each of these.
     before_return : callable or None
         Called when the function has returned.
+    stepped : SteppedOptimizers or None
+        Optimizers that have stepped on this rank, if it is one of several.
     in_torch_group : bool or None
         Whether it has a process group of torch.distributed with others; None without any group.
     receive_buffer : ReceiveBuffer or None
@@ -84,6 +87,7 @@ class Context(abc.ABC):
     exchanges = 0
     before_exchange: tuple[Callable[[], None], ...] = ()
     before_return: Callable[[], None] | None = None
+    stepped: SteppedOptimizers | None = None
     in_torch_group: bool | None = None
     receive_buffer: ReceiveBuffer | None = None
     prepare_to_join: Callable[[], None] | None = None

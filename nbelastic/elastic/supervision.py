@@ -16,10 +16,12 @@ from nbelastic.membership import FRESH, WeightsSampled
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from nbelastic.elastic.context import Context
     from nbelastic.elastic.state import State
 
-__all__ = ["Supervision", "watch"]
+__all__ = ["SteppedOptimizers", "Supervision", "note_step", "watch"]
 
 Sample = tuple[float, ...]
 
@@ -34,6 +36,9 @@ MOST_STEPS = 100
 
 MOST_SECONDS = 60.0
 """Most seconds of a loop without a commit."""
+
+MOST_OPTIMIZERS = 3
+"""Most optimizers of a rank that are kept to compare what they train."""
 
 NOT_FINITE = 1e300
 """Replacement of numbers that are not finite, which messages cannot carry."""
@@ -109,7 +114,13 @@ class Supervision:
             warn(self._session, NO_COMMIT)
 
     def _sample(self, moment: int) -> None:
-        _send(self._session, moment, self._state._sample)
+        _send(self._session, moment, self._sample_of_state)
+
+    def _sample_of_state(self) -> tuple[Sample, tuple[str, ...]]:
+        """Return what the state trains; if it has no parameters, what optimizers have stepped."""
+        values, plain = self._state._sample()
+        stepped = self._session.stepped
+        return (values, plain) if values or stepped is None else stepped.sample()
 
 
 def watch(context: Context, sample: Callable[[], Sample]) -> None:
@@ -126,6 +137,51 @@ def watch(context: Context, sample: Callable[[], Sample]) -> None:
         if isinstance(context.before_return, _Watch):
             context.before_return.close()
         context.before_return = _Watch(context, sample)
+
+
+class SteppedOptimizers:
+    """Optimizers that have stepped on a rank, the latest few, in the order of their first steps.
+
+    They are kept until the rank ends, because a function may have dropped its own when it returns.
+    """
+
+    def __init__(self) -> None:
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add an optimizer, once."""
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer
+            if len(self._optimizers) > MOST_OPTIMIZERS:
+                del self._optimizers[next(iter(self._optimizers))]
+
+    def sample(self) -> tuple[Sample, tuple[str, ...]]:
+        """Return values of their parameters, and the kinds of those that are not distributed."""
+        from nbelastic.elastic.sampling import sample
+
+        found = self._optimizers.values()
+        plain = [type(each).__name__ for each in found if not hasattr(each, "_reducer")]
+        return sample(found), tuple(dict.fromkeys(plain))
+
+
+def note_step(context: Context, optimizer: torch.optim.Optimizer) -> None:
+    """Record that an optimizer has stepped, so that its parameters are compared at the end.
+
+    Outside a job, and on a rank alone, nothing is done. Parameters that were broadcast are compared
+    earlier.
+    """
+    if context.size == 1 or not isinstance(context, Session):
+        return
+    if context.stepped is None:
+        context.stepped = stepped = SteppedOptimizers()
+        if context.before_return is None:
+            context.before_return = lambda: _sample_at_end(context, stepped)
+    context.stepped.add(optimizer)
+
+
+def _sample_at_end(session: Session, stepped: SteppedOptimizers) -> None:
+    if not session.loops:
+        _send(session, 0, stepped.sample)
 
 
 class _Watch:
@@ -157,7 +213,7 @@ def _send(
     session: Session, moment: int, sample: Callable[[], tuple[Sample, tuple[str, ...]]]
 ) -> None:
     """Send a sample of a rank's parameters, if it has any and there are other ranks."""
-    if session.size == 1:
+    if session.size == 1 or session.generation == 0:
         return
     try:
         values, plain = sample()

@@ -13,8 +13,10 @@ import torch
 from nbelastic.cluster.worker.torch_hooks import SYNC_WARNING, hooked_torch, trainers_of
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.elastic.runtime import RankSpec
+from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.session import Session
-from nbelastic.membership import Place, RankNote
+from nbelastic.elastic.supervision import watch
+from nbelastic.membership import Place, RankNote, WeightsSampled
 
 
 class Notes(list):
@@ -71,6 +73,55 @@ def test_a_group_of_torch_counts_by_its_size(session, monkeypatch, world, found)
         assert names is None if found is None else "DDP" in names[0]
     finally:
         torch.distributed.destroy_process_group()
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def step(optimizer):
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_what_the_latest_optimizers_have_stepped_is_sampled_at_the_end(session):
+    """Ranks that average their losses alone, and no gradients, train apart."""
+    expected = []
+    for size in range(1, 6):  # the function drops each
+        model = torch.nn.Linear(3, size)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step(optimizer)
+        step(optimizer)
+        expected = [*expected[-2:], optimizer]
+    session.generation = 1
+    session.before_return()
+    assert session.port == [WeightsSampled(3, 1, 0, sample(expected), ("SGD",))]
+
+
+def test_what_was_broadcast_is_sampled_instead(session):
+    model = torch.nn.Linear(3, 2)
+    session.generation = 1
+    watch(session, lambda: (1.0,))
+    step(torch.optim.SGD(model.parameters(), 0.1))
+    session.before_return()
+    assert [each.values for each in session.port] == [(1.0,)]
+    session.before_return.close()
+
+
+def test_steps_of_ranks_that_never_met_are_not_sampled(session):
+    step(torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1))
+    session.before_return()
+    assert session.port == []
+
+
+def test_steps_outside_a_job_are_not_noted():
+    context = LocalContext()
+    with hooked_torch(), activate(context):
+        step(torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1))
+    assert (context.stepped, context.before_return) == (None, None)
+    assert sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks == {}
 
 
 # -- init_process_group ----------------------------------------------------------------------------

@@ -129,6 +129,16 @@ def test_a_rank_alone_and_a_state_without_parameters_are_not_sampled(session):
     assert session.port == []
 
 
+def test_where_the_state_has_no_parameters_those_of_stepped_optimizers_are_sampled(session):
+    class Empty(Sampled):
+        values = ()
+
+    session.stepped = Sampled()
+    session.stepped.sample = lambda: ((3.0,), ("SGD",))
+    train(session, 1, 1, Empty())
+    assert [(note.values, note.plain) for note in session.port] == [((3.0,), ("SGD",))] * 2
+
+
 # -- without an elastic loop -----------------------------------------------------------------------
 
 

@@ -2,9 +2,10 @@
 
 Runs in a worker, in the threads of ranks. Ranks often run code that was written for
 ``torch.distributed``. While a rank runs in a process, two functions show that:
-``init_process_group`` and ``SyncBatchNorm``. They are hooked where torch is imported already, else
-when it is imported, and unhooked when the last rank has ended. Torch's settings are noted at the
-same time, and restored.
+``init_process_group`` and ``SyncBatchNorm``. Steps of optimizers show what is trained, which should
+be the same on all ranks. All three are hooked where torch is imported already, else when it is
+imported, and unhooked when the last rank has ended. Torch's settings are noted at the same time,
+and restored.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import warn
+from nbelastic.elastic.supervision import note_step
 from nbelastic.errors import NotInitialized
 
 from .modules import imported
@@ -211,12 +213,26 @@ class _GroupCheck:
             warn(context, SYNC_WARNING)
 
 
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def _hook_optimizers(module: ModuleType) -> Callable[[], None]:
+    def stepped(optimizer: Any, *_: object) -> None:
+        context = _context()
+        if context is not None:
+            note_step(context, optimizer)
+
+    remove: Callable[[], None] = module.register_optimizer_step_post_hook(stepped).remove
+    return remove
+
+
 # -- hooks -----------------------------------------------------------------------------------------
 
 _HOOKS: dict[str, Callable[[ModuleType], Callable[[], None]]] = {
     "torch": keep_settings_of_torch,
     "torch.distributed.distributed_c10d": _hook_groups,
     "torch.nn.modules.batchnorm": _hook_batch_norm,
+    "torch.optim.optimizer": _hook_optimizers,
 }
 
 

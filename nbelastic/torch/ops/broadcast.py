@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from nbelastic.elastic.context import current
+from nbelastic.elastic.sampling import sampler_of
 from nbelastic.elastic.supervision import watch
 from nbelastic.pickling import dumps
 from nbelastic.torch.ops import collectives as ops
 from nbelastic.torch.ops import description
 from nbelastic.torch.ops.fusion import Chunk, plan
-from nbelastic.torch.ops.sampling import sampler_of
 from nbelastic.torch.ops.world import check_process_set
 
 if TYPE_CHECKING:

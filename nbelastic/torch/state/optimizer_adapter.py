@@ -299,13 +299,14 @@ def attributes_of(obj: _Optimizer) -> dict[str, Any]:
 
 def _own_attributes(obj: object) -> Iterator[tuple[str, Any]]:
     yield from vars(obj).items()
-    for name in _slots(type(obj)):
+    kind: Any = type(obj)
+    for name in _slots(kind):
         with contextlib.suppress(AttributeError):
             yield name, getattr(obj, name)
 
 
 @functools.cache
-def _slots(kind: type) -> frozenset[str]:
+def _slots(kind: Any) -> frozenset[str]:
     """Return the names of attributes that instances of a class keep in slots."""
     return frozenset(
         name

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from nbelastic.elastic.context import current
 from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import ObjectState, check_names, public
 from nbelastic.elastic.state_payload import StatePayload
 from nbelastic.errors import NotInitialized
 from nbelastic.pickling import Pickler
 from nbelastic.torch.gradients.optimizer import is_distributed
-from nbelastic.torch.ops.sampling import sample
 from nbelastic.torch.state.adapters import (
     CapturedState,
     SamplerAdapter,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
+from nbelastic.elastic.sampling import COUNT, sample, sampler_of
 from nbelastic.torch.elastic import TorchState
-from nbelastic.torch.ops.sampling import COUNT, sample, sampler_of
 from tests.support.world import run_ranks
 from tests.torch.training import loss_of, make_model
 
