@@ -30,8 +30,8 @@ def shares(
     weight. Ties go to the job that has the slot, then to the older one.
 
     A preemptible job gives its floor, but not what it keeps, to a higher priority. A job that has
-    waited for `patience` *closes the door*: no job that was submitted later starts before it. Only
-    higher priorities pass the door of a preemptible job.
+    waited for `patience` *closes the door*: no job that was submitted later starts before it. A
+    preemptible job closes no door.
 
     Asked again with its outcome, it returns the same.
 
@@ -85,10 +85,8 @@ class _Floors:
         by_age = sorted(waiting, key=lambda w: (w.since, w.job))
         by_priority = sorted(by_age, key=lambda w: -w.priority)
         door = math.inf
-        for want in [
-            *(w for w in by_age if self._impatient(w) and not w.preemptible),
-            *by_priority,
-        ]:
+        first = [want for want in by_age if self._impatient(want)]
+        for want in [*first, *by_priority]:
             if want.since > door or self._try_with_victims(want):
                 continue
             if self._impatient(want) and _could_ever(want, capacity):
@@ -98,7 +96,8 @@ class _Floors:
         return self.allocation
 
     def _impatient(self, want: Want) -> bool:
-        return want.waiting_since is not None and want.waiting_since <= self.patient_until
+        since = want.waiting_since
+        return since is not None and since <= self.patient_until and not want.preemptible
 
     def _try(self, want: Want) -> bool:
         """Give a job its floor or nothing of it."""

@@ -153,8 +153,7 @@ class Cluster:
         """No job starts before one that was submitted earlier and has waited for its patience."""
         for other in self.jobs:
             since = other.waiting_since
-            passes = other.preemptible and other.priority < job.priority
-            earlier = not other.running and other.since < job.since and not passes
+            earlier = other.since < job.since and not other.running and not other.preemptible
             if earlier and since is not None:
                 assert self.now < since + RULES.patience + TICK, f"{job} starts before {other}"
 
