@@ -45,7 +45,7 @@ PYGLOO_SILENCE = 30.0
 _FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[1] / "nbelastic.yaml").read_text())
 dask.config.update_defaults(_FILE)
 
-DEFAULTS: dict[str, Any] = _FILE["nbelastic"]
+DEFAULTS: dict[str, Any] = {k: v for k, v in _FILE["nbelastic"].items() if k != "sharing"}
 """The default of each option, as the package has it."""
 
 _UNSET: Any = object()

@@ -4,6 +4,7 @@ Nothing here reads a clock, starts a thread or opens a connection. See
 :class:`~nbelastic.membership.machine.Machine`.
 """
 
+from . import rules
 from .effects import (
     Abort,
     Effect,
@@ -116,6 +117,7 @@ __all__ = [
     "pack_plan",
     "pack_reason",
     "place_of",
+    "rules",
     "to_dict",
     "unpack_event",
     "unpack_place",

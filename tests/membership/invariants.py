@@ -156,7 +156,7 @@ class Checked:
         assert not in_older, f"{in_older} have not left the generation before"
 
     def check_2_shape(self, plan: Plan) -> None:
-        """Ranks are 0..n-1 without gaps, min_np <= n <= max_np, the share; a slot once; hosts contiguous."""
+        """Ranks are 0..n-1, min_np <= n <= max_np and the share; a slot once; hosts contiguous."""
         limits, members = self.roster.limits, plan.members
         assert [plan.rank_of(m.start) for m in members] == list(range(len(members)))
         kept = sum(self.roster.ranks[member.start].leaving for member in members)

@@ -153,7 +153,8 @@ class Cluster:
         """No job starts before one that was submitted earlier and has waited for its patience."""
         for other in self.jobs:
             since = other.waiting_since
-            earlier = other.since < job.since and not other.running and not other.preemptible
+            admitted = other.running or other.share is None or other.share >= other.least
+            earlier = other.since < job.since and not admitted and not other.preemptible
             if earlier and since is not None:
                 assert self.now < since + RULES.patience + TICK, f"{job} starts before {other}"
 
