@@ -1,4 +1,4 @@
-"""Which slots are whose, once it is known how many each job should have."""
+"""Assign slots to jobs, once it is known how many each should have."""
 
 from __future__ import annotations
 

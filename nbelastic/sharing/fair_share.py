@@ -1,4 +1,4 @@
-"""How many slots each job of a cluster should have."""
+"""Divide the slots of a cluster among its jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a share takes effect: some changes at once, others later, so that jobs reset rarely."""
+"""Time changes of shares: at once, or later, so that jobs reset rarely."""
 
 from __future__ import annotations
 

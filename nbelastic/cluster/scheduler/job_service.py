@@ -154,9 +154,22 @@ class JobService:
         found = []
         for name, record in self._jobs.items():
             seen = view(record.machine, record.machine.roster.now)
-            attached = record.client is not None
+            limits = record.machine.roster.limits
             found.append(
-                JobSummary(name, seen.state, seen.size, seen.commits, record.started, attached)
+                JobSummary(
+                    name=name,
+                    state=seen.state,
+                    size=seen.size,
+                    commits=seen.commits,
+                    started=record.started,
+                    attached=record.client is not None,
+                    priority=limits.priority,
+                    weight=limits.weight,
+                    min_np=limits.min_np,
+                    max_np=limits.max_np,
+                    slots=len(record.ranks),
+                    share=seen.share,
+                )
             )
         return pack(JobSummaries(tuple(found)))
 
