@@ -161,7 +161,7 @@ def test_priorities_come_first_and_floors_stay(cluster, tmp_path):
 def test_a_preemptible_job_is_suspended_and_goes_on_by_itself(cluster, tmp_path):
     options = {"min_np": 3, "preemptible": True}
     with started(cluster, tmp_path, "spare", **options) as spare:
-        until(lambda: trains(spare, 4), "it has all")
+        until(lambda: trains(spare, 4) and spare.status.commits > 20, "it has all")
         with started(cluster, tmp_path, "urgent", np=3, priority=1) as urgent:
             until(lambda: trains(urgent, 3), "three for the other")
             until(lambda: spare.status.state == "waiting", "it waits")
