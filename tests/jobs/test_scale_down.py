@@ -10,7 +10,6 @@ import sys
 import urllib.request
 
 import dask
-import pytest
 
 from tests.support.clusters import a_crew, kinds, sizes, until
 from tests.support.training import Workload, check
@@ -30,15 +29,6 @@ class DaskGateway:
 
     def target(self):
         return self.scheduler.adaptive_target(target_duration=5.0)
-
-
-@pytest.fixture(scope="module")
-def crew():
-    with (
-        dask.config.set({"distributed.scheduler.http.routes": ROUTES}),
-        a_crew(n_workers=3) as crew,
-    ):
-        yield crew
 
 
 def post(crew, path, **body):
@@ -68,25 +58,23 @@ def target_by_gateway(crew):
     return crew.client.run_on_scheduler(lambda dask_scheduler: DaskGateway(dask_scheduler).target())
 
 
-@pytest.mark.parametrize(
-    ("retire", "target"), [(by_http, target_by_http), (by_gateway, target_by_gateway)]
-)
-def test_a_rank_leaves_as_planned_and_the_target_has_what_jobs_want(crew, tmp_path, retire, target):
-    crew.cluster.scale(3)
-    crew.wait_until_whole(3)
-    work = Workload(tmp_path, epochs=1000, until_told=True)
-    job = crew.fit(work, np=3, min_np=1, max_np=5, block=False)
-    until(lambda: job.status.commits > 5 or job.done(), "commits")
-    assert target(crew) == 5
-    retire(crew, next(rank.worker for rank in job.status.ranks if rank.rank == 1))
-    until(lambda: job.status.size == 2 or job.done(), "two ranks")
-    (tmp_path / "enough").touch()
-    results = job.results(120)
-    check(results, work)
-    assert sizes(job) == [3, 2]
-    assert "left" in kinds(job)
-    assert "lost" not in kinds(job)
-    assert len(results[0]["losses"]) == results[0]["steps"], "nothing was done again"
+def test_ranks_leave_as_planned_and_the_target_has_what_jobs_want(tmp_path):
+    routes = dask.config.set({"distributed.scheduler.http.routes": ROUTES})
+    with routes, a_crew(n_workers=3) as crew:
+        work = Workload(tmp_path, epochs=1000, until_told=True)
+        job = crew.fit(work, np=3, min_np=1, max_np=5, block=False)
+        until(lambda: job.status.commits > 5 or job.done(), "commits")
+        assert (target_by_http(crew), target_by_gateway(crew)) == (5, 5)
+        for retire, left in ((by_http, 2), (by_gateway, 1)):
+            retire(crew, next(rank.worker for rank in job.status.ranks if rank.rank == 1))
+            until(lambda left=left: job.status.size == left or job.done(), f"{left} ranks")
+        (tmp_path / "enough").touch()
+        results = job.results(120)
+        check(results, work)
+        assert sizes(job) == [3, 2, 1]
+        assert kinds(job).count("left") == 2
+        assert "lost" not in kinds(job)
+        assert len(results[0]["losses"]) == results[0]["steps"], "nothing was done again"
 
 
 def test_a_worker_without_a_nanny_leaves_as_planned_on_sigterm(tmp_path):
