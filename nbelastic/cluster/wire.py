@@ -76,7 +76,7 @@ __all__ = [
     "unpack_machine",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of this protocol. To be raised with each change of a message."""
 
 PLUGIN = "nbelastic"
@@ -492,6 +492,12 @@ class JobSummary:
     commits: int
     started: float
     attached: bool
+    priority: int
+    weight: float
+    min_np: int
+    max_np: int | None
+    slots: int
+    share: int | None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from .display import set_display
 from .fit import fit
 from .job import Job
-from .status import HistoryEvent, JobInfo, JobStatus, Output, Progress, RankStatus
+from .status import HistoryEvent, JobInfo, JobStatus, JobTable, Output, Progress, RankStatus
 from .takeover import attach, jobs
 from .versions import show_versions
 
@@ -12,6 +12,7 @@ __all__ = [
     "Job",
     "JobInfo",
     "JobStatus",
+    "JobTable",
     "Output",
     "Progress",
     "RankStatus",

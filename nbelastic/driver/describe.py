@@ -36,6 +36,7 @@ _UNUSED = {
     UnusedReason.NOT_IN_WORKERS: "not among workers=",
     UnusedReason.LACKS_RESOURCES: "without the resources ({detail})",
     UnusedReason.TAKEN: "taken by job {detail!r}",
+    UnusedReason.RESERVED: "reserved for job {detail!r}",
     UnusedReason.OTHER_VERSIONS: "with {detail}",
     UnusedReason.BEING_PREPARED: "being prepared",
     UnusedReason.REFUSED: "{detail}",
@@ -372,6 +373,29 @@ def _(reason: why.Waiting) -> str:
 @_words.register
 def _(reason: why.NotUsed) -> str:
     return f"not used: {_listed(reason.groups)}"
+
+
+@_words.register
+def _(reason: why.Sharing) -> str:
+    slots = f"{reason.share} of {reason.slots} slots"
+    others = _others(reason.others, reason.number)
+    if reason.suspended:
+        return f"suspended: {slots} for its state, while others go first: {others}"
+    return f"{slots}: shares with {others}"
+
+
+@_words.register
+def _(reason: why.ShareChanged) -> str:
+    before, after = ("all" if each is None else each for each in (reason.before, reason.after))
+    change = f"{before} → {after}"
+    if not reason.others:
+        return change
+    return f"{change}: shares with {_others(reason.others, reason.number)}"
+
+
+def _others(names: tuple[str, ...], number: int) -> str:
+    more = number - len(names)
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
 @_words.register

@@ -53,6 +53,9 @@ def fit(
     workers: str | Iterable[str] | None = None,
     resources: Mapping[str, float] | None = None,
     slots_per_host: int | None = None,
+    priority: int | None = None,
+    weight: float | None = None,
+    preemptible: bool | None = None,
     reset_limit: int | None = None,
     elastic_timeout: Duration | None = None,
     stall_timeout: Duration | None = None,
@@ -89,6 +92,15 @@ def fit(
         What a worker must offer, per rank, as in ``Client.submit``: ``{"GPU": 1}``.
     slots_per_host : int, optional
         Most ranks on one host.
+    priority : int, default 0
+        Among jobs that share the cluster, higher ones get what they want first. No job is taken
+        below its ``min_np`` for that, unless it is `preemptible`.
+    weight : float, default 1.0
+        Part of the slots that jobs of one priority share, relative to theirs.
+    preemptible : bool, default False
+        Whether a job of a higher priority may take ranks below ``min_np``. The job then waits
+        with one rank, which keeps its state, and goes on by itself; ``elastic_timeout`` does not
+        run meanwhile.
     reset_limit : int, optional
         Most changes of membership; without it, any number.
     elastic_timeout : duration, default 600 s

@@ -17,6 +17,7 @@ from nbelastic.membership import LimitsChanged, StopReason, StopRequested
 from . import display
 from .describe import in_words
 from .hints import with_hints
+from .option_kinds import Number, Whole
 from .options import count_option
 from .report import save_report
 from .status import JobStatus, RankStatus
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbelastic.cluster import Modules
-    from nbelastic.membership import RankView
+    from nbelastic.membership import RankView, Reason
 
     from .status import HistoryEvent, Output
     from .thread import Driver
@@ -155,18 +156,29 @@ class Job:
         self._driver.tell(StopRequested())
 
     @with_hints
-    def scale(self, *, min_np: int | None = None, max_np: int | None = None) -> None:
+    def scale(
+        self,
+        *,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        priority: int | None = None,
+        weight: float | None = None,
+    ) -> None:
         """Change how many ranks the job may have, from the next commit on.
 
         Parameters
         ----------
         min_np, max_np : int, optional
             The new limits; what is left out stays.
+        priority : int, optional
+            Its priority among the jobs of the cluster.
+        weight : float, optional
+            Its part of what jobs of its priority share.
 
         Raises
         ------
         OptionError
-            ``min_np`` would be above ``max_np``, or one is below 1.
+            ``min_np`` would be above ``max_np``, or a value is not possible.
         """
         min_np = count_option("min_np", min_np, least=1)
         max_np = count_option("max_np", max_np, least=1)
@@ -175,7 +187,10 @@ class Job:
         high = status.max_np if max_np is None else max_np
         if high is not None and low > high:
             raise OptionError(f"min_np={low} would be above max_np={high}")
-        self._driver.tell(LimitsChanged(min_np=min_np, max_np=max_np))
+        priority = None if priority is None else Whole().check("priority", priority)
+        weight = None if weight is None else Number().check("weight", weight)
+        change = LimitsChanged(min_np=min_np, max_np=max_np, priority=priority, weight=weight)
+        self._driver.tell(change)
 
     @with_hints
     def logs(self, rank: int | None = None) -> str:
@@ -284,13 +299,14 @@ class Job:
             resets=view.resets,
             commits=view.commits,
             elapsed=end - self._driver.log.started,
-            reason=AWAY if self._driver.away else in_words(view.reason),
+            reason=AWAY if self._driver.away else _sentence(view.reason, view.sharing),
             ranks=tuple(self._rank_status(rank) for rank in view.ranks),
             samples_per_s=metrics.total(members),
             progress=metrics.progress(
                 end - self._driver.log.started, members, finished=state == "finished"
             ),
             backend=view.backend,
+            share=view.share,
             warnings=self._driver.log.warnings(),
         )
 
@@ -393,3 +409,7 @@ class Job:
         if free < count:
             return f"{free} of its {count} workers are free, the others are gone or still busy"
         return "its worker is free" if count == 1 else f"its {count} workers are free"
+
+
+def _sentence(*reasons: Reason | None) -> str:
+    return "; ".join(filter(None, map(in_words, reasons)))

@@ -15,7 +15,8 @@ from dask.utils import parse_timedelta
 from nbelastic.elastic.redaction import without_secrets
 from nbelastic.errors import OptionError
 
-__all__ = ["Amounts", "Choice", "Count", "Duration", "Flag", "Kind", "Location", "Names", "Range"]
+__all__ = ["Amounts", "Choice", "Count", "Duration", "Flag", "Kind", "Location", "Names", "Number"]
+__all__ += ["Range", "Whole"]
 
 
 class Kind:
@@ -80,6 +81,47 @@ class Count(Kind):
     def read(self, name: str, words: Sequence[str]) -> int | None:
         try:
             value: Any = int(words[0])
+        except ValueError:
+            value = words[0]
+        return self.check(name, value)
+
+
+@dataclass(frozen=True)
+class Whole(Kind):
+    """A whole number, also below 0."""
+
+    expects: str = "a whole number"
+    metavar: ClassVar[str] = "N"
+
+    def check(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            self.refuse(name, value)
+        return int(value)
+
+    def read(self, name: str, words: Sequence[str]) -> int:
+        try:
+            value: Any = int(words[0])
+        except ValueError:
+            value = words[0]
+        return self.check(name, value)
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A number above 0."""
+
+    expects: str = "a number above 0"
+    metavar: ClassVar[str] = "X"
+
+    def check(self, name: str, value: Any) -> float:
+        good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not good or not 0 < value < math.inf:
+            self.refuse(name, value)
+        return float(value)
+
+    def read(self, name: str, words: Sequence[str]) -> float:
+        try:
+            value: Any = float(words[0])
         except ValueError:
             value = words[0]
         return self.check(name, value)

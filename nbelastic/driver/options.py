@@ -31,7 +31,9 @@ from .option_kinds import (
     Kind,
     Location,
     Names,
+    Number,
     Range,
+    Whole,
 )
 
 __all__ = ["DEFAULTS", "TABLE", "OptionRow", "Options", "call_arguments", "count_option"]
@@ -45,7 +47,7 @@ PYGLOO_SILENCE = 30.0
 _FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[1] / "nbelastic.yaml").read_text())
 dask.config.update_defaults(_FILE)
 
-DEFAULTS: dict[str, Any] = _FILE["nbelastic"]
+DEFAULTS: dict[str, Any] = {k: v for k, v in _FILE["nbelastic"].items() if k != "sharing"}
 """The default of each option, as the package has it."""
 
 _UNSET: Any = object()
@@ -86,9 +88,10 @@ def _option(kind: Kind, group: str, meaning: str, example: str) -> Any:
     return field(default=_UNSET, repr=shown, metadata={"row": (kind, group, meaning, example)})
 
 
-_MANY, _WHERE, _WAY, _WRONG = (
+_MANY, _WHERE, _SHARED, _WAY, _WRONG = (
     "How many ranks",
     "Where",
+    "When jobs share the cluster",
     "How tensors travel",
     "When things go wrong",
 )
@@ -141,6 +144,25 @@ class Options:
         _WHERE,
         "most ranks on one machine",
         "--slots-per-host 4",
+    )
+    priority: int = _option(
+        Whole(),
+        _SHARED,
+        "jobs of a higher priority get what they want first",
+        "--priority 10",
+    )
+    weight: float = _option(
+        Number(),
+        _SHARED,
+        "this job's part of what jobs of one priority share, relative to theirs",
+        "--weight 2",
+    )
+    preemptible: bool = _option(
+        Flag(),
+        _SHARED,
+        "a job of a higher priority may take ranks below min_np; one rank stays and keeps the "
+        "state, until the job goes on by itself",
+        "--min-np 4 --preemptible",
     )
     backend: str = _option(
         Choice(BACKENDS),
@@ -314,6 +336,9 @@ class Options:
             reset_limit=self.reset_limit,
             cooldown=self.blacklist_cooldown,
             slots_per_host=self.slots_per_host,
+            priority=self.priority,
+            weight=self.weight,
+            preemptible=self.preemptible,
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass, field
 
-__all__ = ["HistoryEvent", "JobInfo", "JobStatus", "Output", "Progress", "RankStatus"]
+__all__ = ["HistoryEvent", "JobInfo", "JobStatus", "JobTable", "Output", "Progress", "RankStatus"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,9 @@ class JobStatus:
     backend : str
         Communicator of the newest generation: ``shm``, ``gloo``, ``hierarchical`` (both),
         ``pygloo``, or ``solo`` for a single rank; empty while it is not known.
+    share : int or None
+        Ranks that it may have now, besides ``max_np``, while it shares its cluster with other jobs;
+        ``reason`` names them. None while it is alone.
     warnings : tuple of str
         Likely mistakes in the training, which goes on. The first line of each names the mistake,
         the others the cause and the remedy.
@@ -134,6 +138,7 @@ class JobStatus:
     samples_per_s: float | None = None
     progress: Progress | None = None
     backend: str = ""
+    share: int | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -160,6 +165,14 @@ class JobInfo:
         Time of its start, in seconds since the epoch.
     attached : bool
         Whether a kernel is attached to it.
+    priority, weight : int, float
+        Its place among the jobs of the cluster.
+    min_np, max_np : int, int or None
+        Limits on the number of ranks.
+    slots : int
+        Slots that it has, also for ranks that are starting or leaving.
+    share : int or None
+        As in :class:`JobStatus`.
     """
 
     name: str
@@ -168,6 +181,51 @@ class JobInfo:
     commits: int
     started: float
     attached: bool
+    priority: int = 0
+    weight: float = 1.0
+    min_np: int = 1
+    max_np: int | None = None
+    slots: int = 0
+    share: int | None = None
+
+
+class JobTable(tuple[JobInfo, ...]):
+    """The jobs on a cluster: a tuple, shown as a table."""
+
+    COLUMNS = ("name", "state", "priority", "weight", "np", "slots", "share", "commits", "kernel")
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                job.name,
+                job.state,
+                str(job.priority),
+                f"{job.weight:g}",
+                f"{job.min_np} to {'all' if job.max_np is None else job.max_np}",
+                str(job.slots),
+                "" if job.share is None else str(job.share),
+                f"{job.commits:,}",
+                "yes" if job.attached else "no",
+            )
+            for job in self
+        ]
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no jobs"
+        rows = [self.COLUMNS, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in self.COLUMNS)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self._rows()
+        )
+        caption = "<caption>jobs on this cluster</caption>"
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 @dataclass(frozen=True)
@@ -181,8 +239,8 @@ class HistoryEvent:
     kind : str
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``phases`` (duration of each phase
         of a reset, on the rank that became 0), ``cooldown``, ``restarted``, ``backend``,
-        ``checkpoint``, ``warning``, ``refused``, ``waiting``, ``abandoned``, ``attached``,
-        ``finished``, ``failed`` or ``stopped``.
+        ``checkpoint``, ``warning``, ``refused``, ``waiting``, ``share``, ``abandoned``,
+        ``attached``, ``finished``, ``failed`` or ``stopped``.
     worker : str or None
         Address of the worker concerned.
     rank : int or None

@@ -13,7 +13,7 @@ from .attachment import attach_client
 from .fit import hand_out
 from .hints import with_hints
 from .options import Options
-from .status import JobInfo
+from .status import JobInfo, JobTable
 from .thread import Driver
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ __all__ = ["attach", "jobs"]
 
 
 @with_hints
-def jobs(cluster: Any) -> tuple[JobInfo, ...]:
+def jobs(cluster: Any) -> JobTable:
     """Return the jobs on a cluster, also those without a kernel.
+
+    The value is a tuple of :class:`JobInfo`, which a notebook shows as a table.
 
     Parameters
     ----------
@@ -40,7 +42,7 @@ def jobs(cluster: Any) -> tuple[JobInfo, ...]:
     """
     client, cleanup = attach_client(_given(cluster), Options())
     try:
-        return tuple(JobInfo(**vars(found)) for found in open_jobs(client))
+        return JobTable(JobInfo(**vars(found)) for found in open_jobs(client))
     finally:
         cleanup()
 

@@ -4,6 +4,7 @@ Nothing here reads a clock, starts a thread or opens a connection. See
 :class:`~nbelastic.membership.machine.Machine`.
 """
 
+from . import rules
 from .effects import (
     Abort,
     Effect,
@@ -29,6 +30,7 @@ from .events import (
     RankRaised,
     RankReady,
     RankReturned,
+    ShareSet,
     SlotBusy,
     SlotDied,
     SlotGone,
@@ -91,6 +93,7 @@ __all__ = [
     "Record",
     "Release",
     "RestartWorker",
+    "ShareSet",
     "Slot",
     "SlotBusy",
     "SlotDied",
@@ -114,6 +117,7 @@ __all__ = [
     "pack_plan",
     "pack_reason",
     "place_of",
+    "rules",
     "to_dict",
     "unpack_event",
     "unpack_place",

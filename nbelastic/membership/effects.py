@@ -96,7 +96,7 @@ class Record(Effect):
     ----------
     kind : str
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``cooldown``, ``restarted``,
-        ``backend``, ``checkpoint``, ``warning``, ``waiting``, ``finished``, ``failed``,
+        ``backend``, ``checkpoint``, ``warning``, ``waiting``, ``share``, ``finished``, ``failed``,
         ``stopped``.
     worker : str or None
         Address of the worker concerned.

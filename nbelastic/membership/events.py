@@ -20,6 +20,7 @@ __all__ = [
     "RankRaised",
     "RankReady",
     "RankReturned",
+    "ShareSet",
     "SlotBusy",
     "SlotDied",
     "SlotGone",
@@ -350,10 +351,37 @@ class StopRequested(Event):
 
 @dataclass(frozen=True)
 class LimitsChanged(Event):
-    """Change of the number of ranks that a job may have; None leaves a limit as it is."""
+    """Change of what a job may have, and of its place among others; None leaves it as it is."""
 
     min_np: int | None = None
     max_np: int | None = None
+    priority: int | None = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class ShareSet(Event):
+    """The cluster's arbiter has set the share of the job. Free slots of it are announced after.
+
+    Attributes
+    ----------
+    share : int or None
+        Most ranks that it may have besides ``max_np``; None for no bound.
+    slots : int
+        Slots of the cluster that it could use.
+    others : tuple of str
+        Some of the jobs that it shares with, by name.
+    number : int
+        Number of all these jobs.
+    reclaimed : tuple of str
+        Slots that it has to leave, because another job can use no other.
+    """
+
+    share: int | None
+    slots: int = 0
+    others: tuple[str, ...] = ()
+    number: int = 0
+    reclaimed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

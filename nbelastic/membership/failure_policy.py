@@ -372,8 +372,8 @@ class FailurePolicy:
         Recent errors of members.
     progress : ProgressCheck
         Generations that ended without progress.
-    resets : int
-        Changes of membership so far.
+    resets, resets_by_share : int
+        Changes of membership so far, and those of them that only sharing has caused.
     forming_failures : int
         Plans in a row that did not form.
     stalls, stalled_at : int
@@ -390,6 +390,7 @@ class FailurePolicy:
     errors: RepeatedErrors = field(default_factory=RepeatedErrors)
     progress: ProgressCheck = field(default_factory=ProgressCheck)
     resets: int = 0
+    resets_by_share: int = 0
     forming_failures: int = 0
     stalls: int = 0
     stalled_at: int = 0
@@ -471,7 +472,8 @@ class FailurePolicy:
 
     def reset_limit_reached(self, limits: Limits) -> bool:
         """Return whether the job may not change its members once more."""
-        return limits.reset_limit is not None and self.resets >= limits.reset_limit
+        counted = self.resets - self.resets_by_share
+        return limits.reset_limit is not None and counted >= limits.reset_limit
 
     def count_reset(self, *, same_members: bool, failed: bool) -> int:
         """Count a reset; return how many there were without a commit if that is too many."""

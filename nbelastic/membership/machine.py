@@ -386,7 +386,28 @@ class Machine:
             roster.stopping = True
 
     def _on_limits_changed(self, event: ev.LimitsChanged) -> None:
-        self.roster.limits = self.roster.limits.changed(event.min_np, event.max_np)
+        changes = (event.min_np, event.max_np, event.priority, event.weight)
+        self.roster.limits = self.roster.limits.changed(*changes)
+
+    def _on_share_set(self, event: ev.ShareSet) -> None:
+        roster, before = self.roster, self.roster.share
+        roster.share, roster.sharing = event.share, None
+        if event.share is not None:
+            roster.shared = True
+            roster.sharing = why.Sharing(event.share, event.slots, event.others, event.number)
+            # The slots of the new share are announced after this.
+            vacant = [roster.slots[slot] for slot in roster.counted.vacant]
+            for slot in vacant:
+                if not roster.excluded(slot):
+                    roster.drop_slot(slot.id)
+        if event.share != before:
+            change = why.ShareChanged(before, event.share, event.others, event.number)
+            self._record("share", reason=change)
+        for reclaimed in event.reclaimed:
+            roster.drop_slot(reclaimed)
+            for rank in roster.on_slot(reclaimed):
+                if not rank.leaving and rank.stage not in (Stage.ENDING, Stage.RETURNED):
+                    self._ask_to_leave(rank, why.EndReason.SHARED)
 
     def _on_cluster_gone(self, event: ev.ClusterGone) -> None:
         self.roster.ranks.clear()
@@ -450,7 +471,13 @@ class Machine:
             self.roster.closed = True
             self._end_rank(rank, "stop", why.EndOrder(why.EndReason.LEFT_BEHIND))
         for rank in rules.surplus(self.roster):
-            self._end_rank(rank, "leave", why.EndOrder(why.EndReason.SCALED_DOWN))
+            self._end_rank(rank, "leave", why.EndOrder(self._why_fewer()))
+
+    def _why_fewer(self) -> why.EndReason:
+        """Return why the job may have fewer ranks than it has: its limits, or its share."""
+        roster, high = self.roster, self.roster.limits.max_np
+        scaled = roster.share is None or (high is not None and high <= roster.share)
+        return why.EndReason.SCALED_DOWN if scaled else why.EndReason.SHARED
 
     def _note_shortage(self) -> None:
         """Note since when there are too few slots; give up after the elastic timeout."""
@@ -460,6 +487,9 @@ class Machine:
             return
         there = rules.within_reach(roster)
         if there >= rules.needed(roster):
+            return
+        if rules.suspended(roster):
+            roster.short_since = None  # this wait does not count
             return
         if roster.user_errors and roster.counted.synced and rules.is_stuck(roster):
             errors = why.UserErrors(rules.errors(roster), rules.presence(roster))
@@ -487,16 +517,15 @@ class Machine:
 
     def _announce_changes(self) -> None:
         """Notify the members of a planned change, once per generation."""
-        roster, most = self.roster, self.roster.limits.max_np
+        roster, most = self.roster, rules.most_ranks(self.roster)
         counted = roster.counted
         stay = counted.staying == len(roster.ranks) and (most is None or counted.staying <= most)
         if roster.pending or (stay and not roster.stopping and not counted.ready):
             return
         members = roster.members()
         staying = [rank for rank in members if not rank.leaving]
-        if most is not None:
-            for rank in staying[most:]:
-                self._ask_to_leave(rank, why.EndReason.SCALED_DOWN)
+        for rank in rules.ranks_to_release(roster, staying):
+            self._ask_to_leave(rank, self._why_fewer())
         leaving = any(rank.leave_sent for rank in members)
         if leaving or roster.stopping or rules.newcomers_should_join(roster, staying):
             roster.pending = True
@@ -542,8 +571,10 @@ class Machine:
         if roster.policy.forming_failures > 1:
             ready = self._remove_unreachable(ready)
         order = rules.next_members(roster, ready)
+        most = rules.most_ranks(roster)
         if len(order) < low:
-            if len(ready) >= low and not roster.any_in(Stage.STARTING):
+            allowed = most is None or most >= low
+            if len(ready) >= low and allowed and not roster.any_in(Stage.STARTING):
                 self._fail(FailureKind.NO_PROGRESS, why.PlacesDiffer())
         elif roster.policy.cannot_form():
             self._fail(FailureKind.NO_PROGRESS, why.CannotForm(roster.causes()))
@@ -551,7 +582,7 @@ class Machine:
             chosen = set(order)
             for rank in ready:
                 if rank not in chosen and (rank.version != FRESH or rank.planned):
-                    self._end_rank(rank, "leave", why.EndOrder(why.EndReason.SCALED_DOWN))
+                    self._end_rank(rank, "leave", why.EndOrder(self._why_fewer()))
             known = set(roster.expected)
             self._publish(order)
             for rank in order:
@@ -597,7 +628,9 @@ class Machine:
         same = [rank.start for rank in order] == roster.expected
         if same and not causes and roster.plan and order[0].loop > roster.plan.loop:
             return True  # on to the next loop, with nothing changed
-        if policy.reset_limit_reached(roster.limits):
+        joined = [rank for rank in order if rank.start not in roster.expected]
+        by_share = not causes and (roster.gave_way or any(rank.by_share for rank in joined))
+        if not by_share and policy.reset_limit_reached(roster.limits):
             limit = roster.limits.reset_limit or 0
             self._fail(FailureKind.RESET_LIMIT, why.ResetLimit(limit, causes))
             return False
@@ -608,6 +641,7 @@ class Machine:
         if not self._makes_progress(order):
             return False
         policy.resets += 1
+        policy.resets_by_share += by_share
         roster.reset_causes.clear()
         self._record("reset", reason=why.Reset(causes, len(order)))
         return True
@@ -659,7 +693,7 @@ class Machine:
                 rank.version_at_join = max(newest, 0)
         roster.plan = plan
         roster.expected = [rank.start for rank in order]
-        roster.aborted = roster.pending = False
+        roster.aborted = roster.pending = roster.gave_way = False
         roster.backend = ""
         roster.short_since = None
         roster.user_errors.clear()
@@ -770,7 +804,7 @@ class Machine:
         roster = self.roster
         newcomers = []
         for slot in slots:
-            rank = Rank(start=roster.starts, slot=slot, since=self._now)
+            rank = Rank(start=roster.starts, slot=slot, since=self._now, by_share=roster.shared)
             roster.starts += 1
             roster.ranks[rank.start] = rank
             newcomers.append(rank)
@@ -794,6 +828,7 @@ class Machine:
     def _ask_to_leave(self, rank: Rank, reason: why.EndReason, *, soon: bool = False) -> None:
         """Have a rank leave: with its generation if it is in one, else at once."""
         rank.leaving, rank.leave_reason = True, reason
+        self.roster.gave_way |= reason == why.EndReason.SHARED
         rank.leave_deadline = self._now if soon else self._now + rules.STAY
         if rank.stage == Stage.STARTING:
             self._end_rank(rank, "leave", why.EndOrder(reason))

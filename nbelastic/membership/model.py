@@ -99,6 +99,12 @@ class Limits:
         good. Hosts are never excluded for good: without a range, for 10 to 600 s.
     slots_per_host : int or None
         Most ranks on one host.
+    priority : int
+        Among jobs of a cluster, higher ones are served first.
+    weight : float
+        Its part of what jobs of one priority share, relative to theirs.
+    preemptible : bool
+        Whether a job of a higher priority may take its floor, down to one rank.
     """
 
     np: int = 1
@@ -111,6 +117,9 @@ class Limits:
     reset_limit: int | None = None
     cooldown: tuple[float, float] | None = None
     slots_per_host: int | None = None
+    priority: int = 0
+    weight: float = 1.0
+    preemptible: bool = False
 
     def __post_init__(self) -> None:
         if self.max_np is not None and self.min_np > self.max_np:
@@ -118,7 +127,13 @@ class Limits:
         if self.cooldown is not None and not 0 <= self.cooldown[0] <= self.cooldown[1]:
             raise ValueError(f"cooldown={self.cooldown}: must be (lo, hi) with 0 <= lo <= hi")
 
-    def changed(self, min_np: int | None, max_np: int | None) -> Limits:
+    def changed(
+        self,
+        min_np: int | None,
+        max_np: int | None,
+        priority: int | None = None,
+        weight: float | None = None,
+    ) -> Limits:
         """Return the limits after a change; None leaves a limit as it is.
 
         If the new limit contradicts the other one, it changes that, too.
@@ -128,7 +143,14 @@ class Limits:
         if high is not None and low > high:
             low, high = (low, low) if max_np is None else (high, high)
         start = self.np if min_np is None else low
-        return dataclasses.replace(self, np=start, min_np=low, max_np=high)
+        return dataclasses.replace(
+            self,
+            np=start,
+            min_np=low,
+            max_np=high,
+            priority=self.priority if priority is None else priority,
+            weight=self.weight if weight is None else weight,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from .model import Place, Slot
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["arrange", "broken_pairs", "choose", "choose_removed", "count_by_host"]
-__all__ += ["place_of", "places_of"]
+__all__ = ["arrange", "broken_pairs", "choose", "choose_released", "choose_removed"]
+__all__ += ["count_by_host", "place_of", "places_of"]
 
 
 class Located(Protocol):
@@ -74,6 +74,36 @@ def choose(
             counts[host] = count + 1
             chosen.append(candidate)
     return chosen
+
+
+def choose_released(members: Sequence[T], number: int, *, keep: T | None = None) -> list[T]:
+    """Return so many members that leave.
+
+    Small hosts are left as a whole, so that the others stay together; else the youngest leave.
+
+    Parameters
+    ----------
+    members : sequence
+        The members, the oldest first.
+    number : int
+        How many leave.
+    keep : optional
+        A member that stays, as long as there is another.
+    """
+    left, released = list(members), list(members[:0])
+    while left and len(released) < number:
+        hosts: dict[str, list[T]] = {}
+        for member in reversed(left):
+            hosts.setdefault(member.slot.host, []).append(member)
+        room = number - len(released)
+        whole = [group for group in hosts.values() if len(group) <= room and keep not in group]
+        if whole and len(hosts) > 1:
+            gone = min(whole, key=len)  # of several, the one with the youngest rank
+        else:
+            gone = [next((member for member in reversed(left) if member is not keep), left[-1])]
+        released += gone
+        left = [member for member in left if member not in gone]
+    return released
 
 
 def place_of(slots: Sequence[Slot], rank: int) -> Place:

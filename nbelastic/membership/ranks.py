@@ -63,7 +63,8 @@ class Rank:
 
     `planned` is the newest generation that the rank was planned into. A rank that was asked to
     leave (`leaving`, because of `leave_reason`) stays until `leave_deadline` if no other rank holds
-    the state. `leave_sent` says whether the order to leave was sent.
+    the state. `leave_sent` says whether the order to leave was sent, and `by_share` whether the
+    rank was started in a job that shares its cluster.
 
     Every change of a counted field updates the counts in :class:`Ranks`.
     """
@@ -89,6 +90,7 @@ class Rank:
     progress_at: float = 0.0
     heartbeat_at: float = 0.0
     version_at_join: float = 0
+    by_share: bool = False
 
     counted_by: ClassVar[Ranks | None] = None
 

@@ -43,6 +43,8 @@ __all__ = [
     "ResetLimit",
     "ReturnedEarly",
     "SchedulerLost",
+    "ShareChanged",
+    "Sharing",
     "Shortage",
     "StateLost",
     "StepsDiffer",
@@ -154,6 +156,7 @@ class EndReason(str, enum.Enum):
     WORKER_LEAVING = "its worker was asked to leave"
     WORKER_EXCLUDED = "its worker is excluded for a while"
     SCALED_DOWN = "the job was scaled down"
+    SHARED = "another job of the cluster is to have its slot"
     LEFT_BEHIND = "the other ranks are past the point where it could join"
     FINISHING = "the job is finishing"
 
@@ -432,6 +435,7 @@ class UnusedReason(str, enum.Enum):
     NOT_IN_WORKERS = "not in workers"
     LACKS_RESOURCES = "lacks resources"
     TAKEN = "taken by another job"
+    RESERVED = "reserved for another job"
     OTHER_VERSIONS = "other versions"
     BEING_PREPARED = "being prepared"
     REFUSED = "refused"
@@ -490,6 +494,41 @@ class NotUsed(Reason):
     """A job trains with fewer ranks than it may have, and does not use these workers."""
 
     groups: tuple[UnusedGroup, ...]
+
+
+@dataclass(frozen=True)
+class Sharing(Reason):
+    """A job shares its cluster.
+
+    Attributes
+    ----------
+    share : int
+        Most ranks that it may have now.
+    slots : int
+        Slots of the cluster that it could use.
+    others : tuple of str
+        Some of the jobs that it shares with, by name.
+    number : int
+        Number of all these jobs.
+    suspended : bool
+        Whether it waits with one rank, which keeps its state, for slots that others have.
+    """
+
+    share: int
+    slots: int
+    others: tuple[str, ...]
+    number: int
+    suspended: bool = False
+
+
+@dataclass(frozen=True)
+class ShareChanged(Reason):
+    """Change of a job's share, from None or to None while it may have all slots."""
+
+    before: int | None
+    after: int | None
+    others: tuple[str, ...] = ()
+    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from .events import WeightsSampled
 from .failure_policy import FailurePolicy
 from .model import FRESH, Limits, Outcome, Plan, Slot, UnusedWorker
 from .ranks import Phase, Rank, Ranks, Stage
-from .reasons import GenerationLeft, Lost, RankId, Reason
+from .reasons import GenerationLeft, Lost, RankId, Reason, Sharing
 
 __all__ = ["Roster"]
 
@@ -81,6 +81,14 @@ class Roster:
         Lost members of the newest plan, by their workers' lasting names.
     last_death : str
         Cause of the last known death of a worker.
+    share : int or None
+        Most ranks that the job may have besides ``max_np``, while it shares its cluster.
+    sharing : Sharing or None
+        The share for people.
+    shared : bool
+        Whether it has ever had a share.
+    gave_way : bool
+        Whether ranks have left for other jobs since the newest plan.
     """
 
     limits: Limits
@@ -118,6 +126,10 @@ class Roster:
     own_failure: GenerationLeft | None = None
     lost: dict[str, Lost] = field(default_factory=dict)
     last_death: str = ""
+    share: int | None = None
+    sharing: Sharing | None = None
+    shared: bool = False
+    gave_way: bool = False
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from . import events as ev
 from .model import FRESH
-from .placement import arrange, choose, count_by_host
+from .placement import arrange, choose, choose_released, count_by_host
 from .ranks import Phase, Rank, Stage
 from .reasons import NeverMet, Presence, Shortage, UnusedGroup, UnusedReason
 
@@ -100,9 +100,23 @@ def free_slots(roster: Roster) -> list[Slot]:
     return free
 
 
+def most_ranks(roster: Roster) -> int | None:
+    """Return how many ranks the job may have now, by its limits and its share; None for any."""
+    most, share = roster.limits.max_np, roster.share
+    if share is None:
+        return most
+    return share if most is None else min(most, share)
+
+
+def suspended(roster: Roster) -> bool:
+    """Return whether the job waits with its state, because it has given way to other jobs."""
+    preempted = roster.share is not None and roster.share < roster.limits.min_np
+    return preempted and roster.limits.preemptible and roster.ran
+
+
 def slots_to_start(roster: Roster) -> list[Slot]:
     """Return the slots on which ranks are to be started now, as many as the job may have."""
-    staying, most = roster.counted.staying, roster.limits.max_np
+    staying, most = roster.counted.staying, most_ranks(roster)
     if not can_start(roster):
         return []
     if not roster.launched and within_reach(roster) < needed(roster):
@@ -115,7 +129,7 @@ def slots_to_start(roster: Roster) -> list[Slot]:
 
 def within_reach(roster: Roster) -> int:
     """Return how many ranks the job could have with the slots that are there now."""
-    count, most = roster.counted.staying, roster.limits.max_np
+    count, most = roster.counted.staying, most_ranks(roster)
     if can_start(roster) and (most is None or count < most):
         if roster.limits.slots_per_host is None and not roster.policy.excludes_any:
             count += len(roster.counted.vacant)
@@ -126,7 +140,7 @@ def within_reach(roster: Roster) -> int:
 
 def needed(roster: Roster) -> int:
     """Return how many slots the job waits for."""
-    low, high = roster.limits.min_np, roster.limits.max_np
+    low, high = roster.limits.min_np, most_ranks(roster)
     if roster.launched:
         return low
     return max(low, roster.limits.np if high is None else min(roster.limits.np, high))
@@ -218,7 +232,7 @@ def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
     candidates = [rank for rank in candidates if rank.loop == furthest]
     candidates.sort(key=lambda rank: (before.get(rank.start, len(before)), rank.start))
     holders = set(last_holders(roster)).intersection(candidates)
-    most = limits.max_np
+    most = most_ranks(roster)
     if most is not None and holders:
         most = max(most - len(holders), 1)
     others = [rank for rank in candidates if rank not in holders]
@@ -227,6 +241,19 @@ def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
     survivors = [rank for rank in candidates if rank in chosen and rank.start in before]
     newcomers = [rank for rank in candidates if rank in chosen and rank.start not in before]
     return arrange(survivors, newcomers)
+
+
+def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
+    """Return the members that leave because they are more than the job may have."""
+    most = most_ranks(roster)
+    if most is None or len(members) <= most:
+        return []
+    newest = max(rank.version for rank in members)
+    holders = [rank for rank in members if rank.version == newest]
+    by_age = sorted(members, key=lambda rank: rank.start)
+    only = holders[0] if len(holders) == 1 else None
+    released = choose_released(by_age, len(members) - most, keep=only)
+    return sorted(released, key=lambda rank: rank.start)
 
 
 def can_do_without(roster: Roster, rank: Rank) -> bool:
@@ -260,7 +287,7 @@ def left_behind(roster: Roster) -> list[Rank]:
 
 def surplus(roster: Roster) -> list[Rank]:
     """Return newcomers that are more than the job may have, the latest of them."""
-    most = roster.limits.max_np
+    most = most_ranks(roster)
     number = 0 if most is None else roster.counted.staying - most
     if number <= 0:
         return []
@@ -274,7 +301,8 @@ def newcomers_should_join(roster: Roster, members: list[Rank]) -> bool:
     limits, waiting = roster.limits, ready(roster)
     if not waiting:
         return False
-    larger = choose([*members, *waiting], most=limits.max_np, per_host=limits.slots_per_host)
+    most = most_ranks(roster)
+    larger = choose([*members, *waiting], most=most, per_host=limits.slots_per_host)
     waited = roster.now >= min(rank.since for rank in waiting) + JOIN_WINDOW
     alone = not roster.any_in(Stage.STARTING)
     return len(larger) > len(members) and (alone or waited)

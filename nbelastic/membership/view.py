@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from . import rules
@@ -52,6 +52,8 @@ class JobView:
     reason: Reason | None
     ranks: tuple[RankView, ...]
     backend: str
+    share: int | None = None
+    sharing: Reason | None = None
 
 
 def view(machine: Machine, now: float) -> JobView:
@@ -92,13 +94,16 @@ def _view(roster: Roster, size: int, ranks: list[RankView], reason: Reason | Non
         reason=reason,
         ranks=tuple(ranks),
         backend=roster.backend,
+        share=None if roster.ended else roster.share,
+        sharing=_sharing(roster),
     )
 
 
 def _state(roster: Roster) -> str:
     if roster.outcome is not None:
         return roster.outcome.kind if roster.phase == Phase.ENDED else "running"
-    if roster.phase == Phase.GATHERING and roster.plan is not None and roster.short_since is None:
+    gathering = roster.phase == Phase.GATHERING and roster.plan is not None
+    if gathering and roster.short_since is None and not rules.suspended(roster):
         return "forming"
     return _STATES.get(roster.phase, "waiting")
 
@@ -118,10 +123,20 @@ def _rank_view(roster: Roster, rank: Rank, number: int | None) -> RankView:
     )
 
 
+def _sharing(roster: Roster) -> Reason | None:
+    """Return the share, where the job could have more ranks without it."""
+    share, high = roster.share, roster.limits.max_np
+    if roster.ended or roster.sharing is None or share is None:
+        return None
+    if high is not None and high <= share:
+        return None
+    return replace(roster.sharing, suspended=rules.suspended(roster))
+
+
 def _reason(roster: Roster, now: float) -> Reason | None:
     if roster.outcome is not None:
         return roster.outcome.reason
-    most = roster.limits.max_np
+    most = rules.most_ranks(roster)
     if roster.phase != Phase.GATHERING:
         if roster.stopping:
             return StopPending()

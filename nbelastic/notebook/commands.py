@@ -155,7 +155,8 @@ class Commands:
             self._say(f"{job.name} stops now")
 
     def _scale(self, words: list[str]) -> None:
-        options = self._parse("scale", words, min_np=count(1), max_np=count(1))
+        kinds = {"min_np": count(1), "max_np": count(1), "priority": int, "weight": float}
+        options = self._parse("scale", words, **kinds)
         job = self.find(options.pop("job"))
         if not options:
             raise MagicOptionError(

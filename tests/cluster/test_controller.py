@@ -50,6 +50,9 @@ class FakeWorkerOps:
     def send(self, record: JobRecord, message: Any) -> None:
         self.done.append((type(message), message.seq))
 
+    def rearrange(self) -> None:
+        """Nothing is shared here."""
+
     def restart_worker(self, slot: Slot, reason: str) -> None:
         self.done.append(("restart", slot.id))
 

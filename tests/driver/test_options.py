@@ -42,6 +42,11 @@ ROOT = Path(__file__).parents[2]
         ({"blacklist_cooldown": (0, 10)}, "blacklist_cooldown"),
         ({"resources": {"GPU": 0}}, "resources"),
         ({"slots_per_host": 0}, "slots_per_host=0"),
+        ({"priority": 1.5}, r"priority=1\.5: must be a whole number"),
+        ({"priority": True}, "priority=True"),
+        ({"weight": 0}, "weight=0: must be a number above 0"),
+        ({"weight": float("inf")}, "weight=inf"),
+        ({"preemptible": 1}, "preemptible=1: must be True or False"),
         ({"backend": "mpi"}, "backend='mpi': must be one of auto, gloo, shm"),
         ({"backend": "pygloo"}, "heartbeat_timeout=10: with backend='pygloo' it must be above 30"),
         ({"name": "a job"}, "name='a job'"),
@@ -185,6 +190,21 @@ def test_a_scale_that_is_no_whole_number_is_refused(options):
         job.scale(**options)
     with pytest.raises(OptionError, match=r"Job.scale: .* did you mean max_np\?"):
         job.scale(max_workers=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"priority": "high"}, "priority='high'"), ({"weight": -1}, "weight=-1")],
+)
+def test_a_scale_to_no_place_among_jobs_is_refused(options, message):
+    job = Job(Driver("scaled", Options(np=2), lambda: None))
+    with pytest.raises(OptionError, match=message):
+        job.scale(**options)
+
+
+def test_a_jobs_place_among_others_is_part_of_its_limits():
+    limits = Options(priority=-2, weight=2, preemptible=True).limits()
+    assert (limits.priority, limits.weight, limits.preemptible) == (-2, 2.0, True)
 
 
 @pytest.mark.parametrize(

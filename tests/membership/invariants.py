@@ -156,11 +156,12 @@ class Checked:
         assert not in_older, f"{in_older} have not left the generation before"
 
     def check_2_shape(self, plan: Plan) -> None:
-        """Ranks are 0..n-1 without gaps, min_np <= n <= max_np; a slot once; hosts contiguous."""
+        """Ranks are 0..n-1, min_np <= n <= max_np and the share; a slot once; hosts contiguous."""
         limits, members = self.roster.limits, plan.members
         assert [plan.rank_of(m.start) for m in members] == list(range(len(members)))
         kept = sum(self.roster.ranks[member.start].leaving for member in members)
-        most = max(limits.max_np, kept + 1) if limits.max_np is not None else math.inf
+        bounds = [bound for bound in (limits.max_np, self.roster.share) if bound is not None]
+        most = max(min(bounds), kept + 1) if bounds else math.inf
         assert limits.min_np <= len(members) <= most
         assert len({member.slot.id for member in members}) == len(members)
         sizes = [(host, len(list(on))) for host, on in groupby(m.slot.host for m in members)]

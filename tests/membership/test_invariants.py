@@ -30,6 +30,7 @@ from nbelastic.membership import (
     RankRaised,
     RankReady,
     RankReturned,
+    ShareSet,
     Slot,
     SlotBusy,
     SlotDied,
@@ -81,6 +82,7 @@ class FaultyWorld(RuleBasedStateMachine):
             after=st.sampled_from([0.0, 0.3, 3.0]),
             ahead=st.sampled_from([0.0, 0.0, 0.5]),
         ),
+        preemptible=flags,
         slow=st.sampled_from([False, False, False, True]),
         jitter=st.sampled_from([0.0, 0.0, 0.05]),
         seed=numbers,
@@ -95,6 +97,7 @@ class FaultyWorld(RuleBasedStateMachine):
         per_host: int | None,
         reset_limit: int | None,
         script: Script,
+        preemptible: bool,
         slow: bool,
         jitter: float,
         seed: int,
@@ -112,6 +115,7 @@ class FaultyWorld(RuleBasedStateMachine):
             reset_limit=reset_limit,
             cooldown=cooldown,
             slots_per_host=per_host,
+            preemptible=preemptible,
         )
         if slow:
             script.step, script.batches = 10.0, 5
@@ -181,6 +185,16 @@ class FaultyWorld(RuleBasedStateMachine):
     def scale(self, low: int | None, high: int | None) -> None:
         self.world.tell(LimitsChanged(min_np=low, max_np=high))
 
+    @rule(share=st.none() | st.integers(0, 5), offered=flags, name=names, reclaims=flags)
+    def share(self, share: int | None, offered: bool, name: str, reclaims: bool) -> None:
+        """Have other jobs come and go."""
+        workers = [w for w in self.alive() if w.holder is None and not w.leaving]
+        slots = [worker.slot for worker in workers]
+        reclaimed = [worker.slot.id for worker in self.alive() if worker.slot.name == name]
+        self.world.tell(ShareSet(share, 6, ("other",), 1, tuple(reclaimed if reclaims else ())))
+        if offered or share is None:
+            self.world.tell(SlotsFound(tuple(slots)))
+
     @rule(now=flags, rarely=st.integers(0, 20))
     def stop(self, now: bool, rarely: int) -> None:
         if rarely < 3:
@@ -243,6 +257,9 @@ class FaultyWorld(RuleBasedStateMachine):
             return
         world = self.world
         world.jitter = 0.0
+        world.tell(ShareSet(None))
+        free = [w.slot for w in self.alive() if w.holder is None and not w.leaving]
+        world.tell(SlotsFound(tuple(free)))
         for rank in list(world.ranks.values()):
             if rank.hung:
                 world.on(rank.worker, 0.0, rank.recover)

@@ -32,7 +32,8 @@ def test_every_option_of_fit_is_there_and_no_other():
 def test_every_option_of_fit_is_read_as_fit_takes_it():
     line = (
         "--cluster client --np 3 --min-np 2 --max-np 4 --workers alice bob --resources GPU=1 "
-        "MEM=2.5 --slots-per-host 2 --reset-limit 0 --elastic-timeout 60 --stall-timeout 0.5 "
+        "MEM=2.5 --slots-per-host 2 --priority -1 --weight 2 --preemptible --reset-limit 0 "
+        "--elastic-timeout 60 --stall-timeout 0.5 "
         "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --lease 600 "
         "--checkpoint runs/resnet --checkpoint-every 50 --resume --backend shm --name resnet"
     )
@@ -45,6 +46,9 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "workers": ("alice", "bob"),
         "resources": {"GPU": 1.0, "MEM": 2.5},
         "slots_per_host": 2,
+        "priority": -1,
+        "weight": 2.0,
+        "preemptible": True,
         "reset_limit": 0,
         "elastic_timeout": 60.0,
         "stall_timeout": 0.5,

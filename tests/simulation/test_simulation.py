@@ -34,6 +34,15 @@ def test_whatever_happens_the_invariants_hold(shard: int) -> None:
         pytest.fail(f"{[end[0] for end in failing]}\n{story(failing[0][0])}")
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_whatever_happens_on_a_shared_cluster_the_invariants_hold(planned: bool) -> None:
+    for seed in range(50):
+        try:
+            simulate(seed, planned=planned, shared=True)
+        except Exception as error:
+            pytest.fail(f"seed {seed}, {planned=}: {type(error).__name__}: {error}")
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_what_was_found_once_stays_found(name: str) -> None:
     simulate(KEPT[name])

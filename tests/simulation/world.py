@@ -21,6 +21,7 @@ from .kernels import Kernels
 from .loop import Hub, Process, Stuck
 from .network import Network
 from .script import make_script
+from .shares import have_others
 from .stage import staged
 from .worker import SimNanny, SimWorker
 
@@ -41,7 +42,9 @@ SETTLING = 45.0
 class World:
     """Everything in one schedule."""
 
-    def __init__(self, seed: int, *, tracing: bool = False, planned: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, tracing: bool = False, planned: bool = False, shared: bool = False
+    ) -> None:
         self.seed = seed
         self.random = chance = random.Random(seed)
         self.hub = Hub(chance)
@@ -79,6 +82,8 @@ class World:
         self.faults = make_faults(chance, chance.choice((0.3, 2.0, 6.0)), planned=planned)
         self.kernels = Kernels(self, self.options)
         self.calm = Calm(self)
+        if shared:
+            have_others(self)
 
     # -- building -----------------------------------------------------------------------------
 
@@ -231,13 +236,16 @@ class World:
         assert not left, f"left behind: {left}"
 
 
-def simulate(seed: int, *, tracing: bool = False, planned: bool = False) -> World:
+def simulate(
+    seed: int, *, tracing: bool = False, planned: bool = False, shared: bool = False
+) -> World:
     """Play one schedule; raise AssertionError where something does not hold.
 
-    With `planned`, it has no faults but changes that everybody is told of before.
+    With `planned`, it has no faults but changes that everybody is told of before; with `shared`,
+    there are other jobs on the cluster.
     """
     with staged():
-        world = World(seed, tracing=tracing, planned=planned)
+        world = World(seed, tracing=tracing, planned=planned, shared=shared)
         user._stage.append(world)
         try:
             world.run()

@@ -26,6 +26,7 @@ from nbelastic.membership import (
     Abort,
     Beats,
     EndRank,
+    LimitsChanged,
     Notify,
     Phase,
     Publish,
@@ -67,6 +68,9 @@ class WorkerOps(Protocol):
 
     def send(self, record: JobRecord, message: Message) -> None:
         """Send a message to a job's driver."""
+
+    def rearrange(self) -> None:
+        """Decide anew how the jobs share the cluster."""
 
     def restart_worker(self, slot: Slot, reason: str) -> None:
         """Restart a worker."""
@@ -145,7 +149,10 @@ class JobController:
 
     def _apply(self, event: Event, now: float, chance: float) -> None:
         machine = self._record.machine
-        for effect in machine.handle(event, now, chance):
+        effects = machine.handle(event, now, chance)
+        if effects or isinstance(event, LimitsChanged):
+            self._ops.rearrange()
+        for effect in effects:
             size = 0 if machine.roster.ended else machine.roster.counted.present
             self._record.log.note_effect(effect, size)
             self._carry_out(effect)

@@ -93,6 +93,7 @@ class JobService:
             return "gone"  # this came later, on a connection of its own
         if asked.job in self._jobs:
             return "taken"
+        self._plugin.arbiter.open()
         record = self._jobs[asked.job] = JobRecord(
             client=asked.client,
             topic=asked.topic,
@@ -135,6 +136,7 @@ class JobService:
         if record is None or (record.uid, record.epoch) != (uid, epoch):
             return self._plugin.free_workers()
         record.closing = True
+        self._plugin.arbiter.look()
         await _until(lambda: record.steps >= steps)
         self._plugin.order(record, EndRankOrder(job, 0, "evict", "the job has ended"), record.ranks)
         await _until(lambda: not record.ranks and not self._busy(record))
@@ -152,9 +154,22 @@ class JobService:
         found = []
         for name, record in self._jobs.items():
             seen = view(record.machine, record.machine.roster.now)
-            attached = record.client is not None
+            limits = record.machine.roster.limits
             found.append(
-                JobSummary(name, seen.state, seen.size, seen.commits, record.started, attached)
+                JobSummary(
+                    name=name,
+                    state=seen.state,
+                    size=seen.size,
+                    commits=seen.commits,
+                    started=record.started,
+                    attached=record.client is not None,
+                    priority=limits.priority,
+                    weight=limits.weight,
+                    min_np=limits.min_np,
+                    max_np=limits.max_np,
+                    slots=len(record.ranks),
+                    share=seen.share,
+                )
             )
         return pack(JobSummaries(tuple(found)))
 
@@ -213,6 +228,7 @@ class JobService:
         for start, slot in record.ranks.items():
             if record.key(start) not in self._scheduler.tasks:
                 self._plugin.grant(record, start, slot)
+        self._plugin.arbiter.decide()
         self._plugin.announce_all(job)
 
     def leave(self, client: str) -> None:
@@ -242,6 +258,7 @@ class JobService:
             return
         self._take_back(job, record)
         record.controller.abandon()
+        self._plugin.arbiter.look()
 
     def _take_back(self, job: str, record: JobRecord) -> None:
         """Take back slots for which the kernel has not submitted a task: no other will."""

@@ -51,9 +51,11 @@ from nbelastic.membership import (
     UnusedReason,
     UnusedWorker,
     WorkersUnused,
+    rules,
 )
 
 from .agent_install import AgentInstaller
+from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
 from .intake import Intake
 from .job_service import JobService
@@ -97,6 +99,7 @@ class ElasticPlugin(SchedulerPlugin):
             scheduler, self.jobs, self._workers, self._event, self._to_driver
         )
         self._scaling = ScalingHooks(self, scheduler)
+        self.arbiter = Arbiter(scheduler, self.jobs, self._workers, self._offer)
         intake = Intake(scheduler, self._distrust)
         intake.of_agents(Hello, self._hello)
         intake.of_agents(RankEvent, self._report)
@@ -112,6 +115,7 @@ class ElasticPlugin(SchedulerPlugin):
         """Stop watching: the scheduler is closing."""
         self._heartbeats.stop()
         self._review.stop()
+        self.arbiter.stop()
         for record in self.jobs.values():
             record.controller.stop()
         for task in self._tasks:
@@ -127,6 +131,7 @@ class ElasticPlugin(SchedulerPlugin):
         await asyncio.gather(*(self._agents.install(address) for address in without))
         if job in self.jobs:
             self.jobs[job].opening = False
+            self.arbiter.decide()
             self.announce_all(job)
             self._review_job(job, self.jobs[job])
 
@@ -140,6 +145,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._job_service.forget_tasks([record.key(s) for s in range(record.machine.roster.starts)])
         for host in self._workers.values():
             self._to_agent(host, pack(ForgetOrder(job)))
+        self.arbiter.look()
         self._settle()
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
@@ -163,6 +169,7 @@ class ElasticPlugin(SchedulerPlugin):
         if not self.jobs:
             self._heartbeats.stop()
             self._review.stop()
+            self.arbiter.stop()
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -197,12 +204,17 @@ class ElasticPlugin(SchedulerPlugin):
         self._heartbeats.warm_up(slot.id)
         for name in self.jobs:
             self._announce(name, [slot.id])
+        self.arbiter.look()
 
     def announce_all(self, job: str) -> None:
         """Tell a driver of all free slots that it may use."""
         self._announce(job, list(self._workers))
 
+    def _offer(self, job: str, slots: Iterable[str] | None) -> None:
+        self._announce(job, list(self._workers) if slots is None else slots)
+
     def _review_all(self) -> None:
+        self.arbiter.decide()
         for name, record in list(self.jobs.items()):
             self._review_job(name, record)
 
@@ -212,12 +224,12 @@ class ElasticPlugin(SchedulerPlugin):
         Dask does not announce that it resumes a paused worker. So a worker without an obstacle any
         more gets its agent, or is offered, here.
         """
-        limits = record.machine.roster.limits
-        full = limits.max_np is not None and len(record.ranks) >= limits.max_np
+        most = rules.most_ranks(record.machine.roster)
+        full = most is not None and len(record.ranks) >= most
         if record.client is None or record.opening or record.closing or full:
             return
         before = {each.worker for each in record.unused}
-        found = [self._unused(record, address) for address in self._scheduler.workers]
+        found = [self._unused(job, record, address) for address in self._scheduler.workers]
         unused = [each for each in found if each is not None]
         now = {each.worker for each in unused}
         if unused != record.unused:
@@ -229,12 +241,15 @@ class ElasticPlugin(SchedulerPlugin):
         free = [address for address in before - now if address in self._addresses]
         self._announce(job, [self._addresses[address] for address in free])
 
-    def _unused(self, record: JobRecord, address: str) -> UnusedWorker | None:
+    def _unused(self, job: str, record: JobRecord, address: str) -> UnusedWorker | None:
         """Return why a worker is not offered to a job; None if it is, or has a rank of it."""
         state = self._scheduler.workers[address]
         slot = self._addresses.get(address)
         if slot is not None and slot not in record.ranks.values():
-            return obstacle(record, state, self._workers[slot])
+            problem, other = obstacle(record, state, self._workers[slot]), None
+            if problem is None and not self.arbiter.offers(job, slot):
+                other = self.arbiter.reserved_for(slot)
+            return UnusedWorker(address, UnusedReason.RESERVED, other) if other else problem
         if slot is not None:
             return None
         problem = misfit(record, state)
@@ -252,7 +267,7 @@ class ElasticPlugin(SchedulerPlugin):
         for slot in slots:
             host = self._workers[slot]
             state = self._scheduler.workers.get(host.address)
-            if state is None or host.holder is not None:
+            if state is None or host.holder is not None or not self.arbiter.offers(job, slot):
                 continue
             if obstacle(record, state, host) is None:
                 found.append(host.slot)
@@ -278,6 +293,7 @@ class ElasticPlugin(SchedulerPlugin):
                 record.ranks.pop(start)
             self._job_service.forget_tasks([record.key(start) for start in lost])
             self._event(name, SlotGone(slot))
+        self.arbiter.look()
 
     async def _tell_death(self, nanny: str, host: WorkerRecord, job: str) -> None:
         """Report the cause of death of a rank's process, once it is known."""
@@ -295,6 +311,7 @@ class ElasticPlugin(SchedulerPlugin):
         host.leaving = True
         for name in self.jobs:
             self._event(name, SlotLeaving(slot, soon))
+        self.arbiter.look()
         return [] if host.holder is None else [host.holder]
 
     def holds(self, rank: tuple[str, int]) -> bool:
@@ -338,14 +355,20 @@ class ElasticPlugin(SchedulerPlugin):
             return SlotGone(slot)
         if host.holder is not None or host.leaving or record.client is None:
             return SlotBusy(slot)  # only a kernel can start a rank on it
+        if not self.arbiter.claim(job, slot):
+            return SlotBusy(slot)
         host.holder, host.has_beaten, host.silence = (job, effect.start), False, 0.0
         record.ranks[effect.start] = slot
         record.places[effect.start] = effect.place
         self.grant(record, effect.start, slot)
         return None
 
+    def rearrange(self) -> None:
+        """Decide anew how the jobs share the cluster."""
+        self.arbiter.look()
+
     def free(self, job: str, start: int, slot: str | None) -> None:
-        """Take a slot back from a rank, and offer it to all."""
+        """Take a slot back from a rank, and offer it to the job that it is for, or to all."""
         record = self.jobs.get(job)
         if record is not None:
             record.ranks.pop(start, None)
@@ -356,6 +379,7 @@ class ElasticPlugin(SchedulerPlugin):
                 self._workers[slot].holder = None
             for name in self.jobs:
                 self._announce(name, [slot])
+        self.arbiter.look()
 
     def grant(self, record: JobRecord, start: int, slot: str) -> None:
         """Have the driver start a rank on a slot that it was given."""

@@ -176,9 +176,11 @@ class JobRecord:
 
     @property
     def demand(self) -> int:
-        """How many ranks it would like to have."""
+        """How many ranks it has and would like to have; without a kernel it can start none."""
         limits = self.machine.roster.limits
         wanted = limits.max_np if limits.max_np is not None else max(limits.np, limits.min_np)
+        if self.client is None or self.machine.roster.ended:
+            wanted = 0
         return 0 if self.machine.roster.ended else max(wanted, len(self.ranks))
 
 

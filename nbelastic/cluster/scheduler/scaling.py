@@ -2,8 +2,10 @@
 
 Runs in the scheduler, in its event loop. Dask removes a retired worker within milliseconds although
 a task still runs on it, and sizes an adaptive cluster by expected durations, which say nothing
-about training. There are no hooks for either, so two handlers of the scheduler are wrapped. The
-original handlers are called in turn.
+about training. There are no hooks for either, so two methods of the scheduler are wrapped: as
+handlers of its clients, and as attributes for those who call them in its process (its HTTP API,
+which Dask's Kubernetes operator uses, and Dask Gateway's preload). The originals are called in
+turn.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ POLL = 0.01
 
 
 class ScalingHooks:
-    """Wraps the scheduler's ``retire_workers`` and ``adaptive_target`` handlers."""
+    """Wraps the scheduler's ``retire_workers`` and ``adaptive_target``."""
 
     def __init__(self, plugin: ElasticPlugin, scheduler: Scheduler) -> None:
         self._plugin = plugin
         self._scheduler = scheduler
         self._retire: Callable[..., Awaitable[Any]] = scheduler.handlers["retire_workers"]
         self._target: Callable[..., int] = scheduler.handlers["adaptive_target"]
-        scheduler.handlers["retire_workers"] = self.retire_workers
-        scheduler.handlers["adaptive_target"] = self.adaptive_target
+        for name in ("retire_workers", "adaptive_target"):
+            scheduler.handlers[name] = getattr(self, name)
+            setattr(scheduler, name, getattr(self, name))
 
     async def retire_workers(
         self, workers: list[str] | None = None, names: list[Any] | None = None, **kwargs: Any

@@ -56,7 +56,7 @@ from nbelastic.membership import RankLeft, RankRaised, Slot
 from .environment import own_interface, versions
 from .fault_injector import FaultInjector
 from .output_buffer import OutputBuffer
-from .signals import ignore_interrupts
+from .signals import ignore_interrupts, leave_on_termination
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -98,6 +98,7 @@ class Agent(WorkerPlugin):
         """Take up work: listen to the scheduler and say hello."""
         self._worker = worker
         self._heed_interrupts = ignore_interrupts()
+        self._heed_termination = leave_on_termination(self._terminate)
         self._sessions: dict[Key, Session] = {}
         self._ended_early: set[Key] = set()
         self._payloads: dict[str, JobPayload] = {}
@@ -112,10 +113,8 @@ class Agent(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """Let ranks leave at their next commit, then end them: the worker is closing."""
         self._beats.stop()
-        for (job, start), session in list(self._sessions.items()):
-            self._send(RankLeaving(job, start))
-            session.on_end("leave", "its worker is closing")
-        await self._wait_for_ranks()
+        self._heed_termination()
+        await self._leave("its worker is closing")
         if self._sessions:
             for session in self._sessions.values():
                 session.on_end("evict", "its worker is closing")
@@ -124,6 +123,24 @@ class Agent(WorkerPlugin):
             self._heed_interrupts()
         elif _ends_with(worker):
             gc.freeze()  # a last search for garbage through all of torch would take it a second
+
+    def _terminate(self, go_on: Callable[[], None]) -> None:
+        """Have ranks leave before the process ends; called in a signal handler."""
+
+        async def leave() -> None:
+            try:
+                await self._leave("its worker was terminated")
+            finally:
+                go_on()
+
+        self._worker.loop.add_callback(leave)
+
+    async def _leave(self, reason: str) -> None:
+        """Have ranks leave at their next commit, as far as they reach it in time."""
+        for (job, start), session in list(self._sessions.items()):
+            self._send(RankLeaving(job, start))
+            session.on_end("leave", reason)
+        await self._wait_for_ranks()
 
     async def _wait_for_ranks(self) -> None:
         """Wait until no rank is left, for as long as a closing worker gives them."""

@@ -1,4 +1,4 @@
-"""Shield worker processes from interrupts that are meant for the kernel.
+"""Handle signals in workers: interrupts meant for the kernel, and termination.
 
 Runs in workers, in their main thread, and in the event loop that starts them. JupyterLab's
 Interrupt, like Ctrl-C in a terminal, sends SIGINT to the kernel's whole process group. The workers
@@ -6,6 +6,9 @@ of a ``LocalCluster`` in the kernel belong to that group: each would close (dask
 whichever cell was to be interrupted. Nannies live in the kernel itself, or in a ``dask worker``
 process with a signal handler of its own; they still stop their workers, by messages. So a worker
 under a nanny has no use for SIGINT.
+
+A nanny that gets SIGTERM closes its worker in good order. A ``dask worker`` without one only ends
+its event loop, and its ranks with it. So there, ranks leave before Dask's handler is called.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ignore_interrupts", "start_processes_shielded"]
+__all__ = ["ignore_interrupts", "leave_on_termination", "start_processes_shielded"]
+
+HANDLERS_OF_DASK = "distributed._signals"
+"""Module of the signal handler of a ``dask worker`` without a nanny."""
 
 
 def ignore_interrupts() -> Callable[[], None]:
@@ -38,6 +44,31 @@ def ignore_interrupts() -> Callable[[], None]:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and before is not None:
             signal.signal(signal.SIGINT, before)
 
+    return undo
+
+
+def leave_on_termination(leave: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
+    """Have SIGTERM call ``leave(go_on)`` in a ``dask worker`` without a nanny; return the undoing.
+
+    Parameters
+    ----------
+    leave : callable
+        It is called in the signal handler, and has ``go_on()`` called when ranks have left, in the
+        main thread: what Dask does on SIGTERM. A second signal does that at once.
+    """
+    before: Any = signal.getsignal(signal.SIGTERM)
+    if getattr(before, "__module__", "") != HANDLERS_OF_DASK or not _in_main_thread():
+        return _nothing
+
+    def handle(signum: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, before)
+        leave(lambda: before(signum, frame))
+
+    def undo() -> None:
+        if signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, before)
+
+    signal.signal(signal.SIGTERM, handle)
     return undo
 
 

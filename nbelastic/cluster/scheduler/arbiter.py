@@ -1,0 +1,326 @@
+"""Share the slots of a cluster among its jobs.
+
+Runs in the scheduler, in its event loop. A *free* slot is *reserved* for one job, by the arbiter; a
+claim makes it *held*, until the plugin sees the end of the rank's task. The slot of a rank that was
+asked to end is *vacating*: it counts, but is no job's. Between a decision and the driver's step, a
+job acts by its former share; so each claim is checked against the newest decision, and a refused
+slot is offered again. A job without a kernel, or whose driver is silent, keeps what it has and gets
+no more. A job is *admitted* once it has held its floor: until then all its slots can be taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dask.config
+import yaml
+from dask.utils import parse_timedelta
+
+from nbelastic.errors import OptionError
+from nbelastic.membership import Phase, ShareSet, Stage, rules
+from nbelastic.sharing import SharedSlot, SharePolicy, SharingRules, SlotGroup, Want, assign
+
+from .records import differing, fits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from distributed import Scheduler
+
+    from .records import JobRecord, WorkerRecord
+
+__all__ = ["Arbiter", "read_rules"]
+
+SILENCE = 10.0
+"""Seconds without a step of its driver after which a job gets no more slots."""
+
+MOST_NAMES = 3
+"""Jobs that a share names; of the others it has the number."""
+
+_FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "nbelastic.yaml").read_text())
+_DEFAULTS: dict[str, Any] = _FILE["nbelastic"]["sharing"]
+
+
+def read_rules() -> SharingRules:
+    """Return the rules in Dask's configuration of this process.
+
+    Raises
+    ------
+    OptionError
+        A value is not possible.
+    """
+    values = {**_DEFAULTS, **(dask.config.get("nbelastic.sharing", None) or {})}
+    policy = values["policy"]
+    if policy not in ("fair", "first"):
+        raise OptionError(f"nbelastic.sharing.policy={policy!r}: must be 'fair' or 'first'")
+    return SharingRules(
+        policy, *(_seconds(name, values[name]) for name in ("settle", "protect", "patience"))
+    )
+
+
+def _seconds(name: str, value: Any) -> float:
+    try:
+        seconds = float(parse_timedelta(value, default="seconds"))
+    except (ValueError, KeyError, TypeError):
+        seconds = math.nan
+    if not seconds >= 0:
+        raise OptionError(
+            f"nbelastic.sharing.{name}={value!r}: must be a duration, such as '2 s' or '5 minutes'"
+        )
+    return seconds
+
+
+@dataclass
+class _Entry:
+    """What the arbiter remembers of a job."""
+
+    stepped_at: float
+    driver: tuple[int, int] = (0, 0)
+    admitted: bool = False
+    waiting_since: float | None = None
+    sent: ShareSet | None = None
+    offered: set[str] = field(default_factory=set)
+
+
+class Arbiter:
+    """Decides how many slots each job may have, and which.
+
+    Parameters
+    ----------
+    scheduler : distributed.Scheduler
+        The scheduler.
+    jobs : dict of str to JobRecord
+        The open jobs.
+    workers : dict of str to WorkerRecord
+        The workers with an agent, by their slots.
+    announce : callable
+        ``announce(job, slots)`` offers slots to a job; without slots, all.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        jobs: dict[str, JobRecord],
+        workers: dict[str, WorkerRecord],
+        announce: Callable[[str, Iterable[str] | None], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._jobs = jobs
+        self._workers = workers
+        self._announce = announce
+        self._policy: SharePolicy | None = None
+        self._entries: dict[str, _Entry] = {}
+        self._reserved: dict[str, str] = {}
+        self._next: asyncio.Handle | None = None
+
+    def open(self) -> None:
+        """Read the rules, if there is no job yet; raise what :func:`read_rules` does."""
+        if not self._jobs or self._policy is None:
+            self._policy = SharePolicy(read_rules())
+            self._entries.clear()
+            self._reserved.clear()
+
+    def stop(self) -> None:
+        """Decide nothing any more."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    def look(self) -> None:
+        """Decide anew in the next turn of the event loop: something has changed."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().call_soon(self.decide)
+
+    # -- claims and offers -----------------------------------------------------------------------
+
+    def offers(self, job: str, slot: str) -> bool:
+        """Return whether a free slot is for a job."""
+        return self._share(job) is None or self._reserved.get(slot) == job
+
+    def reserved_for(self, slot: str) -> str | None:
+        """Return the job for which a free slot is, if it is for one alone."""
+        return self._reserved.get(slot)
+
+    def claim(self, job: str, slot: str) -> bool:
+        """Return whether a job may have a slot now, by its newest share."""
+        share = self._share(job)
+        if share is None:
+            return True
+        reserved = self._reserved.get(slot, job)
+        if reserved == job and len(_staying(self._jobs[job])) < share:
+            self._reserved.pop(slot, None)
+            return True
+        self._entries[job].offered.discard(slot)
+        self.look()
+        return False
+
+    def _share(self, job: str) -> int | None:
+        entry = self._entries.get(job)
+        return None if entry is None or entry.sent is None else entry.sent.share
+
+    # -- decisions -------------------------------------------------------------------------------
+
+    def decide(self) -> None:
+        """Decide on shares, tell the jobs, and offer what is reserved for them."""
+        self.stop()
+        policy = self._policy
+        if policy is None or policy.rules.policy == "first":
+            return
+        jobs = {
+            name: record
+            for name, record in self._jobs.items()
+            if not (record.opening or record.closing or record.machine.roster.ended)
+        }
+        now = asyncio.get_running_loop().time()
+        self._entries = {name: self._entries.get(name) or _Entry(now) for name in jobs}
+        wants = [self._want(name, record, now) for name, record in jobs.items()]
+        slots = self._slots(jobs) if len(jobs) > 1 else []
+        groups = Counter((slot.host, slot.jobs) for slot in slots)
+        capacity = [SlotGroup(size, host, able) for (host, able), size in groups.items()]
+        given = policy.decide(wants, capacity, now)
+        shares = {job: share for job, share in given.items() if share is not None}
+        wants.sort(key=lambda want: (not want.running, -want.priority, want.since))
+        found = assign(wants, shares, slots) if shares and len(jobs) > 1 else None
+        self._reserved = {} if found is None else found.reserved
+        for job in jobs:
+            reclaimed = () if found is None else tuple(found.reclaimed.get(job, ()))
+            self._tell(job, given[job], wants, slots, reclaimed)
+        for job in shares:
+            self._offer(job)
+
+    def _want(self, job: str, record: JobRecord, now: float) -> Want:
+        roster, entry = record.machine.roster, self._entries[job]
+        limits, held = roster.limits, len(_staying(record))
+        if entry.driver != (record.epoch, record.steps):
+            entry.driver, entry.stepped_at = (record.epoch, record.steps), now
+        silent = now > entry.stepped_at + SILENCE
+        fixed = record.client is None or silent or not rules.can_start(roster)
+        entry.admitted |= held >= limits.min_np
+        running = entry.admitted or roster.plan is not None
+        if held >= limits.min_np:
+            entry.waiting_since = None
+        elif entry.waiting_since is None:
+            entry.waiting_since = now
+        soft = limits.preemptible and not fixed
+        kept = min(held, 1 if soft else limits.min_np) if running else 0
+        most = math.inf if limits.max_np is None else limits.max_np
+        return Want(
+            job,
+            since=record.started,
+            least=min(limits.min_np, held) if fixed else limits.min_np,
+            most=held if fixed else most,
+            kept=held if roster.phase == Phase.FINISHING else kept,
+            has=held,
+            running=running,
+            waiting_since=entry.waiting_since,
+            priority=limits.priority,
+            weight=limits.weight,
+            preemptible=soft,
+            per_host=limits.slots_per_host,
+        )
+
+    def _slots(self, jobs: dict[str, JobRecord]) -> list[SharedSlot]:
+        """Return all slots, the held ones first, by the age of their ranks."""
+        holders = {
+            slot: (start, name)
+            for name, record in jobs.items()
+            for start, slot in _staying(record).items()
+        }
+        hosts_matter = any(job.machine.roster.limits.slots_per_host for job in jobs.values())
+        alike = _alike(jobs)
+        everyone = frozenset(jobs)
+        found = []
+        for slot, worker in self._workers.items():
+            state = self._scheduler.workers.get(worker.address)
+            start, holder = holders.get(slot, (0, None))
+            if state is None or worker.leaving:
+                continue
+            able = {
+                name
+                for first, names in alike
+                if fits(first, state) and not differing(first, worker)
+                for name in names
+                if _usable(jobs[name], worker)
+            }
+            able |= set() if holder is None else {holder}
+            if able:
+                host = worker.slot.host if hosts_matter else ""
+                usable = None if able == everyone else frozenset(able)
+                free = worker.holder is None
+                found.append((holder is None, start, SharedSlot(slot, host, usable, holder, free)))
+        found.sort(key=lambda each: each[:2])
+        return [slot for _, _, slot in found]
+
+    def _tell(
+        self,
+        job: str,
+        share: int | None,
+        wants: list[Want],
+        slots: list[SharedSlot],
+        reclaimed: tuple[str, ...],
+    ) -> None:
+        """Send a job its share, if that is new to it."""
+        entry, record = self._entries[job], self._jobs[job]
+        if share is None:
+            if entry.sent is not None:
+                entry.sent = None
+                record.controller.take_in(ShareSet(None))
+                self._announce(job, None)
+            return
+        others = [want.job for want in wants if want.job != job]
+        usable = sum(slot.jobs is None or job in slot.jobs for slot in slots)
+        names = tuple(others[:MOST_NAMES])
+        event = ShareSet(share, usable, names, len(others), reclaimed)
+        before = entry.sent
+        if before is not None and set(reclaimed) <= set(before.reclaimed):
+            known = (before.share, before.slots, before.others, before.number)
+            if known == (share, usable, names, len(others)):
+                return
+        entry.sent = event
+        entry.offered.clear()
+        record.controller.take_in(event)
+
+    def _offer(self, job: str) -> None:
+        entry = self._entries[job]
+        mine = {slot for slot, owner in self._reserved.items() if owner == job}
+        entry.offered &= mine
+        new = [slot for slot in self._reserved if slot in mine and slot not in entry.offered]
+        if new:
+            entry.offered.update(new)
+            self._announce(job, new)
+
+
+def _staying(record: JobRecord) -> dict[int, str]:
+    """Return the slots of a job's ranks that were not asked to end, by their starts."""
+    ranks = record.machine.roster.ranks
+    return {
+        start: slot
+        for start, slot in record.ranks.items()
+        if start in ranks and not ranks[start].leaving and ranks[start].stage != Stage.ENDING
+    }
+
+
+def _alike(jobs: dict[str, JobRecord]) -> list[tuple[JobRecord, list[str]]]:
+    """Return groups of jobs that ask the same of workers, each with one of its records."""
+    groups: dict[Any, tuple[JobRecord, list[str]]] = {}
+    for name, record in jobs.items():
+        workers = None if record.workers is None else frozenset(record.workers)
+        asked = workers, _frozen(record.resources), _frozen(record.versions)
+        groups.setdefault(asked, (record, []))[1].append(name)
+    return list(groups.values())
+
+
+def _frozen(values: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    return frozenset(values.items())
+
+
+def _usable(record: JobRecord, worker: WorkerRecord) -> bool:
+    """Return whether a job has not given a worker up, for a while or for good."""
+    roster, slot = record.machine.roster, worker.slot
+    excluded = roster.policy.excludes_any and roster.excluded(slot)
+    return slot.id not in roster.departing and not excluded

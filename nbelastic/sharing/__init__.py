@@ -1,0 +1,22 @@
+"""Shares of the jobs of a cluster: pure functions of wants, slots and time.
+
+Nothing here reads a clock, starts a thread or opens a connection. :func:`shares` says how many
+slots each job should have, :class:`SharePolicy` when that takes effect, and :func:`assign` which
+slots are whose.
+"""
+
+from .assignment import Assignment, SharedSlot, assign
+from .fair_share import shares
+from .model import SlotGroup, Want
+from .policy import SharePolicy, SharingRules
+
+__all__ = [
+    "Assignment",
+    "SharePolicy",
+    "SharedSlot",
+    "SharingRules",
+    "SlotGroup",
+    "Want",
+    "assign",
+    "shares",
+]

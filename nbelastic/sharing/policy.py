@@ -1,0 +1,142 @@
+"""Time changes of shares: at once, or later, so that jobs reset rarely."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from .fair_share import shares
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .model import SlotGroup, Want
+
+__all__ = ["SharePolicy", "SharingRules"]
+
+
+@dataclass(frozen=True)
+class SharingRules:
+    """Rules by which jobs share a cluster. All times are in seconds.
+
+    Attributes
+    ----------
+    policy : str
+        ``fair``, or ``first``: every job takes what it finds free, and keeps it.
+    settle : float
+        How long a job's share has to be different before it grows, or shrinks only to be fair.
+    protect : float
+        How long a job keeps its size before it gives up slots only to be fair.
+    patience : float
+        How long a job waits for its floor before no later job starts before it.
+    """
+
+    policy: str = "fair"
+    settle: float = 2.0
+    protect: float = 30.0
+    patience: float = 300.0
+
+
+@dataclass
+class _Memory:
+    """A job's share, when it changed, and since when it should be larger or smaller."""
+
+    share: int | None = None
+    changed: float = -math.inf
+    growing_since: float | None = None
+    shrinking_since: float | None = None
+
+
+class SharePolicy:
+    """Shares of the jobs of one cluster, in the course of time.
+
+    A job is admitted, and others shrink for that, at once. All other changes wait for `settle`
+    seconds, and a job shrinks only to be fair no sooner than `protect` seconds after its last
+    change. A job that is alone has no share: it may have all slots.
+
+    Parameters
+    ----------
+    rules : SharingRules
+        Its rules.
+    """
+
+    def __init__(self, rules: SharingRules) -> None:
+        self.rules = rules
+        self._jobs: dict[str, _Memory] = {}
+
+    def share(self, job: str) -> int | None:
+        """Return the present share of a job; None for no bound."""
+        return self._jobs[job].share if job in self._jobs else None
+
+    def decide(
+        self, wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float
+    ) -> dict[str, int | None]:
+        """Return the share that each job has from now on.
+
+        Parameters
+        ----------
+        wants : sequence of Want
+            What the jobs want; `has` is what they hold.
+        capacity : sequence of SlotGroup
+            All slots.
+        now : float
+            The time, on the clock of the wants.
+        """
+        self._jobs = {want.job: self._jobs.get(want.job, _Memory()) for want in wants}
+        if self.rules.policy == "first":
+            return dict.fromkeys(self._jobs)
+        if len(wants) < 2:
+            return {want.job: self._alone(want, now) for want in wants}
+        aims = shares(wants, capacity, now, self.rules.patience)
+        admitting = any(want.has < want.least <= aims[want.job] for want in wants)
+        keeping = {
+            want.job: self._keeps(want, aims[want.job], now, admitting=admitting) for want in wants
+        }
+        bounded = [self._bounded(want, aims[want.job], now, keeping[want.job]) for want in wants]
+        given = shares(bounded, capacity, now, self.rules.patience)
+        return {job: self._note(job, max(given[job], keeping[job]), now) for job in given}
+
+    def _alone(self, want: Want, now: float) -> int | None:
+        memory = self._jobs[want.job]
+        if memory.share is not None and want.has >= want.least and not self._may_grow(memory, now):
+            return memory.share
+        return self._note(want.job, None, now)
+
+    def _keeps(self, want: Want, aim: int, now: float, *, admitting: bool) -> int:
+        """Return the share that a job keeps, because it is too early to take slots from it."""
+        memory = self._jobs[want.job]
+        if memory.share is None or aim >= memory.share:
+            memory.shrinking_since = None
+            return 0
+        return 0 if admitting or self._may_shrink(memory, now) else memory.share
+
+    def _bounded(self, want: Want, aim: int, now: float, keeps: int) -> Want:
+        """Return a want that keeps what may not be taken now, and asks for no growth too early."""
+        memory = self._jobs[want.job]
+        if memory.share is None:
+            return want
+        kept, most = max(want.kept, min(want.has, keeps)), max(aim, memory.share)
+        if aim <= memory.share:
+            memory.growing_since = None
+        elif memory.share >= want.least and not self._may_grow(memory, now):
+            most = memory.share
+        return replace(want, kept=kept, most=max(min(want.most, most), want.least, kept))
+
+    def _may_shrink(self, memory: _Memory, now: float) -> bool:
+        if memory.shrinking_since is None:
+            memory.shrinking_since = now
+        settled = now >= memory.shrinking_since + self.rules.settle
+        return settled and now >= memory.changed + self.rules.protect
+
+    def _may_grow(self, memory: _Memory, now: float) -> bool:
+        if memory.growing_since is None:
+            memory.growing_since = now
+        return now >= memory.growing_since + self.rules.settle
+
+    def _note(self, job: str, share: int | None, now: float) -> int | None:
+        memory = self._jobs[job]
+        if share != memory.share:
+            memory.share, memory.changed = share, now
+            memory.growing_since = memory.shrinking_since = None
+        return share

@@ -1,0 +1,308 @@
+"""The real scheduler plugin on a made-up cluster: several jobs, and ranks that do as they are told.
+
+Everything that takes time in a real cluster waits in a list until a test lets it happen: steps of
+drivers, and actions of ranks. So any order can be tried.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from distributed.core import Status
+
+from nbelastic.cluster.process_state import ProcessId
+from nbelastic.cluster.scheduler.plugin import ElasticPlugin
+from nbelastic.cluster.wire import (
+    AbortOrder,
+    AttachRequest,
+    ChangeOrder,
+    EndRankOrder,
+    Hello,
+    JobPayload,
+    JobTerms,
+    JournalStep,
+    OpenRequest,
+    PlanOrder,
+    RankEnded,
+    RankEvent,
+    SlotGranted,
+    pack,
+    pack_machine,
+    unpack,
+    unpack_for_driver,
+)
+from nbelastic.membership import (
+    FRESH,
+    Beat,
+    Beats,
+    Event,
+    Limits,
+    Machine,
+    Phase,
+    RankFormed,
+    RankLeft,
+    RankReady,
+    Slot,
+    Stage,
+    StopRequested,
+)
+
+VERSIONS = {"python": "3", "nbelastic": "1", "torch": "2"}
+
+
+@dataclass
+class FakeRank:
+    """A rank, as its agent would have it."""
+
+    job: str
+    start: int
+    worker: str
+    state: str = "starting"
+    generation: int = 0
+    heard: int = 0
+    version: int = FRESH
+    leaving: bool = False
+    noticed: int = 0
+    aborted: int = 0
+
+
+@dataclass
+class Driven:
+    """A job as its kernel has it."""
+
+    name: str
+    client: str
+    number: int = 0
+    own: list[Event] = field(default_factory=list)
+
+
+class SharedCluster:
+    """A scheduler with the plugin, workers and jobs."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.workers: dict[str, Any] = {}
+        self.stream_comms: dict[str, Any] = {}
+        self.client_comms: dict[str, Any] = {}
+        self.clients: dict[str, Any] = {"fire-and-forget": None}
+        self.tasks: dict[str, Any] = {}
+        self.handlers: dict[str, Any] = {"retire_workers": None, "adaptive_target": None}
+        self.stream_handlers: dict[str, Any] = {}
+        self.jobs: dict[str, Driven] = {}
+        self.ranks: dict[tuple[str, int], FakeRank] = {}
+        self.plugin = ElasticPlugin()
+        self.now = 0.0
+        self._born = 0
+
+    async def start(self) -> SharedCluster:
+        await self.plugin.start(self)  # type: ignore[arg-type]
+        self.plugin.chance = lambda: 0.5  # type: ignore[misc, method-assign]
+        return self
+
+    # -- the scheduler's face --------------------------------------------------------------------
+
+    def client_send(self, client: str, message: dict[str, Any]) -> None:
+        to_driver = unpack_for_driver(message["event"][1])
+        if isinstance(to_driver.message, SlotGranted):
+            granted = to_driver.message
+            name = next(each.name for each in self.jobs.values() if each.client == client)
+            record = self.plugin.jobs[name]
+            self.tasks[record.key(granted.start)] = SimpleNamespace(state="processing")
+            key = name, granted.start
+            self.ranks.setdefault(key, FakeRank(name, granted.start, granted.slot.worker))
+
+    def worker_send(self, address: str, message: dict[str, Any]) -> None:
+        order = unpack(message["message"])
+        rank = self.ranks.get((getattr(order, "job", ""), getattr(order, "start", -1)))
+        if rank is None or rank.worker != address:
+            return
+        if isinstance(order, PlanOrder):
+            rank.heard = order.plan.generation
+            if rank.state == "ready":
+                rank.state, rank.generation = "forming", order.plan.generation
+                rank.version = max(order.plan.version, 0)
+        elif isinstance(order, ChangeOrder):
+            rank.noticed = order.generation
+        elif isinstance(order, AbortOrder):
+            rank.aborted = order.generation
+        elif isinstance(order, EndRankOrder):
+            rank.leaving = True
+            if order.how != "leave":
+                rank.state = "over"
+
+    def client_desires_keys(self, **_: Any) -> None:
+        """Tasks stay anyway."""
+
+    def client_releases_keys(self, keys: list[str], client: str) -> None:
+        for key in keys:
+            self.tasks.pop(key, None)
+
+    async def broadcast(self, **_: Any) -> dict[str, Any]:
+        return {}
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def hire(self, name: str, host: str = "h", **resources: float) -> str:
+        self._born += 1
+        address = f"tcp://{name}:{self._born}"
+        self.workers[address] = SimpleNamespace(
+            address=address,
+            name=name,
+            status=Status.running,
+            resources=resources,
+            nanny=None,
+            processing={},
+        )
+        self.stream_comms[address] = SimpleNamespace()
+        slot = Slot(f"{name}#{self._born}", address, name, host)
+        self.plugin._hello(address, Hello(slot, VERSIONS, ProcessId(self._born, 0.0, "")))
+        return address
+
+    def kill_worker(self, address: str) -> None:
+        self.workers.pop(address)
+        self.stream_comms.pop(address)
+        for key in [key for key, rank in self.ranks.items() if rank.worker == address]:
+            self.ranks.pop(key)
+        self.plugin.remove_worker(self, address)  # type: ignore[arg-type]
+
+    async def open(self, name: str, resources: Any = None, **limits: Any) -> str:
+        job = self.jobs[name] = Driven(name, f"kernel of {name}")
+        self.clients[job.client] = None
+        self.now += 1.0
+        terms = JobTerms(
+            payload=JobPayload(b"", b"", b""),
+            workers=None,
+            resources=resources or {},
+            versions=VERSIONS,
+            heartbeat_timeout=1e9,
+            lease=1e9,
+            options=b"",
+            machine=pack_machine(Machine(Limits(elastic_timeout=1e9, stall_timeout=1e9, **limits))),
+        )
+        request = OpenRequest(name, name, job.client, f"topic {name}", terms)
+        problem = await self.handlers["nbelastic_open"](message=pack(request))
+        self.plugin.jobs[name].started = self.now
+        return str(problem)
+
+    def tell(self, name: str, event: Event) -> None:
+        """Have the owner of a job say something."""
+        self.jobs[name].own.append(event)
+
+    def kill_kernel(self, name: str) -> None:
+        client = self.jobs[name].client
+        self.clients.pop(client, None)
+        self.plugin.remove_client(self, client)  # type: ignore[arg-type]
+
+    async def attach(self, name: str) -> None:
+        job = self.jobs[name]
+        job.client, job.number = f"{job.client}'", 0
+        job.own.clear()
+        self.clients[job.client] = None
+        await self.handlers["nbelastic_attach"](
+            message=pack(AttachRequest(name, job.client, f"topic {job.client}", again=False))
+        )
+
+    # -- one thing after the other ---------------------------------------------------------------
+
+    def actions(self) -> list[Any]:
+        """Return what could happen next: a step of a driver, or of a rank."""
+        found: list[Any] = []
+        for name, job in self.jobs.items():
+            record = self.plugin.jobs.get(name)
+            driven = record is not None and record.client == job.client
+            if driven and (record.backlog or job.own):
+                found.append(lambda job=job: self._step(job))
+        found += [
+            lambda rank=rank: self._act(rank)
+            for rank in list(self.ranks.values())
+            if self._can_act(rank)
+        ]
+        return found
+
+    def step_all(self) -> None:
+        """Have all drivers do all that they have to do."""
+        for name, job in self.jobs.items():
+            record = self.plugin.jobs.get(name)
+            while record is not None and record.client == job.client and record.backlog:
+                self._step(job)
+
+    def _step(self, job: Driven) -> None:
+        record = self.plugin.jobs[job.name]
+        self.now += 0.001
+        own = job.own.pop(0) if job.own else None
+        seq = 0 if own is not None else next(iter(record.backlog))
+        head = (job.name, record.topic, record.epoch, record.steps + 1)
+        assert record.controller.step(JournalStep(*head, self.now, 0.5, seq, own))
+
+    def _can_act(self, rank: FakeRank) -> bool:
+        planned = rank.state == "member" and rank.noticed == rank.generation
+        broken = rank.state in ("member", "forming") and rank.aborted >= rank.generation
+        waiting = rank.state == "ready" and not rank.leaving
+        return not waiting and (rank.state != "member" or planned or broken)
+
+    def _act(self, rank: FakeRank) -> None:
+        key = (rank.job, rank.start)
+        member = rank.state in ("member", "forming")
+        if rank.state == "over" or (rank.leaving and not member):
+            self._end(rank)
+        elif rank.state == "starting":
+            rank.state = "ready"
+            self._say(rank, RankReady(*key[1:], 0, FRESH, 1, ("h", 1)))
+        elif member and rank.aborted >= rank.generation:
+            self._leave(rank, failed=True)
+        elif rank.state == "forming":
+            rank.state = "member"
+            self._say(rank, RankFormed(rank.start, rank.generation))
+        elif rank.leaving:
+            self._end(rank)
+        else:
+            rank.version = rank.generation
+            self._leave(rank, failed=False)
+
+    def _leave(self, rank: FakeRank, *, failed: bool) -> None:
+        rank.state = "ready"
+        version = float(max(rank.version, FRESH))
+        self._say(rank, RankReady(rank.start, rank.generation, version, 1, ("h", 1), failed))
+
+    def _end(self, rank: FakeRank) -> None:
+        self.ranks.pop((rank.job, rank.start))
+        self._say(rank, RankLeft(rank.start))
+        if rank.worker in self.workers:
+            self.plugin._ended(rank.worker, RankEnded(rank.job, rank.start))
+        record = self.plugin.jobs.get(rank.job)
+        if record is not None:
+            self.tasks.pop(record.key(rank.start), None)
+
+    def _say(self, rank: FakeRank, event: Event) -> None:
+        self.plugin._report(rank.worker, RankEvent(rank.job, event))
+
+    def beat(self) -> None:
+        """Have all members send a heartbeat."""
+        for rank in self.ranks.values():
+            if rank.state == "member":
+                beat = Beat(rank.start, 0, waiting=False, version=int(rank.version))
+                self.plugin._event(rank.job, Beats((beat,)))
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def roster(self, name: str) -> Any:
+        return self.plugin.jobs[name].machine.roster
+
+    def held(self) -> dict[str, int]:
+        """Return how many slots each job has."""
+        return {name: len(record.ranks) for name, record in self.plugin.jobs.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """Return with how many ranks each job trains."""
+        return {
+            name: len(self.roster(name).in_stage(Stage.MEMBER))
+            if self.roster(name).phase == Phase.RUNNING
+            else 0
+            for name in self.plugin.jobs
+        }
+
+    def stop(self, name: str) -> None:
+        self.tell(name, StopRequested(now=True))

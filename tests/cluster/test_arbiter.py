@@ -1,0 +1,266 @@
+"""The arbiter: whatever the order of events, jobs share the slots, and none is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import dask
+import pytest
+
+from nbelastic.cluster.scheduler.arbiter import read_rules
+from nbelastic.errors import OptionError
+from nbelastic.membership import LimitsChanged
+from nbelastic.sharing import SharingRules
+
+from .shared_cluster import SharedCluster
+
+AT_ONCE = {"nbelastic.sharing": {"settle": 0, "protect": 0, "patience": "1 hour"}}
+
+
+async def settle(cluster, most=5000):
+    """Let everything happen, in a random order, until nothing is left to happen."""
+    quiet = 0
+    for _ in range(most):
+        await asyncio.sleep(0)
+        actions = cluster.actions()
+        if actions:
+            cluster.random.choice(actions)()
+            quiet = 0
+            continue
+        if quiet > 4:
+            return
+        cluster.beat()
+        cluster.plugin._review_all()
+        quiet += 1
+        await asyncio.sleep(0)
+        cluster.step_all()
+    raise AssertionError(f"restless: {cluster.held()}")
+
+
+@contextlib.asynccontextmanager
+async def a_cluster(workers, seed=0, config=AT_ONCE):
+    with dask.config.set(config):
+        cluster = await SharedCluster(seed).start()
+        for number in range(workers):
+            cluster.hire(f"w{number}")
+        try:
+            yield cluster
+        finally:
+            await cluster.plugin.before_close()
+
+
+def test_a_job_that_is_alone_has_no_share():
+    async def scene():
+        async with a_cluster(3) as cluster:
+            await cluster.open("one")
+            await settle(cluster)
+            assert cluster.sizes() == {"one": 3}
+            assert cluster.roster("one").share is None
+
+    asyncio.run(scene())
+
+
+def test_a_claim_by_a_former_share_is_refused_and_the_slot_offered_again():
+    async def scene():
+        async with a_cluster(3) as cluster:
+            await cluster.open("one")
+            # Its driver knows of three slots, and has not heard of its share when it starts ranks.
+            await cluster.open("two", min_np=2)
+            cluster._step(cluster.jobs["one"])
+            assert cluster.held() == {"one": 1, "two": 0}
+            await settle(cluster)
+            assert cluster.sizes() == {"one": 1, "two": 2}
+
+    asyncio.run(scene())
+
+
+def test_a_slot_that_only_one_job_can_use_is_left_for_it():
+    async def scene():
+        async with a_cluster(0) as cluster:
+            gpu = cluster.hire("gpu", GPU=1)
+            await cluster.open("any", min_np=1, max_np=1)
+            await settle(cluster)
+            cluster.hire("cpu")
+            await cluster.open("needs gpu", resources={"GPU": 1}, max_np=1)
+            await settle(cluster)
+            assert cluster.sizes() == {"any": 1, "needs gpu": 1}
+            (slot,) = cluster.plugin.jobs["needs gpu"].ranks.values()
+            assert cluster.plugin._workers[slot].address == gpu
+            assert not cluster.roster("any").policy.progress.losses
+
+    asyncio.run(scene())
+
+
+def test_a_driver_that_stands_still_gets_no_more_slots():
+    async def scene():
+        async with a_cluster(2) as cluster:
+            await cluster.open("still", min_np=2)
+            await cluster.open("late", min_np=2)
+            job = cluster.jobs.pop("still")  # nothing is stepped any more
+            cluster.plugin.arbiter._entries["still"].stepped_at -= 60.0
+            await settle(cluster)
+            assert cluster.sizes()["late"] == 2
+            cluster.jobs["still"] = job
+            await settle(cluster)
+            assert cluster.held() == {"still": 0, "late": 2}
+            cluster.stop("late")
+            await settle(cluster)
+            assert cluster.sizes()["still"] == 2
+
+    asyncio.run(scene())
+
+
+def test_a_job_that_is_without_its_kernel_shrinks_and_does_not_grow():
+    async def scene():
+        async with a_cluster(4) as cluster:
+            await cluster.open("orphan")
+            await settle(cluster)
+            cluster.kill_kernel("orphan")
+            await cluster.open("late", min_np=2, max_np=2)
+            await settle(cluster)
+            assert cluster.sizes() == {"orphan": 2, "late": 2}
+            cluster.stop("late")
+            await settle(cluster)
+            assert cluster.held() == {"orphan": 2, "late": 0}
+            await cluster.attach("orphan")
+            await settle(cluster)
+            assert cluster.sizes()["orphan"] == 4
+
+    asyncio.run(scene())
+
+
+def test_all_jobs_together_are_asked_for_of_an_adaptive_cluster():
+    async def scene():
+        async with a_cluster(3) as cluster:
+            await cluster.open("one", min_np=1, max_np=2)
+            await cluster.open("two", min_np=2, np=2, max_np=4)
+            await cluster.open("open end", min_np=1)
+            await settle(cluster)
+            assert cluster.plugin.demand() == 2 + 4 + 1
+            cluster.kill_kernel("two")
+            assert cluster.plugin.demand() == 2 + cluster.held()["two"] + 1
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"policy": "best"}, r"nbelastic\.sharing\.policy='best'"),
+        ({"settle": "soon"}, r"nbelastic\.sharing\.settle='soon': must be a duration"),
+        ({"protect": -1}, r"nbelastic\.sharing\.protect=-1"),
+    ],
+)
+def test_rules_that_are_not_possible_are_named(setting, message):
+    refused = pytest.raises(OptionError, match=message)
+    with dask.config.set({"nbelastic.sharing": setting}), refused:
+        read_rules()
+
+
+def test_rules_have_defaults():
+    assert read_rules() == SharingRules()
+    with dask.config.set({"nbelastic.sharing": {"settle": "1 minute"}}):
+        assert read_rules() == SharingRules(settle=60.0)
+
+
+async def something_happens(cluster, number):
+    chance = cluster.random
+    kind = chance.choice(("open", "open", "stop", "kernel", "worker", "hire", "scale", "retire"))
+    live = [name for name in cluster.jobs if not cluster.roster(name).ended]
+    if kind == "open" and len(live) < 4:
+        least = chance.randint(1, 3)
+        await cluster.open(
+            f"job{number}",
+            np=least,
+            min_np=least,
+            max_np=chance.choice((None, least, least + 1)),
+            priority=chance.choice((0, 0, 1)),
+            preemptible=chance.random() < 0.3,
+            slots_per_host=chance.choice((None, None, None, 2)),
+        )
+    elif kind == "stop" and live:
+        name = chance.choice(live)
+        cluster.stop(name)
+    elif kind == "kernel" and live:
+        name = chance.choice(live)
+        if cluster.plugin.jobs[name].client is None:
+            await cluster.attach(name)
+        elif cluster.plugin.jobs[name].steps:
+            cluster.kill_kernel(name)
+    elif kind == "worker" and len(cluster.workers) > 3:
+        cluster.kill_worker(chance.choice(sorted(cluster.workers)))
+    elif kind == "hire" and len(cluster.workers) < 7:
+        cluster.hire(f"new{number}", chance.choice("gh"))
+    elif kind == "scale" and live:
+        change = chance.choice(({"priority": 2}, {"priority": 0}, {"max_np": 2, "min_np": 1}))
+        cluster.tell(chance.choice(live), LimitsChanged(**change))
+    elif kind == "retire" and len(cluster.workers) > 3:
+        cluster.plugin.mark_leaving(chance.choice(sorted(cluster.workers)))
+
+
+def check_slots(cluster):
+    """A slot is one job's, and its holder knows."""
+    for slot, worker in cluster.plugin._workers.items():
+        holders = [
+            (name, start)
+            for name, record in cluster.plugin.jobs.items()
+            for start, at in record.ranks.items()
+            if at == slot
+        ]
+        assert holders == ([worker.holder] if worker.holder else [])
+
+
+def check_end(cluster):
+    """All who can train do so with their share, and nobody else holds anything."""
+    live = {n: r for n, r in cluster.plugin.jobs.items() if not r.machine.roster.ended}
+    usable = [w for w in cluster.plugin._workers.values() if not w.leaving]
+    free = [w for w in usable if w.holder is None]
+    sizes = cluster.sizes()
+    for name, record in live.items():
+        roster = record.machine.roster
+        limits, held = roster.limits, len(record.ranks)
+        short = held < limits.min_np
+        assert sizes[name] == (0 if short else held), f"{name}: {sizes[name]} of {held}"
+        assert held == 0 or not short or roster.plan is not None, f"{name} holds part of its floor"
+        if record.client is not None and not short and roster.share is not None:
+            assert held <= roster.share
+        wants_more = limits.max_np is None or held < limits.max_np
+        room = [
+            worker
+            for worker in free
+            if limits.slots_per_host is None
+            or sum(
+                cluster.plugin._workers[at].slot.host == worker.slot.host
+                for at in record.ranks.values()
+            )
+            < limits.slots_per_host
+        ]
+        could = record.client is not None and wants_more and room
+        assert not (could and not short), f"{name} has {held}, {len(free)} slots are free"
+        assert not (could and len(room) + held >= limits.min_np and not limits.slots_per_host), (
+            f"{name} waits with {held}, {len(free)} slots are free"
+        )
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_whatever_happens_in_whatever_order_the_slots_are_shared(block):
+    async def play(seed):
+        async with a_cluster(4, seed) as cluster:
+            for number in range(12):
+                await something_happens(cluster, number)
+                for _ in range(cluster.random.randint(0, 30)):
+                    await asyncio.sleep(0)
+                    actions = cluster.actions()
+                    if actions:
+                        cluster.random.choice(actions)()
+                    check_slots(cluster)
+            await settle(cluster)
+            check_slots(cluster)
+            check_end(cluster)
+
+    for seed in range(block * 25, block * 25 + 25):
+        try:
+            asyncio.run(play(seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error

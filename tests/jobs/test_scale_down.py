@@ -1,0 +1,101 @@
+"""Scale-down by others than Dask's own clients: ranks leave as planned, and jobs are seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import dask
+
+from tests.support.clusters import a_crew, kinds, sizes, until
+from tests.support.training import Workload, check
+
+ROUTES = ["distributed.http.scheduler.api", "distributed.http.health"]
+
+
+class DaskGateway:
+    """What Dask Gateway's preload does in the scheduler's process."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    async def retire(self, worker):
+        options = {"remove": True, "close_workers": True}
+        return await self.scheduler.retire_workers(workers=[worker], **options)
+
+    def target(self):
+        return self.scheduler.adaptive_target(target_duration=5.0)
+
+
+def post(crew, path, **body):
+    address = crew.client.scheduler_info()["services"]["dashboard"]
+    url = f"http://127.0.0.1:{address}/api/v1/{path}"
+    data = json.dumps(body).encode() if body else None
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as answer:
+        return json.load(answer)
+
+
+def by_http(crew, worker):
+    return post(crew, "retire_workers", workers=[worker])
+
+
+def by_gateway(crew, worker):
+    async def retire(dask_scheduler):
+        await DaskGateway(dask_scheduler).retire(worker)
+
+    crew.client.run_on_scheduler(retire)
+
+
+def target_by_http(crew):
+    return post(crew, "adaptive_target")["workers"]
+
+
+def target_by_gateway(crew):
+    return crew.client.run_on_scheduler(lambda dask_scheduler: DaskGateway(dask_scheduler).target())
+
+
+def test_ranks_leave_as_planned_and_the_target_has_what_jobs_want(tmp_path):
+    routes = dask.config.set({"distributed.scheduler.http.routes": ROUTES})
+    with routes, a_crew(n_workers=3) as crew:
+        work = Workload(tmp_path, epochs=1000, until_told=True)
+        job = crew.fit(work, np=3, min_np=1, max_np=5, block=False)
+        until(lambda: job.status.commits > 5 or job.done(), "commits")
+        assert (target_by_http(crew), target_by_gateway(crew)) == (5, 5)
+        for retire, left in ((by_http, 2), (by_gateway, 1)):
+            retire(crew, next(rank.worker for rank in job.status.ranks if rank.rank == 1))
+            until(lambda left=left: job.status.size == left or job.done(), f"{left} ranks")
+        (tmp_path / "enough").touch()
+        results = job.results(120)
+        check(results, work)
+        assert sizes(job) == [3, 2, 1]
+        assert kinds(job).count("left") == 2
+        assert "lost" not in kinds(job)
+        assert len(results[0]["losses"]) == results[0]["steps"], "nothing was done again"
+
+
+def test_a_worker_without_a_nanny_leaves_as_planned_on_sigterm(tmp_path):
+    with a_crew(n_workers=1) as crew:
+        address = crew.cluster.scheduler_address
+        command = [sys.executable, "-m", "dask", "worker", address, "--no-nanny", "--nthreads", "1"]
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        with subprocess.Popen(command, env=environment, cwd=tmp_path) as process:
+            try:
+                crew.client.wait_for_workers(2)
+                work = Workload(tmp_path, epochs=1000, until_told=True)
+                job = crew.fit(work, np=2, min_np=1, block=False)
+                until(lambda: job.status.commits > 5 or job.done(), "commits")
+                process.send_signal(signal.SIGTERM)
+                until(lambda: process.poll() is not None, "it has ended")
+                (tmp_path / "enough").touch()
+                results = job.results(120)
+            finally:
+                process.kill()
+        check(results, work)
+        assert sizes(job) == [2, 1]
+        assert "left" in kinds(job)
+        assert "lost" not in kinds(job)
+        assert len(results[0]["losses"]) == results[0]["steps"], "nothing was done again"

@@ -1,0 +1,231 @@
+"""Several jobs on one cluster: nobody is locked out, nothing is lost, and no two are both stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import dask
+import pytest
+from distributed import Client
+
+import nbelastic
+from nbelastic.errors import NotEnoughWorkers, OptionError
+from tests.support.clusters import Crew, a_crew, kinds, sizes, until
+
+SHARING = {"settle": "0.2 s", "protect": "0.5 s", "patience": "60 s"}
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with (
+        dask.config.set({"nbelastic.sharing": SHARING}),
+        a_crew(n_workers=4) as crew,
+    ):
+        yield crew
+
+
+@pytest.fixture
+def cluster(shared):
+    """The cluster, with no job on it before and after."""
+    shared.wait_until_whole(4)
+    yield shared
+    shared.end_jobs()
+
+
+def train(goal):
+    """Commit after each step until the goal is written, and return the steps of rank 0."""
+    import time
+    from pathlib import Path
+
+    from nbelastic.elastic import ObjectState, run
+
+    def over(step):
+        return Path(goal).exists() and step >= int(Path(goal).read_text())
+
+    @run
+    def loop(state):
+        while not over(state.step):
+            time.sleep(0.01)
+            state.steps.append(state.step)
+            state.step += 1
+            state.commit()
+        return state.steps
+
+    return loop(ObjectState(step=0, steps=[]))
+
+
+@contextlib.contextmanager
+def started(crew, folder, name, **options):
+    goal = folder / name
+    job = crew.fit(train, args=(str(goal),), name=name, block=False, **options)
+    try:
+        yield job
+    finally:
+        finish(job, goal)
+
+
+def finish(job, goal):
+    """Have a job end some steps from now: its ranks read that in time."""
+    goal.with_suffix(".new").write_text(str(job.status.commits + 100))
+    goal.with_suffix(".new").rename(goal)
+
+
+def trains(job, size=None):
+    """Return whether a job trains, with so many ranks; fail if it has ended."""
+    status = job.status
+    assert not job.done(), status
+    return status.state == "running" and status.size == (size or status.size)
+
+
+def held(crew):
+    return {info.name: info.slots for info in nbelastic.jobs(crew.client)}
+
+
+def kept_all(job):
+    """Check that no rank was lost and nothing was redone."""
+    steps = job.result(60)
+    assert not {"lost", "restarted"}.intersection(kinds(job)), kinds(job)
+    assert steps == list(range(len(steps)))
+    redone = [event.figures.get("batches", 0) for event in job.history if event.kind == "phases"]
+    assert not any(redone)
+
+
+def test_a_job_without_max_np_gives_way_to_a_newcomer_and_grows_back(cluster, tmp_path):
+    with started(cluster, tmp_path, "wide") as wide:
+        until(lambda: trains(wide, 4), "all four")
+        with started(cluster, tmp_path, "late", min_np=2) as late:
+            until(lambda: trains(late, 2) and trains(wide, 2), "two each")
+            assert (wide.status.share, late.status.share) == (2, 2)
+            assert wide.status.reason == "2 of 4 slots: shares with late"
+            table = {info.name: info for info in nbelastic.jobs(cluster.client)}
+            assert (table["wide"].slots, table["late"].share) == (2, 2)
+        late.result(60)
+        until(lambda: trains(wide, 4), "all four again")
+        assert wide.status.share is None
+    kept_all(wide)
+    shares = [event.detail for event in wide.history if event.kind == "share"]
+    assert shares == ["all → 2: shares with late", "2 → all"]
+    assert sizes(wide) == [4, 2, 4]
+
+
+@pytest.mark.parametrize("_", range(3))
+def test_of_two_that_need_most_of_the_cluster_one_runs_after_the_other(cluster, tmp_path, _):
+    jobs = {}
+    together = threading.Barrier(2)
+
+    def submit(name):
+        together.wait()
+        jobs[name] = cluster.fit(
+            train,
+            args=(str(tmp_path / name),),
+            name=name,
+            min_np=3,
+            max_np=3,
+            elastic_timeout=90,
+            block=False,
+        )
+
+    threads = [threading.Thread(target=submit, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: any(trains(job) for job in jobs.values()), "one trains")
+    (first,) = [name for name, job in jobs.items() if trains(job)]
+    (second,) = jobs.keys() - {first}
+    assert held(cluster) == {first: 3, second: 0}, "a job that waits holds nothing"
+    assert jobs[second].status.share == 0
+    finish(jobs[first], tmp_path / first)
+    kept_all(jobs[first])
+    until(lambda: trains(jobs[second], 3), "the other trains")
+    finish(jobs[second], tmp_path / second)
+    kept_all(jobs[second])
+
+
+def test_priorities_come_first_and_floors_stay(cluster, tmp_path):
+    with (
+        started(cluster, tmp_path, "low", min_np=1) as low,
+        started(cluster, tmp_path, "equal", min_np=1) as equal,
+    ):
+        until(lambda: trains(low, 2) and trains(equal, 2), "two each")
+        with started(cluster, tmp_path, "high", min_np=1, priority=5) as high:
+            until(lambda: trains(high, 2) and trains(low, 1) and trains(equal, 1), "floors")
+            low.scale(priority=9)
+            until(lambda: trains(low, 2) and trains(high, 1), "priorities have changed")
+        kept_all(high)
+    kept_all(low)
+    kept_all(equal)
+
+
+def test_a_preemptible_job_is_suspended_and_goes_on_by_itself(cluster, tmp_path):
+    options = {"min_np": 3, "preemptible": True}
+    with started(cluster, tmp_path, "spare", **options) as spare:
+        until(lambda: trains(spare, 4) and spare.status.commits > 20, "it has all")
+        with started(cluster, tmp_path, "urgent", np=3, priority=1) as urgent:
+            until(lambda: trains(urgent, 3), "three for the other")
+            until(lambda: spare.status.state == "waiting", "it waits")
+            assert spare.status.reason == (
+                "suspended: 1 of 4 slots for its state, while others go first: urgent"
+            )
+            commits = spare.status.commits
+            assert commits
+        kept_all(urgent)
+        until(lambda: trains(spare, 4) and spare.status.commits > commits, "it goes on")
+    kept_all(spare)
+
+
+def test_a_job_without_a_kernel_gives_way_too(cluster, tmp_path):
+    with Client(cluster.cluster, set_as_default=False) as client:
+        crew = Crew(cluster.cluster, client)
+        with started(crew, tmp_path, "orphan") as orphan:
+            until(lambda: trains(orphan, 4), "all four")
+            client.close()
+    goal = tmp_path / "orphan"
+    goal.unlink()
+    until(lambda: not nbelastic.jobs(cluster.client)[0].attached, "its kernel is gone")
+    with started(cluster, tmp_path, "late", min_np=2) as late:
+        until(lambda: trains(late, 2), "two for the other")
+        assert held(cluster) == {"orphan": 2, "late": 2}
+    kept_all(late)
+    found = nbelastic.attach("orphan", cluster=cluster.client)
+    until(lambda: trains(found, 4), "with a kernel it grows again")
+    finish(found, goal)
+    kept_all(found)
+
+
+def test_a_kernel_that_dies_while_its_job_waits_locks_no_other_out(cluster, tmp_path):
+    with started(cluster, tmp_path, "first", np=3) as first:
+        until(lambda: trains(first, 3), "it trains")
+        with Client(cluster.cluster, set_as_default=False) as client:
+            crew = Crew(cluster.cluster, client)
+            waiting = crew.fit(train, args=("nowhere",), name="waiting", np=3, block=False)
+            until(lambda: waiting.status.share == 0, "it waits")
+        with started(cluster, tmp_path, "last", np=3) as last:
+            finish(first, tmp_path / "first")
+            kept_all(first)
+            until(lambda: trains(last, 3), "the last trains")
+        kept_all(last)
+
+
+def test_first_come_first_served_is_as_before(tmp_path):
+    with (
+        dask.config.set({"nbelastic.sharing": {"policy": "first"}}),
+        a_crew(n_workers=2) as crew,
+        started(crew, tmp_path, "wide") as wide,
+    ):
+        until(lambda: trains(wide, 2), "both")
+        late = crew.fit(train, args=("nowhere",), min_np=1, elastic_timeout=1.0, block=False)
+        assert isinstance(late.exception(60), NotEnoughWorkers)
+        assert wide.status.share is None
+
+
+def test_rules_that_are_not_possible_are_refused(tmp_path):
+    with a_crew(n_workers=1) as crew:
+        for setting, message in [
+            ({"policy": "fairest"}, r"nbelastic\.sharing\.policy='fairest': must be 'fair' or"),
+            ({"settle": "soon"}, r"nbelastic\.sharing\.settle='soon': must be a duration"),
+        ]:
+            refused = pytest.raises(OptionError, match=message)
+            with dask.config.set({"nbelastic.sharing": setting}), refused:
+                crew.fit(train, args=("nowhere",))
