@@ -6,6 +6,6 @@ This room knows torch the library, and nothing of :mod:`nbelastic.torch`. The de
 
 from .batch import Batch
 from .loader import Loader, Step, StepParticipant
-from .sources import MapSource, Source, WorkItem
+from .sources import MapSource, RowSource, WorkItem
 
-__all__ = ["Batch", "Loader", "MapSource", "Source", "Step", "StepParticipant", "WorkItem"]
+__all__ = ["Batch", "Loader", "MapSource", "RowSource", "Step", "StepParticipant", "WorkItem"]

@@ -40,7 +40,11 @@ def _program() -> list[torch.Tensor]:
         features = torch.nn.functional.conv2d(images, kernel, padding=1)
         scores = torch.nn.functional.linear(rows, weight)
         normed = torch.nn.functional.layer_norm(scores, (65,))
-        loss = features.square().mean() + torch.logsumexp(normed, 1).sum() + scores.exp().log1p().mean()
+        loss = (
+            features.square().mean()
+            + torch.logsumexp(normed, 1).sum()
+            + scores.exp().log1p().mean()
+        )
         loss.backward()  # type: ignore[no-untyped-call]
         assert kernel.grad is not None
         assert weight.grad is not None

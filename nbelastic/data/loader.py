@@ -132,7 +132,9 @@ class Loader:
         **options: Any,
     ) -> None:
         if not isinstance(batch, Batch):
-            raise OptionError(f"Loader(batch={batch!r}): must be a Batch, as in Batch(256, micro=32)")
+            raise OptionError(
+                f"Loader(batch={batch!r}): must be a Batch, as in Batch(256, micro=32)"
+            )
         if not callable(getattr(dataset, "__len__", None)):
             raise OptionError(
                 f"Loader({type(dataset).__name__}): the dataset has no length; a map-style dataset "
@@ -249,8 +251,8 @@ class Loader:
         count, size = self.batch.micro_batches, context.size
         cost = imbalance(size, count)
         if cost > _WORTH_A_WORD:
-            least, most = count // size, -(-count // size)
-            self._say(UNEVEN.format(micro_batches=count, size=size, cost=cost, least=least, most=most))
+            blocks = {"least": count // size, "most": -(-count // size)}
+            self._say(UNEVEN.format(micro_batches=count, size=size, cost=cost, **blocks))
 
     def _say(self, warning: str) -> None:
         """Add a warning to the job's history, once."""
@@ -376,7 +378,9 @@ class Step:
         self._dealing = dealing
         self._share = share
         self._batches = batches
-        self._begun = False
+        self._begun = self._open = self._ended = False
+        self._taken = 0
+        share.finish = self._finish
 
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches."""
@@ -416,18 +420,17 @@ class Step:
         self._begun = True
         share, participants = self._share, self._loader._participants
         for number in share.expected:
+            self._close()
             batch = next(self._batches)
+            self._taken += 1
             share.number = number
             share.weights[number] = self._weight(weight, batch, number)
             for each in participants:
                 each.before(number)
-            seed_generators(
-                mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, number)
-            )
+            seed_generators(mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, number))
+            self._open = True
             yield batch
-            for each in participants:
-                each.after(number)
-        self._end()
+        self._finish()
 
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, number: int) -> float:
         if weight is None:
@@ -440,11 +443,26 @@ class Step:
             )
         return value
 
-    def _end(self) -> None:
-        share = self._share
-        if share.ended:
+    def _close(self) -> None:
+        """End the micro-batch under way."""
+        if not self._open:
             return
-        share.ended = True
+        self._open = False
+        share = self._share
+        at_end, share.at_end = share.at_end, ()
+        for call in at_end:
+            call()
+        assert share.number is not None
+        for each in self._loader._participants:
+            each.after(share.number)
+
+    def _finish(self) -> None:
+        """End the last micro-batch, and the loop over them."""
+        if self._ended:
+            return
+        self._close()
+        self._ended = True
+        share = self._share
         for each in self._loader._participants:
             each.end()
         context = _context()
@@ -455,9 +473,9 @@ class Step:
 
     def _skip(self) -> None:
         """Pass over micro-batches that were not taken, so that the next step finds its own."""
-        for _ in range(self._share.missing):
+        for _ in range(len(self) - self._taken):
             next(self._batches)
-        self._end()
+        self._finish()
 
 
 def _items(dealing: Dealing, first: int, block: range) -> Iterator[WorkItem]:

@@ -24,7 +24,7 @@ def seed_generators(seed: int) -> None:
         A number of 64 bits.
     """
     torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % _SEED_LIMIT)  # noqa: NPY002 - users' code draws from this one
+    np.random.seed(seed % _SEED_LIMIT)
     random.seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)

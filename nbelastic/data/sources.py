@@ -14,7 +14,7 @@ from nbelastic.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["MapSource", "Source", "WorkItem"]
+__all__ = ["MapSource", "RowSource", "WorkItem"]
 
 COLLATING = -1
 """Number that takes the place of a row in the seed of ``collate_fn``."""
@@ -35,7 +35,7 @@ class WorkItem(NamedTuple):
     rows: list[int]
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Rows that a loader deals to micro-batches.
 
     Which rows make up a micro-batch is decided by the loader alone. A source may fetch ahead.
@@ -89,7 +89,7 @@ class MapSource:
         return len(self._dataset)
 
     def fetch(self, items: Iterable[WorkItem]) -> Iterator[Any]:
-        """Yield a batch for each item; see :class:`Source`."""
+        """Yield a batch for each item; see :class:`RowSource`."""
         self._items.present = items
         return iter(self._loader)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["StepShare"]
 
@@ -30,8 +34,10 @@ class StepShare:
         The micro-batch under way; None before the first.
     weights : dict of int to float
         Weights of the micro-batches that have begun, by number.
-    ended : bool
-        Whether the last of them has ended.
+    at_end : tuple of callables
+        To be called when the micro-batch under way has ended.
+    finish : callable
+        Ends the last micro-batch, where the loop over them has not; idempotent.
     deviates, others_deviate : bool
         Whether this rank is known to compute other bits than others, or another rank is.
     """
@@ -43,7 +49,8 @@ class StepShare:
     exact: bool
     number: int | None = None
     weights: dict[int, float] = field(default_factory=dict)
-    ended: bool = False
+    at_end: tuple[Callable[[], None], ...] = ()
+    finish: Callable[[], None] = lambda: None
     deviates: bool = False
     others_deviate: bool = False
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import math
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from nbelastic.torch.identity import same
 from nbelastic.torch.ops.compression import Compression
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
 
-__all__ = ["MicroBatchReduction", "Witness", "parameter_digest"]
+__all__ = ["MicroBatchReduction", "PreviousSteps", "parameter_digest"]
 
 WITNESS_EVERY = 100
 """Steps of a generation from one comparison of parameters to the next. The first is compared."""
@@ -38,15 +39,22 @@ WITNESS_EVERY = 100
 _DIGEST_LIMIT = 1 << 52
 
 
-class Witness:
-    """When the ranks of a generation compare their parameters; the same steps on all of them."""
+class PreviousSteps:
+    """Record of the steps of an optimizer before the present one.
+
+    Attributes
+    ----------
+    delivered : dict of int to weak reference
+        The gradients of the last step, by the ids of their parameters.
+    """
 
     def __init__(self) -> None:
+        self.delivered: dict[int, weakref.ref[torch.Tensor]] = {}
         self._generation = -1
         self._steps = 0
 
-    def is_due(self, generation: int) -> bool:
-        """Count a step; return whether to compare parameters in it."""
+    def compare_now(self, generation: int) -> bool:
+        """Count a step; return whether ranks compare parameters in it, the same on all."""
         if generation != self._generation:
             self._generation, self._steps = generation, 0
         self._steps += 1
@@ -83,7 +91,7 @@ class MicroBatchReduction:
         arrived: ArrivedGradients,
         options: ReduceOptions,
         share: StepShare,
-        witness: Witness,
+        previous: PreviousSteps,
     ) -> None:
         _check(options)
         self.context = context
@@ -93,9 +101,8 @@ class MicroBatchReduction:
         self.share = share
         self._arrived = arrived
         self._passes = options.passes
-        self._witness = witness
-        leaves = share.micro_batches if share.exact else 0
-        self._sums = {id(parameter): TreeSum(leaves) for parameter in parameters}
+        self._previous = previous
+        self._sums = {id(parameter): TreeSum(share) for parameter in parameters}
         self._passes_left: dict[int, int] = {}
         self._number: int | None = None
         self._exchanging = False
@@ -129,8 +136,10 @@ class MicroBatchReduction:
                 "`for x, y in step:`"
             )
         if number != self._number:
-            self._take_incomplete()
             self._number = number
+            self._passes_left = {}
+            if self._passes > 1:
+                self.share.at_end = (*self.share.at_end, self._take_incomplete)
         for parameter in parameters:
             total = self._sums.get(id(parameter))
             if total is None:
@@ -153,6 +162,13 @@ class MicroBatchReduction:
     def _take(self, parameter: torch.Tensor, total: TreeSum, number: int) -> None:
         gradient = parameter.grad
         assert gradient is not None
+        if not total:
+            before = self._previous.delivered.get(id(parameter))
+            if before is not None and before() is gradient:
+                raise RuntimeError(
+                    f"the gradient of {self._arrived.name(parameter)} was added to that of the "
+                    "step before; call optimizer.zero_grad() before the loop over the step"
+                )
         if gradient.layout is not torch.strided:
             gradient = self._arrived.make_dense(parameter, gradient)
         elif gradient.requires_grad:  # create_graph=True
@@ -170,6 +186,7 @@ class MicroBatchReduction:
             if self._arrived.sample is None:
                 self._arrived.take_sample(parameter, gradient)
 
+    @torch.no_grad()
     def _take_incomplete(self) -> None:
         """Take gradients with fewer passes than announced, as their micro-batch has ended."""
         left, self._passes_left = self._passes_left, {}
@@ -194,6 +211,7 @@ class MicroBatchReduction:
             )
         self._arrived.check_untouched()
         self._arrived.check_sample()
+        self.share.finish()
         if same(trained, self.parameters):
             return
         for parameter in trained:
@@ -214,8 +232,10 @@ class MicroBatchReduction:
         totals = sum_over_ranks(self.communicator, self.share, sums, present)
         if totals and weight != 1.0:
             torch._foreach_div_(totals, weight)
+        delivered = self._previous.delivered = {}
         for parameter, total in zip(present, totals, strict=True):
             parameter.grad = total
+            delivered[id(parameter)] = weakref.ref(total)
         for parameter in absent:
             parameter.grad = None
         self._exchanging = False
@@ -234,7 +254,7 @@ class MicroBatchReduction:
         if size == 1:
             context.agree(flag)
             return [*map(int, there)], math.fsum(weights)
-        compares = share.exact and self._witness.is_due(self.generation)
+        compares = share.exact and self._previous.compare_now(self.generation)
         digests = [0] * size if compares else []
         if compares:
             digests[self.communicator.rank] = parameter_digest(self.parameters)
@@ -251,7 +271,7 @@ class MicroBatchReduction:
         return [*map(int, counts)], math.fsum(weights)
 
 
-def check_witness(digests: list[float], rank: int) -> None:
+def check_witness(digests: Sequence[float], rank: int) -> None:
     """Refuse ranks whose parameters are not those of most ranks.
 
     Raises

@@ -21,7 +21,7 @@ from nbelastic.elastic.context import current
 from nbelastic.errors import CollectiveError, NotInitialized
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
-from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, Witness
+from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
 from nbelastic.torch.gradients.reduction_step import ReductionStep
 from nbelastic.torch.identity import same
 
@@ -65,7 +65,7 @@ class Reducer:
         self._arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
         self._agreement = LayoutAgreement(options, names, self._arrived)
         self._step: ReductionStep | MicroBatchReduction | None = None
-        self._witness = Witness()
+        self._previous = PreviousSteps()
         self._failed: int | None = None
         # Parameters whose gradients hooks have reported, not yet handled.
         self._reported: deque[torch.Tensor] = deque()
@@ -217,7 +217,7 @@ class Reducer:
         if self._agreement.layout is not None:
             self._agreement.layout.release()
         step = MicroBatchReduction(
-            context, communicator, parameters, self._arrived, self.options, share, self._witness
+            context, communicator, parameters, self._arrived, self.options, share, self._previous
         )
         self._step = step
         return step

@@ -1,4 +1,4 @@
-"""Sums of tensors over the micro-batches of a step, as far as one rank can form them."""
+"""Sums of tensors over the micro-batches of a step, on a rank and over ranks."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ class TreeSum:
 
     Parameters
     ----------
-    leaves : int
-        Number of leaves of the tree, V; 0 for a plain sum in the order of arrival.
+    share : StepShare
+        The rank's block of micro-batches. If the step is not exact, the sum is a plain one, in the
+        order of arrival.
     """
 
-    __slots__ = ("_leaves", "_stack")
+    __slots__ = ("_begin", "_leaves", "_stack")
 
-    def __init__(self, leaves: int) -> None:
-        self._leaves = leaves
+    def __init__(self, share: StepShare) -> None:
+        self._leaves = share.micro_batches if share.exact else 0
+        self._begin = share.block.start
         self._stack: list[tuple[int, torch.Tensor]] = []
 
     def __bool__(self) -> bool:
@@ -67,12 +69,14 @@ class TreeSum:
         return stack[-1][1]
 
     def _join(self, done: int) -> None:
-        """Add values whose common node has no leaves from `done` on."""
+        """Add values whose common node is in the block and has no leaves from `done` on."""
         stack, leaves = self._stack, self._leaves
         while len(stack) > 1:
             (first, left), (second, right) = stack[-2:]
-            if leaves and _joined_in(first, second, leaves).end > done:
-                return
+            if leaves:
+                node = _joined_in(first, second, leaves)
+                if node.end > done or node.begin < self._begin:
+                    return
             stack.pop()
             left.add_(right)
 
