@@ -79,13 +79,13 @@ class SameResult:
                     for number, (rows, x, y) in zip(step.numbers, step, strict=True):
                         nn.functional.cross_entropy(model(x), y).backward()
                         seen[number] = rows.tolist()
+                    self._write_down(current().rank, step, seen)  # before any rank can go on
                     optimizer.synchronize()
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                     with optimizer.skip_synchronize():
                         optimizer.step()
                     scheduler.step()
                     state.steps += 1
-                    self._write_down(current().rank, step, seen)
                     if state.steps % self.commit_every == 0:
                         state.commit()
                     time.sleep(max(0.0, self.seconds - (time.monotonic() - began)))
