@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from nbelastic.collectives.reduction_tree import Blocks, Node
+
 __all__ = [
     "check_contiguous",
     "check_gather",
@@ -24,6 +26,7 @@ __all__ = [
     "check_rank",
     "check_scatter",
     "check_together",
+    "check_tree",
 ]
 
 _REDUCIBLE = {
@@ -65,6 +68,44 @@ def check_together(tensors: Sequence[torch.Tensor], op: Op) -> None:
     _check_same_kind(tensors, "tensors")
     check_op(tensors[0], op)
     check_contiguous(*tensors)
+
+
+def check_tree(
+    nodes: Sequence[Sequence[torch.Tensor]],
+    blocks: Blocks,
+    outputs: Sequence[torch.Tensor] | None,
+    rank: int,
+    size: int,
+) -> Sequence[torch.Tensor]:
+    """Refuse arguments of a sum along a tree that do not fit together; return the outputs."""
+    if blocks.ranks != size:
+        raise ValueError(f"blocks must have a quota per rank, {size}; they have {blocks.ranks}")
+    cover = blocks.covers[rank]
+    if len(nodes) != len(cover):
+        raise ValueError(
+            f"nodes must hold tensors for each of {len(cover)} nodes, {_ranges(cover)}, which "
+            f"cover the block of rank {rank}; it holds them for {len(nodes)}"
+        )
+    if outputs is None and not nodes:
+        raise ValueError(f"the block of rank {rank} is empty; pass outputs to receive the sums")
+    found = nodes[0] if outputs is None else outputs
+    check_together(found, Op.SUM)
+    if str(found[0].dtype) == "torch.bool":
+        raise ValueError("torch.bool has no sum along a tree; use allreduce with Op.MAX")
+    for node, tensors in zip(cover, nodes, strict=True):
+        if tensors is found:
+            continue
+        name = f"the tensors of node {_ranges([node])}"
+        if len(tensors) != len(found):
+            raise ValueError(f"{name} must be as many as outputs, {len(found)}, not {len(tensors)}")
+        check_contiguous(*tensors)
+        for tensor, output in zip(tensors, found, strict=True):
+            _check_alike(tensor, output, name, "its output")
+    return found
+
+
+def _ranges(nodes: Sequence[Node]) -> str:
+    return ", ".join(f"{node.begin}:{node.end}" for node in nodes)
 
 
 def check_rank(rank: int, size: int, name: str) -> None:

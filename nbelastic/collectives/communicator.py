@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from nbelastic.collectives.reduction_tree import Blocks
+
 __all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous"]
 
 BACKENDS = ("auto", "gloo", "shm", "pygloo")
@@ -212,6 +214,41 @@ class Communicator(abc.ABC):
         """
         return _Handles([self.allreduce_async(tensor, op) for tensor in tensors])
 
+    def allreduce_tree_async(
+        self,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        blocks: Blocks,
+        outputs: Sequence[torch.Tensor] | None = None,
+    ) -> Handle:
+        """Sum tensors over the leaves of a tree, in the tree's order, on all ranks.
+
+        The sum has the same bits for any number of ranks and any `blocks` of as many leaves (see
+        :mod:`nbelastic.collectives.reduction_tree`), on all communicators. Each addition is rounded
+        to the tensors' type. Signed zeros, infinities and subnormal numbers are as in numpy; of a
+        sum that is not a number, only that is the same.
+
+        Presence does not travel: a rank without a value for a leaf leaves the leaf out of its
+        node's sum. Where it has none for the whole node, it gives
+        :data:`~nbelastic.collectives.reduction_tree.IDENTITY`. A sum without any value is that.
+
+        Parameters
+        ----------
+        nodes : sequence of sequences of torch.Tensor
+            For each node that covers this rank's block, ``blocks.covers[rank]``, the sums of its
+            leaves: tensors of one type that can be summed, in the shapes of `outputs`. None for a
+            rank with an empty block.
+        blocks : Blocks
+            The leaves of each rank, the same on all ranks. Compared as the operation's other
+            arguments are.
+        outputs : sequence of torch.Tensor, optional
+            Filled with the sums, on all ranks. By default those of the first node, in place. A
+            rank with an empty block must give them. They may be tensors of the first node, and
+            share no memory with those of other nodes.
+        """
+        from nbelastic.collectives.tree_exchange import allreduce_tree
+
+        return allreduce_tree(self, nodes, blocks, outputs)
+
     @abc.abstractmethod
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         """Copy the `tensor` of rank `root` into that of all others."""
@@ -257,6 +294,15 @@ class Communicator(abc.ABC):
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
         """Reduce `tensors` over all ranks and wait for it."""
         self.allreduce_coalesced_async(tensors, op).wait()
+
+    def allreduce_tree(
+        self,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        blocks: Blocks,
+        outputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Sum tensors over the leaves of a tree and wait for it."""
+        self.allreduce_tree_async(nodes, blocks, outputs).wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Broadcast `tensor` from rank `root` and wait for it."""

@@ -198,7 +198,8 @@ class NegotiatingCommunicator(Communicator):
         raise RuntimeError("connect() comes before any operation; use what it returns")
 
     empty = allgather_bytes = _not_connected
-    allreduce_async = broadcast_async = allgather_async = _not_connected
+    allreduce_async = allreduce_tree_async = _not_connected
+    broadcast_async = allgather_async = _not_connected
     reduce_scatter_async = all_to_all_async = barrier_async = _not_connected
     send_async = receive_async = _not_connected
 

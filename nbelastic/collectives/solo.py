@@ -12,6 +12,7 @@ from nbelastic.collectives.arguments import (
     check_peer,
     check_rank,
     check_scatter,
+    check_tree,
 )
 from nbelastic.collectives.communicator import Communicator, Handle, Op
 from nbelastic.errors import CollectiveError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
+    from nbelastic.collectives.reduction_tree import Blocks
 
 __all__ = ["SoloCommunicator"]
 
@@ -59,6 +62,20 @@ class SoloCommunicator(Communicator):
         check_contiguous(tensor)
         check_op(tensor, op)
         return self._begun()
+
+    def allreduce_tree_async(
+        self,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        blocks: Blocks,
+        outputs: Sequence[torch.Tensor] | None = None,
+    ) -> Handle:
+        """Copy the tensors of the root, the only node, to `outputs`."""
+        found = check_tree(nodes, blocks, outputs, 0, 1)
+        handle = self._begun()
+        for output, tensor in zip(found, nodes[0], strict=True):
+            if output is not tensor:
+                output.detach().copy_(tensor)
+        return handle
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         """Leave `tensor` as it is."""

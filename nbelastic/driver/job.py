@@ -289,6 +289,7 @@ class Job:
             state = "detached"
         metrics = self._driver.log.metrics
         members = [rank.start for rank in view.ranks if rank.rank is not None]
+        micro_batches, why_not_exact = metrics.micro_batches(members)
         return JobStatus(
             name=self.name,
             state=state,
@@ -308,6 +309,8 @@ class Job:
             backend=view.backend,
             share=view.share,
             warnings=self._driver.log.warnings(),
+            micro_batches=micro_batches,
+            why_not_exact=why_not_exact,
         )
 
     def _rank_status(self, rank: RankView) -> RankStatus:
@@ -324,6 +327,7 @@ class Job:
             state_bytes=metrics.latest.state_bytes,
             copied_bytes=metrics.latest.copied_bytes,
             name=rank.name,
+            micro_batches=metrics.block,
         )
 
     @property

@@ -303,6 +303,7 @@ class Options:
             backend=self.backend,
             checkpoint=None if checkpoint is None else CheckpointSpec(run=run, **checkpoint),
             state_bytes=state_bytes,
+            max_np=self.limits().max_np,
         )
 
     def pack(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.receive_buffer import ReceiveBuffer
+    from nbelastic.elastic.step_share import StepShare
     from nbelastic.elastic.supervision import SteppedOptimizers
 
 __all__ = ["Context", "LocalContext", "activate", "current", "initialize", "one_of_all", "shutdown"]
@@ -71,6 +72,10 @@ class Context(abc.ABC):
         Memory for a state to arrive in.
     prepare_to_join : callable or None
         That of the state: does what costs time only once.
+    max_np : int or None
+        Largest number of ranks that the job was started with; None if there is no limit.
+    share : StepShare or None
+        This rank's micro-batches of the step under way; None without a loader.
     """
 
     rank: int
@@ -91,6 +96,8 @@ class Context(abc.ABC):
     in_torch_group: bool | None = None
     receive_buffer: ReceiveBuffer | None = None
     prepare_to_join: Callable[[], None] | None = None
+    max_np: int | None = None
+    share: StepShare | None = None
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
 

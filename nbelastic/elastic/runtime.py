@@ -94,6 +94,8 @@ class RankSpec:
     state_bytes : int or None
         Size of the state that this rank will receive, 0 if it is not known; None where no rank
         trains yet.
+    max_np : int or None
+        Largest number of ranks that the job was started with; None if there is no limit.
     """
 
     job: str
@@ -104,6 +106,7 @@ class RankSpec:
     backend: str = "auto"
     checkpoint: CheckpointSpec | None = None
     state_bytes: int | None = None
+    max_np: int | None = None
 
     def alone(self, store: tuple[str, int], secret: bytes) -> Rendezvous:
         """Return a rendezvous of this rank alone, at its own store."""

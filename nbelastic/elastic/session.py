@@ -93,6 +93,7 @@ class Session(Context):
         self.plan: Plan | None = None
         self.version = FRESH
         self.generation = self.source = 0
+        self.max_np = spec.max_np
         self._take_place(spec.place)
 
     # -- what the agent delivers ---------------------------------------------------------------

@@ -114,8 +114,12 @@ class State:
         """
         context = current()
         context.telemetry.checked()
-        context.telemetry.place = (_count(self, "epoch"), _count(self, "batch"))
+        context.telemetry.place = (_count(self, "epoch"), self._batch())
         context.check_membership()
+
+    def _batch(self) -> int:
+        """Return the number of the last batch that is done in the epoch."""
+        return _count(self, "batch")
 
     def prepare_to_join(self) -> None:
         """Do what takes time only once, before other ranks wait. Called on newcomers."""

@@ -6,15 +6,27 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
 
+from nbelastic.data import Batch, Loader
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState, State
+from nbelastic.torch.rates import LRScaler, by_samples
 from nbelastic.torch.state.torch_state import TorchState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = [
+    "Batch",
+    "ElasticSampler",
+    "LRScaler",
+    "Loader",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "by_samples",
+    "run",
+]
 
 
 class ElasticSampler(ShardSampler, Sampler[int]):

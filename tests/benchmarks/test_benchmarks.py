@@ -24,6 +24,11 @@ from benchmarks.side_by_side import ROOT
             ["--models", "mlp-1m", "--backends", "gloo"],
             {"mlp-1m": {"parameters", "steps", "rounds"}},
         ),
+        (
+            "exact",
+            ["--models", "mlp-1m", "--backends", "gloo"],
+            {"mlp-1m": {"parameters", "digests", "rounds"}},
+        ),
         ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
         ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
         ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours"}}),

@@ -229,7 +229,8 @@ class _Distributed(Base):
             Between ``backward()`` and ``step()`` or ``synchronize()``, when other ranks need them.
         """
         self._reducer.forget()
-        super().zero_grad(set_to_none=set_to_none)
+        # In a step of micro-batches, a zero that is added to would be one value more.
+        super().zero_grad(set_to_none=set_to_none or self._reducer.in_micro_batches)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before gradients are reduced."""

@@ -21,6 +21,7 @@ from nbelastic.elastic.context import current
 from nbelastic.errors import CollectiveError, NotInitialized
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
+from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
 from nbelastic.torch.gradients.reduction_step import ReductionStep
 from nbelastic.torch.identity import same
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
+    from nbelastic.elastic.step_share import StepShare
     from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
 
@@ -62,7 +64,8 @@ class Reducer:
         self._context = current()
         self._arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
         self._agreement = LayoutAgreement(options, names, self._arrived)
-        self._step: ReductionStep | None = None
+        self._step: ReductionStep | MicroBatchReduction | None = None
+        self._previous = PreviousSteps()
         self._failed: int | None = None
         # Parameters whose gradients hooks have reported, not yet handled.
         self._reported: deque[torch.Tensor] = deque()
@@ -80,7 +83,12 @@ class Reducer:
         if self._reported:
             return True
         step = self._step
-        return step is not None and bool(self._arrived.noted) and not self._is_stale(step)
+        return step is not None and step.has_gradients and not self._is_stale(step)
+
+    @property
+    def in_micro_batches(self) -> bool:
+        """Whether the step under way consists of micro-batches."""
+        return self._find_context().share is not None
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Handle that backward has accumulated into ``parameter.grad``, and all reports before.
@@ -119,7 +127,7 @@ class Reducer:
                     self._handle_reports()
                 step = self._present_step()
                 step.check_untouched(self._trained())
-                if step.needs_layout:
+                if isinstance(step, ReductionStep) and step.needs_layout:
                     self._use_agreed_layout(step)
                 step.finish()
             except BaseException:
@@ -175,7 +183,7 @@ class Reducer:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def _present_step(self) -> ReductionStep:
+    def _present_step(self) -> ReductionStep | MicroBatchReduction:
         step = self._step
         if step is not None and not self._is_stale(step):
             return step
@@ -185,6 +193,8 @@ class Reducer:
         communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
         parameters = self._trained()
         self._hook(parameters)
+        if context.share is not None:
+            return self._micro_batches(context, communicator, parameters, context.share)
         step = ReductionStep(context, communicator, parameters, self._arrived, self.options.passes)
         if communicator.size == 1:
             if self._agreement.layout is not None:
@@ -212,6 +222,22 @@ class Reducer:
             f"({type(self._optimizer()).__name__} of {len(parameters)} tensors{first})"
         )
 
+    def _micro_batches(
+        self,
+        context: Context,
+        communicator: Communicator,
+        parameters: list[torch.Tensor],
+        share: StepShare,
+    ) -> MicroBatchReduction:
+        """Begin a step that consists of micro-batches."""
+        if self._agreement.layout is not None:
+            self._agreement.layout.release()
+        step = MicroBatchReduction(
+            context, communicator, parameters, self._arrived, self.options, share, self._previous
+        )
+        self._step = step
+        return step
+
     def _agreed_layout(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
         if communicator.generation == self._failed:
             raise CollectiveError(
@@ -223,9 +249,10 @@ class Reducer:
         self._failed = None
         return layout
 
-    def _is_stale(self, step: ReductionStep) -> bool:
-        """Return whether the rank is in another generation, or another context, by now."""
-        return self._find_context().generation != step.generation
+    def _is_stale(self, step: ReductionStep | MicroBatchReduction) -> bool:
+        """Return whether the rank is in another generation, context or share of work by now."""
+        context = self._find_context()
+        return context.generation != step.generation or context.share is not step.share
 
     def _abandon(self) -> None:
         """Drop the step. If other ranks may wait for its groups, the generation has failed here."""
@@ -266,7 +293,8 @@ class Reducer:
         Python's interpreter; a later gradient has them handled. Where passes accumulate, each is
         handled at once, because gradients may be dropped in between.
         """
-        deferrable = self._agreement.deferrable() if self.options.passes == 1 else _NONE
+        at_once = self.options.passes > 1 or self.in_micro_batches
+        deferrable = _NONE if at_once else self._agreement.deferrable()
         known, deferred = self._hooked
         if deferrable is deferred and same(known, parameters):
             return

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
+    from nbelastic.elastic.step_share import StepShare
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.layout import Layout
 
@@ -33,6 +34,8 @@ class ReductionStep:
         None in a world of one, and until :meth:`use` is called: at the beginning of the step, or
         when backward has ended.
     """
+
+    share: StepShare | None = None  # the step does not consist of micro-batches
 
     def __init__(
         self,
@@ -54,6 +57,11 @@ class ReductionStep:
         self._launched = 0
         self._description = ""
         self._timing = SumTiming.AFTER_BACKWARD
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived."""
+        return bool(self._arrived.noted)
 
     @property
     def needs_layout(self) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 from torch.nn.parameter import is_lazy
 
+from nbelastic.data import Loader
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError, StateMismatch
 from nbelastic.torch.state.flatten import (
@@ -281,6 +282,28 @@ class StateDictAdapter:
         return cast("Node", content[0])
 
 
+class LoaderAdapter:
+    """Loaders of micro-batches, which only loaders with the same batch and dataset take over."""
+
+    def capture(self, flattener: Flattener, obj: Loader) -> tuple[dict[str, str], Node]:
+        """Capture what must be equal, and the state dict."""
+        return obj.requirements(), flattener.flatten(obj.state_dict())
+
+    def restore(self, unflattener: Unflattener, obj: Loader, content: Any) -> None:
+        """Load the state dict."""
+        obj.load_state_dict(unflattener.unflatten(content[1]))
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Describe batch and dataset, and the bits that an exact training needs."""
+        del names
+        return {(f"{what} of", label): text for what, text in content[0].items()}
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return the state dict."""
+        del whole
+        return cast("Node", content[1])
+
+
 class ScalerAdapter(StateDictAdapter):
     """A ``GradScaler``, which also records optimizers in the middle of a step."""
 
@@ -323,6 +346,7 @@ class GeneratorAdapter:
 _OPTIMIZERS = OptimizerAdapter()
 _ADAPTERS: list[tuple[type, Adapter]] = [
     (ShardSampler, SamplerAdapter()),
+    (Loader, LoaderAdapter()),
     (torch.nn.Module, ModuleAdapter()),
     (torch.optim.Optimizer, _OPTIMIZERS),
     (torch.amp.GradScaler, ScalerAdapter()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +12,16 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from nbelastic.data import Loader
 from nbelastic.elastic.context import current
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import ObjectState, check_names, public
 from nbelastic.elastic.state_payload import StatePayload
-from nbelastic.errors import NotInitialized
+from nbelastic.errors import NotInitialized, OptionError
 from nbelastic.pickling import Pickler
 from nbelastic.torch.gradients.optimizer import is_distributed
+from nbelastic.torch.rates import LRScaler
 from nbelastic.torch.state.adapters import (
     CapturedState,
     SamplerAdapter,
@@ -28,6 +31,7 @@ from nbelastic.torch.state.adapters import (
     objects_in,
     restore_object,
 )
+from nbelastic.torch.state.buffer_means import BufferMeans
 from nbelastic.torch.state.commit import make_commit, rebuild
 from nbelastic.torch.state.copies import Copies, nbytes_of
 from nbelastic.torch.state.flatten import Flattener, Unflattener
@@ -35,7 +39,7 @@ from nbelastic.torch.state.lazy_commit import LazyCommit
 from nbelastic.torch.state.structure import changes, check_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from nbelastic.elastic.context import Context
     from nbelastic.elastic.sampler import SamplerSnapshot
@@ -103,7 +107,61 @@ class TorchState(ObjectState):
         self._stepped_copies = Copies()
         self._reported: tuple[object, ...] = ()
         super().__init__(model=model, optimizer=optimizer, **values)
+        self._loaders = self._take_part_in_steps()
         self._built = _captured(self._commit).structure()
+
+    def _take_part_in_steps(self) -> list[Loader]:
+        """Connect the loaders in this state with its epoch, and with the buffers of its models.
+
+        Raises
+        ------
+        OptionError
+            No optimizer is distributed, so the gradients of micro-batches would not be averaged.
+        """
+        objects = objects_in(self._values().values())
+        loaders = [each for each in objects if isinstance(each, Loader)]
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        if loaders and optimizers and not any(map(is_distributed, optimizers)):
+            raise OptionError(
+                f"TorchState: with a Loader, wrap the {type(optimizers[0]).__name__} by "
+                "hvd.DistributedOptimizer(…). It averages over the micro-batches of a step, on one "
+                "rank as on many"
+            )
+        for loader in loaders:
+            if "epoch" in self._names:
+                loader.follow(self)
+            loader.add_participant(BufferMeans(_models_of(self), loader.forgo_exactness))
+        return loaders
+
+    def on_reset(self) -> None:
+        """Run :meth:`reset` and the reset callbacks.
+
+        Raises
+        ------
+        OptionError
+            A callback has changed a learning rate, though a loader keeps the batch as it is, or an
+            :class:`~nbelastic.torch.elastic.LRScaler` does that by itself.
+        """
+        objects = objects_in(self._values().values())
+        scaled = [each for each in objects if isinstance(each, (Loader, LRScaler))]
+        before = _rates_of(objects)
+        super().on_reset()
+        if scaled and _rates_of(objects) != before:
+            raise OptionError(
+                "a reset callback changes a learning rate, and the state has a "
+                f"{type(scaled[0]).__name__}: "
+                + (
+                    "its batch is the same for every number of ranks, so the rate is right as it is"
+                    if isinstance(scaled[0], Loader)
+                    else "it multiplies the rates by itself"
+                )
+                + ". Remove the callback"
+            )
+
+    def _batch(self) -> int:
+        if self._loaders and "batch" not in self._names:
+            return max(self._loaders[0].step - 1, 0)
+        return super()._batch()
 
     def save(self) -> None:
         """Keep the present values as the last commit, in the memory of the one before."""
@@ -260,6 +318,24 @@ class TorchState(ObjectState):
                     payload.buffer.give_back(tensor)
         if trusted:  # this rank runs the same function
             self._lazy.pattern.trust()
+
+
+def _rates_of(objects: Iterable[object]) -> list[float]:
+    optimizers = [each for each in objects if isinstance(each, Optimizer)]
+    groups = [group for each in optimizers for group in each.param_groups]
+    return [float(group.get("lr", 0.0)) for group in groups]
+
+
+def _models_of(state: TorchState) -> Callable[[], list[Module]]:
+    """Return a function that returns the models in a state, as long as that lives."""
+    alive = weakref.ref(state)
+
+    def models() -> list[Module]:
+        present = alive()
+        objects = [] if present is None else objects_in(present._values().values())
+        return [each for each in objects if isinstance(each, Module)]
+
+    return models
 
 
 def _captured(commit: Commit) -> CapturedState:

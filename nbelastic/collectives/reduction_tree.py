@@ -1,0 +1,194 @@
+"""Reduction tree: an order of summation that no number of ranks changes.
+
+Floating point addition is not associative, so a sum has the same bits for any number of ranks only
+if its order does not depend on them. The order here is a binary tree over V *leaves*, the
+micro-batches of a step. A node is a range of leaves ``[begin, end)``; the root is ``[0, V)``. A
+node of two leaves or more is the sum of its halves, which meet at ``(begin + end) // 2``. So V need
+not be a power of two.
+
+Each rank has a *block* of consecutive leaves, which may be empty. Its largest nodes cover the
+block: one node where the block is a node itself, at most ``2 * log2(V)`` otherwise. A rank sums
+within these nodes by itself. The ranks then add the nodes of all of them, from left to right, two
+whenever they are the halves of a node. So the tree, not the blocks, decides which two are added.
+
+This module is pure: values are whatever the caller's ``add`` takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["IDENTITY", "Blocks", "Node", "additions", "cover", "fold"]
+
+T = TypeVar("T")
+
+IDENTITY = -0.0
+"""What an absent value is, because ``x + -0.0`` has the bits of ``x`` for every ``x``.
+
+A plain zero has not: ``-0.0 + 0.0`` is ``0.0``. As an integer it is 0.
+"""
+
+
+class Node(NamedTuple):
+    """The leaves from `begin` to `end`, without `end`."""
+
+    begin: int
+    end: int
+
+    @property
+    def middle(self) -> int:
+        """The leaf at which the second half begins."""
+        return (self.begin + self.end) // 2
+
+
+def cover(begin: int, end: int, leaves: int) -> tuple[Node, ...]:
+    """Return the largest nodes of a tree that together are the leaves ``[begin, end)``, in order.
+
+    Parameters
+    ----------
+    begin, end : int
+        A range of leaves; an empty one has no nodes.
+    leaves : int
+        Number of leaves of the tree.
+    """
+
+    def within(node: Node) -> tuple[Node, ...]:
+        if end <= node.begin or node.end <= begin:
+            return ()
+        if begin <= node.begin and node.end <= end:
+            return (node,)
+        middle = node.middle
+        return within(Node(node.begin, middle)) + within(Node(middle, node.end))
+
+    return within(Node(0, leaves)) if begin < end else ()
+
+
+def additions(nodes: Sequence[Node], leaves: int) -> tuple[int, ...]:
+    """Return the order in which consecutive `nodes` of a tree are added.
+
+    Returns
+    -------
+    tuple of int
+        For each node the number of additions once its value is on top of a stack, see
+        :func:`fold`. What then remains on the stack are the values of the largest nodes that
+        cover them all.
+    """
+    counts = []
+    stack: list[Node] = []
+    for node in nodes:
+        stack.append(node)
+        count = 0
+        while len(stack) > 1 and _are_halves(stack[-2], stack[-1], leaves):
+            right = stack.pop()
+            stack[-1] = Node(stack[-1].begin, right.end)
+            count += 1
+        counts.append(count)
+    return tuple(counts)
+
+
+def _are_halves(left: Node, right: Node, leaves: int) -> bool:
+    """Return whether two consecutive nodes are the halves of one."""
+    whole = Node(left.begin, right.end)
+    return whole.middle == left.end and cover(*whole, leaves) == (whole,)
+
+
+def fold(values: Iterable[T], order: Iterable[int], add: Callable[[T, T], T]) -> list[T]:
+    """Add `values` in an order that :func:`additions` returned.
+
+    Parameters
+    ----------
+    values : iterable
+        The values of nodes, from left to right.
+    order : iterable of int
+        For each value, the number of additions once it is on top of the stack.
+    add : callable
+        Returns the sum of a left and a right value.
+
+    Returns
+    -------
+    list
+        What remains on the stack: one value if the nodes are the whole tree.
+    """
+    stack: list[T] = []
+    for value, count in zip(values, order, strict=True):
+        stack.append(value)
+        for _ in range(count):
+            right = stack.pop()
+            stack[-1] = add(stack[-1], right)
+    return stack
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The leaves of each rank, in the order of ranks. Equal on all ranks.
+
+    Parameters
+    ----------
+    quotas : tuple of int
+        Number of leaves of each rank. Some may be zero, not all.
+
+    Raises
+    ------
+    ValueError
+        A quota is negative, or there are no leaves.
+    """
+
+    quotas: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(quota < 0 for quota in self.quotas) or not any(self.quotas):
+            raise ValueError(
+                f"quotas must be numbers of leaves, not all of them zero; they are {self.quotas}"
+            )
+
+    @classmethod
+    def even(cls, leaves: int, ranks: int) -> Blocks:
+        """Return blocks of floor and ceiling: rank ``r`` begins at leaf ``leaves * r // ranks``.
+
+        Each block is a single node where `ranks` is a power of two and divides `leaves`.
+        """
+        bounds = [leaves * rank // ranks for rank in range(ranks + 1)]
+        return cls(tuple(end - begin for begin, end in itertools.pairwise(bounds)))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.quotas)
+
+    @functools.cached_property
+    def leaves(self) -> int:
+        """Number of leaves of the tree, V."""
+        return sum(self.quotas)
+
+    @functools.cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """First leaf of each rank, and V."""
+        return tuple(itertools.accumulate(self.quotas, initial=0))
+
+    @functools.cached_property
+    def covers(self) -> tuple[tuple[Node, ...], ...]:
+        """The nodes that cover each rank's block."""
+        return tuple(cover(*bounds, self.leaves) for bounds in itertools.pairwise(self.bounds))
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """Order in which the nodes of all ranks are added; see :func:`fold`."""
+        return additions([node for nodes in self.covers for node in nodes], self.leaves)
+
+    @functools.cached_property
+    def is_balanced(self) -> bool:
+        """Whether pairs of ranks, then pairs of pairs and so on add up to the sum.
+
+        Then the number of ranks is a power of two, and each has one node.
+        """
+        ranks = self.ranks
+        if ranks & (ranks - 1) or any(len(nodes) != 1 for nodes in self.covers):
+            return False
+        trailing_ones = ((rank ^ (rank + 1)).bit_length() - 1 for rank in range(ranks))
+        return self.order == tuple(trailing_ones)

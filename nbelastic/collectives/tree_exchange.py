@@ -1,0 +1,135 @@
+"""Sums along a reduction tree by direct exchange: each rank sums a share.
+
+Every rank sends each other rank its share of this rank's nodes, adds what it receives in the tree's
+order, and sends the sum to all others. The tree, not the number of ranks, decides what is added to
+what.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.collectives.arguments import check_tree
+from nbelastic.collectives.buffers import on_host
+from nbelastic.collectives.reduction_tree import fold
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbelastic.collectives.communicator import Communicator, Handle
+    from nbelastic.collectives.reduction_tree import Blocks
+
+__all__ = ["FlatTensors", "allreduce_tree", "share_bounds", "sum_along_tree"]
+
+_LINE = 16
+"""Shares begin at multiples of so many elements."""
+
+
+def share_bounds(count: int, ranks: int) -> list[int]:
+    """Return where the share of each rank in `count` elements begins, and `count`."""
+    lines = -(-count // _LINE)
+    return [min(lines * rank // ranks * _LINE, count) for rank in range(ranks + 1)]
+
+
+def sum_along_tree(values: Sequence[torch.Tensor], order: Sequence[int]) -> list[torch.Tensor]:
+    """Return the sums of `values` in an order of ``reduction_tree.additions``.
+
+    A value to which nothing is added is returned itself. None is changed.
+    """
+    sums: set[int] = set()  # what may be overwritten, because this call has made it
+
+    def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        target = next((each for each in (left, right) if id(each) in sums), None)
+        total = torch.add(left, right) if target is None else torch.add(left, right, out=target)
+        sums.add(id(total))
+        return total
+
+    return fold(values, order, add)
+
+
+class FlatTensors:
+    """Tensors as one vector in host memory: their own memory if there is one tensor.
+
+    Parameters
+    ----------
+    tensors : sequence of torch.Tensor
+        Contiguous, of one type.
+    load : bool, default True
+        Whether the vector has their values from the beginning.
+
+    Attributes
+    ----------
+    vector : torch.Tensor
+        The values of all, one after the other.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, load: bool = True) -> None:
+        self._flat = [tensor.detach().view(-1) for tensor in tensors]
+        if len(self._flat) == 1:
+            self.vector = on_host(self._flat[0], load=load)
+        elif load:
+            self.vector = on_host(torch.cat(self._flat))
+        else:
+            count = sum(each.numel() for each in self._flat)
+            self.vector = torch.empty(count, dtype=self._flat[0].dtype)
+
+    def deliver(self) -> None:
+        """Copy the vector to the tensors, unless it is their memory."""
+        parts = torch.split(self.vector, [each.numel() for each in self._flat])
+        for tensor, part in zip(self._flat, parts, strict=True):
+            if tensor.data_ptr() != part.data_ptr():
+                tensor.copy_(part)
+
+
+def allreduce_tree(
+    communicator: Communicator,
+    nodes: Sequence[Sequence[torch.Tensor]],
+    blocks: Blocks,
+    outputs: Sequence[torch.Tensor] | None,
+) -> Handle:
+    """Sum along a tree by two operations of `communicator`; see its ``allreduce_tree_async``.
+
+    For communicators without one of their own. It waits for the first of the two.
+    """
+    rank, size = communicator.rank, communicator.size
+    found = check_tree(nodes, blocks, outputs, rank, size)
+    target = FlatTensors(found, load=False)
+    count = target.vector.numel()
+    if count == 0:
+        return communicator.allreduce_async(target.vector)
+    bounds = list(itertools.pairwise(share_bounds(count, size)))
+    vectors = [FlatTensors(tensors).vector for tensors in nodes]
+    sent = [
+        torch.cat([vector[begin:end] for vector in vectors] or [target.vector[:0]])
+        for begin, end in bounds
+    ]
+    own = bounds[rank][1] - bounds[rank][0]
+    received = [target.vector.new_empty(len(cover) * own) for cover in blocks.covers]
+    communicator.all_to_all(received, sent)
+    pieces = [piece for each in received if each.numel() for piece in torch.split(each, own)]
+    if own:
+        (total,) = sum_along_tree(pieces, blocks.order)
+    else:
+        total = target.vector[:0]
+    shares = [target.vector[begin:end] for begin, end in bounds]
+    return _Delivered(communicator.all_to_all_async(shares, [total] * size), target.deliver)
+
+
+class _Delivered:
+    """A handle on an operation whose outcome is then copied to the caller's tensors."""
+
+    def __init__(self, handle: Handle, deliver: Callable[[], None]) -> None:
+        self._handle = handle
+        self._deliver: Callable[[], None] | None = deliver
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def wait(self) -> None:
+        self._handle.wait()
+        if self._deliver is not None:
+            self._deliver()
+            self._deliver = None

@@ -1,0 +1,95 @@
+"""Batch of a step: how many rows, and in how many micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nbelastic.errors import OptionError
+
+__all__ = ["Batch"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Global batch of each step, the same for every number of ranks.
+
+    A step consists of ``global_batch / micro`` micro-batches, which the ranks share out. The number
+    is fixed for the whole training. Choose one with many divisors, such as 8, 12 or 24, and not
+    below the largest number of ranks. Ranks that do not divide it have blocks that differ by one.
+
+    Parameters
+    ----------
+    global_batch : int
+        Rows of a step.
+    micro : int, optional
+        Rows of a micro-batch; divides `global_batch`. By default each of the job's ``max_np`` ranks
+        has one micro-batch.
+    exact : {"auto", True, False}, default "auto"
+        Whether gradients are added in one order for every number of ranks, so that parameters have
+        the same bits. With True, what would change bits is refused: ranks whose processors compute
+        other bits, buffers that are no averages. With ``"auto"`` training goes on, and the history
+        has a warning. With False, gradients are added in the order of ranks.
+
+    Raises
+    ------
+    OptionError
+        A value cannot be used.
+
+    Examples
+    --------
+    >>> Batch(256, micro=32).micro_batches
+    8
+    """
+
+    global_batch: int
+    micro: int | None = None
+    exact: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, value in (("global_batch", self.global_batch), ("micro", self.micro)):
+            if name == "micro" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"Batch({name}={value!r}): must be a whole number, at least 1")
+        if self.micro is not None and self.global_batch % self.micro:
+            raise OptionError(
+                f"Batch({self.global_batch}, micro={self.micro}): the micro-batch must divide the "
+                "global batch"
+            )
+        if self.exact not in (True, False, "auto"):
+            raise OptionError(f"Batch(exact={self.exact!r}): must be True, False or 'auto'")
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of a step; known if `micro` is."""
+        if self.micro is None:
+            raise OptionError(
+                f"Batch({self.global_batch}): the number of micro-batches is not known. Pass "
+                "micro=, or give the job a max_np"
+            )
+        return self.global_batch // self.micro
+
+    def divided_by(self, max_np: int | None) -> Batch:
+        """Return this batch with `micro` given: by default so that there are `max_np`.
+
+        Raises
+        ------
+        OptionError
+            It is not given, and `max_np` is not known or does not divide the batch.
+        """
+        if self.micro is not None:
+            return self
+        if max_np is None:
+            raise OptionError(
+                f"Batch({self.global_batch}): pass micro=, the rows of a micro-batch. Without it "
+                "there would be one micro-batch for each of max_np ranks, and this job has no "
+                "max_np"
+            )
+        if self.global_batch % max_np:
+            raise OptionError(
+                f"Batch({self.global_batch}): does not divide by max_np={max_np}; pass micro=, "
+                "the rows of a micro-batch"
+            )
+        return Batch(self.global_batch, self.global_batch // max_np, self.exact)

@@ -1,0 +1,106 @@
+"""Rows of each micro-batch of each step of an epoch; pure.
+
+An epoch is a sequence of *steps*, and a step consists of V *micro-batches*, which have the numbers
+``0 … V - 1``. The rows of a micro-batch are a function of seed, epoch, step and number. The number
+of ranks does not occur in it: ranks share out the numbers in contiguous blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from nbelastic.data.permutation import Permutation, Rows, mix
+
+__all__ = ["Dealing", "block_of", "imbalance"]
+
+
+def block_of(rank: int, size: int, micro_batches: int) -> range:
+    """Return the micro-batches of a rank: one of `size` blocks that differ by one at most.
+
+    There may be fewer micro-batches than ranks. Then some blocks are empty.
+    """
+    return range(rank * micro_batches // size, (rank + 1) * micro_batches // size)
+
+
+def imbalance(size: int, micro_batches: int) -> float:
+    """Return the time of a step, relative to one in which blocks could be equal."""
+    return -(-micro_batches // size) * size / micro_batches
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Rows of an epoch, dealt to the micro-batches of its steps.
+
+    Attributes
+    ----------
+    length : int
+        Number of rows in the source.
+    micro : int
+        Rows of a micro-batch.
+    micro_batches : int
+        Micro-batches of a step: V.
+    epoch, seed : int
+        What the order depends on.
+    shuffle : bool
+        Whether to permute the rows.
+    drop_last : bool
+        Whether to leave out the rows that do not fill a step.
+    """
+
+    length: int
+    micro: int
+    micro_batches: int
+    epoch: int = 0
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a full step."""
+        return self.micro * self.micro_batches
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the epoch."""
+        full, rest = divmod(self.length, self.global_batch)
+        return full + (rest > 0 and not self.drop_last)
+
+    @cached_property
+    def _permutation(self) -> Permutation:
+        return Permutation(self.length, mix(self.seed, self.epoch))
+
+    def rows_in(self, step: int) -> int:
+        """Return the number of rows of a step; the last may have fewer."""
+        return min(self.global_batch, self.length - step * self.global_batch)
+
+    def places(self, step: int, number: int) -> range:
+        """Return the places of a micro-batch in the order of the epoch.
+
+        The rows of a smaller last step go to as few micro-batches as can have them, in about equal
+        parts, because batch norm works badly on few rows. These have numbers far from each other,
+        so that they are on different ranks. The other micro-batches are empty.
+        """
+        first, rows = step * self.global_batch, self.rows_in(step)
+        if rows == self.global_batch:
+            start = first + number * self.micro
+            return range(start, start + self.micro)
+        count = -(-rows // self.micro)
+        part = -(-number * count // self.micro_batches)
+        if part == count or part * self.micro_batches // count != number:
+            return range(first, first)
+        return range(first + part * rows // count, first + (part + 1) * rows // count)
+
+    def rows(self, step: int, number: int) -> Rows:
+        """Return the rows of a micro-batch, by their indices in the source."""
+        places = self.places(step, number)
+        if not self.shuffle:
+            return np.arange(places.start, places.stop, dtype=np.int64)
+        return self._permutation.rows(np.arange(places.start, places.stop))
+
+    def weights(self, step: int) -> list[int]:
+        """Return the number of rows in each micro-batch of a step."""
+        return [len(self.places(step, number)) for number in range(self.micro_batches)]

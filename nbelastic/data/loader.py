@@ -1,0 +1,504 @@
+"""Loader of the micro-batches that this rank computes, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from nbelastic.data.batch import Batch
+from nbelastic.data.dealing import Dealing, block_of, imbalance
+from nbelastic.data.kernels import kernel_fingerprint
+from nbelastic.data.permutation import mix
+from nbelastic.data.seeding import seed_generators
+from nbelastic.data.sources import MapSource, WorkItem
+from nbelastic.elastic.context import current
+from nbelastic.elastic.session import warn
+from nbelastic.elastic.step_share import StepShare
+from nbelastic.errors import NotInitialized, OptionError, StateMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from nbelastic.elastic.context import Context
+
+__all__ = ["Loader", "Step", "StepParticipant"]
+
+# Kinds of seeds: of the rows that are fetched, and of the micro-batches that are computed.
+_FETCHING, _COMPUTING = 1, 2
+_WORTH_A_WORD = 1.3
+
+UNEVEN = (
+    "{micro_batches} micro-batches on {size} ranks: a step takes {cost:.2f} times as long as with "
+    "equal blocks\n"
+    "Some ranks have {most} micro-batches, others {least}, and all wait for the slowest.\n"
+    "Choose a number of micro-batches with many divisors (12, 24), or other numbers of ranks."
+)
+NOT_EXACT = (
+    "the training is not exact: {reason}\n"
+    "Parameters may differ in their last bits from those of a run with other ranks. The rows of "
+    "each step and the size of its batch are not affected.\n"
+    "Batch(exact=True) refuses this, Batch(exact=False) does not mention it."
+)
+
+
+class StepParticipant(Protocol):
+    """Object that acts before and after each micro-batch, such as one for a model's buffers."""
+
+    def begin(self, share: StepShare) -> None:
+        """Begin a step."""
+
+    def before(self, number: int) -> None:
+        """Begin a micro-batch."""
+
+    def after(self, number: int) -> None:
+        """End a micro-batch."""
+
+    def end(self) -> None:
+        """End the micro-batches of a step. All ranks call this at the same point."""
+
+
+class Loader:
+    """Deal the rows of a dataset to steps, and yield this rank's micro-batches of each.
+
+    Which rows a step has, and which of its micro-batches, depends on seed, epoch and batch. The
+    number of ranks only decides which rank computes which micro-batches. Make the loader part of a
+    :class:`~nbelastic.torch.elastic.TorchState`: then each row goes into the model once per epoch,
+    whichever ranks fail, leave and join. A commit counts the step that was handed out before it.
+
+    Iteration goes on after the last step that was done. An epoch ends with a smaller step if rows
+    are left over; gradients are weighted by rows.
+
+    The number of torch's threads when the loader is made, on the rank with the newest state, is
+    that of all ranks, because results depend on it.
+
+    Parameters
+    ----------
+    dataset : torch.utils.data.Dataset
+        Map-style: anything with ``len()`` and ``[]``.
+    batch : Batch
+        Rows of a step, and micro-batches.
+    shuffle : bool, default True
+        Whether to permute the rows, differently in each epoch.
+    seed : int, default 0
+        Of the order, and of all random numbers; the same on all ranks.
+    drop_last : bool, default False
+        Whether to leave out rows that do not fill a step.
+    collate_fn : callable, optional
+        As for ``DataLoader``; it gets the rows of one micro-batch.
+    **options
+        Further options of ``DataLoader``: ``num_workers``, ``pin_memory``, ``persistent_workers``,
+        ``prefetch_factor`` and others. Their unit of work is one micro-batch, so none of them
+        changes order or progress.
+
+    Attributes
+    ----------
+    epoch : int
+        Number of the epoch.
+    step : int
+        Steps of it that are done: with the next commit, if the last one is still under way.
+    batch : Batch
+        As given, with its micro-batch.
+    why_not_exact : str
+        What keeps the training from being exact; empty if nothing does.
+
+    Raises
+    ------
+    OptionError
+        A value cannot be used, or the number of micro-batches is not known.
+
+    Examples
+    --------
+    >>> loader = Loader(dataset, Batch(256, micro=32), seed=1)  # doctest: +SKIP
+    >>> for step in loader:  # doctest: +SKIP
+    ...     optimizer.zero_grad()
+    ...     for x, y in step:
+    ...         loss_fn(model(x), y).backward()
+    ...     optimizer.step()
+    ...     state.commit()
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch: Batch,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(batch, Batch):
+            raise OptionError(
+                f"Loader(batch={batch!r}): must be a Batch, as in Batch(256, micro=32)"
+            )
+        if not callable(getattr(dataset, "__len__", None)):
+            raise OptionError(
+                f"Loader({type(dataset).__name__}): the dataset has no length; a map-style dataset "
+                "with len() and [] is needed"
+            )
+        context = _context()
+        self.batch = batch.divided_by(None if context is None else context.max_np)
+        self._source = MapSource(dataset, collate_fn, **options)
+        self._dealing = Dealing(
+            len(dataset),
+            self.batch.global_batch // self.batch.micro_batches,
+            self.batch.micro_batches,
+            epoch=0,
+            seed=int(seed),
+            shuffle=bool(shuffle),
+            drop_last=bool(drop_last),
+        )
+        if self._dealing.steps == 0:
+            raise OptionError(
+                f"Loader: {len(dataset)} rows make no step of {self.batch.global_batch}"
+            )
+        self.step = 0
+        self.why_not_exact = "" if batch.exact else "Batch(exact=False)"
+        self._threads = torch.get_num_threads()
+        self._kernels = kernel_fingerprint() if batch.exact else ""
+        self._state: Callable[[], Any] = lambda: None
+        self._participants: list[StepParticipant] = []
+        self._told: set[str] = set()
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch."""
+        return self._dealing.steps
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch."""
+        return self._dealing.epoch
+
+    @property
+    def seed(self) -> int:
+        """Seed of the order."""
+        return self._dealing.seed
+
+    @property
+    def exact(self) -> bool:
+        """Whether parameters have the same bits for every number of ranks, as far as is known."""
+        return not self.why_not_exact
+
+    @property
+    def block(self) -> range:
+        """Numbers of the micro-batches that this rank computes of each step."""
+        context = _context()
+        rank, size = (0, 1) if context is None else (context.rank, context.size)
+        return block_of(rank, size, self.batch.micro_batches)
+
+    def rows(self, step: int, number: int) -> list[int]:
+        """Return the rows of a micro-batch of this epoch, by their indices in the dataset."""
+        found: list[int] = self._dealing.rows(step, number).tolist()
+        return found
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless it has begun. A state with ``epoch`` among its values does it."""
+        if epoch != self.epoch:
+            self._dealing = dataclasses.replace(self._dealing, epoch=int(epoch))
+            self.step = 0
+
+    def __iter__(self) -> Iterator[Step]:
+        """Iterate over the steps of the epoch that are left.
+
+        If none is left, and no state has ``epoch`` among its values, the next epoch begins.
+        """
+        state = self._state()
+        epoch = getattr(state, "epoch", None)
+        if isinstance(epoch, int):
+            self.set_epoch(epoch)
+        elif self.step >= len(self):
+            self.set_epoch(self.epoch + 1)
+        return self._iterate(self._dealing, self.step)
+
+    def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
+        context, block = _context(), self.block
+        self._warn_if_uneven(context)
+        if context is not None and not context.telemetry.total[1]:
+            context.telemetry.total = (context.telemetry.total[0], dealing.steps)
+        self._report(context, block)
+        batches = self._source.fetch(_items(dealing, first, block))
+        try:
+            for number in range(first, dealing.steps):
+                weights = dealing.weights(number)
+                share = StepShare(
+                    dealing.micro_batches,
+                    block,
+                    tuple(each for each in block if weights[each]),
+                    [weight / dealing.micro for weight in weights],
+                    exact=bool(self.batch.exact),
+                    deviates=bool(self.batch.exact) and not self.exact,
+                )
+                self.step = number + 1  # done, as soon as a commit says so
+                if context is not None:
+                    context.share = share
+                step = Step(self, dealing, number, share, batches)
+                for each in self._participants:
+                    each.begin(share)
+                yield step
+                step._skip()
+                if share.others_deviate:
+                    self.forgo_exactness("another rank is not exact")
+                    self._report(context, block)
+        finally:
+            if context is not None:
+                context.share = None
+
+    def _report(self, context: Context | None, block: range) -> None:
+        """Report this rank's share of a step, and whether it is exact."""
+        if context is not None:
+            why = self.why_not_exact
+            context.telemetry.share = (self.batch.micro_batches, block.start, block.stop, why)
+
+    def _warn_if_uneven(self, context: Context | None) -> None:
+        if context is None or context.rank != 0:
+            return
+        count, size = self.batch.micro_batches, context.size
+        cost = imbalance(size, count)
+        if cost > _WORTH_A_WORD:
+            blocks = {"least": count // size, "most": -(-count // size)}
+            self._say(UNEVEN.format(micro_batches=count, size=size, cost=cost, **blocks))
+
+    def _say(self, warning: str) -> None:
+        """Add a warning to the job's history, once."""
+        context = _context()
+        if context is not None and warning not in self._told:
+            self._told.add(warning)
+            warn(context, warning)
+
+    # -- what states and models call ---------------------------------------------------------------
+
+    def follow(self, state: object) -> None:
+        """Take the number of the epoch from ``state.epoch``, where there is one."""
+        self._state = weakref.ref(state)
+
+    def add_participant(self, participant: StepParticipant) -> None:
+        """Have an object take part in each step."""
+        self._participants.append(participant)
+
+    def forgo_exactness(self, reason: str) -> None:
+        """Record what keeps the training from being exact.
+
+        Raises
+        ------
+        OptionError
+            The user has asked for ``exact=True``.
+        """
+        if self.batch.exact is True:
+            raise OptionError(f"Batch(exact=True): {reason}")
+        if self.batch.exact and not self.why_not_exact:
+            self.why_not_exact = reason
+            self._say(NOT_EXACT.format(reason=reason))
+
+    def requirements(self) -> dict[str, str]:
+        """Return what must be equal on ranks that share a state, as names and texts."""
+        dealing = self._dealing
+        found = {
+            "batch": f"{dealing.global_batch} rows in {dealing.micro_batches} micro-batches",
+            "dataset": f"{dealing.length} rows",
+        }
+        if self.batch.exact is True:
+            found["kernels"] = self._kernels
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch and step, and all that the order depends on.
+
+        It can be loaded with any number of ranks and workers.
+        """
+        dealing = self._dealing
+        return {
+            "epoch": dealing.epoch,
+            "step": self.step,
+            "seed": dealing.seed,
+            "shuffle": dealing.shuffle,
+            "drop_last": dealing.drop_last,
+            "rows": dealing.length,
+            "global_batch": dealing.global_batch,
+            "micro_batches": dealing.micro_batches,
+            "threads": self._threads,
+            "kernels": self._kernels,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state dict, with its order and number of threads.
+
+        Raises
+        ------
+        StateMismatch
+            It is of another number of rows, another batch or, with ``exact=True``, a process that
+            computes other bits. Nothing has changed.
+        """
+        mine = self.state_dict()
+        for name in ("rows", "global_batch", "micro_batches"):
+            if state_dict[name] != mine[name]:
+                raise StateMismatch(
+                    f"the loader has {name}={mine[name]}, the state dict {name}={state_dict[name]}"
+                )
+        kernels = state_dict.get("kernels", "")
+        if self.batch.exact and kernels and kernels != self._kernels:
+            reason = f"this process computes other bits ({self._kernels}) than others ({kernels})"
+            if self.batch.exact is True:
+                raise StateMismatch(reason)
+            self.forgo_exactness(reason)
+        self._dealing = dataclasses.replace(
+            self._dealing,
+            epoch=int(state_dict["epoch"]),
+            seed=int(state_dict["seed"]),
+            shuffle=bool(state_dict["shuffle"]),
+            drop_last=bool(state_dict["drop_last"]),
+        )
+        self.step = int(state_dict["step"])
+        self._threads = int(state_dict["threads"])
+        if self.batch.exact and self._threads != torch.get_num_threads():
+            torch.set_num_threads(self._threads)
+
+
+class Step:
+    """One step of an epoch: an iterable over this rank's micro-batches of it.
+
+    Random generators are seeded before each micro-batch is computed, by seed, epoch, step and the
+    number of the micro-batch.
+
+    Attributes
+    ----------
+    epoch, number : int
+        Its epoch, and its number in it, from 0.
+    rows : int
+        Its rows, on all ranks.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        dealing: Dealing,
+        number: int,
+        share: StepShare,
+        batches: Iterator[Any],
+    ) -> None:
+        self.epoch = dealing.epoch
+        self.number = number
+        self.rows = dealing.rows_in(number)
+        self._loader = loader
+        self._dealing = dealing
+        self._share = share
+        self._batches = batches
+        self._begun = self._open = self._ended = False
+        self._taken = 0
+        share.finish = self._finish
+
+    def __len__(self) -> int:
+        """Return the number of this rank's micro-batches."""
+        return len(self._share.expected)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of this rank's micro-batches, from 0 to V - 1."""
+        return self._share.expected
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this rank's micro-batches, weighted by their rows. Once only."""
+        return self._iterate(None)
+
+    def weighted(self, weight: Callable[[Any], Any]) -> Iterator[Any]:
+        """Iterate over this rank's micro-batches, with other weights than their rows.
+
+        The gradient of the step is ``Σ w·g / Σ w`` over all micro-batches. A loss that is a mean
+        over tokens needs their numbers as weights: a mean of means would favour short sequences.
+
+        Parameters
+        ----------
+        weight : callable
+            Gets a batch and returns a number that is not negative. A micro-batch of weight 0 does
+            not count, whatever its gradient.
+
+        Examples
+        --------
+        >>> for x, y in step.weighted(lambda batch: (batch[1] != -100).sum()):  # doctest: +SKIP
+        ...     loss_fn(model(x), y).backward()
+        """
+        return self._iterate(weight)
+
+    def _iterate(self, weight: Callable[[Any], Any] | None) -> Iterator[Any]:
+        if self._begun:
+            raise RuntimeError("the micro-batches of a step can be iterated over only once")
+        self._begun = True
+        share, participants = self._share, self._loader._participants
+        for number in share.expected:
+            self._close()
+            batch = next(self._batches)
+            self._taken += 1
+            share.number = number
+            share.weights[number] = self._weight(weight, batch, number)
+            for each in participants:
+                each.before(number)
+            seed_generators(mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, number))
+            self._open = True
+            yield batch
+        self._finish()
+
+    def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, number: int) -> float:
+        if weight is None:
+            return self._share.row_weights[number]
+        value = float(weight(batch))
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(
+                f"step.weighted: the weight of a micro-batch is {value}; it must be a number, at "
+                "least 0"
+            )
+        return value
+
+    def _close(self) -> None:
+        """End the micro-batch under way."""
+        if not self._open:
+            return
+        self._open = False
+        share = self._share
+        at_end, share.at_end = share.at_end, ()
+        for call in at_end:
+            call()
+        assert share.number is not None
+        for each in self._loader._participants:
+            each.after(share.number)
+
+    def _finish(self) -> None:
+        """End the last micro-batch, and the loop over them."""
+        if self._ended:
+            return
+        self._close()
+        self._ended = True
+        share = self._share
+        for each in self._loader._participants:
+            each.end()
+        context = _context()
+        if context is not None:
+            done = share.weights.keys()
+            rows = sum(len(self._dealing.places(self.number, number)) for number in done)
+            context.telemetry.recorded(rows)
+
+    def _skip(self) -> None:
+        """Pass over micro-batches that were not taken, so that the next step finds its own."""
+        for _ in range(len(self) - self._taken):
+            next(self._batches)
+        self._finish()
+
+
+def _items(dealing: Dealing, first: int, block: range) -> Iterator[WorkItem]:
+    """Yield the micro-batches of a block in all steps from `first` on."""
+    seed = mix(dealing.seed, _FETCHING, dealing.epoch)
+    for step in range(first, dealing.steps):
+        for number in block:
+            rows: list[int] = dealing.rows(step, number).tolist()
+            if rows:
+                yield WorkItem(seed, rows)
+
+
+def _context() -> Context | None:
+    """Return this rank's context, if there is one yet."""
+    try:
+        return current()
+    except NotInitialized:
+        return None

@@ -1,0 +1,142 @@
+"""Sources of rows, and the micro-batches that are fetched from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbelastic.data.permutation import mix
+from nbelastic.data.seeding import seed_generators
+from nbelastic.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["MapSource", "RowSource", "WorkItem"]
+
+COLLATING = -1
+"""Number that takes the place of a row in the seed of ``collate_fn``."""
+
+
+class WorkItem(NamedTuple):
+    """A micro-batch to be fetched.
+
+    Attributes
+    ----------
+    seed : int
+        Seed of the epoch, from which those of its rows are made.
+    rows : list of int
+        Rows of the micro-batch, by their indices in the source.
+    """
+
+    seed: int
+    rows: list[int]
+
+
+class RowSource(Protocol):
+    """Rows that a loader deals to micro-batches.
+
+    Which rows make up a micro-batch is decided by the loader alone. A source may fetch ahead.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def fetch(self, items: Iterable[WorkItem]) -> Iterator[Any]:
+        """Yield a batch for each item, in their order.
+
+        The values of a batch depend on its item and nothing else. A second call may come before the
+        iterator of the first has ended, which is not used any more.
+        """
+
+
+class MapSource:
+    """Map-style dataset, read by a ``DataLoader`` whose unit of work is one micro-batch.
+
+    Random generators are seeded before each row, so what a dataset draws for it does not depend on
+    the number of ranks or of workers.
+
+    Parameters
+    ----------
+    dataset : torch.utils.data.Dataset
+        Anything with ``len()`` and ``[]``.
+    collate_fn : callable, optional
+        Makes a batch of a list of rows.
+    **options
+        Further options of ``DataLoader``, such as ``num_workers``.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None, **options: Any
+    ) -> None:
+        for name in _DECIDED & options.keys():
+            raise OptionError(f"Loader({name}=…): the loader decides on this; leave it out")
+        self._items = _Items()
+        sliced = type(dataset) is TensorDataset and collate_fn is None
+        rows = _SlicedRows(dataset) if sliced else _Rows(dataset)
+        self._loader: DataLoader[Any] = DataLoader(
+            rows,  # type: ignore[arg-type]
+            batch_sampler=self._items,  # type: ignore[arg-type]
+            collate_fn=_identity if sliced else collate_fn,
+            generator=torch.Generator(),  # else it draws from the rank's, once per iteration
+            **options,
+        )
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def fetch(self, items: Iterable[WorkItem]) -> Iterator[Any]:
+        """Yield a batch for each item; see :class:`RowSource`."""
+        self._items.present = items
+        return iter(self._loader)
+
+
+_DECIDED = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "shuffle"}
+
+
+class _Items:
+    """Sampler of work items, those that are given for the next iteration."""
+
+    def __init__(self) -> None:
+        self.present: Iterable[WorkItem] = ()
+
+    def __iter__(self) -> Iterator[WorkItem]:
+        return iter(self.present)
+
+
+class _Rows:
+    """Dataset as workers see it, indexed by whole work items."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, item: WorkItem) -> list[Any]:
+        dataset, (seed, rows) = self._dataset, item
+        at_once = getattr(dataset, "__getitems__", None)
+        if at_once is not None:
+            seed_generators(mix(seed, *rows[:1]))
+            found: list[Any] = at_once(rows)
+        else:
+            found = []
+            for row in rows:
+                seed_generators(mix(seed, row))
+                found.append(dataset[row])
+        seed_generators(mix(seed, rows[0], COLLATING))
+        return found
+
+
+class _SlicedRows(_Rows):
+    """Tensors, of which a micro-batch is taken at once; they draw no random numbers."""
+
+    def __getitems__(self, item: WorkItem) -> list[Any]:
+        return [tensor[item.rows] for tensor in self._dataset.tensors]
+
+
+def _identity(batch: Any) -> Any:
+    return batch

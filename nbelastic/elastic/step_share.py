@@ -1,0 +1,65 @@
+"""Share of a rank in a step that consists of micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["StepShare"]
+
+
+@dataclass
+class StepShare:
+    """Micro-batches of a step that one rank computes.
+
+    The loader (:mod:`nbelastic.data`) makes one for each step and says which micro-batch is under
+    way. The reduction of gradients reads it, and so do buffers of models.
+
+    Attributes
+    ----------
+    micro_batches : int
+        Number of micro-batches of a step on all ranks: V.
+    block : range
+        Numbers of this rank's micro-batches.
+    expected : tuple of int
+        Those of them that have rows.
+    row_weights : list of float
+        For each of the V its rows, relative to a full one.
+    exact : bool
+        Whether sums are formed along the tree over the V, and not in the order of ranks.
+    number : int or None
+        The micro-batch under way; None before the first.
+    weights : dict of int to float
+        Weights of the micro-batches that have begun, by number.
+    at_end : tuple of callables
+        To be called when the micro-batch under way has ended.
+    finish : callable
+        Ends the last micro-batch, where the loop over them has not; idempotent.
+    deviates, others_deviate : bool
+        Whether this rank is known to compute other bits than others, or another rank is.
+    """
+
+    micro_batches: int
+    block: range
+    expected: tuple[int, ...]
+    row_weights: list[float]
+    exact: bool
+    number: int | None = None
+    weights: dict[int, float] = field(default_factory=dict)
+    at_end: tuple[Callable[[], None], ...] = ()
+    finish: Callable[[], None] = lambda: None
+    deviates: bool = False
+    others_deviate: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the micro-batch under way is this rank's last."""
+        return self.number == self.expected[-1] if self.expected else False
+
+    @property
+    def missing(self) -> int:
+        """Number of this rank's micro-batches that have not begun."""
+        return len(self.expected) - len(self.weights)

@@ -1,0 +1,321 @@
+"""Reduction of the gradients of one step that consists of micro-batches.
+
+The gradient of a step is ``Σ w·g / Σ w`` over its V micro-batches. Each rank multiplies a gradient
+by its weight as it arrives, and adds it to those before along the tree
+(:mod:`nbelastic.collectives.reduction_tree`), while backward runs. ``synchronize()`` then forms the
+sums over the ranks along the same tree. So a gradient has the same bits for every number of ranks.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.collectives import Op
+from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
+from nbelastic.torch.gradients.tree_sums import TreeSum, sum_over_ranks
+from nbelastic.torch.identity import same
+from nbelastic.torch.ops.compression import Compression
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.torch.gradients.arrived import ArrivedGradients
+    from nbelastic.torch.gradients.layout import Layout
+    from nbelastic.torch.gradients.options import ReduceOptions
+
+__all__ = ["MicroBatchReduction", "PreviousSteps", "parameter_digest"]
+
+WITNESS_EVERY = 100
+"""Steps of a generation from one comparison of parameters to the next. The first is compared."""
+
+_DIGEST_LIMIT = 1 << 52
+
+
+class PreviousSteps:
+    """Record of the steps of an optimizer before the present one.
+
+    Attributes
+    ----------
+    delivered : dict of int to weak reference
+        The gradients of the last step, by the ids of their parameters.
+    """
+
+    def __init__(self) -> None:
+        self.delivered: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._generation = -1
+        self._steps = 0
+
+    def compare_now(self, generation: int) -> bool:
+        """Count a step; return whether ranks compare parameters in it, the same on all."""
+        if generation != self._generation:
+            self._generation, self._steps = generation, 0
+        self._steps += 1
+        return self._steps % WITNESS_EVERY == 1
+
+
+def parameter_digest(parameters: Iterable[torch.Tensor]) -> int:
+    """Return a number of 52 bits that one flipped bit in any parameter changes."""
+    total = 0
+    for number, parameter in enumerate(parameters):
+        words = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        whole = words.numel() // 4 * 4
+        value = int(words[:whole].view(torch.int32).sum(dtype=torch.int64))
+        value += int(words[whole:].sum(dtype=torch.int64))
+        total = (total * 31 + value + number) % _DIGEST_LIMIT
+    return total
+
+
+class MicroBatchReduction:
+    """Progress of one step that consists of micro-batches, in the place of a `ReductionStep`.
+
+    ``parameter.grad`` is None between two micro-batches. After the last one of this rank it is what
+    the last gradient was added to, so that a change by the user is found.
+    """
+
+    layout: Layout | None = None
+
+    def __init__(
+        self,
+        context: Context,
+        communicator: Communicator,
+        parameters: list[torch.Tensor],
+        arrived: ArrivedGradients,
+        options: ReduceOptions,
+        share: StepShare,
+        previous: PreviousSteps,
+    ) -> None:
+        _check(options)
+        self.context = context
+        self.communicator = communicator
+        self.generation = context.generation
+        self.parameters = parameters
+        self.share = share
+        self._arrived = arrived
+        self._passes = options.passes
+        self._previous = previous
+        self._sums = {id(parameter): TreeSum(share) for parameter in parameters}
+        self._passes_left: dict[int, int] = {}
+        self._number: int | None = None
+        self._exchanging = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived."""
+        return self._number is not None
+
+    @property
+    def concerns_peers(self) -> bool:
+        """Whether other ranks may be waiting for what this one has begun."""
+        return self._exchanging and self.communicator.size > 1
+
+    @torch.no_grad()
+    def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take gradients of the micro-batch under way; the next backward finds none.
+
+        Raises
+        ------
+        RuntimeError
+            No micro-batch is under way, or there have been more passes than announced.
+        """
+        number = self.share.number
+        if number is None:
+            raise RuntimeError(
+                "backward() was called in a step without a micro-batch; iterate over the step: "
+                "`for x, y in step:`"
+            )
+        if number != self._number:
+            self._number = number
+            self._passes_left = {}
+            if self._passes > 1:
+                self.share.at_end = (*self.share.at_end, self._take_incomplete)
+        for parameter in parameters:
+            total = self._sums.get(id(parameter))
+            if total is None:
+                continue  # not this optimizer's any more; or check_untouched() finds out
+            left = self._passes_left.get(id(parameter), self._passes) - 1
+            if left < 0 or parameter.grad is None:
+                raise self._unexpected(parameter)
+            self._passes_left[id(parameter)] = left
+            if left == 0:
+                self._take(parameter, total, number)
+
+    def _unexpected(self, parameter: torch.Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"a gradient of {self._arrived.name(parameter)} was computed more than "
+            f"backward_passes_per_step={self._passes} times in one micro-batch; increase it, or "
+            "freeze parameters in passes that are for another optimizer: "
+            "parameter.requires_grad_(False)"
+        )
+
+    def _take(self, parameter: torch.Tensor, total: TreeSum, number: int) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if not total:
+            before = self._previous.delivered.get(id(parameter))
+            if before is not None and before() is gradient:
+                raise RuntimeError(
+                    f"the gradient of {self._arrived.name(parameter)} was added to that of the "
+                    "step before; call optimizer.zero_grad() before the loop over the step"
+                )
+        if gradient.layout is not torch.strided:
+            gradient = self._arrived.make_dense(parameter, gradient)
+        elif gradient.requires_grad:  # create_graph=True
+            gradient = gradient.detach().clone()
+        parameter.grad = None
+        weight = self.share.weights[number]
+        if weight == 0.0:
+            return  # whatever its gradient: a mean over nothing is not a number
+        if weight != 1.0:
+            gradient.mul_(weight)
+        gradient = total.add(number, gradient)
+        if self.share.is_last:
+            parameter.grad = gradient
+            self._arrived.note(parameter, gradient)
+            if self._arrived.sample is None:
+                self._arrived.take_sample(parameter, gradient)
+
+    @torch.no_grad()
+    def _take_incomplete(self) -> None:
+        """Take gradients with fewer passes than announced, as their micro-batch has ended."""
+        left, self._passes_left = self._passes_left, {}
+        for parameter in self.parameters:
+            if left.get(id(parameter), 0) > 0 and parameter.grad is not None:
+                assert self._number is not None
+                self._take(parameter, self._sums[id(parameter)], self._number)
+
+    def check_untouched(self, trained: list[torch.Tensor]) -> None:
+        """Refuse gradients or parameters that the user has changed, or a step that is not done.
+
+        Raises
+        ------
+        RuntimeError
+            Micro-batches of this rank are missing; or a gradient, or `trained`, has changed.
+        """
+        if self.share.missing:
+            done, count = len(self.share.weights), len(self.share.expected)
+            raise RuntimeError(
+                f"the gradients of a step were asked for after {done} of this rank's {count} "
+                "micro-batches; call optimizer.step() after the loop over the step"
+            )
+        self._arrived.check_untouched()
+        self._arrived.check_sample()
+        self.share.finish()
+        if same(trained, self.parameters):
+            return
+        for parameter in trained:
+            if id(parameter) not in self._sums and parameter.grad is not None:
+                raise RuntimeError(
+                    f"{self._arrived.name(parameter)} was added or unfrozen between a backward() "
+                    "and its step(); do it after step()"
+                )
+
+    def finish(self) -> None:
+        """Form the sums over all ranks, and divide them by the sum of the weights."""
+        self._take_incomplete()
+        self._exchanging = True
+        counts, weight = self._exchange_trailer()
+        present = [each for each, count in zip(self.parameters, counts, strict=True) if count]
+        absent = [each for each, count in zip(self.parameters, counts, strict=True) if not count]
+        sums = [self._sums[id(parameter)] for parameter in present]
+        totals = sum_over_ranks(self.communicator, self.share, sums, present)
+        if totals and weight != 1.0:
+            torch._foreach_div_(totals, weight)
+        delivered = self._previous.delivered = {}
+        for parameter, total in zip(present, totals, strict=True):
+            parameter.grad = total
+            delivered[id(parameter)] = weakref.ref(total)
+        for parameter in absent:
+            parameter.grad = None
+        self._exchanging = False
+
+    def _exchange_trailer(self) -> tuple[list[int], float]:
+        """Return on how many ranks each parameter has a gradient, and the sum of all weights.
+
+        The trailer also has the flag of a coming change, and sometimes digests of parameters. All
+        weights travel by themselves: each is a number of one rank and zeros, so their sum is exact
+        for every number of ranks.
+        """
+        context, share, size = self.context, self.share, self.communicator.size
+        flag = context.change_flag()
+        weights = [share.weights.get(number, 0.0) for number in range(share.micro_batches)]
+        there = [bool(self._sums[id(parameter)]) for parameter in self.parameters]
+        if size == 1:
+            context.agree(flag)
+            return [*map(int, there)], math.fsum(weights)
+        compares = share.exact and self._previous.compare_now(self.generation)
+        digests = [0] * size if compares else []
+        if compares:
+            digests[self.communicator.rank] = parameter_digest(self.parameters)
+        values = [float(flag), float(share.deviates), *weights, *map(float, there), *digests]
+        trailer = torch.tensor(values, dtype=torch.float64)
+        self.communicator.allreduce(trailer, Op.SUM)
+        changed, deviating, *numbers = trailer.tolist()
+        context.agree(bool(changed))
+        share.others_deviate = deviating > share.deviates
+        weights, numbers = numbers[: len(weights)], numbers[len(weights) :]
+        counts, digests = numbers[: len(there)], numbers[len(there) :]
+        if compares and not deviating:
+            check_witness(digests, self.communicator.rank)
+        return [*map(int, counts)], math.fsum(weights)
+
+
+def check_witness(digests: Sequence[float], rank: int) -> None:
+    """Refuse ranks whose parameters are not those of most ranks.
+
+    Raises
+    ------
+    NbelasticError
+        Those of this rank differ from those of most: its memory or its processor may be at fault.
+    CollectiveError
+        Those of another rank do. The others go on without it.
+    RanksDisagree
+        No digest is that of most ranks.
+    """
+    counts = collections.Counter(digests)
+    if len(counts) == 1:
+        return
+    (common, count), *_ = counts.most_common()
+    said = ", ".join(f"rank {r}: {int(digest):013x}" for r, digest in enumerate(digests))
+    if 2 * count <= len(digests):
+        raise RanksDisagree(
+            f"ranks have different parameters, and none those of most ({said}). Something other "
+            "than the optimizer has changed them, or a rank computes other bits; see "
+            "Batch(exact=...)"
+        )
+    differing = [number for number, digest in enumerate(digests) if digest != common]
+    text = f"the parameters of rank {', '.join(map(str, differing))} are not those of most ({said})"
+    if rank in differing:
+        raise NbelasticError(text)
+    raise CollectiveError(text)
+
+
+def _check(options: ReduceOptions) -> None:
+    """Refuse options that have no meaning for a weighted mean of micro-batches.
+
+    Raises
+    ------
+    ValueError
+        There is one.
+    """
+    wrong = [
+        name
+        for name, is_usual in (
+            ("op", options.op is Op.AVERAGE),
+            ("compression", options.compression is Compression.none),
+            ("gradient_predivide_factor", options.predivide == 1.0),
+        )
+        if not is_usual
+    ]
+    if wrong:
+        raise ValueError(
+            f"DistributedOptimizer({wrong[0]}=…) cannot be used with a Loader: the gradient of a "
+            "step is the weighted mean of its micro-batches. Leave it out"
+        )

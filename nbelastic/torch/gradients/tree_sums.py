@@ -1,0 +1,191 @@
+"""Sums of tensors over the micro-batches of a step, on a rank and over ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.collectives.reduction_tree import IDENTITY, Blocks, Node, cover
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.elastic.step_share import StepShare
+
+__all__ = ["TreeSum", "sum_over_ranks"]
+
+
+@functools.cache
+def _joined_in(first: int, second: int, leaves: int) -> Node:
+    """Return the smallest node of a tree that has two leaves, of which `second` is later."""
+    node = Node(0, leaves)
+    while True:
+        middle = node.middle
+        if second < middle:
+            node = Node(node.begin, middle)
+        elif first >= middle:
+            node = Node(middle, node.end)
+        else:
+            return node
+
+
+class TreeSum:
+    """Sum of one tensor over the micro-batches of a rank, which come in their order.
+
+    Two values are added where the tree has a node for them, once both are complete: a binary
+    counter, which holds ``log2`` of the block's length and one tensors at most. A micro-batch
+    without a value is left out, as if it were not in the tree.
+
+    Parameters
+    ----------
+    share : StepShare
+        The rank's block of micro-batches. If the step is not exact, the sum is a plain one, in the
+        order of arrival.
+    """
+
+    __slots__ = ("_begin", "_leaves", "_stack")
+
+    def __init__(self, share: StepShare) -> None:
+        self._leaves = share.micro_batches if share.exact else 0
+        self._begin = share.block.start
+        self._stack: list[tuple[int, torch.Tensor]] = []
+
+    def __bool__(self) -> bool:
+        """Return whether there is a value."""
+        return bool(self._stack)
+
+    def add(self, leaf: int, value: torch.Tensor) -> torch.Tensor:
+        """Add the value of a leaf, and return the tensor that it is part of now.
+
+        Tensors belong to the sum from then on; earlier ones are changed in place.
+        """
+        stack = self._stack
+        self._join(leaf)  # what could be added only once the leaves between were known to be absent
+        stack.append((leaf, value))
+        self._join(leaf + 1)
+        return stack[-1][1]
+
+    def _join(self, done: int) -> None:
+        """Add values whose common node is in the block and has no leaves from `done` on."""
+        stack, leaves = self._stack, self._leaves
+        while len(stack) > 1:
+            (first, left), (second, right) = stack[-2:]
+            if leaves:
+                node = _joined_in(first, second, leaves)
+                if node.end > done or node.begin < self._begin:
+                    return
+            stack.pop()
+            left.add_(right)
+
+    def finish(self, nodes: Sequence[Node]) -> list[torch.Tensor | None]:
+        """Return the value of each of `nodes`, the largest ones in the block; None if absent."""
+        found: list[torch.Tensor | None] = [None] * len(nodes)
+        for number, node in enumerate(nodes):
+            held = [value for leaf, value in self._stack if node.begin <= leaf < node.end]
+            if held:
+                *rest, total = held  # the later, the smaller their common nodes
+                for value in reversed(rest):
+                    total = value.add_(total)
+                found[number] = total
+        self._stack = []
+        return found
+
+
+def nodes_of(share: StepShare) -> tuple[Node, ...]:
+    """Return the largest nodes of the tree that cover a rank's block."""
+    block = share.block
+    if not share.exact:
+        return (Node(block.start, block.stop),) if len(block) else ()
+    return cover(block.start, block.stop, share.micro_batches)
+
+
+def sum_over_ranks(
+    communicator: Communicator,
+    share: StepShare,
+    sums: Sequence[TreeSum],
+    like: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return sums over all micro-batches of a step; all ranks call this together.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        That of the ranks.
+    share : StepShare
+        This rank's share of the step.
+    sums : sequence of TreeSum
+        What this rank has. They are finished.
+    like : sequence of torch.Tensor
+        For each of them a tensor of its type, shape and device.
+
+    Returns
+    -------
+    list of torch.Tensor
+        A sum to which no rank has contributed is :data:`~reduction_tree.IDENTITY`.
+    """
+    nodes = nodes_of(share)
+    columns = [each.finish(nodes) for each in sums]
+    if communicator.size == 1:
+        pairs = zip(columns, like, strict=True)
+        return [_absent(tensor) if column[0] is None else column[0] for column, tensor in pairs]
+    by_type: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(like):
+        by_type.setdefault(tensor.dtype, []).append(index)
+    found: list[torch.Tensor] = [*like]
+    for indices in by_type.values():
+        columns_of = [columns[index] for index in indices]
+        like_of = [like[index] for index in indices]
+        totals = _exchange(communicator, share, nodes, columns_of, like_of)
+        for index, total in zip(indices, totals, strict=True):
+            found[index] = total
+    return found
+
+
+def _exchange(
+    communicator: Communicator,
+    share: StepShare,
+    nodes: Sequence[Node],
+    columns: Sequence[Sequence[torch.Tensor | None]],
+    like: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return the sums over all ranks of tensors of one type."""
+    rows = [
+        [_on_wire(column[number], each) for column, each in zip(columns, like, strict=True)]
+        for number in range(len(nodes))
+    ]
+    # A rank without micro-batches has room for the sums, and nothing to add.
+    outputs = rows[0] if rows else [_on_wire(None, each) for each in like]
+    if share.exact:
+        blocks = Blocks.even(share.micro_batches, communicator.size)
+        communicator.allreduce_tree([*map(_numbers, rows)], blocks, _numbers(outputs))
+    else:
+        communicator.allreduce_coalesced(_numbers(outputs))
+    return [_from_wire(total, each) for total, each in zip(outputs, like, strict=True)]
+
+
+def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors without complex numbers. Their `data` counts changes in place by itself."""
+    return [torch.view_as_real(t).data if t.is_complex() else t.data for t in tensors]
+
+
+def _on_wire(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor in the host's memory: `value` itself, where it is one."""
+    if value is None:
+        return torch.full(like.shape, IDENTITY, dtype=like.dtype)
+    if value.is_cpu and value.is_contiguous():
+        return value
+    return torch.empty(like.shape, dtype=like.dtype).copy_(value)
+
+
+def _from_wire(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a sum on the device of `like`, and with its strides."""
+    if like.is_cpu and like.is_contiguous():
+        return total
+    return torch.empty_like(like, requires_grad=False).copy_(total)
+
+
+def _absent(like: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(like, IDENTITY, requires_grad=False)

@@ -1,0 +1,119 @@
+"""The deal: each row once, the same for every number of ranks, and no state but integers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbelastic.data.dealing import Dealing, block_of, imbalance
+from nbelastic.data.permutation import Permutation, mix
+
+lengths = st.integers(1, 400)
+counts = st.integers(1, 13)
+
+FIRST = [3, 0, 4, 6, 1, 2, 9, 7, 8, 5]
+MIXED = 7702586659592502839
+
+
+@given(length=st.integers(0, 3000), key=st.integers(0, 2**64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_permutation_has_each_row_once(length: int, key: int) -> None:
+    rows = Permutation(length, key).rows(np.arange(length))
+    assert sorted(rows.tolist()) == list(range(length))
+
+
+def test_a_permutation_is_the_same_place_by_place_and_for_good() -> None:
+    permutation = Permutation(1_000_003, 7)
+    assert permutation.rows([0, 1, 2, 1_000_002]).tolist() == [
+        int(permutation.rows([place])[0]) for place in (0, 1, 2, 1_000_002)
+    ]
+    # Written down, because checkpoints depend on it.
+    assert Permutation(10, 1).rows(range(10)).tolist() == FIRST
+    assert mix(1, 2, 3) == MIXED
+
+
+def test_all_permutations_occur_about_equally_often() -> None:
+    found = Counter(tuple(Permutation(4, mix(1, e)).rows(range(4)).tolist()) for e in range(4800))
+    assert len(found) == 24
+    assert 150 < min(found.values()) <= max(found.values()) < 250
+
+
+def test_rows_are_mixed_over_the_whole_epoch() -> None:
+    table = np.zeros((10, 10))
+    for epoch in range(200):
+        rows = Permutation(1000, mix(9, epoch)).rows(range(1000))
+        table += np.histogram2d(np.arange(1000) // 100, rows // 100, bins=10)[0]
+    assert ((table - 2000) ** 2 / 2000).sum() < 135  # chi-squared with 81 degrees of freedom
+
+
+@given(
+    length=lengths,
+    micro=st.integers(1, 9),
+    micro_batches=counts,
+    epoch=st.integers(0, 5),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_an_epoch_has_each_row_once(
+    length: int, micro: int, micro_batches: int, epoch: int, shuffle: bool, drop_last: bool
+) -> None:
+    deal = Dealing(length, micro, micro_batches, epoch, 3, shuffle, drop_last)
+    rows: list[int] = []
+    for step in range(deal.steps):
+        weights = deal.weights(step)
+        assert sum(weights) == deal.rows_in(step)
+        full = deal.rows_in(step) == deal.global_batch
+        assert full or step == deal.steps - 1
+        used = [weight for weight in weights if weight]
+        assert max(used) <= micro
+        assert max(used) - min(used) <= 1
+        assert len(used) == (micro_batches if full else -(-deal.rows_in(step) // micro))
+        for number, weight in enumerate(weights):
+            found = deal.rows(step, number).tolist()
+            assert len(found) == weight
+            rows += found
+    assert len(rows) == len(set(rows))
+    assert set(rows) <= set(range(length))
+    assert len(rows) == (length - length % deal.global_batch if drop_last else length)
+    assert shuffle or rows == sorted(rows)
+
+
+@given(size=st.integers(1, 20), micro_batches=counts)
+def test_blocks_cover_all_micro_batches_and_differ_by_one(size: int, micro_batches: int) -> None:
+    blocks = [block_of(rank, size, micro_batches) for rank in range(size)]
+    assert [number for block in blocks for number in block] == list(range(micro_batches))
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+    assert imbalance(size, micro_batches) == pytest.approx(
+        max(map(len, blocks)) * size / micro_batches
+    )
+
+
+def test_a_smaller_last_step_is_spread_over_the_ranks() -> None:
+    deal = Dealing(length=100, micro=8, micro_batches=8)
+    assert deal.weights(1) == [7, 7, 0, 7, 7, 0, 8, 0]
+    for rank in range(2):
+        assert any(deal.weights(1)[number] for number in block_of(rank, 2, 8))
+
+
+def test_other_seeds_and_epochs_have_other_orders() -> None:
+    orders = {
+        tuple(Dealing(50, 5, 2, epoch, seed).rows(0, 0).tolist())
+        for epoch in range(4)
+        for seed in range(4)
+    }
+    assert len(orders) == 16
+
+
+def test_ten_million_rows_take_no_memory_that_grows_with_them() -> None:
+    import tracemalloc
+
+    tracemalloc.start()
+    deal = Dealing(10_000_000, 32, 8)
+    assert len(set(deal.rows(39_061, 3).tolist())) == 32
+    assert tracemalloc.get_traced_memory()[1] < 200_000
+    tracemalloc.stop()

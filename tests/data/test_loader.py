@@ -1,0 +1,221 @@
+"""Loaders: the same micro-batches wherever they are computed, and exactly the rest of an epoch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from nbelastic.collectives import SoloCommunicator
+from nbelastic.data import Batch, Loader
+from nbelastic.elastic.context import activate, current
+from nbelastic.errors import OptionError, StateMismatch
+from tests.support.world import StaticContext
+
+
+class Noisy(Dataset):
+    """Rows to which a dataset adds noise from each generator, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 45
+
+    def __getitem__(self, row: int) -> tuple[int, torch.Tensor]:
+        noise = [random.random(), float(np.random.random()), float(torch.rand(()))]
+        return row, torch.tensor(noise, dtype=torch.float64)
+
+
+def rank_of(rank: int, size: int) -> StaticContext:
+    context = StaticContext(SoloCommunicator(generation=1))
+    context.rank, context.size = rank, size
+    return context
+
+
+def batches_of(size: int, **options: Any) -> dict[tuple[int, int], tuple[Any, float]]:
+    """Return each micro-batch of an epoch, by step and number, with a number drawn beside it."""
+    found = {}
+    for rank in range(size):
+        with activate(rank_of(rank, size)):
+            loader = Loader(Noisy(), Batch(12, micro=3), seed=5, **options)
+            for step in loader:
+                for number, (rows, noise) in zip(step.numbers, step, strict=True):
+                    assert (step.number, number) not in found
+                    drawn = float(torch.rand(())) + random.random() + float(np.random.random())
+                    assert rows.tolist() == loader.rows(step.number, number)
+                    found[step.number, number] = ([rows.tolist(), noise.tolist()], drawn)
+    return found
+
+
+def test_micro_batches_and_random_numbers_do_not_depend_on_the_number_of_ranks() -> None:
+    alone = batches_of(1)
+    assert sorted(row for (rows, _), _ in alone.values() for row in rows) == list(range(45))
+    for size in (2, 3, 4, 5):
+        assert batches_of(size) == alone
+
+
+def test_workers_of_the_data_loader_change_nothing() -> None:
+    assert batches_of(1, num_workers=2, persistent_workers=True) == batches_of(1)
+
+
+def test_tensors_are_taken_at_once_as_one_by_one() -> None:
+    data = TensorDataset(torch.arange(20), torch.randn(20, 3))
+    sliced = Loader(data, Batch(8, micro=4))
+    single = Loader(data, Batch(8, micro=4), collate_fn=torch.utils.data.default_collate)
+    for one, other in zip(sliced, single, strict=True):
+        for (a, b), (c, d) in zip(one, other, strict=True):
+            assert torch.equal(a, c)
+            assert torch.equal(b, d)
+
+
+def test_iteration_goes_on_after_the_last_step_and_into_the_next_epoch() -> None:
+    loader = Loader(range(20), Batch(8, micro=4))
+    first = [(step.epoch, step.number, step.rows) for step in loader]
+    assert first == [(0, 0, 8), (0, 1, 8), (0, 2, 4)]
+    for step in loader:
+        if step.number == 1:
+            break
+    assert (loader.epoch, loader.step) == (1, 2)
+    assert [(step.epoch, step.number) for step in loader] == [(1, 2)]
+
+
+def test_the_epoch_is_that_of_the_state() -> None:
+    class Holder:
+        epoch = 0
+
+    state, loader = Holder(), Loader(range(8), Batch(8, micro=4))
+    loader.follow(state)
+    assert [step.epoch for step in loader] == [0]
+    assert list(loader) == []  # that epoch is done: nothing is repeated after a rollback
+    state.epoch = 3
+    assert [step.epoch for step in loader] == [3]
+
+
+def test_a_state_dict_goes_on_at_another_number_of_ranks_and_workers() -> None:
+    with activate(rank_of(0, 1)):
+        alone = Loader(range(45), Batch(12, micro=3), seed=4)
+        steps = [[batch.tolist() for batch in step] for step in alone]
+    with activate(rank_of(0, 3)):
+        loader = Loader(range(45), Batch(12, micro=3), seed=4)
+        for step in loader:
+            list(step)
+            if step.number == 1:
+                break
+        saved = loader.state_dict()
+    rest = []
+    for rank in range(2):
+        with activate(rank_of(rank, 2)):
+            other = Loader(range(45), Batch(12, micro=3), seed=99, num_workers=rank)
+            other.load_state_dict(saved)
+            rest.append([[batch.tolist() for batch in step] for step in other])
+    assert [a + b for a, b in zip(*rest, strict=True)] == steps[2:]
+
+
+@pytest.mark.parametrize("data", [range(46), range(44)])
+def test_a_state_dict_of_other_data_is_refused(data: range) -> None:
+    saved = Loader(range(45), Batch(12, micro=3)).state_dict()
+    loader = Loader(data, Batch(12, micro=3))
+    with pytest.raises(StateMismatch, match=f"rows={len(data)}, the state dict rows=45"):
+        loader.load_state_dict(saved)
+    with pytest.raises(StateMismatch, match="micro_batches=4, the state dict micro_batches=8"):
+        Loader(range(8), Batch(8, micro=2)).load_state_dict(
+            Loader(range(8), Batch(8, micro=1)).state_dict()
+        )
+
+
+def test_other_kernels_are_refused_or_told_once() -> None:
+    strict = Loader(range(8), Batch(8, micro=2, exact=True))
+    with pytest.raises(StateMismatch, match="computes other bits"):
+        strict.load_state_dict({**strict.state_dict(), "kernels": "torch 0 avx2 00"})
+    lenient = Loader(range(8), Batch(8, micro=2))
+    lenient.load_state_dict({**lenient.state_dict(), "kernels": "torch 0 avx2 00", "step": 1})
+    assert lenient.step == 1
+    assert not lenient.exact
+    assert "computes other bits" in lenient.why_not_exact
+
+
+def test_the_number_of_threads_is_that_of_the_state() -> None:
+    before = torch.get_num_threads()
+    try:
+        loader = Loader(range(8), Batch(8, micro=2))
+        loader.load_state_dict({**loader.state_dict(), "threads": before + 1})
+        assert torch.get_num_threads() == before + 1
+        assert loader.state_dict()["threads"] == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_steps_that_are_left_early_or_not_at_all_taken_keep_the_order() -> None:
+    loader = Loader(range(24), Batch(8, micro=2), shuffle=False)
+    found = []
+    for step in loader:
+        if step.number == 0:
+            continue
+        for batch in step:
+            found.append(batch.tolist())
+            if step.number == 1:
+                break
+    assert found == [[8, 9], [16, 17], [18, 19], [20, 21], [22, 23]]
+
+
+def test_a_step_is_iterated_over_once() -> None:
+    for step in Loader(range(4), Batch(4, micro=2)):
+        assert len(step) == 2
+        list(step)
+        with pytest.raises(RuntimeError, match="only once"):
+            list(step)
+
+
+def test_weights_are_rows_or_what_the_user_says() -> None:
+    with activate(rank_of(0, 1)):
+        for step in Loader(range(6), Batch(4, micro=2), shuffle=False):
+            list(step.weighted(lambda batch: batch.sum()) if step.number == 0 else step)
+            share = current().share
+            assert share is not None
+            if step.number == 0:
+                assert share.weights == {0: 1.0, 1: 5.0}
+            else:
+                assert share.weights == {0: 1.0}
+        assert current().share is None
+        for step in Loader(range(6), Batch(4, micro=2)):
+            with pytest.raises(ValueError, match="at least 0"):
+                list(step.weighted(lambda _: -1.0))
+
+
+def test_rows_and_steps_are_counted() -> None:
+    context = rank_of(1, 3)
+    with activate(context):
+        for step in Loader(range(16), Batch(8, micro=2)):
+            list(step)
+    assert (context.telemetry.steps, context.telemetry.samples) == (2, 4)
+    assert context.telemetry.total == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Batch(0), "must be a whole number, at least 1"),
+        (lambda: Batch(8, micro=True), "must be a whole number"),
+        (lambda: Batch(8, micro=3), "must divide the global batch"),
+        (lambda: Batch(8, exact="yes"), "must be True, False or 'auto'"),
+        (lambda: Loader(range(8), Batch(8)), "this job has no max_np"),
+        (lambda: Loader(range(8), 8), "must be a Batch"),
+        (lambda: Loader(iter(range(8)), Batch(8, micro=2)), "has no length"),
+        (lambda: Loader(range(8), Batch(8, micro=2), batch_size=3), "leave it out"),
+        (lambda: Loader(range(7), Batch(8, micro=2), drop_last=True), "make no step of 8"),
+    ],
+)
+def test_wrong_values_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+def test_without_micro_there_is_one_micro_batch_for_each_of_max_np_ranks() -> None:
+    context = rank_of(0, 1)
+    context.max_np = 4
+    with activate(context):
+        assert Loader(range(8), Batch(8)).batch == Batch(8, micro=2)
+        with pytest.raises(OptionError, match="does not divide by max_np=4; pass micro="):
+            Loader(range(8), Batch(6))

@@ -1,0 +1,585 @@
+"""Steps of micro-batches: the gradient of the whole batch, with the same bits on any ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import nbelastic.torch as hvd
+from nbelastic.collectives.reduction_tree import Node, cover
+from nbelastic.data import Batch, Loader
+from nbelastic.elastic.step_share import StepShare
+from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
+from nbelastic.torch.gradients.micro_batches import check_witness, parameter_digest
+from nbelastic.torch.gradients.tree_sums import TreeSum
+from nbelastic.torch.state.torch_state import TorchState
+from tests.support.world import StaticContext, run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROWS = 44
+loss_of = nn.functional.mse_loss
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)  # ranks are threads: they share torch's own
+
+
+def data(dtype: torch.dtype = torch.float32) -> TensorDataset:
+    x, y = torch.randn(ROWS, 6, generator=seeded(1)), torch.randn(ROWS, 3, generator=seeded(2))
+    return TensorDataset(x.to(dtype), y.to(dtype))
+
+
+def fill(model: nn.Module) -> None:
+    generator = seeded(3)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    fill(model)
+    return model
+
+
+def digest(tensors: Any) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def one_digest(train: Callable[[StaticContext], str], sizes: tuple[int, ...]) -> None:
+    """Assert that all ranks of worlds of all sizes end with the same bits."""
+    found = {size: set(run_ranks(size, train)) for size in (1, *sizes)}
+    assert len(found[1]) == 1
+    assert found == dict.fromkeys(found, found[1])
+
+
+# -- the gradient ----------------------------------------------------------------------------------
+
+
+@given(
+    size=st.integers(1, 4),
+    micro_batches=st.integers(1, 9),
+    micro=st.integers(1, 3),
+    exact=st.booleans(),
+    by_tokens=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_gradient_is_that_of_one_large_batch(
+    size: int, micro_batches: int, micro: int, exact: bool, by_tokens: bool
+) -> None:
+    def weight(batch: Any) -> torch.Tensor:
+        return batch[0][:, 0].gt(0).sum()
+
+    def masked(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, 0].gt(0) if by_tokens else torch.ones(len(x), dtype=torch.bool)
+        return loss_of(model(x[chosen]), y[chosen])  # not a number where none is chosen
+
+    def main(_: StaticContext) -> list[list[torch.Tensor | None]]:
+        source, model = data(torch.float64), net(torch.float64)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+        loader = Loader(source, Batch(micro * micro_batches, micro=micro, exact=exact), seed=1)
+        found = []
+        for step in loader:
+            optimizer.zero_grad()
+            for x, y in step.weighted(weight) if by_tokens else step:
+                masked(model, x, y).backward()
+            optimizer.step()
+            rows = [row for v in range(micro_batches) for row in loader.rows(step.number, v)]
+            whole = net(torch.float64)
+            masked(whole, *source[rows]).backward()
+            if not by_tokens or weight(source[rows]):
+                for mine, right in zip(model.parameters(), whole.parameters(), strict=True):
+                    assert mine.grad is not None
+                    torch.testing.assert_close(mine.grad, right.grad, rtol=1e-12, atol=1e-14)
+            else:
+                assert all(parameter.grad is None for parameter in model.parameters())
+            found.append([parameter.grad for parameter in model.parameters()])
+        return found
+
+    results = run_ranks(size, main)
+    for result in results:
+        for mine, others in zip(result, results[0], strict=True):
+            assert digest(g for g in mine if g is not None) == digest(
+                g for g in others if g is not None
+            )
+
+
+@given(
+    present=st.lists(st.booleans(), min_size=1, max_size=17),
+    bounds=st.tuples(st.integers(0, 17), st.integers(0, 17)),
+)
+@settings(deadline=None)
+def test_a_rank_forms_the_sums_of_the_tree(present: list[bool], bounds: tuple[int, int]) -> None:
+    leaves = len(present)
+    begin, end = sorted(min(bound, leaves) for bound in bounds)
+    values = [torch.randn(50, generator=seeded(leaf)) for leaf in range(leaves)]
+
+    def right(node: Node) -> torch.Tensor | None:
+        if node.end - node.begin == 1:
+            return values[node.begin].clone() if present[node.begin] else None
+        left = right(Node(node.begin, node.middle))
+        other = right(Node(node.middle, node.end))
+        return left if other is None else other if left is None else left + other
+
+    share = StepShare(leaves, range(begin, end), (), [1.0] * leaves, exact=True)
+    total = TreeSum(share)
+    for leaf in range(begin, end):
+        if present[leaf]:
+            total.add(leaf, values[leaf].clone())
+    nodes = cover(begin, end, leaves)
+    for node, found in zip(nodes, total.finish(nodes), strict=True):
+        expected = right(node)
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found, expected)
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [8, 6])
+def test_parameters_and_moments_have_the_same_bits_on_any_number_of_ranks(
+    micro_batches: int,
+) -> None:
+    def train(_: StaticContext) -> str:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        loader = Loader(data(), Batch(2 * micro_batches, micro=2, exact=True), seed=2)
+        for _ in range(2):
+            for step in loader:
+                optimizer.zero_grad()
+                for x, y in step:
+                    loss_of(model(x), y).backward()
+                optimizer.synchronize()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        moments = [each for state in optimizer.state.values() for each in state.values()]
+        return digest([*model.parameters(), *moments])
+
+    one_digest(train, (2, 3, 4, 5, 9))
+
+
+def test_ordinary_sums_have_other_bits() -> None:
+    def train(_: StaticContext) -> str:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in Loader(data(), Batch(16, micro=2, exact=False)):
+            optimizer.zero_grad()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            optimizer.step()
+        return digest(model.parameters())
+
+    assert len({run_ranks(size, train)[0] for size in (1, 2, 4)}) > 1
+
+
+class Odd(nn.Module):
+    """Parameters used by some micro-batches, by none, frozen, in other types and memory orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.sometimes = nn.Linear(6, 8)
+        self.never = nn.Linear(2, 2)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.narrow = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.wide = nn.Linear(8, 3, dtype=torch.float64)
+        self.image = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.phase = nn.Parameter(torch.zeros(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.frozen(torch.tanh(self.first(x)))
+        if x[0, 0] > 0.5:
+            z = z + self.sometimes(x)
+        z = z + self.image(x.view(-1, 1, 2, 3)).mean((1, 2, 3))[:, None]
+        z = self.narrow(z.bfloat16()).float() + (z * self.phase).real + (z * self.phase).imag
+        return self.wide(z.double()).float()
+
+
+def test_odd_parameters_have_the_same_bits_too() -> None:
+    def train(_: StaticContext) -> str:
+        model = Odd()
+        fill(model)
+        before = [parameter.clone() for parameter in model.never.parameters()]
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+        )
+        for step in Loader(data(), Batch(16, micro=2)):
+            optimizer.zero_grad(set_to_none=False)
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            optimizer.step()
+            assert model.never.weight.grad is None
+        assert digest(before) == digest(model.never.parameters())
+        return digest(model.parameters())
+
+    one_digest(train, (2, 3, 4))
+
+
+def test_two_optimizers_and_several_passes() -> None:
+    def train(_: StaticContext) -> str:
+        first, second = net(), net()
+        one = hvd.DistributedOptimizer(
+            torch.optim.Adam(first.parameters(), lr=0.01), backward_passes_per_step=2
+        )
+        two = hvd.DistributedOptimizer(torch.optim.SGD(second.parameters(), lr=0.1))
+        for step in Loader(data(), Batch(16, micro=2)):
+            one.zero_grad()
+            two.zero_grad()
+            for number, (x, y) in zip(step.numbers, step, strict=False):
+                loss_of(first(x), y).backward()
+                if number % 2:  # else there are fewer passes than announced
+                    (first(x).square().mean() / 3).backward()
+                loss_of(second(x), first(x).detach()).backward()
+            one.step()
+            two.step()
+        return digest([*first.parameters(), *second.parameters()])
+
+    one_digest(train, (2, 3, 4))
+
+
+def test_a_scaler_skips_the_same_steps_on_all_ranks() -> None:
+    def train(_: StaticContext) -> tuple[str, float]:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        for step in Loader(data(), Batch(16, micro=2), shuffle=False):
+            optimizer.zero_grad()
+            for number, (x, y) in zip(step.numbers, step, strict=True):
+                loss = loss_of(model(x), y)
+                if (step.number, number) == (1, 5):
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0
+        return digest(model.parameters())
+
+    one_digest(train, (2, 3))
+
+
+# -- buffers and states ----------------------------------------------------------------------------
+
+
+def normed() -> nn.Sequential:
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.BatchNorm1d(8, momentum=None)
+    )
+    model.append(nn.Linear(8, 3))
+    fill(model)
+    return model
+
+
+def test_statistics_of_batch_norm_are_means_over_the_step() -> None:
+    def train(_: StaticContext) -> str:
+        model = normed()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(32, micro=4, exact=True))
+        state = TorchState(model, optimizer, loader=loader, epoch=0)
+        for step in loader:
+            before = model[1].running_mean.clone()
+            means = [
+                model[0](data()[loader.rows(step.number, v)][0]).mean(0) * len(rows)
+                for v in range(8)
+                if (rows := loader.rows(step.number, v))
+            ]
+            optimizer.zero_grad()
+            for _, (x, y) in zip(step.numbers, step, strict=False):  # never asks for one more
+                loss_of(model(x), y).backward()
+            optimizer.synchronize()
+            expected = 0.9 * before + 0.1 * torch.stack(means).sum(0) / step.rows
+            torch.testing.assert_close(model[1].running_mean, expected.detach())
+            assert model[1].num_batches_tracked == step.number + 1
+            optimizer.step()
+            state.commit()
+        assert loader.exact
+        return digest([*model.parameters(), *model.buffers()])
+
+    one_digest(train, (2, 3, 8, 9))
+
+
+def test_a_model_in_evaluation_keeps_its_statistics() -> None:
+    def train(_: StaticContext) -> None:
+        model = normed()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(32, micro=4))
+        _state = TorchState(model, optimizer, loader=loader)
+        before = digest(model.buffers())
+        for step in loader:
+            model.eval()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert digest(model.buffers()) == before
+
+    run_ranks(3, train)
+
+
+@pytest.mark.parametrize("exact", [True, "auto", False])
+def test_a_buffer_that_is_no_mean_is_refused_or_told(exact: Any) -> None:
+    def train(_: StaticContext) -> str:
+        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
+        fill(model)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=4, exact=exact))
+        _state = TorchState(model, optimizer, loader=loader)
+        for step in loader:
+            optimizer.zero_grad()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            optimizer.step()
+        return loader.why_not_exact
+
+    if exact is True:
+        with pytest.raises(OptionError, match=r"0\.parametrizations\.weight\.0\._[uv]"):
+            run_ranks(1, train)
+    else:
+        said = "Batch(exact=False)" if exact is False else "is no running mean"
+        assert all(said in why for why in run_ranks(2, train))
+
+
+def test_a_rollback_repeats_the_steps_since_the_commit() -> None:
+    def train(_: StaticContext) -> str:
+        model = normed()
+        optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        loader = Loader(data(), Batch(8, micro=2))
+        state = TorchState(model, optimizer, loader=loader, epoch=0, steps=0)
+        failures = {1, 4}
+        while state.epoch < 2:
+            for step in loader:
+                optimizer.zero_grad()
+                for x, y in step:
+                    loss_of(model(x), y).backward()
+                optimizer.step()
+                state.steps += 1
+                if state.steps in failures:
+                    failures.discard(state.steps)
+                    break
+                if step.number % 2:
+                    state.commit()
+            else:
+                state.epoch += 1
+                state.commit()
+                continue
+            state.restore()
+        assert (state.steps, loader.epoch, loader.step) == (12, 1, 6)
+        return digest([*model.parameters(), *model.buffers()])
+
+    one_digest(train, (3,))
+
+
+def test_a_newcomer_goes_on_where_the_others_are() -> None:
+    def main(context: StaticContext) -> tuple[Any, ...]:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=2), seed=context.rank)
+        state = TorchState(model, optimizer, loader=loader, epoch=0)
+        if context.rank == 0:
+            state.epoch = 2
+            loader.set_epoch(2)
+            loader.step = 3
+        state.align([1, 2])
+        step = next(iter(loader))
+        return state.epoch, step.epoch, step.number, loader.seed, loader.rows(3, 0)
+
+    results = run_ranks(3, main)
+    assert results[0][:4] == (2, 2, 3, 0)
+    assert results == [results[0]] * 3
+
+
+def test_a_newcomer_with_another_batch_is_refused_by_name() -> None:
+    def main(context: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=2 + 2 * context.rank))
+        TorchState(model, optimizer, loader=loader).align([1])
+
+    with pytest.raises(NbelasticError, match="batch of loader: expected 8 rows in 2 micro-batches"):
+        run_ranks(2, main)
+
+
+def test_a_state_with_a_loader_needs_a_distributed_optimizer() -> None:
+    model = net()
+    with pytest.raises(OptionError, match=r"wrap the SGD by hvd\.DistributedOptimizer"):
+        TorchState(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loader=Loader(data(), Batch(8, micro=2)),
+        )
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+def mistaken(act: Callable[[Any, Any, nn.Module], Any], **options: Any) -> None:
+    def main(_: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        for step in Loader(data(), Batch(8, micro=2)):
+            act(optimizer, step, model)
+
+    run_ranks(1, main)
+
+
+def test_step_within_the_loop_over_micro_batches_is_an_error() -> None:
+    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
+        for x, y in step:
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="after 1 of this rank's 4 micro-batches"):
+        mistaken(act)
+
+
+def test_zero_grad_within_the_loop_is_an_error() -> None:
+    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
+        for x, y in step:
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward\(\)"):
+        mistaken(act)
+
+
+def test_without_zero_grad_the_last_step_is_not_added() -> None:
+    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
+        for x, y in step:
+            loss_of(model(x), y).backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) before the loop"):
+        mistaken(act)
+
+
+def test_clipping_before_synchronize_is_an_error() -> None:
+    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
+        for x, y in step:
+            loss_of(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"changed between backward\(\) and step\(\)"):
+        mistaken(act)
+
+
+def test_more_passes_than_announced_are_an_error() -> None:
+    def act(_: Any, step: Any, model: nn.Module) -> None:
+        for x, y in step:
+            loss_of(model(x), y).backward()
+            loss_of(model(x), y).backward()
+
+    with pytest.raises(RuntimeError, match="backward_passes_per_step=1 times in one micro-batch"):
+        mistaken(act)
+
+
+def test_backward_before_the_first_micro_batch_is_an_error() -> None:
+    def act(_: Any, step: Any, model: nn.Module) -> None:
+        loss_of(model(torch.ones(1, 6)), torch.ones(1, 3)).backward()
+
+    with pytest.raises(RuntimeError, match="iterate over the step"):
+        mistaken(act)
+
+
+@pytest.mark.parametrize(
+    "options", [{"op": hvd.Sum}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}]
+)
+def test_options_without_a_meaning_here_are_refused(options: dict[str, Any]) -> None:
+    def act(_: Any, step: Any, model: nn.Module) -> None:
+        for x, y in step:
+            loss_of(model(x), y).backward()
+
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=…\\) cannot be used"):
+        mistaken(act, **options)
+
+
+def test_ordinary_steps_before_and_after_a_loader_are_reduced_as_ever() -> None:
+    def main(context: StaticContext) -> torch.Tensor:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def ordinary() -> None:
+            optimizer.zero_grad()
+            x = torch.full((2, 6), float(context.rank))
+            model(x).sum().backward()
+            optimizer.synchronize()
+            gradient = model[2].weight.grad
+            assert gradient is not None
+            context.seen = [*getattr(context, "seen", []), gradient.clone()]
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+        for _ in range(3):
+            ordinary()
+        for step in Loader(data(), Batch(8, micro=2)):
+            optimizer.zero_grad()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            optimizer.step()
+        for _ in range(3):
+            ordinary()
+        return torch.stack(context.seen)
+
+    first, second = run_ranks(2, main)
+    assert torch.equal(first, second)
+    assert first.abs().sum() > 0
+
+
+# -- the witness -----------------------------------------------------------------------------------
+
+
+def test_one_flipped_bit_changes_the_digest() -> None:
+    parameters = [torch.randn(33), torch.randn(7, dtype=torch.float64), torch.ones(5).bfloat16()]
+    before = parameter_digest(parameters)
+    assert 0 <= before < 2**52
+    for parameter in parameters:
+        bits = parameter.view(torch.uint8)
+        for place in (0, len(bits) - 1):
+            bits[place] ^= 64
+            assert parameter_digest(parameters) != before
+            bits[place] ^= 64
+    assert parameter_digest(parameters) == before
+    assert parameter_digest(parameters[::-1]) != before
+
+
+def test_ranks_with_other_parameters_are_named() -> None:
+    check_witness([7.0, 7.0], 0)
+    with pytest.raises(NbelasticError, match="the parameters of rank 1 are not those of most"):
+        check_witness([7.0, 8.0, 7.0], 1)
+    with pytest.raises(CollectiveError, match="rank 1: 0000000000008"):
+        check_witness([7.0, 8.0, 7.0], 2)
+    with pytest.raises(RanksDisagree, match="rank 0: 0000000000007, rank 1: 0000000000008"):
+        check_witness([7.0, 8.0], 0)
+
+
+def test_ranks_that_differ_find_out_in_their_first_step() -> None:
+    def main(context: StaticContext) -> None:
+        model = net()
+        if context.rank == 1:
+            model[0].bias.data.view(torch.int32)[3] ^= 1
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in Loader(data(), Batch(8, micro=2)):
+            optimizer.zero_grad()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            optimizer.step()
+
+    # The first rank to raise may break the operation of the other.
+    with pytest.raises(CollectiveError, match="ranks have different parameters"):
+        run_ranks(2, main)
