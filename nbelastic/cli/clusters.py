@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
     from .hosts.discovery import Source
 
-__all__ = ["HOST_OPTIONS", "existing", "opened"]
+__all__ = ["HOST_OPTIONS", "NAMING", "existing", "opened"]
 
 HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script", "hosts_from")
 """Options of which one at most names the hosts."""
 
-_EXISTING = ("scheduler", "scheduler_file", "cluster")
+NAMING = ("scheduler", "scheduler_file", "cluster", *HOST_OPTIONS)
+"""Options of which one at most names the machines."""
 
 
 def existing(options: Mapping[str, Any]) -> str | None:
@@ -66,7 +67,7 @@ def opened(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[
     tell : callable
         Takes a line for the user.
     """
-    named = [name for name in (*_EXISTING, *HOST_OPTIONS) if options.get(name)]
+    named = [name for name in NAMING if options.get(name)]
     if len(named) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in named)
         raise OptionError(f"{flags}: give one of them; each names the machines")

@@ -30,8 +30,6 @@ from .view import CommandDisplay, ViewOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from .script import ScriptCommand
-
 __all__ = ["FAILED", "INTERRUPTED", "exit_code", "run", "view_options"]
 
 FAILED = 1
@@ -51,14 +49,15 @@ def run(options: dict[str, Any]) -> int:
     OptionError
         An option is wrong, or the command is no script. Nothing has been started.
     """
-    command = script_command(options["command"], os.getcwd())
+    call, words = _call(options)
     display = CommandDisplay(view_options(options))
     set_display(display)
+    if words:
+        display.tell(words)
     _set_logging(verbose=options["verbose"])
 
     def start() -> None:
         with clusters.opened(options, display.tell) as cluster:
-            call = _call(command, options, cluster, display.tell)
             fit(
                 run_script,
                 args=[call],
@@ -125,31 +124,24 @@ def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _call(
-    command: ScriptCommand, options: Mapping[str, Any], cluster: Any, tell: Callable[[str], None]
-) -> ScriptCall:
-    """Return the script as it travels."""
-    packed = None
-    if not options["shared_fs"] and not _all_here(options, cluster):
+def _call(options: Mapping[str, Any]) -> tuple[ScriptCall, str]:
+    """Return the script as it travels, and a line on what is sent; empty for nothing."""
+    command = script_command(options["command"], os.getcwd())
+    variables = _variables(options["env"])
+    packed, words = None, ""
+    if not options["shared_fs"] and not _all_here(options):
         bundle = bundle_of(command.folder)
-        tell(bundle.describe(command.folder))
-        packed = bundle.packed
-    return ScriptCall(
-        command,
-        os.getcwd(),
-        mark_of(command.file),
-        packed,
-        options["alias"],
-        _variables(options["env"]),
-    )
+        packed, words = bundle.packed, bundle.describe(command.folder)
+    mark = mark_of(command.file)
+    call = ScriptCall(command, os.getcwd(), mark, packed, options["alias"], variables)
+    return call, words
 
 
-def _all_here(options: Mapping[str, Any], cluster: Any) -> bool:
+def _all_here(options: Mapping[str, Any]) -> bool:
     """Return whether all workers are on this machine, now and later."""
-    fixed = options.get("hosts")
-    if fixed:
-        return all(is_local(host) for host in parse_hosts(fixed))
-    return cluster is None
+    if options.get("hosts"):
+        return all(is_local(host) for host in parse_hosts(options["hosts"]))
+    return not any(options.get(name) for name in clusters.NAMING)
 
 
 def _variables(given: tuple[str, ...]) -> dict[str, str]:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from distributed import Scheduler, SpecCluster, Status
 
 from nbelastic.cluster import ElasticPlugin
+from nbelastic.render import count
 
 from .discovery import DiscoveryFailed, FailureCount, changes
 from .worker import SlotNanny, SshOptions, SshWorker, is_local
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
+    from concurrent.futures import Future
 
     from .discovery import Changes, Hosts, Source
 
@@ -31,6 +33,9 @@ __all__ = ["HostCluster", "SshOptions"]
 
 JOIN_WITHIN_S = 2.0
 """Seconds to wait for the thread at the end; a source may take longer, and is then left alone."""
+
+RETRY_S = 0.5
+"""Half of the seconds after which a worker over ssh is started again for the first time."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -80,6 +85,7 @@ class HostCluster(SpecCluster):
         self._leaving: set[str] = set()
         self._retries: dict[str, FailureCount] = {}
         self._retry_at: dict[str, float] = {}
+        self._is_local: dict[str, bool] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="nbelastic-hosts", daemon=True)
         first = _asked(source)
@@ -120,8 +126,17 @@ class HostCluster(SpecCluster):
     def _take(self, hosts: Hosts) -> None:
         """Have the event loop bring the workers in line with the hosts."""
         self._hosts = dict(hosts)
+        for host in hosts:
+            if host not in self._is_local:
+                self._is_local[host] = is_local(host)  # asks the system, which may take its time
         loop: Any = self.loop
-        asyncio.run_coroutine_threadsafe(self._bring_in_line(hosts), loop.asyncio_loop)
+        future = asyncio.run_coroutine_threadsafe(self._bring_in_line(hosts), loop.asyncio_loop)
+        future.add_done_callback(self._report)
+
+    def _report(self, future: Future[None]) -> None:
+        """Report an error of the event loop's part."""
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._tell(f"the workers could not be brought in line with the hosts: {error!r}")
 
     # -- the event loop --------------------------------------------------------------------------
 
@@ -134,7 +149,9 @@ class HostCluster(SpecCluster):
             for name in changed.gone:
                 del self._present[name]
             self._leaving.update(changed.gone)
-            self._futures.add(asyncio.ensure_future(self._retire(changed.gone)))
+            retiring = asyncio.ensure_future(self._retire(changed.gone))
+            self._futures.add(retiring)
+            retiring.add_done_callback(self._futures.discard)
         come = {name: host for name, host in changed.come.items() if name not in self._leaving}
         self._present.update(come)
         for name, host in come.items():
@@ -148,12 +165,12 @@ class HostCluster(SpecCluster):
     def _announce(self, changed: Changes) -> None:
         gone = Counter(name.rpartition(":")[0] for name in changed.gone)
         for host, slots in gone.items():
-            self._tell(f"host {host} is gone ({slots} of its slots): its ranks leave")
+            self._tell(f"host {host} is gone ({count(slots, 'slot')}): its ranks leave")
         if self.worker_spec or gone:  # not at the start
             come = Counter(name.rpartition(":")[0] for name in changed.come)
             for host, slots in come.items():
                 if not any(name.startswith(f"{host}:") for name in self._leaving):
-                    self._tell(f"host {host} has come ({slots} slots)")
+                    self._tell(f"host {host} has come ({count(slots, 'slot')})")
 
     async def _retire(self, names: tuple[str, ...]) -> None:
         """Have ranks leave at their next commit; then end their workers."""
@@ -177,8 +194,9 @@ class HostCluster(SpecCluster):
 
     def _spec(self, name: str, host: str) -> dict[str, Any]:
         slots = self._hosts.get(host, 1)
-        if is_local(host):
-            return {"cls": SlotNanny, "options": {"slots": slots, **self._bind}}
+        if self._is_local[host]:
+            quiet = {"silence_logs": logging.WARNING}
+            return {"cls": SlotNanny, "options": {"slots": slots, **quiet, **self._bind}}
         options: Mapping[str, Any] = {
             "host": host,
             "slots": slots,
@@ -187,13 +205,15 @@ class HostCluster(SpecCluster):
         }
         return {"cls": SshWorker, "options": options}
 
-    def _note_end(self, name: str, problem: str) -> None:
-        """Note that a worker over ssh has ended by itself."""
-        count = self._retries.setdefault(name, FailureCount(1.0))
-        count.failed()
-        if count.number.bit_count() == 1:  # the 1st, 2nd, 4th, 8th time
-            self._tell(f"{name}: {problem}; trying again in {count.delay():g} s")
-        self._retry_at[name] = time.monotonic() + count.delay()
+    def _note_end(self, name: str, problem: str, started: bool) -> None:
+        """Note that a worker over ssh has ended by itself; whether it had started."""
+        failures = self._retries.setdefault(name, FailureCount(RETRY_S))
+        if started:
+            failures.succeeded()
+        failures.failed()
+        if failures.number.bit_count() == 1:  # the 1st, 2nd, 4th, 8th time
+            self._tell(f"{name}: {problem}; trying again in {failures.delay():g} s")
+        self._retry_at[name] = time.monotonic() + failures.delay()
 
     def _ended(self) -> list[str]:
         """Return the names of workers that have ended by themselves and are due again."""

@@ -125,7 +125,7 @@ class SshWorker(Process):
     options : SshOptions
         How to reach it.
     on_end : callable
-        Called with the worker's name and the reason, when it has ended by itself.
+        Called when it has ended by itself, with its name, the reason, and whether it had started.
     name : str
         The worker's name.
     """
@@ -137,7 +137,7 @@ class SshWorker(Process):
         host: str,
         slots: int,
         options: SshOptions,
-        on_end: Callable[[str, str], None],
+        on_end: Callable[[str, str, bool], None],
         name: str,
     ) -> None:
         super().__init__()
@@ -175,8 +175,10 @@ class SshWorker(Process):
         self.proc = self.connection = None
 
     async def _run(self) -> None:
+        started = False
         try:
             await asyncio.wait_for(self._connect(), self._options.start_within_s)
+            started = True
             await self._read_log()
             problem = self._last_words("its worker has ended")
         except (asyncio.TimeoutError, TimeoutError):
@@ -187,7 +189,7 @@ class SshWorker(Process):
             problem = str(error) or type(error).__name__
         await self._disconnect()
         self.status = Status.failed
-        self._on_end(self.name, problem)
+        self._on_end(self.name, problem, started)
 
     async def _connect(self) -> None:
         import asyncssh
