@@ -34,7 +34,8 @@ test: lint $(NATIVE)
 	$(BIN)/python -m pytest -n $(JOBS)
 
 # For the edit loop: pure rooms and fakes; no cluster, no browser, no other process.
-FAST := tests/house tests/membership tests/driver tests/elastic tests/cluster tests/notebook tests/torch
+FAST := tests/house tests/membership tests/driver tests/elastic tests/cluster tests/notebook tests/torch \
+	tests/cli
 test-fast: lint $(NATIVE)
 	$(BIN)/python -m pytest -n $(JOBS) -q -m "not slow" $(FAST)
 

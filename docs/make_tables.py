@@ -1,4 +1,6 @@
-"""Write the tables of options in the documents from the table in ``nbelastic/driver/options.py``.
+"""Write the tables of options in the documents from the tables in the code.
+
+Those are in ``nbelastic/driver/options.py`` and ``nbelastic/cli/options.py``.
 
 Run it after an option was added or changed: ``python docs/make_tables.py``.
 """
@@ -7,11 +9,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nbelastic.cli.options import TERMINAL, TerminalRow, flags_of
 from nbelastic.driver.options import DEFAULTS, TABLE, OptionRow
 
 DOCS = Path(__file__).parent
 MARK = "<!-- options: made by docs/make_tables.py -->"
 END = "<!-- end of the options -->"
+TERMINAL_MARK = "<!-- options of the terminal: made by docs/make_tables.py -->"
+TERMINAL_END = "<!-- end of the options of the terminal -->"
 
 
 def default(row: OptionRow) -> str:
@@ -35,6 +40,31 @@ def of_magic(row: OptionRow) -> str:
     return f"| `{option}` | {row.meaning}{known} | `{row.example}` |"
 
 
+def of_run(row: OptionRow) -> str:
+    """Return the row of an option of ``dask elastic run`` that ``fit`` has, too."""
+    names = ", ".join(f"`{flag}`" for flag in flags_of(row))
+    return f"| {names} | {row.meaning} | `{row.name}` |"
+
+
+def of_terminal(row: TerminalRow) -> str:
+    """Return the row of an option of ``dask elastic run`` alone."""
+    names = ", ".join(f"`{flag}`" for flag in row.flags)
+    value = f" `{row.metavar}`" if row.metavar else ""
+    return f"| {names}{value} | {row.meaning} |"
+
+
+def terminal(text: str) -> str:
+    """Return the page of the terminal with both of its tables as they should be."""
+    before, rest = text.split(MARK)
+    old, rest = rest.split(END)
+    between, rest = rest.split(TERMINAL_MARK)
+    older, after = rest.split(TERMINAL_END)
+    jobs = [*old.strip().splitlines()[:2], *map(of_run, TABLE)]
+    own = [*older.strip().splitlines()[:2], *map(of_terminal, TERMINAL)]
+    parts = [before + MARK, "", *jobs, "", END + between + TERMINAL_MARK, "", *own, ""]
+    return "\n".join([*parts, TERMINAL_END + after])
+
+
 def written(text: str) -> str:
     """Return a document with its table as it should be."""
     before, rest = text.split(MARK)
@@ -49,6 +79,8 @@ def main() -> None:
     for name in ("options.md", "notebooks.md"):
         path = DOCS / name
         path.write_text(written(path.read_text()))
+    path = DOCS / "terminal.md"
+    path.write_text(terminal(path.read_text()))
 
 
 if __name__ == "__main__":

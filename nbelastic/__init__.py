@@ -3,44 +3,45 @@
 ``nbelastic.fit(fn, cluster=client)`` runs a training function on a Dask cluster whose workers may
 die, leave and join while it trains. Inside the function, ``import nbelastic.torch as hvd``.
 
-Importing this package loads neither torch nor IPython.
+Importing this package loads nothing else, neither Dask nor torch nor IPython: each name is
+imported at its first use. The ``dask`` command imports ``nbelastic.cli`` on every call.
 """
 
 from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from typing import TYPE_CHECKING
-
-from nbelastic import elastic, errors
-from nbelastic.driver import (
-    HistoryEvent,
-    Job,
-    JobInfo,
-    JobStatus,
-    Progress,
-    RankStatus,
-    attach,
-    fit,
-    jobs,
-    set_display,
-    show_versions,
-)
-from nbelastic.elastic import (
-    cross_rank,
-    cross_size,
-    init,
-    load_checkpoint,
-    local_rank,
-    local_size,
-    rank,
-    report,
-    shutdown,
-    size,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+    from nbelastic import elastic, errors
+    from nbelastic.driver import (
+        HistoryEvent,
+        Job,
+        JobInfo,
+        JobStatus,
+        Progress,
+        RankStatus,
+        attach,
+        jobs,
+        show_versions,
+    )
+    from nbelastic.driver.fit import fit
+    from nbelastic.elastic import (
+        cross_rank,
+        cross_size,
+        init,
+        load_checkpoint,
+        local_rank,
+        local_size,
+        rank,
+        report,
+        shutdown,
+        size,
+    )
 
 __all__ = [
     "HistoryEvent",
@@ -69,7 +70,26 @@ __all__ = [
     "unload_ipython_extension",
 ]
 
-set_display("nbelastic.notebook.display_service")  # imported with the first job
+_ROOMS = ("driver", "elastic")
+"""Sub-packages with the public names, in the order in which they are searched."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use."""
+    if name in ("elastic", "errors"):
+        return importlib.import_module(f"nbelastic.{name}")
+    if name in __all__:
+        for room in _ROOMS:
+            found = importlib.import_module(f"nbelastic.{room}")
+            if hasattr(found, name):
+                value = globals()[name] = getattr(found, name)
+                return value
+    raise AttributeError(f"module 'nbelastic' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that have not been imported."""
+    return sorted({*globals(), *__all__})
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

@@ -5,7 +5,8 @@ them run in several processes; each names them.
 """
 
 from .job_log import JobLog
-from .kernel.client import JobClient, lost_while, open_jobs
+from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
+from .kernel.gitignore import GitIgnore
 from .kernel.preflight import check_versions, pack_function
 from .kernel.reachability import check_scheduler
 from .kernel.sources import why_missing
@@ -43,6 +44,7 @@ __all__ = [
     "Failure",
     "FaultOrder",
     "FaultReport",
+    "GitIgnore",
     "HistoryRecord",
     "InjectedFault",
     "JobClient",
@@ -62,11 +64,13 @@ __all__ = [
     "WorkerRefused",
     "check_scheduler",
     "check_versions",
+    "look_at_job",
     "lost_while",
     "open_jobs",
     "own_versions",
     "pack_function",
     "pack_machine",
+    "send_wish",
     "summary_of",
     "unpack_error",
     "unpack_machine",

@@ -51,6 +51,7 @@ __all__ = [
     "JobSummaries",
     "JobSummary",
     "JobTerms",
+    "JobWish",
     "JournalStep",
     "LogContents",
     "Message",
@@ -444,8 +445,16 @@ class LogContents:
 
 
 @dataclass(frozen=True)
+class JobWish(Message):
+    """An event of a user who does not drive the job: to stop it, or to change its limits."""
+
+    job: str
+    event: Event
+
+
+@dataclass(frozen=True)
 class JobHandover(Message):
-    """Answer to an attach: all that a driver needs to know of a job.
+    """Answer to an attach, or to a look: all that a driver needs to know of a job.
 
     Attributes
     ----------

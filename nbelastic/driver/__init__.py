@@ -4,7 +4,7 @@ from .display import set_display
 from .fit import fit
 from .job import Job
 from .status import HistoryEvent, JobInfo, JobStatus, JobTable, Output, Progress, RankStatus
-from .takeover import attach, jobs
+from .takeover import ask_to_scale, ask_to_stop, attach, jobs, look
 from .versions import show_versions
 
 __all__ = [
@@ -16,9 +16,12 @@ __all__ = [
     "Output",
     "Progress",
     "RankStatus",
+    "ask_to_scale",
+    "ask_to_stop",
     "attach",
     "fit",
     "jobs",
+    "look",
     "set_display",
     "show_versions",
 ]

@@ -1,7 +1,8 @@
 """Interface to the display of jobs.
 
-The package or a test sets a display once. Without one, nothing is shown. Errors of a display are
-logged, once, and never reach the job.
+The notebook's display is the default. It is named here and imported with the first job; a command
+or a test sets another one. Without one, nothing is shown. Errors of a display are logged, once, and
+never reach the job.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Display(Protocol):
         """Return the user's name of a source file, such as ``Cell In[5]``, or None."""
 
 
-_display: Display | str | None = None
+_display: Display | str | None = "nbelastic.notebook.display_service"
 _complained = False
 
 

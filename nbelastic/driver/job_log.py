@@ -121,6 +121,8 @@ class KernelLog(JobLog):
                 if detail in self._warnings:
                     return
                 self._warnings.append(detail)
+            elif record.kind == "alias" and any(each.kind == "alias" for each in self._history):
+                return  # of several ranks, it is shown once
             self._history.append(event)
 
     def note_output(self, start: int, text: str, *, write: bool = True) -> None:

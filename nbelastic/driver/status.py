@@ -251,7 +251,8 @@ class HistoryEvent:
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``phases`` (duration of each phase
         of a reset, on the rank that became 0), ``cooldown``, ``restarted``, ``backend``,
         ``checkpoint``, ``warning``, ``refused``, ``waiting``, ``share``, ``abandoned``,
-        ``attached``, ``finished``, ``failed`` or ``stopped``.
+        ``attached``, ``alias`` (``import horovod`` found nbelastic), ``finished``, ``failed`` or
+        ``stopped``.
     worker : str or None
         Address of the worker concerned.
     rank : int or None

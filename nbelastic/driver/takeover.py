@@ -1,4 +1,4 @@
-"""``jobs`` and ``attach``: find jobs on a cluster, and take over one of them."""
+"""Find jobs on a cluster, look at one, ask it to change, or take it over."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import pickle
 import threading
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster import AttachRefusal, JobClient, check_versions, lost_while, open_jobs
+from nbelastic.cluster import (
+    AttachRefusal,
+    JobClient,
+    check_versions,
+    look_at_job,
+    lost_while,
+    open_jobs,
+    send_wish,
+)
 from nbelastic.errors import OptionError
+from nbelastic.membership import LimitsChanged, StopReason, StopRequested
 
 from .attachment import attach_client
 from .fit import hand_out
 from .hints import with_hints
+from .job import Job
 from .options import Options
 from .status import JobInfo, JobTable
 from .thread import Driver
 
 if TYPE_CHECKING:
-    from .job import Job
+    from nbelastic.membership import Event
 
-__all__ = ["attach", "jobs"]
+__all__ = ["ask_to_scale", "ask_to_stop", "attach", "jobs", "look"]
 
 
 @with_hints
@@ -93,8 +103,7 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
         job_client = JobClient(client, name, inbox.receive)
         answer = job_client.attach()
         if isinstance(answer, AttachRefusal):
-            there = ", ".join(answer.jobs) or "none"
-            raise OptionError(f"name={name!r}: no such job on this cluster; there are: {there}")
+            raise _unknown(name, answer)
         driver = Driver(name, Options.unpack(pickle.loads(answer.options)), cleanup)
         driver.adopt(answer)
         inbox.hand_over(driver)
@@ -105,6 +114,98 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
         cleanup()
         raise
     return hand_out(driver, block=block)
+
+
+def look(name: str, *, cluster: Any) -> Job:
+    """Return a job as it is now, without taking it over: its kernel keeps it.
+
+    Its status, history, logs and metrics are those of this moment, and do not change. To wait for
+    it, :func:`attach`.
+
+    Parameters
+    ----------
+    name : str
+        The job's name.
+    cluster : Client, Cluster or str
+        A Dask client, a cluster, or a scheduler's address.
+
+    Raises
+    ------
+    OptionError
+        There is no such job; the message names the existing ones.
+    ClusterLost
+        No scheduler answers.
+    """
+    client, cleanup = attach_client(_given(cluster), Options())
+    try:
+        with lost_while(client, "versions were compared"):
+            check_versions(client)
+        answer = look_at_job(client, name)
+    finally:
+        cleanup()
+    if isinstance(answer, AttachRefusal):
+        raise _unknown(name, answer)
+    driver = Driver(name, Options.unpack(pickle.loads(answer.options)), _nothing)
+    driver.adopt(answer)
+    return Job(driver)
+
+
+def ask_to_stop(name: str, *, cluster: Any, now: bool = False) -> None:
+    """Ask a job to end: at its next commit, or `now`. Its kernel keeps it.
+
+    Parameters
+    ----------
+    name, cluster : str, object
+        As for :func:`look`.
+    now : bool, default False
+        Whether to end its ranks wherever they are.
+    """
+    event = StopRequested(now=True, reason=StopReason.CANCELLED) if now else StopRequested()
+    _send(name, cluster, event)
+
+
+def ask_to_scale(
+    name: str, *, cluster: Any, min_np: int | None = None, max_np: int | None = None
+) -> None:
+    """Ask a job to change its limits from the next commit on. Its kernel keeps it.
+
+    Parameters
+    ----------
+    name, cluster : str, object
+        As for :func:`look`.
+    min_np, max_np : int, optional
+        The new limits; what is left out stays.
+
+    Raises
+    ------
+    OptionError
+        ``min_np`` would be above ``max_np``; or there is no such job.
+    """
+    status = look(name, cluster=cluster).status
+    low = status.min_np if min_np is None else min_np
+    high = status.max_np if max_np is None else max_np
+    if high is not None and low > high:
+        raise OptionError(f"min_np={low} would be above max_np={high}")
+    _send(name, cluster, LimitsChanged(min_np=min_np, max_np=max_np))
+
+
+def _send(name: str, cluster: Any, event: Event) -> None:
+    client, cleanup = attach_client(_given(cluster), Options())
+    try:
+        refusal = send_wish(client, name, event)
+    finally:
+        cleanup()
+    if refusal is not None:
+        raise _unknown(name, refusal)
+
+
+def _unknown(name: str, refusal: AttachRefusal) -> OptionError:
+    there = ", ".join(refusal.jobs) or "none"
+    return OptionError(f"name={name!r}: no such job on this cluster; there are: {there}")
+
+
+def _nothing() -> None:
+    """Close nothing: the driver of a job that is only looked at never runs."""
 
 
 def _given(cluster: Any) -> Any:

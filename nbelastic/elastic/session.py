@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator, RendezvousServer
     from nbelastic.elastic.runtime import DriverPort, RankRuntime, RankSpec
 
-__all__ = ["Session", "warn"]
+__all__ = ["Session", "note", "warn"]
 
 _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 
@@ -417,5 +417,18 @@ def warn(context: Context, detail: str) -> None:
         On its first line the problem, on further lines the cause and what to do. The history shows
         equal warnings of several ranks once.
     """
+    note(context, "warning", detail)
+
+
+def note(context: Context, about: str, detail: str) -> None:
+    """Add an entry to the history of a rank's job; outside a job, do nothing.
+
+    Parameters
+    ----------
+    context : Context
+        That of the rank.
+    about, detail : str
+        The entry's kind, and a text for people.
+    """
     if isinstance(context, Session):
-        context.port.report(RankNote(context.spec.start, about="warning", detail=detail))
+        context.port.report(RankNote(context.spec.start, about=about, detail=detail))

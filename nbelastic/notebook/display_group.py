@@ -13,9 +13,9 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from .render import JobSnapshot, page, text
-from .render.formatting import duration
-from .render.job_snapshot import ENDED
+from nbelastic.render import JobSnapshot, page, text
+from nbelastic.render.formatting import duration
+from nbelastic.render.job_snapshot import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from nbelastic.errors import OptionError
+from nbelastic.render import PARTS, STYLE, JobSnapshot, timeline_key
+from nbelastic.render.curves import curves_key
+from nbelastic.render.formatting import escape
+from nbelastic.render.job_snapshot import ENDED
 
 from .display_group import ErrorBoundary
-from .render import PARTS, STYLE, JobSnapshot, timeline_key
-from .render.curves import curves_key
-from .render.formatting import escape
-from .render.job_snapshot import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .render import JobSnapshot, line, text
+from nbelastic.render import JobSnapshot, line, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ import pytest
 
 from nbelastic.driver.status import Progress
 from nbelastic.notebook.panel import STALE
-from nbelastic.notebook.render import STYLE, JobSnapshot, page
+from nbelastic.render import STYLE, JobSnapshot, page
 from tests.notebook.fakes import STARTED, event, job_status
 
 if TYPE_CHECKING:

@@ -181,6 +181,8 @@ def test_the_documents_have_the_table_as_it_is():
     for name in ("options.md", "notebooks.md"):
         text = (ROOT / "docs" / name).read_text()
         assert tables["written"](text) == text, "run docs/make_tables.py"
+    text = (ROOT / "docs" / "terminal.md").read_text()
+    assert tables["terminal"](text) == text, "run docs/make_tables.py"
 
 
 @pytest.mark.parametrize("options", [{"max_np": "4"}, {"max_np": 2.5}, {"min_np": True}])

@@ -6,7 +6,7 @@ import pytest
 
 import nbelastic
 from nbelastic.errors import RankFailed
-from nbelastic.notebook.render import JobSnapshot, text
+from nbelastic.render import JobSnapshot, text
 from tests.support.clusters import kinds
 
 

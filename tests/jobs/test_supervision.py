@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.notebook.render import JobSnapshot, text
+from nbelastic.render import JobSnapshot, text
 from tests.support.clusters import until
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from nbelastic.notebook.panel import Panel
-from nbelastic.notebook.render import PARTS, JobSnapshot, page
+from nbelastic.render import PARTS, JobSnapshot, page
 
 from .fakes import STARTED, FakeJob, event, job_status, rank_status
 

@@ -6,7 +6,7 @@ import time
 
 from nbelastic.errors import OptionError
 from nbelastic.notebook.panel import Panel
-from nbelastic.notebook.render import PARTS
+from nbelastic.render import PARTS
 from tests.support.logs import own_records
 
 from .fakes import FakeJob, rank_status

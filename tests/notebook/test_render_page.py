@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from nbelastic.driver.status import Progress
-from nbelastic.notebook.render import PARTS, STYLE, JobSnapshot, page
-from nbelastic.notebook.render.theme import _COLOURS, SYMBOLS
+from nbelastic.render import PARTS, STYLE, JobSnapshot, page
+from nbelastic.render.theme import _COLOURS, SYMBOLS
 
 from .fakes import STARTED, event, job_status, rank_status
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from nbelastic.driver.status import Progress
-from nbelastic.notebook.render import JobSnapshot, line, text
-from nbelastic.notebook.render.formatting import count, duration, first_lines, limits, number, rate
+from nbelastic.render import JobSnapshot, line, text
+from nbelastic.render.formatting import count, duration, first_lines, limits, number, rate
 
 from .fakes import STARTED, event, job_status, rank_status
 

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from nbelastic.notebook.render import JobSnapshot, timeline, timeline_key
-from nbelastic.notebook.render.timeline import MARKS, legend, thin
+from nbelastic.render import JobSnapshot, timeline, timeline_key
+from nbelastic.render.timeline import MARKS, legend, thin
 
 from .fakes import STARTED, event, job_status
 

@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster
 
 import nbelastic
 from nbelastic.errors import OptionError
-from nbelastic.notebook.render.job_snapshot import ENDED
+from nbelastic.render.job_snapshot import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -25,6 +25,7 @@ from nbelastic.cluster.wire import (
     JobClosed,
     JobHandover,
     JobSummaries,
+    JobWish,
     JournalStep,
     OpenRequest,
     pack,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.runtime import RankSpec
     from nbelastic.membership import Event, Slot
 
-__all__ = ["JobClient", "lost_while", "open_jobs"]
+__all__ = ["JobClient", "look_at_job", "lost_while", "open_jobs", "send_wish"]
 
 CLOSE_TIMEOUT = 2.0
 """Seconds to wait for the last message of a job, once it has been closed."""
@@ -316,6 +317,31 @@ def open_jobs(client: Client) -> tuple[JobSummary, ...]:
         found = unpack(client.sync(scheduler.nbelastic_jobs, callback_timeout=RPC_TIMEOUT))
     assert isinstance(found, JobSummaries)
     return found.jobs
+
+
+def look_at_job(client: Client, job: str) -> JobHandover | AttachRefusal:
+    """Return all that the scheduler knows of a job, without taking it over."""
+    with lost_while(client, "a job was looked at"):
+        client.register_plugin(ElasticPlugin())
+        scheduler: Any = client.scheduler
+        packed = client.sync(scheduler.nbelastic_look, job=job, callback_timeout=RPC_TIMEOUT)
+        found = unpack(packed)
+    assert isinstance(found, JobHandover | AttachRefusal)
+    return found
+
+
+def send_wish(client: Client, job: str, event: Event) -> AttachRefusal | None:
+    """Send a user's event to a job, without taking it over; return why that cannot be."""
+    with lost_while(client, "a job was asked to change"):
+        client.register_plugin(ElasticPlugin())
+        scheduler: Any = client.scheduler
+        message = sendable(pack(JobWish(job, event)))
+        packed = client.sync(
+            scheduler.nbelastic_wish, message=message, callback_timeout=RPC_TIMEOUT
+        )
+        refusal = None if packed is None else unpack(packed)
+    assert refusal is None or isinstance(refusal, AttachRefusal)
+    return refusal
 
 
 @contextlib.contextmanager

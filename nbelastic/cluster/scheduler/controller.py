@@ -241,6 +241,11 @@ class JobController:
         record.epoch += 1
         record.steps = 0
         self._note("attached", KernelAttached())
+        return self.describe()
+
+    def describe(self) -> JobHandover:
+        """Return all that is known of the job."""
+        record = self._record
         return JobHandover(
             epoch=record.epoch,
             uid=record.uid,

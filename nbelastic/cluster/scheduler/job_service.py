@@ -23,13 +23,14 @@ from nbelastic.cluster.wire import (
     JobClosed,
     JobSummaries,
     JobSummary,
+    JobWish,
     JournalStep,
     OpenRequest,
     pack,
     unpack,
     unpack_machine,
 )
-from nbelastic.membership import SlotBusy, view
+from nbelastic.membership import LimitsChanged, SlotBusy, StopRequested, view
 
 from .controller import JobController
 from .records import RANK_KEY, JobRecord
@@ -79,6 +80,8 @@ class JobService:
         scheduler.handlers["nbelastic_close"] = self.close
         scheduler.handlers["nbelastic_payload"] = self.payload
         scheduler.handlers["nbelastic_jobs"] = self.list_jobs
+        scheduler.handlers["nbelastic_look"] = self.look
+        scheduler.handlers["nbelastic_wish"] = self.wish
         intake.of_kernels(JournalStep, self.step)
         intake.of_kernels(InjectRequest, self.inject)
         intake.of_kernels(GiveUp, self.give_up)
@@ -172,6 +175,26 @@ class JobService:
                 )
             )
         return pack(JobSummaries(tuple(found)))
+
+    # -- for users who do not drive a job --------------------------------------------------------
+
+    async def look(self, job: str) -> dict[str, Any]:
+        """Return all that is known of a job; its driver keeps it."""
+        record = self._jobs.get(job)
+        if record is None:
+            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+        return pack(record.controller.describe())
+
+    async def wish(self, message: Any) -> dict[str, Any] | None:
+        """Pass a user's event to a job, as if its driver's user had sent it."""
+        asked = _read(JobWish, message)
+        record = self._jobs.get(asked.job)
+        if record is None or record.closing:
+            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+        if not isinstance(asked.event, StopRequested | LimitsChanged):
+            raise TypeError(f"{type(asked.event).__name__} is no event of a user")
+        record.controller.take_in(asked.event)
+        return None
 
     # -- driving ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Rendering of a job: one line of text, HTML and SVG.
+"""Rendering of a job for notebooks and terminals: text, HTML and SVG.
 
 All functions map a frozen :class:`JobSnapshot` to a string, without clock, IPython or I/O. So the
 same snapshot always looks the same.
@@ -6,6 +6,8 @@ same snapshot always looks the same.
 
 from __future__ import annotations
 
+from .changes import sentence
+from .formatting import count, duration, limits, number, printable, rate, shorten
 from .job_snapshot import JobSnapshot
 from .page import PARTS, page
 from .text import line, text
@@ -16,8 +18,16 @@ __all__ = [
     "PARTS",
     "STYLE",
     "JobSnapshot",
+    "count",
+    "duration",
+    "limits",
     "line",
+    "number",
     "page",
+    "printable",
+    "rate",
+    "sentence",
+    "shorten",
     "text",
     "timeline",
     "timeline_key",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .job_snapshot import JobSnapshot
 
-__all__ = ["newest_event", "recent_changes"]
+__all__ = ["newest_event", "recent_changes", "sentence"]
 
 MAX_NAMED = 3
 
@@ -29,6 +29,7 @@ HAPPENED = {
     "backend": "Backend",
     "abandoned": "Without a kernel",
     "attached": "Taken over",
+    "alias": "Alias",
 }
 """Kinds of event that are changes by themselves, and how a sentence on one begins."""
 
@@ -84,10 +85,15 @@ def recent_changes(snapshot: JobSnapshot) -> list[tuple[float, str]]:
 
 def newest_event(snapshot: JobSnapshot) -> str:
     """Return a sentence on the newest event, or an empty string."""
-    for event in reversed(snapshot.history):
-        if event.kind in _ANNOUNCED:
-            return f"{duration(snapshot.offset(event))} {_sentence(event)}"
-    return ""
+    sentences = (sentence(snapshot, event) for event in reversed(snapshot.history))
+    return next(filter(None, sentences), "")
+
+
+def sentence(snapshot: JobSnapshot, event: HistoryEvent) -> str:
+    """Return a sentence on one event with its time; empty if it is not worth one."""
+    if event.kind not in _ANNOUNCED:
+        return ""
+    return f"{duration(snapshot.offset(event))} {_sentence(event)}"
 
 
 def _sentence(event: HistoryEvent) -> str:

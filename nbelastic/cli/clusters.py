@@ -1,0 +1,158 @@
+"""The cluster that a command's options name, opened and closed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from nbelastic.errors import OptionError
+
+from .hosts import (
+    DiscoveryFailed,
+    HostCluster,
+    ScriptSource,
+    SshOptions,
+    named_source,
+    parse_hostfile,
+    parse_hosts,
+)
+from .hosts.worker import is_local
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from .hosts.discovery import Source
+
+__all__ = ["HOST_OPTIONS", "NAMING", "existing", "opened"]
+
+HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script", "hosts_from")
+"""Options of which one at most names the hosts."""
+
+NAMING = ("scheduler", "scheduler_file", "cluster", *HOST_OPTIONS)
+"""Options of which one at most names the machines."""
+
+
+def existing(options: Mapping[str, Any]) -> str | None:
+    """Return the address of the scheduler that options name; None if they name none.
+
+    Raises
+    ------
+    OptionError
+        A scheduler's file has no address in it.
+    """
+    address: str | None = options.get("scheduler")
+    file = options.get("scheduler_file")
+    if not file:
+        return address
+    try:
+        with open(file, encoding="utf-8") as opened_file:
+            return str(json.load(opened_file)["address"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise OptionError(f"--scheduler-file {file!r}: must be the file of a scheduler") from None
+
+
+@contextlib.contextmanager
+def opened(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[Any]:
+    """Yield what ``fit`` takes for ``cluster=``, and close afterwards what was started.
+
+    Parameters
+    ----------
+    options : mapping of str to object
+        The command's options.
+    tell : callable
+        Takes a line for the user.
+    """
+    named = [name for name in NAMING if options.get(name)]
+    if len(named) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in named)
+        raise OptionError(f"{flags}: give one of them; each names the machines")
+    address = existing(options)
+    if address is not None:
+        yield address
+    elif options.get("cluster"):
+        with _made(options["cluster"], _wanted(options)) as cluster:
+            yield cluster
+    elif named:
+        with _of_hosts(options, tell) as cluster:
+            yield cluster
+    else:
+        yield None
+
+
+def _wanted(options: Mapping[str, Any]) -> int:
+    return int(options.get("max_np") or options.get("np") or options.get("min_np") or 1)
+
+
+@contextlib.contextmanager
+def _made(text: str, workers: int) -> Iterator[Any]:
+    """Yield a cluster of ``MODULE.CLASS[:FILE]`` with so many workers."""
+    path, _, file = text.partition(":")
+    module, _, name = path.rpartition(".")
+    try:
+        kind: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OptionError(
+            f"--cluster {text!r}: {error or 'no such class'}; must be MODULE.CLASS, as in "
+            "dask_jobqueue.SLURMCluster"
+        ) from None
+    settings: Any = {}
+    if file:
+        try:
+            with open(file, encoding="utf-8") as opened_file:
+                settings = yaml.safe_load(opened_file) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise OptionError(f"--cluster {text!r}: {file} cannot be read: {error}") from None
+        if not isinstance(settings, dict):
+            raise OptionError(f"--cluster {text!r}: {file} must be a mapping of arguments")
+    with kind(**settings) as cluster:
+        cluster.scale(workers)
+        yield cluster
+
+
+@contextlib.contextmanager
+def _of_hosts(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[Any]:
+    """Yield a cluster of the hosts that options name."""
+    slots = int(options.get("slots_per_host") or 1)
+    source, fixed = _source(options, slots)
+    others = [host for host in fixed or () if not is_local(host)]
+    if others and importlib.util.find_spec("asyncssh") is None:
+        raise OptionError(
+            f"{others[0]} is another machine, and ssh needs asyncssh: pip install 'nbelastic[ssh]'"
+        )
+    given = {
+        "port": options.get("ssh_port"),
+        "identity_file": options.get("ssh_identity_file"),
+        "remote_python": options.get("remote_python"),
+    }
+    ssh = SshOptions(**{name: value for name, value in given.items() if value is not None})
+    try:
+        cluster = HostCluster(
+            source,
+            interval=float(options.get("discovery_interval") or 1.0),
+            ssh=ssh,
+            tell=tell,
+            loopback=fixed is not None and not others,
+        )
+    except DiscoveryFailed as error:
+        raise DiscoveryFailed(f"host discovery failed at the first time: {error}") from None
+    with cluster:
+        yield cluster
+
+
+def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Mapping[str, int] | None]:
+    """Return the source of hosts, and the hosts if they stay the same."""
+    if options.get("hosts"):
+        fixed = parse_hosts(options["hosts"], slots)
+    elif options.get("hostfile"):
+        with open(options["hostfile"], encoding="utf-8") as file:
+            fixed = parse_hostfile(file.read(), slots)
+    elif options.get("host_discovery_script"):
+        return ScriptSource(options["host_discovery_script"], slots), None
+    else:
+        return named_source(options["hosts_from"], slots), None
+    return (lambda: fixed), fixed

@@ -1,0 +1,47 @@
+"""Register the commands with click, and import each one when it is called.
+
+The ``dask`` command imports this module on every call, also for ``dask worker``. So it imports
+click alone: neither Dask's scheduler nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+__all__ = ["elastic", "main"]
+
+COMMANDS = ("run", "jobs", "status", "logs", "scale", "stop", "cancel", "attach", "doctor")
+"""All commands, in the order of the help. Each is a function of ``nbelastic.cli.commands``."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called or listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command; return None if there is none of this name."""
+        if cmd_name not in COMMANDS:
+            return None
+        commands = importlib.import_module("nbelastic.cli.commands")
+        command: click.Command = getattr(commands, cmd_name)
+        return command
+
+
+@click.group(
+    cls=LazyGroup,
+    name="elastic",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="nbelastic", message="nbelastic %(version)s")
+def elastic() -> None:
+    """Train elastically: start scripts, and control the jobs of a cluster."""
+
+
+def main() -> None:
+    """Run the commands as ``nbelastic …``."""
+    elastic(prog_name="nbelastic")

@@ -1,0 +1,243 @@
+"""A Dask cluster with a worker for each slot of some hosts, which it follows.
+
+Runs in the command's process. The cluster's event loop starts and ends workers. A thread,
+``nbelastic-hosts``, asks the source; it is started by :meth:`HostCluster.follow` and ends with the
+cluster. A source may take its time, so it is never asked in the event loop or under a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from distributed import Scheduler, SpecCluster, Status
+
+from nbelastic.cluster import ElasticPlugin
+from nbelastic.render import count
+
+from .discovery import DiscoveryFailed, FailureCount, changes
+from .worker import SlotNanny, SshOptions, SshWorker, is_local
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+    from concurrent.futures import Future
+
+    from .discovery import Changes, Hosts, Source
+
+__all__ = ["HostCluster", "SshOptions"]
+
+JOIN_WITHIN_S = 2.0
+"""Seconds to wait for the thread at the end; a source may take longer, and is then left alone."""
+
+RETRY_S = 0.5
+"""Half of the seconds after which a worker over ssh is started again for the first time."""
+
+LOOPBACK = "127.0.0.1"
+
+
+class HostCluster(SpecCluster):
+    """A cluster with a worker for each ``host:slot``.
+
+    A host that is gone is retired first: its ranks leave at the next commit, then its workers end.
+    A host that has come gets workers while the others train. A worker that ends by itself is
+    started again, after growing delays.
+
+    Parameters
+    ----------
+    source : callable
+        Returns the slots of each present host.
+    interval : float
+        Seconds between two looks.
+    ssh : SshOptions, optional
+        How to reach other hosts.
+    tell : callable
+        Takes a line for the user. The thread and the event loop call it.
+    loopback : bool
+        Whether all hosts are this machine for good, so that no other can connect.
+
+    Raises
+    ------
+    DiscoveryFailed
+        The source fails at the first time.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        interval: float = 1.0,
+        ssh: SshOptions | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+        loopback: bool = False,
+    ) -> None:
+        self._source = source
+        self._failures = FailureCount(interval)
+        self._ssh = ssh or SshOptions()
+        self._tell = tell
+        self._bind = {"host": LOOPBACK} if loopback else {}
+        self._hosts: Hosts = {}
+        self._present: dict[str, str] = {}
+        self._leaving: set[str] = set()
+        self._retries: dict[str, FailureCount] = {}
+        self._retry_at: dict[str, float] = {}
+        self._is_local: dict[str, bool] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="nbelastic-hosts", daemon=True)
+        first = _asked(source)
+        options = {"dashboard_address": ":0", "plugins": (ElasticPlugin(),), **self._bind}
+        scheduler = {"cls": Scheduler, "options": {"port": 0, **options}}
+        super().__init__(
+            workers={}, scheduler=scheduler, name="HostCluster", silence_logs=logging.ERROR
+        )
+        self._take(first)
+        self._thread.start()
+
+    def close(self, timeout: float | None = None) -> Awaitable[None] | None:
+        """Stop following the hosts, and end all workers and the scheduler."""
+        self._over.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_WITHIN_S)
+        closing: Awaitable[None] | None = super().close(timeout)
+        return closing
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        while not self._over.wait(self._failures.delay()):
+            try:
+                hosts = _asked(self._source)
+            except DiscoveryFailed as error:
+                self._failures.failed()
+                if self._failures.number == 1:
+                    self._tell(f"host discovery failed, the hosts stay as they are: {error}")
+                hosts = self._hosts
+            else:
+                if self._failures.number:
+                    self._tell("host discovery works again")
+                self._failures.succeeded()
+            if not self._over.is_set():
+                self._take(hosts)
+
+    def _take(self, hosts: Hosts) -> None:
+        """Have the event loop bring the workers in line with the hosts."""
+        self._hosts = dict(hosts)
+        for host in hosts:
+            if host not in self._is_local:
+                self._is_local[host] = is_local(host)  # asks the system, which may take its time
+        loop: Any = self.loop
+        future = asyncio.run_coroutine_threadsafe(self._bring_in_line(hosts), loop.asyncio_loop)
+        future.add_done_callback(self._report)
+
+    def _report(self, future: Future[None]) -> None:
+        """Report an error of the event loop's part."""
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._tell(f"the workers could not be brought in line with the hosts: {error!r}")
+
+    # -- the event loop --------------------------------------------------------------------------
+
+    async def _bring_in_line(self, hosts: Hosts) -> None:
+        if self.status != Status.running:
+            return
+        changed = changes(self._present, hosts)
+        self._announce(changed)
+        if changed.gone:
+            for name in changed.gone:
+                del self._present[name]
+            self._leaving.update(changed.gone)
+            retiring = asyncio.ensure_future(self._retire(changed.gone))
+            self._futures.add(retiring)
+            retiring.add_done_callback(self._futures.discard)
+        come = {name: host for name, host in changed.come.items() if name not in self._leaving}
+        self._present.update(come)
+        for name, host in come.items():
+            self.worker_spec[name] = self._spec(name, host)
+        ended = self._ended()
+        for name in ended:
+            await self._drop(name)
+        if come or ended:
+            await self._correct()
+
+    def _announce(self, changed: Changes) -> None:
+        gone = Counter(name.rpartition(":")[0] for name in changed.gone)
+        for host, slots in gone.items():
+            self._tell(f"host {host} is gone ({count(slots, 'slot')}): its ranks leave")
+        if self.worker_spec or gone:  # not at the start
+            come = Counter(name.rpartition(":")[0] for name in changed.come)
+            for host, slots in come.items():
+                if not any(name.startswith(f"{host}:") for name in self._leaving):
+                    self._tell(f"host {host} has come ({count(slots, 'slot')})")
+
+    async def _retire(self, names: tuple[str, ...]) -> None:
+        """Have ranks leave at their next commit; then end their workers."""
+        try:
+            scheduler: Any = self.scheduler_comm
+            await scheduler.retire_workers(names=list(names))
+        except Exception as error:  # the workers end all the same
+            self._tell(f"{', '.join(names)} could not be retired: {error}")
+        for name in names:
+            self.worker_spec.pop(name, None)
+            self._retry_at.pop(name, None)
+            self._retries.pop(name, None)
+        await self._correct()
+        self._leaving.difference_update(names)
+
+    async def _correct(self) -> None:
+        try:
+            await self._correct_state()
+        except Exception as error:  # a nanny could not start; it is tried again
+            self._tell(f"a worker could not be started: {error}")
+
+    def _spec(self, name: str, host: str) -> dict[str, Any]:
+        slots = self._hosts.get(host, 1)
+        if self._is_local[host]:
+            quiet = {"silence_logs": logging.WARNING}
+            return {"cls": SlotNanny, "options": {"slots": slots, **quiet, **self._bind}}
+        options: Mapping[str, Any] = {
+            "host": host,
+            "slots": slots,
+            "options": self._ssh,
+            "on_end": self._note_end,
+        }
+        return {"cls": SshWorker, "options": options}
+
+    def _note_end(self, name: str, problem: str, started: bool) -> None:
+        """Note that a worker over ssh has ended by itself; whether it had started."""
+        failures = self._retries.setdefault(name, FailureCount(RETRY_S))
+        if started:
+            failures.succeeded()
+        failures.failed()
+        if failures.number.bit_count() == 1:  # the 1st, 2nd, 4th, 8th time
+            self._tell(f"{name}: {problem}; trying again in {failures.delay():g} s")
+        self._retry_at[name] = time.monotonic() + failures.delay()
+
+    def _ended(self) -> list[str]:
+        """Return the names of workers that have ended by themselves and are due again."""
+        now = time.monotonic()
+        found = []
+        for name in self._present:
+            worker = self.workers.get(name)
+            over = worker is None or worker.status in (Status.closed, Status.failed)
+            if over and name in self.worker_spec and self._retry_at.get(name, 0.0) <= now:
+                found.append(name)
+        return found
+
+    async def _drop(self, name: str) -> None:
+        worker = self.workers.pop(name, None)
+        if worker is not None:
+            with contextlib.suppress(Exception):  # it has failed; what it left is closed
+                await worker.close()
+
+
+def _asked(source: Source) -> Hosts:
+    """Return what a source answers; what a source of the user's own raises is a failure of it."""
+    try:
+        return source()
+    except DiscoveryFailed:
+        raise
+    except Exception as error:
+        raise DiscoveryFailed(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,192 @@
+"""Rules of host discovery: what hosts are present, and when to look again.
+
+Pure: no clock, process or network. A *source* is a function that returns the slots of each present
+host, or raises :class:`DiscoveryFailed` where that is unknown. Its first failure ends the run, as
+Horovod documents; after a first success a failure keeps the hosts as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from nbelastic.errors import NbelasticError, OptionError
+
+__all__ = [
+    "Changes",
+    "DiscoveryFailed",
+    "FailureCount",
+    "Hosts",
+    "Source",
+    "changes",
+    "entries",
+    "parse_hostfile",
+    "parse_hosts",
+    "parse_output",
+]
+
+Hosts: TypeAlias = Mapping[str, int]
+"""Slots by host."""
+
+Source: TypeAlias = Callable[[], Hosts]
+
+LONGEST_DELAY = 30.0
+"""Most seconds between two looks while a source fails."""
+
+_LINE = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:]+)(?::(?P<slots>\d+))?")
+_IN_FILE = re.compile(r"(?P<host>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
+
+
+class DiscoveryFailed(NbelasticError):
+    """The present hosts are unknown: a discovery script or service has failed."""
+
+
+def _add(found: dict[str, int], text: str, pattern: re.Pattern[str], default: int) -> None:
+    match = pattern.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} must be HOST or HOST:SLOTS")
+    slots = default if match["slots"] is None else int(match["slots"])
+    host = match["host"].strip("[]")
+    if slots:
+        found[host] = found.get(host, 0) + slots
+
+
+def parse_hosts(text: str, default: int = 1) -> dict[str, int]:
+    """Return the hosts of ``--hosts a:2,b:2``.
+
+    Parameters
+    ----------
+    text : str
+        Hosts, with commas between them.
+    default : int
+        Slots of a host without a number.
+
+    Raises
+    ------
+    OptionError
+        It is no list of hosts.
+    """
+    found: dict[str, int] = {}
+    try:
+        for each in filter(None, map(str.strip, text.split(","))):
+            _add(found, each, _LINE, default)
+    except ValueError as error:
+        raise OptionError(f"--hosts: {error}, as in a:2,b:2") from None
+    if not found:
+        raise OptionError(f"--hosts {text!r}: names no host with a slot")
+    return found
+
+
+def parse_hostfile(text: str, default: int = 1) -> dict[str, int]:
+    """Return the hosts of a hostfile: ``NAME slots=N``, ``NAME:N`` or ``NAME`` in each line.
+
+    Parameters
+    ----------
+    text : str
+        The file.
+    default : int
+        Slots of a host without a number.
+
+    Raises
+    ------
+    OptionError
+        A line is none of these; or there is no host.
+    """
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        try:
+            _add(found, words, _IN_FILE if _IN_FILE.fullmatch(words) else _LINE, default)
+        except ValueError:
+            raise OptionError(
+                f"--hostfile, line {number}: {words!r} must be NAME slots=N, NAME:N or NAME"
+            ) from None
+    if not found:
+        raise OptionError("--hostfile: names no host with a slot")
+    return found
+
+
+def parse_output(text: str, default: int = 1) -> dict[str, int]:
+    """Return the hosts that a discovery script has printed; none for no output.
+
+    Parameters
+    ----------
+    text : str
+        Its output: a line a host.
+    default : int
+        Slots of a host without a number.
+
+    Raises
+    ------
+    DiscoveryFailed
+        A line is no host.
+    """
+    found: dict[str, int] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        try:
+            _add(found, line, _LINE, default)
+        except ValueError as error:
+            raise DiscoveryFailed(f"the line {error}") from None
+    return found
+
+
+def entries(hosts: Hosts) -> dict[str, str]:
+    """Return the host of each slot, by the slot's name: ``a:0``, ``a:1``."""
+    return {f"{host}:{slot}": host for host, slots in hosts.items() for slot in range(slots)}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Slots that have come and gone, by name; those that have come with their host."""
+
+    gone: tuple[str, ...]
+    come: Mapping[str, str]
+
+    def __bool__(self) -> bool:
+        return bool(self.gone or self.come)
+
+
+def changes(before: Mapping[str, str], hosts: Hosts) -> Changes:
+    """Return what has changed since some slots were present.
+
+    Parameters
+    ----------
+    before : mapping of str to str
+        The host of each slot that was present, by the slot's name.
+    hosts : mapping of str to int
+        The present hosts.
+    """
+    after = entries(hosts)
+    gone = tuple(name for name in before if name not in after)
+    return Changes(gone, {name: host for name, host in after.items() if name not in before})
+
+
+class FailureCount:
+    """Consecutive failures of something that is tried again, with growing delays.
+
+    Parameters
+    ----------
+    interval : float
+        Seconds between two tries without failures; a delay doubles with each one.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self.number = 0
+
+    def succeeded(self) -> None:
+        """Note a success."""
+        self.number = 0
+
+    def failed(self) -> None:
+        """Note a failure."""
+        self.number += 1
+
+    def delay(self) -> float:
+        """Return the seconds until the next try."""
+        longest = max(LONGEST_DELAY, self._interval)
+        return min(self._interval * 2.0 ** min(self.number, 30), longest)

@@ -1,0 +1,222 @@
+"""Workers for the slots of a host: a nanny here, or one over ssh.
+
+:class:`SlotNanny` runs on the slot's host. :class:`SshWorker` runs in the command's process, in the
+event loop of the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import shlex
+import socket
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import dask.config
+import psutil
+from dask.system import CPU_COUNT
+from distributed import Nanny, Status
+from distributed.deploy.ssh import Process
+from distributed.system import MEMORY_LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["SlotNanny", "SshOptions", "SshWorker", "is_local"]
+
+START_WITHIN_S = 60.0
+"""Seconds for a host to accept the connection, and for its worker to start."""
+
+CLOSE_WITHIN_S = 5.0
+"""Seconds for a connection to close."""
+
+DEATH_TIMEOUT = "60s"
+"""Time after which a worker that cannot reach its scheduler ends."""
+
+LINES = 5
+"""Last lines of a worker's log that are kept for a message."""
+
+
+def is_local(host: str) -> bool:
+    """Return whether a host is this machine: by its name, or by an address of its network."""
+    if host in ("localhost", socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        addresses = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    own = {
+        str(ipaddress.ip_address(each.address.partition("%")[0]))
+        for found in psutil.net_if_addrs().values()
+        for each in found
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return bool(addresses & own)
+
+
+class SlotNanny(Nanny):
+    """A nanny whose worker has its share of the host's cores and memory.
+
+    Parameters
+    ----------
+    slots : int
+        Slots of the host.
+    """
+
+    def __init__(self, *args: Any, slots: int = 1, **options: Any) -> None:
+        options.setdefault("nthreads", max(CPU_COUNT // slots, 1))
+        options.setdefault("memory_limit", MEMORY_LIMIT // slots)
+        super().__init__(*args, dashboard=False, **options)
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """How to reach other hosts.
+
+    Attributes
+    ----------
+    port : int or None
+        Port of ssh; None for that of ssh's configuration.
+    identity_file : str or None
+        Private key; None for those of ssh's configuration.
+    remote_python : str
+        Python on the other hosts.
+    start_within_s : float
+        Seconds for a worker to start.
+    """
+
+    port: int | None = None
+    identity_file: str | None = None
+    remote_python: str = sys.executable
+    start_within_s: float = START_WITHIN_S
+
+    def connection(self, host: str) -> dict[str, Any]:
+        """Return the arguments of asyncssh's ``connect`` for ``HOST`` or ``USER@HOST``."""
+        user, _, name = host.rpartition("@")
+        found: dict[str, Any] = {"host": name, "login_timeout": self.start_within_s}
+        if user:
+            found["username"] = user
+        if self.port is not None:
+            found["port"] = self.port
+        if self.identity_file is not None:
+            found["client_keys"] = [self.identity_file]
+        return found
+
+
+class SshWorker(Process):
+    """A worker that is started over ssh, and ends with the connection.
+
+    Starting takes seconds, and a host may not answer at all. So :meth:`start` returns at once, and
+    a task of the event loop connects, reads the worker's log, and notes its end.
+
+    Parameters
+    ----------
+    scheduler : str
+        Address of the scheduler.
+    host : str
+        The host: ``NAME`` or ``USER@NAME``.
+    slots : int
+        Slots of the host.
+    options : SshOptions
+        How to reach it.
+    on_end : callable
+        Called when it has ended by itself, with its name, the reason, and whether it had started.
+    name : str
+        The worker's name.
+    """
+
+    def __init__(
+        self,
+        scheduler: str,
+        *,
+        host: str,
+        slots: int,
+        options: SshOptions,
+        on_end: Callable[[str, str, bool], None],
+        name: str,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self._scheduler = scheduler
+        self._host = host
+        self._slots = slots
+        self._options = options
+        self._on_end = on_end
+        self._task: asyncio.Task[None] | None = None
+        self._lines: deque[str] = deque(maxlen=LINES)
+
+    async def start(self) -> None:
+        """Begin to start the worker."""
+        self.status = Status.running
+        self._task = asyncio.create_task(self._run(), name=f"nbelastic-ssh-{self.name}")
+
+    async def close(self) -> None:
+        """End the worker and the connection."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._disconnect()
+        self.status = Status.closed
+        self._event_finished.set()
+
+    async def _disconnect(self) -> None:
+        if self.proc is not None:
+            with contextlib.suppress(Exception):  # whatever ssh raises: the connection is closed
+                self.proc.kill()
+        if self.connection is not None:
+            self.connection.close()
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self.connection.wait_closed(), CLOSE_WITHIN_S)
+        self.proc = self.connection = None
+
+    async def _run(self) -> None:
+        started = False
+        try:
+            await asyncio.wait_for(self._connect(), self._options.start_within_s)
+            started = True
+            await self._read_log()
+            problem = self._last_words("its worker has ended")
+        except (asyncio.TimeoutError, TimeoutError):
+            problem = self._last_words(
+                f"no worker has started within {self._options.start_within_s:g} s"
+            )
+        except Exception as error:  # asyncssh's, the system's, or a worker that cannot start
+            problem = str(error) or type(error).__name__
+        await self._disconnect()
+        self.status = Status.failed
+        self._on_end(self.name, problem, started)
+
+    async def _connect(self) -> None:
+        import asyncssh
+
+        self.connection = await asyncssh.connect(**self._options.connection(self._host))
+        self.proc = await self.connection.create_process(self._command(), encoding="utf-8")
+        while line := await self.proc.stderr.readline():
+            self._lines.append(line.strip())
+            if "worker at" in line:
+                return
+        raise RuntimeError(self._last_words("its worker could not be started"))
+
+    async def _read_log(self) -> None:
+        """Read the worker's log to its end: a worker whose log is not read would stand still."""
+        log: Any = self.proc
+        while line := await log.stderr.readline():
+            self._lines.append(line.strip())
+
+    def _last_words(self, problem: str) -> str:
+        last = next((line for line in reversed(self._lines) if line), "")
+        return f"{problem}: {last}" if last else problem
+
+    def _command(self) -> str:
+        """Return the command that starts the worker there."""
+        options = {"name": self.name, "slots": self._slots, "death_timeout": DEATH_TIMEOUT}
+        spec = {"cls": f"{SlotNanny.__module__}.{SlotNanny.__name__}", "opts": options}
+        config = dask.config.serialize(dask.config.global_config)
+        words = ["env", f"DASK_INTERNAL_INHERIT_CONFIG={config}", self._options.remote_python]
+        words += ["-m", "distributed.cli.dask_spec", self._scheduler, "--spec", json.dumps(spec)]
+        return shlex.join(words)

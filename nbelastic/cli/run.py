@@ -1,0 +1,181 @@
+"""Run a script as a job: ``dask elastic run``.
+
+Runs in the main thread of the command. It opens the cluster, sends the script, waits with a view,
+and gives an exit code: 0 when all ranks have returned, 1 when the job failed, 130 when it was
+interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nbelastic.driver import fit, set_display
+from nbelastic.driver.options import TABLE
+from nbelastic.errors import JobInterrupted, JobStopped, NbelasticError, OptionError
+
+from . import clusters
+from .hosts import parse_hosts
+from .hosts.worker import is_local
+from .script import ScriptCall, bundle_of, run_script, script_command
+from .script.rank import mark_of
+from .view import CommandDisplay, ViewOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["FAILED", "INTERRUPTED", "exit_code", "run", "view_options"]
+
+FAILED = 1
+INTERRUPTED = 130
+
+
+def run(options: dict[str, Any]) -> int:
+    """Run a script as a job; return the exit code.
+
+    Parameters
+    ----------
+    options : dict of str to object
+        The command's options, as click has read them.
+
+    Raises
+    ------
+    OptionError
+        An option is wrong, or the command is no script. Nothing has been started.
+    """
+    call, words = _call(options)
+    display = CommandDisplay(view_options(options))
+    set_display(display)
+    if words:
+        display.tell(words)
+    _set_logging(verbose=options["verbose"])
+
+    def start() -> None:
+        with clusters.opened(options, display.tell) as cluster:
+            fit(
+                run_script,
+                args=[call],
+                cluster=cluster,
+                name=options["name"],
+                **_of_job(options),
+            )
+
+    with _ended_by_signals():
+        return exit_code(start, display)
+
+
+def exit_code(start: Callable[[], object], display: CommandDisplay) -> int:
+    """Call a function that waits for a job; return the exit code of the command.
+
+    Raises
+    ------
+    OptionError
+        An option is wrong.
+    """
+    try:
+        start()
+    except OptionError:
+        raise
+    except JobInterrupted as error:
+        display.say(str(error))
+        return INTERRUPTED
+    except KeyboardInterrupt:
+        display.say("interrupted before the job began; what was started for it is closed")
+        return INTERRUPTED
+    except JobStopped as error:
+        display.say(str(error))
+        return FAILED
+    except NbelasticError as error:
+        display.say(f"{type(error).__name__}: {error}")
+        return FAILED
+    finally:
+        display.flush()
+    return 0
+
+
+def view_options(options: Mapping[str, Any]) -> ViewOptions:
+    """Return how to show a job, by the options and what stderr is."""
+    if options.get("json"):
+        style = "json"
+    elif options.get("quiet"):
+        style = "quiet"
+    elif options.get("plain") or not sys.stderr.isatty():
+        style = "plain"
+    else:
+        style = "live" if importlib.util.find_spec("rich") is not None else "plain"
+    return ViewOptions(style, bool(options.get("prefix_output")), options.get("output_filename"))
+
+
+def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that ``fit`` has, too.
+
+    Where hosts are named, ``--slots-per-host`` is the number of slots of a host without one, as in
+    Horovod; the number that a host has is not limited by it.
+    """
+    given = {row.name: options[row.name] for row in TABLE}
+    if any(options.get(name) for name in clusters.HOST_OPTIONS):
+        given["slots_per_host"] = None
+    return given
+
+
+def _call(options: Mapping[str, Any]) -> tuple[ScriptCall, str]:
+    """Return the script as it travels, and a line on what is sent; empty for nothing."""
+    command = script_command(options["command"], os.getcwd())
+    variables = _variables(options["env"])
+    packed, words = None, ""
+    if not options["shared_fs"] and not _all_here(options):
+        bundle = bundle_of(command.folder)
+        packed, words = bundle.packed, bundle.describe(command.folder)
+    mark = mark_of(command.file)
+    call = ScriptCall(command, os.getcwd(), mark, packed, options["alias"], variables)
+    return call, words
+
+
+def _all_here(options: Mapping[str, Any]) -> bool:
+    """Return whether all workers are on this machine, now and later."""
+    if options.get("hosts"):
+        return all(is_local(host) for host in parse_hosts(options["hosts"]))
+    return not any(options.get(name) for name in clusters.NAMING)
+
+
+def _variables(given: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables of ``-x NAME`` and ``-x NAME=VALUE``."""
+    found = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals and name not in os.environ:
+            raise OptionError(f"-x {name}: this variable is not set here; give -x {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+    return found
+
+
+def _set_logging(*, verbose: bool) -> None:
+    if verbose:
+        logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+        for name in ("nbelastic", "distributed", "asyncssh"):
+            logging.getLogger(name).setLevel(logging.INFO)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the command as Ctrl-C does, so that nothing is left behind."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = [(number, signal.signal(number, interrupt)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

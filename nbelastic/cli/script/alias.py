@@ -1,0 +1,152 @@
+"""Answer ``import horovod`` with nbelastic, for scripts that are not changed.
+
+Runs in ranks, and in processes that a script starts by ``multiprocessing``. The folder ``alias``
+has a package ``horovod``. It goes to the end of ``sys.path``, so a Horovod that is installed comes
+first; ``sys.path`` travels to processes that data loaders spawn. That package calls
+:func:`answer_as`. Its modules stand in for modules of nbelastic: ``horovod.torch.elastic`` for
+``nbelastic.torch.elastic``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.elastic.context import current
+from nbelastic.elastic.session import note
+from nbelastic.errors import NbelasticError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["FOLDER", "NOTE", "aliased", "answer_as"]
+
+FOLDER = str(Path(__file__).parents[1] / "alias")
+"""The folder with a package ``horovod``."""
+
+NOTE = "import horovod → nbelastic (--no-alias turns it off)"
+
+_ELSEWHERE = {
+    "common": "nbelastic",
+    "common.elastic": "nbelastic.torch.elastic",
+    "common.exceptions": "nbelastic.errors",
+    "common.util": "nbelastic.torch",
+    "runner": "nbelastic",
+    "torch.compression": "nbelastic.torch",
+    "torch.elastic.sampler": "nbelastic.torch.elastic",
+    "torch.elastic.state": "nbelastic.torch.elastic",
+    "torch.functions": "nbelastic.torch",
+    "torch.mpi_ops": "nbelastic.torch",
+    "torch.optimizer": "nbelastic.torch",
+    "torch.sync_batch_norm": "nbelastic.torch",
+}
+"""Modules of Horovod whose names are elsewhere in nbelastic."""
+
+
+@contextlib.contextmanager
+def aliased(wanted: bool | None) -> Iterator[None]:
+    """Have ``import horovod`` find nbelastic, for the length of a block.
+
+    Parameters
+    ----------
+    wanted : bool or None
+        Whether to; None for where no Horovod is installed.
+    """
+    if wanted is False:
+        yield
+        return
+    if wanted:
+        sys.path.insert(0, FOLDER)
+    else:
+        sys.path.append(FOLDER)
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        while FOLDER in sys.path:
+            sys.path.remove(FOLDER)
+        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _AliasFinder)]
+        for name in set(sys.modules) - before:
+            if isinstance(sys.modules[name], _Alias):
+                del sys.modules[name]
+
+
+class _Alias(ModuleType):
+    """A module that has the names of another one."""
+
+    def __init__(self, name: str, target: ModuleType) -> None:
+        super().__init__(name, target.__doc__)
+        self._target = target
+        self.__path__: list[str] = []
+        self.__version__ = getattr(sys.modules["nbelastic"], "__version__", "")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._target, name)
+        except AttributeError:
+            pass
+        if not name.startswith("__"):
+            with contextlib.suppress(ModuleNotFoundError):
+                return importlib.import_module(f"{self.__name__}.{name}")
+        raise AttributeError(
+            f"module {self.__name__!r} has no attribute {name!r}: it stands in for "
+            f"{self._target.__name__!r}, which has none"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *dir(self._target)})
+
+
+class _AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules of Horovod among those of nbelastic."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        top, _, rest = fullname.partition(".")
+        if top != "horovod" or not rest or _target_of(rest) is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        name = _target_of(spec.name.partition(".")[2])
+        assert name is not None
+        return _Alias(spec.name, importlib.import_module(name))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the other module was imported when this one was made."""
+
+
+def _target_of(rest: str) -> str | None:
+    """Return the module of nbelastic for one of Horovod; None if there is none."""
+    if rest in _ELSEWHERE:
+        return _ELSEWHERE[rest]
+    name = f"nbelastic.{rest}"
+    try:
+        return name if importlib.util.find_spec(name) is not None else None
+    except ModuleNotFoundError:  # a module that is no package
+        return None
+
+
+def answer_as(package: str) -> None:
+    """Have a package's name stand for nbelastic. The package ``alias/horovod`` calls it.
+
+    Parameters
+    ----------
+    package : str
+        The package: ``horovod``.
+    """
+    if not any(isinstance(each, _AliasFinder) for each in sys.meta_path):
+        sys.meta_path.insert(0, _AliasFinder())
+    alias = _Alias(package, importlib.import_module("nbelastic"))
+    alias.__spec__ = sys.modules[package].__spec__
+    sys.modules[package] = alias
+    with contextlib.suppress(NbelasticError):  # outside a rank there is no history
+        note(current(), "alias", NOTE)

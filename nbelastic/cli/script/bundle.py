@@ -1,0 +1,121 @@
+"""Pack the folder of a script, to be unpacked on workers that do not see it."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from dataclasses import dataclass
+
+from nbelastic.cluster import GitIgnore
+from nbelastic.errors import OptionError
+
+__all__ = ["MOST_BYTES", "Bundle", "bundle_of"]
+
+MOST_BYTES = 10 * 2**20
+"""Most bytes of files that travel with a job, before they are packed."""
+
+MOST_FILES = 5000
+"""Most files that travel with a job."""
+
+_NEVER = {"__pycache__", ".git", ".hg", ".svn", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+"""Directories without anything that a script needs."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A folder as it travels.
+
+    Attributes
+    ----------
+    packed : bytes
+        A ZIP file.
+    files, size : int
+        Number of files, and their bytes before they were packed.
+    ignored : tuple of str
+        Files and directories that a ``.gitignore`` excludes, relative to the folder.
+    """
+
+    packed: bytes
+    files: int
+    size: int
+    ignored: tuple[str, ...]
+
+    def describe(self, folder: str) -> str:
+        """Return a line on what travels, and what does not."""
+        noun = "file" if self.files == 1 else "files"
+        words = f"sent with the job: {self.files} {noun} of {folder}, {self.size / 1024:,.1f} KiB"
+        if not self.ignored:
+            return words
+        more = len(self.ignored) - 3
+        names = ", ".join(self.ignored[:3]) + (f" and {more} more" if more > 0 else "")
+        return f"{words}; a .gitignore excludes {names}"
+
+
+def bundle_of(folder: str) -> Bundle:
+    """Pack a folder, without what its ``.gitignore`` files exclude.
+
+    Parameters
+    ----------
+    folder : str
+        Absolute path of the folder.
+
+    Raises
+    ------
+    OptionError
+        It has too many bytes or files; the message names the largest parts.
+    """
+    ignore = GitIgnore(folder)
+    ignored: list[str] = []
+    found: dict[str, int] = {}
+    for directory, names, files in os.walk(folder):
+        names[:] = sorted(_kept(directory, names, folder, ignore, ignored))
+        for name in sorted(files):
+            path = os.path.join(directory, name)
+            if ignore.excludes(path, directory=False):
+                ignored.append(os.path.relpath(path, folder))
+            elif os.path.isfile(path) and not name.endswith((".pyc", ".pyo")):
+                found[path] = os.path.getsize(path)
+        if sum(found.values()) > 100 * MOST_BYTES or len(found) > 10 * MOST_FILES:
+            break  # far too much already; the rest is not looked at
+    size = sum(found.values())
+    if size > MOST_BYTES or len(found) > MOST_FILES:
+        raise OptionError(_too_much(folder, found, size))
+    return Bundle(_zip(found, folder), len(found), size, tuple(ignored))
+
+
+def _kept(
+    directory: str, names: list[str], folder: str, ignore: GitIgnore, ignored: list[str]
+) -> list[str]:
+    kept = []
+    for name in names:
+        path = os.path.join(directory, name)
+        if name in _NEVER or os.path.exists(os.path.join(path, "pyvenv.cfg")):
+            continue
+        if ignore.excludes(path, directory=True):
+            ignored.append(os.path.relpath(path, folder) + "/")
+        else:
+            kept.append(name)
+    return kept
+
+
+def _zip(found: dict[str, int], folder: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as file:
+        for path in found:
+            file.write(path, os.path.relpath(path, folder))
+    return buffer.getvalue()
+
+
+def _too_much(folder: str, found: dict[str, int], size: int) -> str:
+    parts: dict[str, int] = {}
+    for path, each in found.items():
+        top = os.path.relpath(path, folder).split(os.sep, 1)[0]
+        parts[top] = parts.get(top, 0) + each
+    largest = sorted(parts, key=lambda top: -parts[top])[:3]
+    named = ", ".join(f"{top} ({parts[top] / 2**20:,.1f} MiB)" for top in largest)
+    return (
+        f"{folder} has {len(found):,} files of {size / 2**20:,.1f} MiB, and at most "
+        f"{MOST_FILES:,} of {MOST_BYTES >> 20} MiB travel with a job; largest: {named}. "
+        "Name what ranks do not need in a .gitignore, or use --shared-fs where all hosts see it"
+    )

@@ -1,0 +1,232 @@
+"""The command's display of jobs, for ``nbelastic/driver/display.py``.
+
+The thread that waits for the job calls it ten times a second. It takes what is new since the last
+call (events, output, messages of other threads) and writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import queue
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.render import JobSnapshot, printable, sentence, text
+
+from .lines import OutputFiles, RankLines, prefixed
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from nbelastic.driver import HistoryEvent, Job, Output
+    from nbelastic.driver.display import WaitDisplay
+
+__all__ = ["CommandDisplay", "ViewOptions", "WaitView"]
+
+
+@dataclass(frozen=True)
+class ViewOptions:
+    """How to show a job.
+
+    Attributes
+    ----------
+    style : str
+        ``live``, ``plain``, ``json`` or ``quiet``.
+    prefix : bool
+        Whether to write the output of all ranks, each line with its rank.
+    directory : str or None
+        Where to write the output of each rank.
+    """
+
+    style: str = "plain"
+    prefix: bool = False
+    directory: str | None = None
+
+
+class CommandDisplay:
+    """Shows the jobs of a command.
+
+    Parameters
+    ----------
+    options : ViewOptions
+        How to show them.
+    """
+
+    def __init__(self, options: ViewOptions) -> None:
+        self._options = options
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def started(self, job: Job) -> None:
+        """Do nothing: a job is shown when the command waits for it."""
+
+    def watching(self, job: Job) -> AbstractContextManager[WaitDisplay]:
+        """Return the view of a job."""
+        if self._options.style == "live":
+            from .live import LiveView
+
+            return LiveView(job, self._options, self._messages)
+        kinds = {"json": JsonView, "quiet": QuietView}
+        return kinds.get(self._options.style, WaitView)(job, self._options, self._messages)
+
+    def show(self, job: Job) -> None:
+        """Do nothing: a command has no values to show."""
+
+    def say(self, text: str) -> None:
+        """Show one line that belongs to no job."""
+        _write(sys.stderr, text)
+
+    def tell(self, text: str) -> None:
+        """Show one line, once a view is open. Any thread may call it."""
+        self._messages.put(text)
+
+    def flush(self) -> None:
+        """Write the lines that no view has shown."""
+        for words in _taken(self._messages):
+            _write(sys.stderr, words)
+
+    def label(self, file: str) -> str | None:
+        """Return None: files have no other names here."""
+        return None
+
+
+class WaitView:
+    """A line on stderr for each event, and output of ranks on stdout.
+
+    Parameters
+    ----------
+    job : Job
+        The job.
+    options : ViewOptions
+        How to show it.
+    messages : queue of str
+        Lines of other threads.
+    """
+
+    def __init__(self, job: Any, options: ViewOptions, messages: queue.SimpleQueue[str]) -> None:
+        self.job = job
+        self.options = options
+        self._messages = messages
+        self._cursor = 0
+        self._events = 0
+        self._lines = RankLines(all_ranks=options.prefix)
+        self._files = None if options.directory is None else OutputFiles(options.directory)
+
+    def __enter__(self) -> WaitView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._take()
+        self.write_lines(self._lines.rest())
+        if self.job.done():
+            self.write_end()
+
+    def tick(self) -> None:
+        """Write what is new."""
+        self._take()
+
+    def say(self, text: str) -> None:
+        """Write one line to the user."""
+        self.write_message(text)
+
+    def _take(self) -> None:
+        self._cursor, outputs = self.job.output(self._cursor)
+        if outputs:
+            self.write_output(outputs)
+        history = self.job.history
+        if len(history) < self._events:  # taken over again: the history is the scheduler's now
+            self._events = 0
+        new, self._events = history[self._events :], len(history)
+        for event in new:
+            self.write_event(event)
+        for words in _taken(self._messages):
+            self.write_message(words)
+
+    # -- what a style writes ---------------------------------------------------------------------
+
+    def write_output(self, outputs: tuple[Output, ...]) -> None:
+        """Write what ranks have printed."""
+        if self._files is not None:
+            try:
+                self._files.write(outputs)
+            except OSError as error:
+                self._files = None
+                self.write_message(f"--output-filename: {error}")
+        self.write_lines(self._lines.take(outputs))
+
+    def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
+        """Write lines of ranks to stdout."""
+        for rank, line in lines:
+            _write(sys.stdout, prefixed(rank, line) if self.options.prefix else line)
+
+    def write_event(self, event: HistoryEvent) -> None:
+        """Write an event."""
+        words = sentence(JobSnapshot(self.job.status, (), self.job.started), event)
+        if words:
+            _write(sys.stderr, str(printable(words)))
+
+    def write_message(self, words: str) -> None:
+        """Write a line that is no event."""
+        _write(sys.stderr, words)
+
+    def write_end(self) -> None:
+        """Write the end of the job."""
+        _write(sys.stderr, text(JobSnapshot.of(self.job)))
+
+
+class QuietView(WaitView):
+    """The output of ranks alone."""
+
+    def write_event(self, event: HistoryEvent) -> None:
+        """Write nothing."""
+
+    def write_end(self) -> None:
+        """Write nothing."""
+
+
+class JsonView(WaitView):
+    """A JSON object in a line of stdout for each event, output and message."""
+
+    def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
+        """Write lines of ranks."""
+        for rank, line in lines:
+            _write_json("output", rank=rank, text=line)
+
+    def write_event(self, event: HistoryEvent) -> None:
+        """Write an event with all that is known of it."""
+        _write_json("event", **dataclasses.asdict(event))
+
+    def write_message(self, words: str) -> None:
+        """Write a line for the user."""
+        _write_json("message", time=time.time(), text=words)
+
+    def write_end(self) -> None:
+        """Write the state in which the job has ended."""
+        status = self.job.status
+        _write_json(
+            "end",
+            name=status.name,
+            state=status.state,
+            size=status.size,
+            resets=status.resets,
+            commits=status.commits,
+            elapsed=status.elapsed,
+        )
+
+
+def _taken(messages: queue.SimpleQueue[str]) -> list[str]:
+    found = []
+    while not messages.empty():
+        found.append(messages.get_nowait())
+    return found
+
+
+def _write_json(kind: str, /, **facts: Any) -> None:
+    _write(sys.stdout, json.dumps({"type": kind, **facts}, default=str))
+
+
+def _write(stream: Any, line: str) -> None:
+    stream.write(line + "\n")
+    stream.flush()

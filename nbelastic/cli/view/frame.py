@@ -1,0 +1,153 @@
+"""One frame of the live view: a status line, a bar for each rank, the last events.
+
+Pure: a snapshot, a width and a height give rows of text with the names of their styles.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from nbelastic.render import count, duration, number, printable, rate, sentence, shorten
+
+if TYPE_CHECKING:
+    from nbelastic.driver.status import JobStatus, RankStatus
+    from nbelastic.render import JobSnapshot
+
+__all__ = ["STYLES", "Row", "frame"]
+
+Row: TypeAlias = "list[tuple[str, str]]"
+"""Pieces of a row, each with the name of its style; empty for none."""
+
+STYLES = {
+    "good": "green",
+    "busy": "yellow",
+    "bad": "bold red",
+    "quiet": "dim",
+    "head": "bold",
+}
+
+MAX_EVENTS = 5
+MAX_METRICS = 3
+NARROWEST_BAR = 4
+
+_OF_STATE = {
+    "running": "good",
+    "finished": "good",
+    "returned": "good",
+    "done": "good",
+    "failed": "bad",
+    "stopped": "bad",
+    "detached": "bad",
+}
+
+
+def frame(snapshot: JobSnapshot, width: int, height: int = 24) -> list[Row]:
+    """Return the rows of a frame, none wider than `width`.
+
+    Parameters
+    ----------
+    snapshot : JobSnapshot
+        The job.
+    width, height : int
+        Size of the terminal, in characters.
+    """
+    status = snapshot.status
+    rows = [_head(snapshot)]
+    if status.reason and not snapshot.ended:
+        rows.append([("  " + status.reason, "busy")])
+    rows += [[(f"  warning: {headline}", "bad")] for headline in status.headlines]
+    events = _events(snapshot)
+    room = max(height - len(rows) - len(events) - 2, 1)
+    rows += _ranks(status.ranks, width, room)
+    return [_cut(row, width) for row in [*rows, *events]]
+
+
+def _head(snapshot: JobSnapshot) -> Row:
+    """Return the status line: state, ranks, progress, pace, metrics, resets."""
+    status = snapshot.status
+    facts = [_size(status)]
+    if (progress := status.progress) is not None:
+        facts.append(f"epoch {progress.epoch}/{progress.epochs} ({progress.fraction:.0%})")
+    else:
+        facts.append(count(status.commits, "commit"))
+    if status.samples_per_s is not None:
+        facts.append(f"{rate(status.samples_per_s)} samples/s")
+    for name, points in list(snapshot.curves.items())[:MAX_METRICS]:
+        if points:
+            facts.append(f"{shorten(name, 16)} {number(points[-1][1])}")
+    facts.append(count(status.resets, "reset"))
+    if progress is not None and progress.remaining_s is not None:
+        facts.append(f"{duration(progress.remaining_s)} left")
+    facts.append(duration(status.elapsed))
+    return [
+        (f"{shorten(status.name, 24)} ", "head"),
+        (status.state, _OF_STATE.get(status.state, "busy")),
+        (" · " + " · ".join(facts), ""),
+    ]
+
+
+def _size(status: JobStatus) -> str:
+    most = "" if status.max_np is None else f"/{status.max_np}"
+    noun = "rank" if (status.max_np or status.size) == 1 else "ranks"
+    return f"{status.size}{most} {noun}"
+
+
+def _ranks(ranks: tuple[RankStatus, ...], width: int, room: int) -> list[Row]:
+    shown = ranks if len(ranks) <= room else ranks[: max(room - 1, 0)]
+    fastest = max((rank.samples_per_s or 0.0 for rank in ranks), default=0.0)
+    names = [_name(rank) for rank in shown]
+    longest = min(max(map(len, names), default=0), max(width // 3, 8))
+    rows = [
+        _rank(rank, name, longest, width, fastest) for rank, name in zip(shown, names, strict=True)
+    ]
+    if len(shown) < len(ranks):
+        rows.append([(f"  + {len(ranks) - len(shown)} more", "quiet")])
+    return rows
+
+
+def _name(rank: RankStatus) -> str:
+    """Return the name of a rank's worker; its address if it has none."""
+    return str(rank.name or rank.worker.rpartition("://")[2])
+
+
+def _rank(rank: RankStatus, name: str, longest: int, width: int, fastest: float) -> Row:
+    """Return a rank with a bar for its pace, relative to the fastest."""
+    which = "   –" if rank.rank is None else f"{rank.rank:4d}"
+    pace = "" if rank.samples_per_s is None else f"{rate(rank.samples_per_s)}/s"
+    end = f" step {rank.step:,}  {pace}".rstrip()
+    start = f"{which}  {shorten(name, longest):<{longest}}  "
+    state = f"{rank.state:<9} "
+    room = width - len(start) - len(state) - 24
+    style = _OF_STATE.get(rank.state, "busy")
+    bar: Row = []
+    if room >= NARROWEST_BAR:
+        size = min(room, 40)
+        share = (rank.samples_per_s or 0.0) / fastest if fastest else 0.0
+        full = round(size * min(share, 1.0))
+        bar = [("█" * full, style), ("░" * (size - full), "quiet")]
+    return [(start, ""), (state, style), *bar, (end, "")]
+
+
+def _events(snapshot: JobSnapshot) -> list[Row]:
+    found: list[Row] = []
+    for event in reversed(snapshot.history):
+        words = sentence(snapshot, event)
+        if words and event.kind not in ("warning",):
+            found.append([(f"  {words}", "bad" if event.kind in ("lost", "failed") else "quiet")])
+        if len(found) == MAX_EVENTS:
+            break
+    return found[::-1]
+
+
+def _cut(row: Row, width: int) -> Row:
+    """Cut a row to a width; control characters and breaks are replaced."""
+    cut: Row = []
+    left = width
+    for text, style in row:
+        clean = str(printable(text.replace("\n", " ").replace("\t", " ")))
+        if len(clean) > left:
+            clean = clean[: max(left - 1, 0)] + ("…" if left else "")
+        if clean:
+            cut.append((clean, style))
+        left -= len(clean)
+    return cut

@@ -1,0 +1,5 @@
+"""Fixtures of the commands' tests."""
+
+from .stage import stage
+
+__all__ = ["stage"]

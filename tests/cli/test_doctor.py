@@ -1,0 +1,71 @@
+"""The findings of ``doctor``: what is said of a cluster, and the exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from nbelastic.cli.doctor import Facts, Side, examine, findings, report
+
+VERSIONS = {"python": "3.11", "nbelastic": "0.1.0", "torch": "2.13.0"}
+HERE = Side("this process", VERSIONS, shm_bytes=2**30)
+
+
+def worker(name: str = "tcp://a:1", **changes) -> Side:
+    return dataclasses.replace(HERE, name=name, **changes)
+
+
+def facts(*workers: Side, scheduler: dict[str, str] = VERSIONS) -> Facts:
+    return Facts(HERE, Side("the scheduler", scheduler), workers)
+
+
+def states(given: Facts) -> dict[str, str]:
+    return {each.what: each.state for each in findings(given)}
+
+
+def test_a_good_cluster_has_nothing_bad():
+    assert "bad" not in states(facts(worker(), worker("tcp://b:1"))).values()
+
+
+def test_the_scheduler_may_do_without_torch():
+    found = states(facts(worker(), scheduler={**VERSIONS, "torch": "missing"}))
+    assert found["versions"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "state", "says"),
+    [
+        (facts(worker(versions={**VERSIONS, "torch": "2.6.0"})), "versions", "bad", "torch 2.6.0"),
+        (facts(worker(), scheduler={}), "versions", "bad", "missing"),
+        (facts(), "workers", "bad", "none present"),
+        (facts(worker(unreachable=("tcp://b:1",))), "ports", "bad", "cannot connect to tcp://b:1"),
+        (facts(worker(clock_s=-9.0, clock_error_s=0.5)), "clocks", "note", "-9.0 s off"),
+        (facts(worker(native="no compiler")), "native part", "note", "no compiler"),
+        (facts(worker(shm_bytes=2**26)), "/dev/shm", "note", "64 MiB"),
+        (facts(worker(gpus=("H200",))), "GPUs", "ok", "H200"),
+        (facts(worker(metadata=True)), "metadata service", "ok", "answers"),
+    ],
+)  # fmt: skip
+def test_what_is_found_is_said_with_what_to_do(given, what, state, says):
+    (found,) = [each for each in findings(given) if each.what == what]
+    assert found.state == state
+    assert says in found.detail
+    assert state == "ok" or found.advice
+
+
+def test_a_clock_that_may_be_right_is_not_blamed():
+    assert states(facts(worker(clock_s=3.0, clock_error_s=2.5)))["clocks"] == "ok"
+
+
+def test_this_machine_can_be_examined_alone():
+    lines: list[str] = []
+    assert report(examine(None), as_json=False, write=lines.append) == 0
+    assert any("versions" in line and "✓" in line for line in lines)
+
+
+def test_a_bad_finding_is_exit_code_1_also_as_json():
+    lines: list[str] = []
+    assert report(facts(), as_json=True, write=lines.append) == 1
+    assert {json.loads(line)["state"] for line in lines} == {"ok", "note", "bad"}

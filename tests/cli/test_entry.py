@@ -1,0 +1,63 @@
+"""The entry module: a part of every ``dask`` call, so it imports click alone."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import click
+import pytest
+
+from nbelastic.cli import commands
+from nbelastic.cli.entry import COMMANDS, elastic
+
+from .commands import PROJECT, installed
+
+
+def python(code: str, environment=None) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_the_entry_module_imports_click_alone():
+    code = (
+        "import sys, click; before = set(sys.modules); import nbelastic.cli.entry; "
+        "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}"
+        " - set(sys.stdlib_module_names)))"
+    )
+    assert python(code).split() == ["nbelastic"]
+
+
+def test_every_entry_point_exists():
+    groups = [*PROJECT["entry-points"].values(), PROJECT["scripts"]]
+    for target in (target for group in groups for target in group.values()):
+        module, _, name = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), name)), target
+
+
+def test_dask_has_the_commands(tmp_path):
+    code = (
+        "import sys; sys.argv = ['dask', 'elastic', '--help']; import dask.cli; dask.cli.run_cli()"
+    )
+    text = python(code, installed(tmp_path))
+    assert "Usage: dask elastic" in text or "Usage: -c elastic" in text
+    assert all(f"  {name}  " in text for name in COMMANDS)
+
+
+def test_every_command_of_the_entry_module_exists():
+    for name in COMMANDS:
+        found = elastic.get_command(click.Context(elastic), name)
+        assert found is getattr(commands, name)
+        assert found.name == name
+    assert elastic.get_command(click.Context(elastic), "nonsense") is None
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name):
+    found = getattr(commands, name)
+    assert len(found.get_short_help_str(100)) > 10
+    assert "--help" in found.get_help(click.Context(found)) or name == "run"

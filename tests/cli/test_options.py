@@ -1,0 +1,116 @@
+"""The options of ``run``: one table for fit, the command, its help and its documents."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import click
+import pytest
+
+import nbelastic
+from nbelastic.cli.options import HOROVODS, TERMINAL, RunCommand, flags_of, run_command
+from nbelastic.driver.options import TABLE
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def command(found: dict) -> RunCommand:
+    def collect(**options):
+        """Start a script."""
+        found.update({k: v for k, v in options.items() if v not in (None, (), False)})
+
+    return run_command(collect)
+
+
+def parse(line: str) -> dict:
+    found: dict = {}
+    command(found).main(line.split(), standalone_mode=False)
+    found.pop("discovery_interval")
+    return found
+
+
+def help_text() -> str:
+    made = command({})
+    return made.get_help(click.Context(made, terminal_width=100))
+
+
+def test_every_option_is_in_the_help_and_in_the_documents():
+    text, page = help_text(), (DOCS / "terminal.md").read_text()
+    for row in TABLE:
+        for flag in flags_of(row):
+            assert flag in text, flag
+            assert f"`{flag}`" in page, flag
+    for row in TERMINAL:
+        assert row.flags[-1].partition("/")[0] in text
+        assert all(f"`{flag}`" in page for flag in row.flags)
+
+
+def test_every_option_of_fit_is_an_option_or_made_of_the_command():
+    known = {param.name for param in command({}).params}
+    of_the_command = {"fn", "args", "kwargs", "block"}
+    missing = set(inspect.signature(nbelastic.fit).parameters) - known - of_the_command
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("-np 4 x", {"np": 4}),
+        ("--num-proc 4 x", {"np": 4}),
+        ("--min-num-proc 2 --max-num-proc=8 x", {"min_np": 2, "max_np": 8}),
+        ("--reset-limit 3 x", {"reset_limit": 3}),
+        ("--max-resets 3 x", {"reset_limit": 3}),
+        ("--blacklist-cooldown-range 10 100 x", {"blacklist_cooldown": (10.0, 100.0)}),
+        ("--elastic-timeout 60 x", {"elastic_timeout": 60.0}),
+        ("--slots-per-host 2 x", {"slots_per_host": 2}),
+        ("--host-discovery-script d.sh x", {"host_discovery_script": "d.sh"}),
+        ("-H a:2,b:2 x", {"hosts": "a:2,b:2"}),
+        ("--hosts a:2 x", {"hosts": "a:2"}),
+        ("-p 2222 x", {"ssh_port": 2222}),
+        ("--output-filename out --verbose x", {"output_filename": "out", "verbose": True}),
+        ("-x A -x B=1 x", {"env": ("A", "B=1")}),
+    ],
+)
+def test_names_of_horovodrun_are_read(line, found):
+    assert parse(line) == {**found, "command": ("x",)}
+
+
+def test_options_of_fit_are_read_as_fit_takes_them():
+    line = "--stall-timeout 2m --resources GPU=1,MEM=2 --workers a,b --workers c --resume x"
+    assert parse(line) == {
+        "stall_timeout": 120.0,
+        "resources": {"GPU": 1.0, "MEM": 2.0},
+        "workers": ("a", "b", "c"),
+        "resume": True,
+        "command": ("x",),
+    }
+
+
+def test_everything_from_the_first_word_on_is_the_command():
+    found = parse("-np 2 python train.py --epochs 3 -np 7 --json")
+    assert found == {
+        "np": 2,
+        "command": ("python", "train.py", "--epochs", "3", "-np", "7", "--json"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--max 8 x", "there is no option --max; did you mean --max-np"),
+        ("--nproc-per-node 8 x", "did you mean --np or --slots-per-host"),
+        ("-np zero x", "'zero' must be a whole number, at least 1"),
+        ("--blacklist-cooldown 9 1 x", "'9 1' must be LO HI"),
+        ("--backend glo x", "must be one of auto"),
+        ("--resources GPU x", "'GPU' must be NAME=AMOUNT"),
+    ],
+)
+def test_a_wrong_option_is_an_error_that_says_what_to_write(line, says):
+    with pytest.raises(click.UsageError) as caught:
+        parse(line)
+    assert says in caught.value.format_message()
+
+
+def test_horovods_names_belong_to_options_that_exist():
+    assert set(HOROVODS) <= {row.name for row in TABLE}

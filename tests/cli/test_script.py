@@ -1,0 +1,320 @@
+"""A script in a rank: its arguments, modules, exit code, signals and files."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from nbelastic.cli.script import (
+    ScriptCall,
+    ScriptExit,
+    bundle,
+    bundle_of,
+    rank,
+    run_script,
+    script_command,
+)
+from nbelastic.cli.script.rank import mark_of
+from nbelastic.errors import OptionError
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    place = tmp_path / "project"
+    place.mkdir()
+    (place / "helper.py").write_text("calls = []\n")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def worker(tmp_path, monkeypatch) -> Path:
+    """A worker's directory, and a process that is as before."""
+    place = tmp_path / "worker"
+    place.mkdir()
+    monkeypatch.setattr(rank, "get_worker", lambda: SimpleNamespace(local_directory=str(place)))
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.argv), dict(os.environ)
+    yield place
+    assert not [path for path in sys.path if path.endswith(("project", "/cli/alias"))]
+    sys.argv[:] = before[0]
+    for name in set(os.environ) - set(before[1]):
+        del os.environ[name]
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def call(path: Path, *arguments: str, **more) -> ScriptCall:
+    command = script_command(["python", str(path), *arguments], os.getcwd())
+    return ScriptCall(command, more.pop("cwd", os.getcwd()), mark_of(command.file), **more)
+
+
+def in_thread(function) -> BaseException | None:
+    """Run a function as a rank does, in a thread; return what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "module", "arguments"),
+    [
+        ("python train.py --lr 1", "train.py", "", ("--lr", "1")),
+        ("python3.11 -u train.py", "train.py", "", ()),
+        ("/usr/bin/python train.py -m", "train.py", "", ("-m",)),
+        ("train.py x", "train.py", "", ("x",)),
+        ("python -m pkg.train x", "", "pkg.train", ("x",)),
+    ],
+)
+def test_a_command_names_a_script_or_a_module(folder, words, script, module, arguments):
+    (folder / "train.py").touch()
+    found = script_command(words.split(), str(folder))
+    assert found.script == (str(folder / script) if script else "")
+    assert (found.module, found.arguments, found.folder) == (module, arguments, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "a command is missing"),
+        ("python", "a script is missing"),
+        ("python -c pass", "'-c': this option of Python cannot be used"),
+        ("python gone.py", "there is no such script"),
+        ("notes.txt", "must be a Python script"),
+        ("python -m", "the name of a module must follow"),
+    ],
+)
+def test_another_command_is_refused_by_name(folder, words, says):
+    (folder / "notes.txt").write_text("x")
+    with pytest.raises(OptionError, match=says):
+        script_command(words.split(), str(folder))
+
+
+# -- running -------------------------------------------------------------------------------------
+
+
+def test_a_script_runs_as_main_with_its_arguments_and_folder(folder, tmp_path):
+    path = script(
+        folder,
+        "import os, sys, helper\n"
+        "assert __name__ == '__main__' and sys.modules['__main__'].__file__ == __file__\n"
+        "with open(sys.argv[1], 'w') as out:\n"
+        "    print(sys.argv[2:], os.getcwd(), os.environ['COLOUR'], file=out)\n",
+    )
+    run_script(call(path, "out.txt", "--lr", "1", variables={"COLOUR": "red"}))
+    assert (tmp_path / "out.txt").read_text() == f"['--lr', '1'] {tmp_path} red\n"
+    assert "helper" not in sys.modules
+
+
+def test_a_module_runs_as_main(folder, tmp_path, monkeypatch):
+    (folder / "pkg").mkdir()
+    script(folder / "pkg", "", "__init__.py")
+    script(
+        folder / "pkg",
+        "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(__name__)",
+        "train.py",
+    )
+    monkeypatch.chdir(folder)
+    command = script_command(["python", "-m", "pkg.train", "out.txt"], str(folder))
+    run_script(ScriptCall(command, str(folder)))
+    assert (folder / "out.txt").read_text() == "__main__"
+    assert "pkg" not in sys.modules
+
+
+@pytest.mark.parametrize("text", ["sys.exit()", "sys.exit(0)", "exit_ = sys.exit; exit_(None)"])
+def test_an_exit_with_0_is_success(folder, text):
+    run_script(call(script(folder, f"import sys\n{text}\n")))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sys.exit(3)", "train.py exited with code 3"),
+        ("sys.exit('no data')", "train.py exited: no data"),
+    ],
+)
+def test_an_exit_with_another_code_is_a_failure(folder, text, says):
+    with pytest.raises(ScriptExit, match=says):
+        run_script(call(script(folder, f"import sys\n{text}\n")))
+
+
+def test_an_error_has_the_lines_of_the_script_alone(folder):
+    path = script(folder, "def f():\n    raise KeyError('x')\nf()\n")
+    with pytest.raises(KeyError) as caught:
+        run_script(call(path))
+    files = [str(entry.path) for entry in caught.traceback]
+    assert files[-2:] == [str(path), str(path)]
+    assert not any("runpy" in file for file in files)
+
+
+def test_a_second_start_behaves_as_the_first(folder):
+    path = script(folder, "import helper\nhelper.calls.append(1)\nassert len(helper.calls) == 1\n")
+    for _ in range(2):
+        run_script(call(path))
+
+
+def test_a_second_script_at_the_same_time_is_refused(folder):
+    path = script(folder, "import run_another\n")
+    script(folder, "import sys; sys.another()\n", "run_another.py")
+    raised = []
+    sys.another = lambda: raised.append(in_thread(lambda: run_script(call(path))))
+    try:
+        run_script(call(path))
+    finally:
+        del sys.another
+    assert "processes of their own" in str(raised[0])
+
+
+def test_a_signal_handler_in_a_thread_is_a_warning(folder, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(rank, "current", lambda: None)
+    monkeypatch.setattr(rank, "warn", lambda _, text: warnings.append(text))
+    path = script(
+        folder,
+        "import signal\nfor _ in range(2):\n    signal.signal(signal.SIGTERM, lambda *_: None)\n",
+    )
+    before, original = signal.getsignal(signal.SIGTERM), signal.signal
+    assert in_thread(lambda: run_script(call(path))) is None
+    assert len(warnings) == 1 and warnings[0].startswith("signal.signal was ignored")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.signal is original
+
+
+def test_exit_handlers_of_a_script_run_at_its_end(folder, tmp_path):
+    path = script(
+        folder,
+        "import atexit\n"
+        "def note(word):\n"
+        "    with open('order', 'a') as out: out.write(word)\n"
+        "def first(): note('first ')\n"
+        "def bad(): raise ValueError('shown, and the others are called')\n"
+        "atexit.register(first)\n"
+        "atexit.register(bad)\n"
+        "atexit.register(lambda: note('last '))\n",
+    )
+    original = atexit.register
+    run_script(call(path))
+    assert (tmp_path / "order").read_text() == "last first "
+    assert atexit.register is original
+
+
+# -- horovod -------------------------------------------------------------------------------------
+
+IMPORTS = """
+import horovod, sys
+import horovod.torch as hvd
+import horovod.torch.elastic
+import nbelastic.torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.state import TorchState
+from horovod.torch.mpi_ops import synchronize
+assert hvd.elastic.run is nbelastic.torch.elastic.run
+assert horovod.torch.allreduce is nbelastic.torch.allreduce
+assert ElasticSampler is nbelastic.torch.elastic.ElasticSampler
+assert hvd.nccl_built() == 0
+try:
+    import horovod.tensorflow
+except ModuleNotFoundError as error:
+    assert error.name == 'horovod.tensorflow'
+else:
+    raise AssertionError('there is no TensorFlow here')
+"""
+
+
+def test_horovods_names_find_nbelastic(folder):
+    run_script(call(script(folder, IMPORTS)))
+    assert not [name for name in sys.modules if name.partition(".")[0] == "horovod"]
+    assert not [finder for finder in sys.meta_path if "Alias" in type(finder).__name__]
+
+
+def test_an_installed_horovod_comes_first(folder, tmp_path, monkeypatch):
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = script(
+        folder, "import horovod, sys\nassert hasattr(horovod, 'real') == ('real' in sys.argv)\n"
+    )
+    for alias, words in ((None, ["real"]), (False, ["real"]), (True, [])):
+        run_script(call(path, *words, alias=alias))
+        sys.modules.pop("horovod", None)
+
+
+def test_without_the_alias_horovod_is_missing(folder):
+    with pytest.raises(ModuleNotFoundError, match="horovod"):
+        run_script(call(script(folder, "import horovod.torch\n"), alias=False))
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def moved(given: ScriptCall, packed: bytes, folder: Path) -> ScriptCall:
+    """Return a call as a worker gets it that does not see the script's file."""
+    folder.rename(folder.with_name("away"))
+    return ScriptCall(given.command, given.cwd, given.mark, packed)
+
+
+def test_a_worker_without_the_folder_unpacks_it_and_leaves_nothing(folder, worker):
+    path = script(folder, "import helper, os\nassert 'helper.py' in os.listdir()\n")
+    given = call(path, cwd=str(folder))
+    run_script(moved(given, bundle_of(str(folder)).packed, folder))
+    assert os.listdir(worker) == []
+    assert "helper" not in sys.modules
+
+
+def test_a_worker_that_sees_the_folder_uses_it(folder, worker):
+    path = script(folder, "import os\nopen('here', 'w').close()\n")
+    given = call(path, cwd=str(folder), packed=bundle_of(str(folder)).packed)
+    run_script(given)
+    assert (folder / "here").exists()
+
+
+def test_without_a_bundle_a_missing_folder_is_an_error_that_says_so(folder):
+    given = call(script(folder, "pass\n"))
+    with pytest.raises(FileNotFoundError, match="without --shared-fs it is sent"):
+        run_script(ScriptCall(moved(given, b"", folder).command, given.cwd, given.mark))
+
+
+def test_a_bundle_leaves_out_what_is_ignored_and_says_so(folder):
+    (folder / ".gitignore").write_text("data/\n*.log\n")
+    for name in ("data", "__pycache__", "pkg", "env"):
+        (folder / name).mkdir()
+        (folder / name / "x.py").write_text("1\n")
+    (folder / "env" / "pyvenv.cfg").touch()
+    (folder / "a.log").write_text("x")
+    found = bundle_of(str(folder))
+    assert found.files == 3  # .gitignore, helper.py, pkg/x.py
+    assert set(found.ignored) == {"data/", "a.log"}
+    assert "a .gitignore excludes" in found.describe("project")
+
+
+def test_a_folder_that_is_too_large_is_refused_with_its_largest_parts(folder, monkeypatch):
+    monkeypatch.setattr(bundle, "MOST_BYTES", 2**20)
+    (folder / "data").mkdir()
+    (folder / "data" / "x.bin").write_bytes(b"x" * 2**21)
+    with pytest.raises(
+        OptionError, match=r"largest: data \(2.0 MiB\).*\.gitignore, or use --shared-fs"
+    ):
+        bundle_of(str(folder))

@@ -1,0 +1,295 @@
+"""The view: frames, lines, prefixes, files and JSON."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import queue
+import re
+import struct
+import termios
+import threading
+
+import pytest
+from rich.console import Console
+
+from nbelastic.cli.run import view_options
+from nbelastic.cli.view import CommandDisplay, ViewOptions
+from nbelastic.cli.view.display import JsonView, QuietView, WaitView
+from nbelastic.cli.view.frame import frame
+from nbelastic.cli.view.lines import RankLines
+from nbelastic.cli.view.live import LiveView
+from nbelastic.driver.status import Progress
+from nbelastic.render import JobSnapshot
+from tests.notebook.fakes import FakeJob, Output, rank_status
+
+
+def a_job() -> FakeJob:
+    job = FakeJob(
+        ranks=(*(rank_status(i) for i in range(3)), rank_status(None, state="starting")),
+        size=3,
+        progress=Progress(epoch=3, epochs=10, remaining_s=75.0),
+    )
+    job.shapes = {"loss": [(1.0, 0.5), (2.0, 0.2134)]}
+    job.happens("joined", 1.0, rank=2)
+    job.happens("lost", 40.0, rank=3, detail="its process has ended")
+    job.happens("formed", 40.1)
+    return job
+
+
+def rows(job: FakeJob, width: int, height: int = 24) -> list[str]:
+    found = frame(JobSnapshot.of(job), width, height)
+    return ["".join(text for text, _ in row).rstrip() for row in found]
+
+
+FRAMES = {
+    80: """\
+quickstart running · 3/8 ranks · epoch 3/10 (30%) · 1,000 samples/s · loss 0.21…
+   0  10.0.0.0:40000   running   ███████████████████████ step 10  250/s
+   1  10.0.0.1:40001   running   ███████████████████████ step 10  250/s
+   2  10.0.0.2:40002   running   ███████████████████████ step 10  250/s
+   –  10.0.0.99:40099  starting  ███████████████████████ step 10  250/s
+  0:01 Rank 2 has joined
+  0:40 Rank 3 is lost: its process has ended""",
+    160: """\
+quickstart running · 3/8 ranks · epoch 3/10 (30%) · 1,000 samples/s · loss 0.2134 · 2 resets · \
+1:15 left · 0:42
+   0  10.0.0.0:40000   running   ████████████████████████████████████████ step 10  250/s
+   1  10.0.0.1:40001   running   ████████████████████████████████████████ step 10  250/s
+   2  10.0.0.2:40002   running   ████████████████████████████████████████ step 10  250/s
+   –  10.0.0.99:40099  starting  ████████████████████████████████████████ step 10  250/s
+  0:01 Rank 2 has joined
+  0:40 Rank 3 is lost: its process has ended""",
+}
+
+
+@pytest.mark.parametrize("width", FRAMES)
+def test_a_frame_at_its_width(width):
+    assert "\n".join(rows(a_job(), width)) == FRAMES[width]
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 79, 200])
+def test_no_row_is_wider_than_the_terminal(width):
+    assert max(map(len, rows(a_job(), width))) <= width
+
+
+def test_many_ranks_are_cut_to_the_height():
+    job = FakeJob(ranks=tuple(rank_status(i) for i in range(100)), size=100, max_np=None)
+    found = rows(job, 80, 10)
+    assert len(found) <= 10
+    assert found[-1] == "  + 94 more"
+
+
+def test_control_characters_of_events_and_reasons_do_not_reach_the_terminal():
+    job = FakeJob(reason="waiting\x1b[2Jfor\n\x07more")
+    job.happens("lost", 1.0, rank=1, detail="\x1b]0;title\x07 gone")
+    assert not re.search("[\x00-\x1f\x7f]", "".join(rows(job, 160)))
+
+
+# -- a pseudo-terminal ---------------------------------------------------------------------------
+
+
+class Terminal:
+    """A pseudo-terminal of a width; what is written to it can be read at the end."""
+
+    def __init__(self, width: int) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115
+        self._read: list[bytes] = []
+        self._thread = threading.Thread(target=self._follow)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                data = os.read(self._master, 65536)
+            except OSError:  # the other end is closed
+                return
+            self._read.append(data)
+
+    def close(self) -> str:
+        self.stream.close()
+        self._thread.join()
+        os.close(self._master)
+        return b"".join(self._read).decode().replace("\r\n", "\n")
+
+
+def show(job: FakeJob, width: int, monkeypatch) -> str:
+    """Return what a live view of a job that ends writes to a terminal."""
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(width)
+    monkeypatch.setattr("nbelastic.cli.view.live.sys", Streams(terminal.stream))
+    monkeypatch.setattr("nbelastic.cli.view.display.sys", Streams(terminal.stream))
+    console = Console(file=terminal.stream, highlight=False, markup=False, width=width)
+    with LiveView(job, ViewOptions("live"), queue.SimpleQueue(), console=console) as view:
+        view.tick()
+        job.prints("epoch 1\n")
+        view.tick()
+        view.say("stopping at the next commit")
+        job.end()
+    return terminal.close()
+
+
+class Streams:
+    def __init__(self, stream) -> None:
+        self.stdout = self.stderr = stream
+
+
+@pytest.mark.parametrize("width", FRAMES)
+def test_the_live_view_on_a_terminal(width, monkeypatch):
+    text = show(a_job(), width, monkeypatch)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert plain.startswith(FRAMES[width].splitlines()[0])
+    assert "epoch 1\n" in plain and "stopping at the next commit\n" in plain
+    assert plain.index("epoch 1") < plain.rindex("Rank 3 is lost")
+    assert plain.endswith("finished · 3 ranks · 2 resets · 120 commits\n")
+    assert "\x1b[?25h" in text  # the cursor is back
+
+
+# -- lines ---------------------------------------------------------------------------------------
+
+
+def watch(kind, job, **options):
+    return kind(job, ViewOptions(**options), queue.SimpleQueue())
+
+
+def test_without_a_terminal_there_are_lines_and_no_control_characters(capsys):
+    job = a_job()
+    with watch(WaitView, job) as view:
+        job.prints("epoch 1\nepo")
+        job.prints("another\n", rank=1)
+        view.tick()
+        job.prints("ch 2\n")
+        job.happens("left", 41.0, rank=1)
+        view.tick()
+        job.prints("\rbar 50%\rbar 100%\nrest")
+        job.end()
+    out, err = capsys.readouterr()
+    assert out == "epoch 1\nepoch 2\nbar 100%\nrest\n"
+    assert err.splitlines() == [
+        "0:01 Rank 2 has joined",
+        "0:40 Rank 3 is lost: its process has ended",
+        "0:41 Rank 1 has left",
+        "nbelastic job quickstart: finished · 3 ranks · 2 resets · 120 commits",
+    ]
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f]", out + err)
+
+
+def test_prefixes_name_the_rank_of_each_line(capsys):
+    job = FakeJob()
+    with watch(WaitView, job, prefix=True):
+        job.prints("a\nb\n", rank=0)
+        job.prints("c\n", rank=1)
+        job.end()
+    assert capsys.readouterr().out == "[0]<stdout>: a\n[0]<stdout>: b\n[1]<stdout>: c\n"
+
+
+def test_quiet_is_the_output_alone(capsys):
+    job = a_job()
+    with watch(QuietView, job):
+        job.prints("a\n")
+        job.end()
+    assert capsys.readouterr() == ("a\n", "")
+
+
+def test_json_is_an_object_in_each_line(capsys):
+    job = a_job()
+    with watch(JsonView, job) as view:
+        job.prints("a\n", rank=0)
+        view.say("stopping")
+        job.end()
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["type"] for each in found] == [
+        "message",
+        "output",
+        "event",
+        "event",
+        "event",
+        "end",
+    ]
+    assert found[1] == {"type": "output", "rank": 0, "text": "a"}
+    assert found[3]["kind"] == "lost" and found[3]["detail"] == "its process has ended"
+    assert found[-1]["state"] == "finished"
+
+
+def test_files_have_the_output_of_each_rank(tmp_path, capsys):
+    job = FakeJob()
+    with watch(WaitView, job, directory=str(tmp_path / "out")) as view:
+        job.prints("a\n", rank=0)
+        view.tick()
+        job.prints("b\n", rank=1)
+        job.prints("c\n", rank=0)
+        job.end()
+    assert (tmp_path / "out/rank.0/stdout").read_text() == "a\nc\n"
+    assert (tmp_path / "out/rank.1/stdout").read_text() == "b\n"
+
+
+def test_files_that_cannot_be_written_are_said_once_and_harm_nothing(tmp_path, capsys):
+    (tmp_path / "out").write_text("a file")
+    job = FakeJob()
+    with watch(WaitView, job, directory=str(tmp_path / "out")) as view:
+        for _ in range(2):
+            job.prints("a\n")
+            view.tick()
+        job.end()
+    out, err = capsys.readouterr()
+    assert out == "a\na\n"
+    assert err.count("--output-filename") == 1
+
+
+def test_messages_of_other_threads_are_shown_by_the_view(capsys):
+    display = CommandDisplay(ViewOptions())
+    display.tell("host a is gone")
+    job = FakeJob()
+    with display.watching(job):
+        job.end()
+    display.tell("after the end")
+    display.flush()
+    assert capsys.readouterr().err.splitlines()[::2] == ["host a is gone", "after the end"]
+
+
+def test_a_history_that_is_shorter_is_shown_anew(capsys):
+    job = a_job()
+    with watch(WaitView, job) as view:
+        view.tick()
+        job.history = job.history[:1]
+        view.tick()
+    assert capsys.readouterr().err.count("Rank 2 has joined") == 2
+
+
+def test_a_line_end_may_come_in_two_pieces():
+    lines = RankLines()
+    assert lines.take([Output(0, 0, "a\r")]) == []
+    assert lines.take([Output(0, 0, "\nb")]) == [(0, "a")]
+    assert lines.rest() == [(0, "b")]
+
+
+class Screen:
+    def __init__(self, tty: bool) -> None:
+        self._tty = tty
+
+    def isatty(self) -> bool:
+        return self._tty
+
+
+@pytest.mark.parametrize(
+    ("tty", "given", "style"),
+    [
+        (True, {}, "live"),
+        (False, {}, "plain"),
+        (True, {"plain": True}, "plain"),
+        (True, {"json": True}, "json"),
+        (True, {"quiet": True}, "quiet"),
+    ],
+)
+def test_the_style_follows_options_and_terminal(tty, given, style, monkeypatch):
+    class Fake:
+        stderr = Screen(tty)
+
+    monkeypatch.setattr("nbelastic.cli.run.sys", Fake)
+    assert view_options(given).style == style
