@@ -13,7 +13,7 @@ from nbelastic.data.dealing import Dealing, block_of, imbalance
 from nbelastic.data.kernels import kernel_fingerprint
 from nbelastic.data.permutation import mix
 from nbelastic.data.seeding import seed_generators
-from nbelastic.data.sources import MapSource, WorkItem
+from nbelastic.data.sources import MapSource
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import warn
 from nbelastic.elastic.step_share import StepShare
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader", "Step", "StepParticipant"]
 
-# Kinds of seeds: of the rows that are fetched, and of the micro-batches that are computed.
-_FETCHING, _COMPUTING = 1, 2
+# Kind of seeds: of the micro-batches that are computed, apart from those of sources.
+_COMPUTING = 2
 _WORTH_A_WORD = 1.3
 
 UNEVEN = (
@@ -192,7 +192,7 @@ class Loader:
 
     def rows(self, step: int, number: int) -> list[int]:
         """Return the rows of a micro-batch of this epoch, by their indices in the dataset."""
-        found: list[int] = self._dealing.rows(step, number).tolist()
+        found: list[int] = self._source.rows(self._dealing, step, number).tolist()
         return found
 
     def set_epoch(self, epoch: int) -> None:
@@ -219,7 +219,7 @@ class Loader:
         self._warn_if_uneven(context)
         if context is not None and not context.telemetry.total[1]:
             context.telemetry.total = (context.telemetry.total[0], dealing.steps)
-        batches = self._source.fetch(_items(dealing, first, block))
+        batches = self._source.fetch(dealing, first, block)
         try:
             for number in range(first, dealing.steps):
                 weights = dealing.weights(number)
@@ -290,7 +290,7 @@ class Loader:
         dealing = self._dealing
         found = {
             "batch": f"{dealing.global_batch} rows in {dealing.micro_batches} micro-batches",
-            "dataset": f"{dealing.length} rows",
+            **self._source.requirements(),
         }
         if self.batch.exact is True:
             found["kernels"] = self._kernels
@@ -313,6 +313,7 @@ class Loader:
             "micro_batches": dealing.micro_batches,
             "threads": self._threads,
             "kernels": self._kernels,
+            "source": self._source.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -336,6 +337,7 @@ class Loader:
             if self.batch.exact is True:
                 raise StateMismatch(reason)
             self.forgo_exactness(reason)
+        self._source.load_state_dict(state_dict.get("source", {}))
         self._dealing = dataclasses.replace(
             self._dealing,
             epoch=int(state_dict["epoch"]),
@@ -476,16 +478,6 @@ class Step:
         for _ in range(len(self) - self._taken):
             next(self._batches)
         self._finish()
-
-
-def _items(dealing: Dealing, first: int, block: range) -> Iterator[WorkItem]:
-    """Yield the micro-batches of a block in all steps from `first` on."""
-    seed = mix(dealing.seed, _FETCHING, dealing.epoch)
-    for step in range(first, dealing.steps):
-        for number in block:
-            rows: list[int] = dealing.rows(step, number).tolist()
-            if rows:
-                yield WorkItem(seed, rows)
 
 
 def _context() -> Context | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from nbelastic.data.dealing import Dealing
 
-__all__ = ["RowRange", "Streams", "Window", "cut"]
+__all__ = ["RowRange", "UnitStreams", "Window", "cut"]
 
 # Kinds of seeds, apart from those of the loader.
 _UNITS, _WINDOW = 11, 12
@@ -110,8 +110,8 @@ def cut(units: Sequence[int], sizes: Rows, lengths: Iterable[int]) -> list[list[
     return parts
 
 
-class Streams:
-    """Streams of an epoch, and their windows.
+class UnitStreams:
+    """UnitStreams of an epoch, and their windows.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ class Streams:
     def length(self, stream: int) -> int:
         """Return the number of rows of a stream.
 
-        Streams have equally many rows in all full steps. The rows of a smaller last step go to as
+        UnitStreams have equally many rows in all full steps. The rows of a smaller last step go to as
         few micro-batches as can have them, see :meth:`Dealing.places`.
         """
         last = self._dealing.steps - 1

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.data.dealing import Dealing, block_of
-from nbelastic.data.ranges import RowRange, Streams, cut
+from nbelastic.data.ranges import RowRange, UnitStreams, cut
 
 sizes_of_units = st.lists(
     st.one_of(st.just(0), st.just(1), st.integers(0, 40), st.integers(200, 400)), max_size=12
@@ -15,7 +15,7 @@ sizes_of_units = st.lists(
 
 
 @st.composite
-def streams_of_epochs(draw: st.DrawFn) -> tuple[Dealing, Streams, int]:
+def streams_of_epochs(draw: st.DrawFn) -> tuple[Dealing, UnitStreams, int]:
     sizes = draw(sizes_of_units)
     dealing = Dealing(
         sum(sizes),
@@ -27,12 +27,12 @@ def streams_of_epochs(draw: st.DrawFn) -> tuple[Dealing, Streams, int]:
         draw(st.booleans()),
     )
     window_rows = draw(st.integers(1, 200))
-    return dealing, Streams(np.array(sizes), dealing, window_rows), window_rows
+    return dealing, UnitStreams(np.array(sizes), dealing, window_rows), window_rows
 
 
 @given(streams_of_epochs())
 @settings(max_examples=80, deadline=None)
-def test_an_epoch_of_units_has_each_row_once(epoch: tuple[Dealing, Streams, int]) -> None:
+def test_an_epoch_of_units_has_each_row_once(epoch: tuple[Dealing, UnitStreams, int]) -> None:
     dealing, streams, _ = epoch
     rows: list[int] = []
     for step in range(dealing.steps):
@@ -47,7 +47,7 @@ def test_an_epoch_of_units_has_each_row_once(epoch: tuple[Dealing, Streams, int]
 
 @given(streams_of_epochs())
 @settings(max_examples=60, deadline=None)
-def test_streams_are_even_and_windows_small(epoch: tuple[Dealing, Streams, int]) -> None:
+def test_streams_are_even_and_windows_small(epoch: tuple[Dealing, UnitStreams, int]) -> None:
     dealing, streams, window_rows = epoch
     lengths = [streams.length(number) for number in range(dealing.micro_batches)]
     full = dealing.length // dealing.global_batch
@@ -70,7 +70,7 @@ def test_streams_are_even_and_windows_small(epoch: tuple[Dealing, Streams, int])
 @given(streams_of_epochs(), st.integers(1, 10), st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None)
 def test_windows_are_needed_in_the_order_of_the_micro_batches(
-    epoch: tuple[Dealing, Streams, int], size: int, first: int
+    epoch: tuple[Dealing, UnitStreams, int], size: int, first: int
 ) -> None:
     dealing, streams, _ = epoch
     first %= max(dealing.steps, 1)
@@ -99,16 +99,16 @@ def test_a_unit_at_a_cut_belongs_to_two_streams() -> None:
 
 def test_the_order_of_units_and_windows_is_the_same_for_good() -> None:
     dealing = Dealing(24, 3, 2, epoch=1, seed=5)
-    streams = Streams(np.array([10, 3, 0, 11]), dealing, 8)
+    streams = UnitStreams(np.array([10, 3, 0, 11]), dealing, 8)
     # Written down, because checkpoints depend on it.
     found = [streams.rows(step, number).tolist() for step in range(4) for number in range(2)]
     assert found == FIRST
-    another = Streams(np.array([10, 3, 0, 11]), Dealing(24, 3, 2, epoch=2, seed=5), 8)
+    another = UnitStreams(np.array([10, 3, 0, 11]), Dealing(24, 3, 2, epoch=2, seed=5), 8)
     assert another.rows(0, 0).tolist() != FIRST[0]
 
 
 def test_without_shuffling_each_stream_reads_its_part_in_order() -> None:
-    streams = Streams(np.array([4, 4, 4]), Dealing(12, 2, 2, shuffle=False), 5)
+    streams = UnitStreams(np.array([4, 4, 4]), Dealing(12, 2, 2, shuffle=False), 5)
     assert [streams.rows(step, 0).tolist() for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert [streams.rows(step, 1).tolist() for step in range(3)] == [[6, 7], [8, 9], [10, 11]]
 
