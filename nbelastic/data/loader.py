@@ -14,6 +14,7 @@ from nbelastic.data.kernels import kernel_fingerprint
 from nbelastic.data.permutation import mix
 from nbelastic.data.seeding import seed_generators
 from nbelastic.data.sources import MapSource
+from nbelastic.data.units import UnitSource, WindowedRows
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import warn
 from nbelastic.elastic.step_share import StepShare
@@ -22,6 +23,7 @@ from nbelastic.errors import NotInitialized, OptionError, StateMismatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from nbelastic.data.sources import RowSource
     from nbelastic.elastic.context import Context
 
 __all__ = ["Loader", "Step", "StepParticipant"]
@@ -76,8 +78,8 @@ class Loader:
 
     Parameters
     ----------
-    dataset : torch.utils.data.Dataset
-        Map-style: anything with ``len()`` and ``[]``.
+    dataset : torch.utils.data.Dataset, Parquet, Arrow or Dask
+        A source of units, or a map-style dataset: anything with ``len()`` and ``[]``.
     batch : Batch
         Rows of a step, and micro-batches.
     shuffle : bool, default True
@@ -142,7 +144,7 @@ class Loader:
             )
         context = _context()
         self.batch = batch.divided_by(None if context is None else context.max_np)
-        self._source = MapSource(dataset, collate_fn, **options)
+        self._source = self._source_of(dataset, collate_fn, options)
         self._dealing = Dealing(
             len(dataset),
             self.batch.global_batch // self.batch.micro_batches,
@@ -163,6 +165,18 @@ class Loader:
         self._state: Callable[[], Any] = lambda: None
         self._participants: list[StepParticipant] = []
         self._told: set[str] = set()
+
+    def _source_of(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
+    ) -> RowSource:
+        if not isinstance(dataset, UnitSource):
+            return MapSource(dataset, collate_fn, **options)
+        for name in options if collate_fn is None else ("collate_fn", *options):
+            raise OptionError(
+                f"Loader({dataset.name}, {name}=…): {dataset.name} reads ahead by itself, and "
+                "makes batches of whole columns; leave it out"
+            )
+        return WindowedRows(dataset, self.batch.micro_batches)
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""

@@ -111,7 +111,7 @@ def cut(units: Sequence[int], sizes: Rows, lengths: Iterable[int]) -> list[list[
 
 
 class UnitStreams:
-    """UnitStreams of an epoch, and their windows.
+    """Streams of an epoch, and their windows.
 
     Parameters
     ----------
@@ -141,6 +141,11 @@ class UnitStreams:
     def _key(self, *words: int) -> int:
         return mix(self._dealing.seed, self._dealing.epoch, *words)
 
+    @property
+    def steps(self) -> int:
+        """Number of steps of the epoch."""
+        return self._dealing.steps
+
     def place(self, step: int, stream: int) -> range:
         """Return the places in its stream of the rows of a micro-batch."""
         start = step * self._dealing.micro
@@ -149,8 +154,8 @@ class UnitStreams:
     def length(self, stream: int) -> int:
         """Return the number of rows of a stream.
 
-        UnitStreams have equally many rows in all full steps. The rows of a smaller last step go to as
-        few micro-batches as can have them, see :meth:`Dealing.places`.
+        All have equally many rows in full steps. The rows of a smaller last step go to as few
+        micro-batches as can have them, see :meth:`Dealing.places`.
         """
         last = self._dealing.steps - 1
         return self.place(last, stream).stop if last >= 0 else 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
 
-from nbelastic.data import Batch, Loader
+from nbelastic.data import Arrow, Batch, Loader, Parquet
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState, State
@@ -15,7 +15,17 @@ from nbelastic.torch.state.torch_state import TorchState
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Batch", "ElasticSampler", "Loader", "ObjectState", "State", "TorchState", "run"]
+__all__ = [
+    "Arrow",
+    "Batch",
+    "ElasticSampler",
+    "Loader",
+    "ObjectState",
+    "Parquet",
+    "State",
+    "TorchState",
+    "run",
+]
 
 
 class ElasticSampler(ShardSampler, Sampler[int]):
