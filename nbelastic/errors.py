@@ -18,6 +18,7 @@
     │   └── Detached                another kernel has attached to the job
     ├── CollectiveError             an operation between ranks failed; HorovodInternalError
     │   └── RanksDisagree           ranks called different operations, or with other types or shapes
+    ├── DataError                   rows of a dataset cannot be read, or are not what they were
     ├── StateMismatch               a state does not fit a checkpoint or the state of another rank
     ├── HostsUpdatedInterrupt       ranks are about to join or leave
     ├── NotTheRank                  an operation was called in a forked process, or a second thread
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ClusterLost",
     "CollectiveError",
+    "DataError",
     "Detached",
     "Evicted",
     "HorovodInternalError",
@@ -164,6 +166,10 @@ class RanksDisagree(CollectiveError):
     sides. The ranks can go on with their next operation. It is an error of the program, so an
     elastic loop does not catch it. If the function does not catch it either, the job ends.
     """
+
+
+class DataError(NbelasticError, RuntimeError):
+    """Rows of a dataset cannot be read; the message names file and row group, or partition."""
 
 
 class StateMismatch(NbelasticError):

@@ -6,6 +6,19 @@ This room knows torch the library, and nothing of :mod:`nbelastic.torch`. The de
 
 from .batch import Batch
 from .loader import Loader, Step, StepParticipant
+from .parquet import Arrow, Parquet
 from .sources import MapSource, RowSource, WorkItem
+from .units import UnitSource
 
-__all__ = ["Batch", "Loader", "MapSource", "RowSource", "Step", "StepParticipant", "WorkItem"]
+__all__ = [
+    "Arrow",
+    "Batch",
+    "Loader",
+    "MapSource",
+    "Parquet",
+    "RowSource",
+    "Step",
+    "StepParticipant",
+    "UnitSource",
+    "WorkItem",
+]

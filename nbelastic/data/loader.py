@@ -13,7 +13,8 @@ from nbelastic.data.dealing import Dealing, block_of, imbalance
 from nbelastic.data.kernels import kernel_fingerprint
 from nbelastic.data.permutation import mix
 from nbelastic.data.seeding import seed_generators
-from nbelastic.data.sources import MapSource, WorkItem
+from nbelastic.data.sources import MapSource
+from nbelastic.data.units import UnitSource, WindowedRows
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import warn
 from nbelastic.elastic.step_share import StepShare
@@ -22,12 +23,13 @@ from nbelastic.errors import NotInitialized, OptionError, StateMismatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from nbelastic.data.sources import RowSource
     from nbelastic.elastic.context import Context
 
 __all__ = ["Loader", "Step", "StepParticipant"]
 
-# Kinds of seeds: of the rows that are fetched, and of the micro-batches that are computed.
-_FETCHING, _COMPUTING = 1, 2
+# Kind of seeds: of the micro-batches that are computed, apart from those of sources.
+_COMPUTING = 2
 _WORTH_A_WORD = 1.3
 
 UNEVEN = (
@@ -76,8 +78,8 @@ class Loader:
 
     Parameters
     ----------
-    dataset : torch.utils.data.Dataset
-        Map-style: anything with ``len()`` and ``[]``.
+    dataset : torch.utils.data.Dataset, Parquet, Arrow or Dask
+        A source of units, or a map-style dataset: anything with ``len()`` and ``[]``.
     batch : Batch
         Rows of a step, and micro-batches.
     shuffle : bool, default True
@@ -142,7 +144,7 @@ class Loader:
             )
         context = _context()
         self.batch = batch.divided_by(None if context is None else context.max_np)
-        self._source = MapSource(dataset, collate_fn, **options)
+        self._source = self._source_of(dataset, collate_fn, options)
         self._dealing = Dealing(
             len(dataset),
             self.batch.global_batch // self.batch.micro_batches,
@@ -163,6 +165,18 @@ class Loader:
         self._state: Callable[[], Any] = lambda: None
         self._participants: list[StepParticipant] = []
         self._told: set[str] = set()
+
+    def _source_of(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
+    ) -> RowSource:
+        if not isinstance(dataset, UnitSource):
+            return MapSource(dataset, collate_fn, **options)
+        for name in options if collate_fn is None else ("collate_fn", *options):
+            raise OptionError(
+                f"Loader({dataset.name}, {name}=…): {dataset.name} reads ahead by itself, and "
+                "makes batches of whole columns; leave it out"
+            )
+        return WindowedRows(dataset, self.batch.micro_batches)
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
@@ -192,7 +206,7 @@ class Loader:
 
     def rows(self, step: int, number: int) -> list[int]:
         """Return the rows of a micro-batch of this epoch, by their indices in the dataset."""
-        found: list[int] = self._dealing.rows(step, number).tolist()
+        found: list[int] = self._source.rows(self._dealing, step, number).tolist()
         return found
 
     def set_epoch(self, epoch: int) -> None:
@@ -220,7 +234,7 @@ class Loader:
         if context is not None and not context.telemetry.total[1]:
             context.telemetry.total = (context.telemetry.total[0], dealing.steps)
         self._report(context, block)
-        batches = self._source.fetch(_items(dealing, first, block))
+        batches = self._source.fetch(dealing, first, block)
         try:
             for number in range(first, dealing.steps):
                 weights = dealing.weights(number)
@@ -298,7 +312,7 @@ class Loader:
         dealing = self._dealing
         found = {
             "batch": f"{dealing.global_batch} rows in {dealing.micro_batches} micro-batches",
-            "dataset": f"{dealing.length} rows",
+            **self._source.requirements(),
         }
         if self.batch.exact is True:
             found["kernels"] = self._kernels
@@ -321,6 +335,7 @@ class Loader:
             "micro_batches": dealing.micro_batches,
             "threads": self._threads,
             "kernels": self._kernels,
+            "source": self._source.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -344,6 +359,7 @@ class Loader:
             if self.batch.exact is True:
                 raise StateMismatch(reason)
             self.forgo_exactness(reason)
+        self._source.load_state_dict(state_dict.get("source", {}))
         self._dealing = dataclasses.replace(
             self._dealing,
             epoch=int(state_dict["epoch"]),
@@ -484,16 +500,6 @@ class Step:
         for _ in range(len(self) - self._taken):
             next(self._batches)
         self._finish()
-
-
-def _items(dealing: Dealing, first: int, block: range) -> Iterator[WorkItem]:
-    """Yield the micro-batches of a block in all steps from `first` on."""
-    seed = mix(dealing.seed, _FETCHING, dealing.epoch)
-    for step in range(first, dealing.steps):
-        for number in block:
-            rows: list[int] = dealing.rows(step, number).tolist()
-            if rows:
-                yield WorkItem(seed, rows)
 
 
 def _context() -> Context | None:

@@ -12,12 +12,18 @@ from nbelastic.data.seeding import seed_generators
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from nbelastic.data.dealing import Dealing
+    from nbelastic.data.permutation import Rows
 
 __all__ = ["MapSource", "RowSource", "WorkItem"]
 
 COLLATING = -1
 """Number that takes the place of a row in the seed of ``collate_fn``."""
+
+# Kind of seeds, apart from those of the loader.
+_FETCHING = 1
 
 
 class WorkItem(NamedTuple):
@@ -44,11 +50,30 @@ class RowSource(Protocol):
     def __len__(self) -> int:
         """Return the number of rows."""
 
-    def fetch(self, items: Iterable[WorkItem]) -> Iterator[Any]:
-        """Yield a batch for each item, in their order.
+    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
+        """Return the rows of a micro-batch, by their indices in the source."""
 
-        The values of a batch depend on its item and nothing else. A second call may come before the
-        iterator of the first has ended, which is not used any more.
+    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
+        """Yield a batch for each micro-batch of a block, in steps from `first` on.
+
+        Micro-batches without rows are left out. The values of a batch depend on its rows and the
+        seed, and nothing else. A second call may come before the iterator of the first has ended,
+        which is not used any more.
+        """
+
+    def requirements(self) -> dict[str, str]:
+        """Return what must be equal on ranks that share a state, as names and texts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order depends on, apart from the deal, in the source's own words."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over an order.
+
+        Raises
+        ------
+        StateMismatch
+            It is that of other rows. Nothing has changed.
         """
 
 
@@ -88,10 +113,35 @@ class MapSource:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def fetch(self, items: Iterable[WorkItem]) -> Iterator[Any]:
-        """Yield a batch for each item; see :class:`RowSource`."""
-        self._items.present = items
+    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
+        """Return the rows of a micro-batch, by their indices in the dataset."""
+        return dealing.rows(step, number)
+
+    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
+        """Yield a batch for each micro-batch of a block; see :class:`RowSource`."""
+        self._items.present = _items(dealing, first, block)
         return iter(self._loader)
+
+    def requirements(self) -> dict[str, str]:
+        """Return the number of rows, because nothing else is known of any dataset."""
+        return {"dataset": f"{len(self)} rows"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the order is that of the deal."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+def _items(dealing: Dealing, first: int, block: range) -> Iterator[WorkItem]:
+    """Yield the micro-batches of a block in all steps from `first` on."""
+    seed = mix(dealing.seed, _FETCHING, dealing.epoch)
+    for step in range(first, dealing.steps):
+        for number in block:
+            rows: list[int] = dealing.rows(step, number).tolist()
+            if rows:
+                yield WorkItem(seed, rows)
 
 
 _DECIDED = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "shuffle"}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
 
-from nbelastic.data import Batch, Loader
+from nbelastic.data import Arrow, Batch, Loader, Parquet
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState, State
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "Arrow",
     "Batch",
     "ElasticSampler",
     "LRScaler",
     "Loader",
     "ObjectState",
+    "Parquet",
     "State",
     "TorchState",
     "by_samples",

@@ -1,0 +1,174 @@
+"""Choice of columns, and their conversion to arrays."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbelastic.data.row_block import RowBlock
+from nbelastic.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Array = np.ndarray[Any, Any]
+
+__all__ = ["ColumnChoice", "arrow_array", "arrow_kind", "choose", "row_block"]
+
+NEEDS_TRANSFORM = (
+    "{where}: column {name!r} has type {kind}, of which no tensor can be made; leave it out, or "
+    "pass transform=, which makes tensors of a table"
+)
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """Columns that batches have.
+
+    Attributes
+    ----------
+    parts : tuple
+        For each part of a batch its key, the columns in it, and whether they are stacked.
+    named : bool
+        Whether batches are dicts and not tuples.
+    """
+
+    parts: tuple[tuple[Any, tuple[str, ...], bool], ...]
+    named: bool
+
+    @property
+    def names(self) -> list[str]:
+        """All columns, each once."""
+        return list(dict.fromkeys(name for _, names, _ in self.parts for name in names))
+
+
+def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
+    """Find the columns that `columns` asks for.
+
+    Parameters
+    ----------
+    columns : sequence of str, mapping of str, or None
+        Names, and patterns such as ``"x*"``; with keys for batches that are dicts. None for all.
+    available : sequence of str
+        Names of the columns.
+    where : str
+        Whose columns they are, for the error.
+
+    Raises
+    ------
+    OptionError
+        A column is missing.
+    """
+    if isinstance(columns, str):
+        columns = [columns]
+    named = columns is None or isinstance(columns, Mapping)
+    asked = {name: name for name in available} if columns is None else columns
+    pairs = list(asked.items()) if isinstance(asked, Mapping) else [(each, each) for each in asked]
+    if not pairs:
+        raise OptionError(f"{where}: columns={columns!r} asks for no column")
+    parts: list[tuple[Any, tuple[str, ...], bool]] = []
+    for key, pattern in pairs:
+        if not isinstance(pattern, str):
+            raise OptionError(f"{where}: columns={columns!r}: {pattern!r} is no name of a column")
+        if pattern in available:
+            parts.append((key, (pattern,), False))
+            continue
+        found = tuple(name for name in available if fnmatch.fnmatchcase(name, pattern))
+        if not found:
+            near = difflib.get_close_matches(pattern, available, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            there = ", ".join(available[:10]) + (", …" if len(available) > 10 else "")
+            raise OptionError(f"{where} has no column {pattern!r}{hint} It has {there}")
+        parts.append((key, found, True))
+    return ColumnChoice(tuple(parts), named)
+
+
+def row_block(choice: ColumnChoice, array_of: Callable[[str], Array], where: str) -> RowBlock:
+    """Return the chosen columns as arrays, stacked where a pattern has found them.
+
+    Parameters
+    ----------
+    choice : ColumnChoice
+    array_of : callable
+        Returns the array of a column.
+    where : str
+        What is read, for the error.
+    """
+    arrays = {}
+    for key, names, stacked in choice.parts:
+        found = [array_of(name) for name in names]
+        if stacked and any(array.ndim != 1 for array in found):
+            raise DataError(f"{where}: columns of lists cannot be stacked ({', '.join(names)})")
+        arrays[key] = _stacked(found) if stacked else found[0]
+    return RowBlock.named(arrays) if choice.named else RowBlock(tuple(arrays.values()))
+
+
+def _stacked(columns: list[Array]) -> Array:
+    result = np.empty((len(columns[0]), len(columns)), np.result_type(*columns))
+    for number, column in enumerate(columns):
+        result[:, number] = column
+    return result
+
+
+def arrow_kind(kind: Any) -> np.dtype[Any] | None:
+    """Return the type of the numbers in an Arrow type; None if it has none."""
+    from pyarrow import types  # noqa: PLC0415 - an extra
+
+    if types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
+        return arrow_kind(kind.value_type) if not types.is_nested(kind.value_type) else None
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+        found: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
+        return found
+    return None
+
+
+def arrow_array(column: Any, name: str, fill: Any, where: str) -> Array:
+    """Return the array of an Arrow column; of two dimensions if it holds lists.
+
+    Raises
+    ------
+    DataError
+        It has nulls and there is no `fill`, lists of differing lengths, or a type without numbers.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+    from pyarrow import types  # noqa: PLC0415
+
+    kind = column.type
+    if arrow_kind(kind) is None:
+        raise DataError(NEEDS_TRANSFORM.format(where=where, name=name, kind=kind))
+    column = _without_nulls(column, name, fill, where)
+    if not (types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)):
+        found: Array = column.to_numpy()
+        return found
+    lists = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(lists, pa.ChunkedArray):  # without rows it stays in chunks
+        lists = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], kind)
+    values = _without_nulls(lists.flatten(), name, fill, where).to_numpy(zero_copy_only=False)
+    rows = len(lists)
+    width = len(values) // rows if rows else getattr(kind, "list_size", 0)
+    if types.is_list(kind) or types.is_large_list(kind):
+        lengths = np.diff(lists.offsets.to_numpy())
+        if rows and lengths.min() != lengths.max():
+            raise DataError(
+                f"{where}: column {name!r} has lists of {lengths.min()} to {lengths.max()} values, "
+                "which make no tensor; pass transform= to pad or cut them"
+            )
+    shaped: Array = values.reshape(rows, width)
+    return shaped
+
+
+def _without_nulls(column: Any, name: str, fill: Any, where: str) -> Any:
+    if not column.null_count:
+        return column
+    value = fill.get(name) if isinstance(fill, Mapping) else fill
+    if value is None or arrow_kind(column.type) is None:
+        raise DataError(
+            f"{where}: column {name!r} has {column.null_count} nulls; pass fill=, a number or a "
+            "dict of numbers by column, or transform="
+        )
+    return column.fill_null(value)

@@ -1,0 +1,373 @@
+"""Parquet files and Arrow tables as sources of rows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import numpy as np
+
+from nbelastic.data.columns import (
+    NEEDS_TRANSFORM,
+    ColumnChoice,
+    arrow_array,
+    arrow_kind,
+    choose,
+    row_block,
+)
+from nbelastic.data.row_block import RowBlock
+from nbelastic.data.units import UnitSource
+from nbelastic.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    from nbelastic.data.permutation import Rows
+
+__all__ = ["Arrow", "Parquet"]
+
+_AT_ONCE = 16
+"""Footers that are read at the same time."""
+
+_MOST_TEXTS = 100
+"""Most files that are compared one by one; more are compared in groups."""
+
+
+class _ArrowRows(UnitSource):
+    """Units that are read as Arrow tables."""
+
+    def __init__(
+        self,
+        name: str,
+        columns: Any,
+        shuffle_rows: int,
+        transform: Callable[[Any], Any] | None,
+        memory: int | str,
+        fill: Any,
+    ) -> None:
+        super().__init__(name, shuffle_rows, memory)
+        if transform is not None and not callable(transform):
+            raise OptionError(f"{name}(transform={transform!r}): must be a function")
+        self.columns = columns
+        self.transform = transform
+        self.fill = fill
+        self._choice: ColumnChoice
+
+    def _choose(self, schema: Any, where: str) -> None:
+        """Find the columns in a schema, and check that tensors can be made of them."""
+        self._choice = choose(self.columns, schema.names, where)
+        if self.transform is not None:
+            return
+        for name in self._choice.names:
+            kind = schema.field(name).type
+            if arrow_kind(kind) is None:
+                raise OptionError(NEEDS_TRANSFORM.format(where=where, name=name, kind=kind))
+
+    def _block(self, table: Any, where: str) -> RowBlock:
+        if self.transform is not None:
+            return RowBlock.of(self.transform(table), table.num_rows, where)
+
+        def array_of(name: str) -> np.ndarray[Any, Any]:
+            return arrow_array(table.column(name), name, self.fill, where)
+
+        return row_block(self._choice, array_of, where)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file, as its footer describes it."""
+
+    path: str
+    size: int
+    digest: str
+    footer: Any
+
+    @property
+    def text(self) -> str:
+        return f"{self.footer.num_rows} rows in {self.size} bytes, footer {self.digest}"
+
+
+class Parquet(_ArrowRows):
+    """Parquet files as the data of a :class:`~nbelastic.data.Loader`.
+
+    Row groups are read whole, by a background thread, in windows whose rows are shuffled. Which
+    rows a micro-batch has is a function of seed, epoch and step. So a resize or a resumption loses
+    and repeats no row, and only row groups of the windows that are open are read again.
+
+    The footers of the files are read here, once. Make the object in the notebook and use it in the
+    training function: then they travel with the function, and ranks read none.
+
+    Parameters
+    ----------
+    urls : str or sequence of str
+        Files, directories, or patterns such as ``"s3://bucket/train/*.parquet"``, as fsspec takes
+        them.
+    columns : sequence or mapping of str, optional
+        Columns of a batch, in its order. A pattern such as ``"x*"`` stacks the columns that it
+        matches to one matrix. Batches are tuples, or dicts with the keys of a mapping. By default
+        batches are dicts of all columns.
+    shuffle_rows : int, default 100_000
+        Rows among which rows are shuffled, over all streams. Windows are smaller where memory asks
+        for it. At least one row group of each stream is read at a time.
+    transform : callable, optional
+        Gets the ``pyarrow.Table`` of a row group, and returns a tensor, or a tuple or dict of
+        tensors, with a row for each of its rows. A background thread calls it. It must not draw
+        random numbers, and is needed for text.
+    memory : int or str, default "256 MB"
+        Bound on the windows of a rank, those read ahead included.
+    fill : number or dict, optional
+        Value that takes the place of nulls, or values by column. By default nulls are refused.
+    storage_options : dict, optional
+        As fsspec takes them.
+
+    Raises
+    ------
+    OptionError
+        Files, or columns, are missing, files differ in their schema, or a value cannot be used.
+
+    Examples
+    --------
+    >>> data = Parquet("s3://bucket/train/*.parquet", columns=["x*", "y"])  # doctest: +SKIP
+    >>> loader = Loader(data, Batch(256, micro=32))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        columns: Sequence[str] | Mapping[Any, str] | None = None,
+        *,
+        shuffle_rows: int = 100_000,
+        transform: Callable[[Any], Any] | None = None,
+        memory: int | str = "256 MB",
+        fill: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__("Parquet", columns, shuffle_rows, transform, memory, fill)
+        _require_pyarrow("Parquet")
+        self._filesystem, paths = _find(urls, dict(storage_options or {}))
+        with ThreadPoolExecutor(_AT_ONCE, "nbelastic-footers") as pool:
+            self._files = list(pool.map(self._footer, paths))
+        first = self._files[0]
+        schema = first.footer.schema.to_arrow_schema()
+        self._choose(schema, first.path)
+        for file in self._files[1:]:
+            self._compare(schema, first.path, file)
+        if transform is None and fill is None:
+            self._refuse_nulls()
+        self._groups = [
+            (file, group) for file in self._files for group in range(file.footer.num_row_groups)
+        ]
+        counts = [file.footer.row_group(group).num_rows for file, group in self._groups]
+        self.sizes: Rows = np.array(counts, dtype=np.int64)
+        if not len(self):
+            raise OptionError(f"Parquet({urls!r}): the files have no rows")
+        widths = {name: _width(schema.field(name).type) for name in self._choice.names}
+        self.row_bytes = sum(self._bytes_in(file, widths) for file in self._files) / len(self)
+
+    def _footer(self, path: str) -> _File:
+        import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
+
+        try:
+            size = self._filesystem.size(path)
+            with self._open(path) as file:
+                footer = pq.ParquetFile(file).metadata
+        except Exception as error:  # whatever a file system raises
+            raise OptionError(f"{path} cannot be read: {_reason(error)}") from error
+        digest = hashlib.blake2b(digest_size=6)
+        for group in range(footer.num_row_groups):
+            digest.update(repr(footer.row_group(group).to_dict()).encode())
+        return _File(path, size, digest.hexdigest(), footer)
+
+    @contextlib.contextmanager
+    def _open(self, path: str) -> Iterator[Any]:
+        """Open a file so that nothing is read but what is asked for."""
+        if type(self._filesystem) is fsspec.implementations.local.LocalFileSystem:
+            yield path  # Arrow's own files are read without Python's lock
+            return
+        with self._filesystem.open(path, "rb", cache_type="none") as file:
+            yield file
+
+    def _compare(self, schema: Any, first: str, file: _File) -> None:
+        other = file.footer.schema.to_arrow_schema()
+        for name in self._choice.names:
+            mine = schema.field(name).type
+            theirs = other.field(name).type if name in other.names else "missing"
+            if theirs != mine:
+                raise OptionError(
+                    f"column {name!r} is {mine} in {first}, and {theirs} in {file.path}; pass "
+                    "files of one schema, or other columns="
+                )
+
+    def _columns_in(self, file: _File, group: int) -> Iterator[tuple[str, Any]]:
+        """Yield the chosen columns of a row group, with what the footer says of them."""
+        metadata = file.footer.row_group(group)
+        names = set(self._choice.names)
+        for number in range(metadata.num_columns):
+            column = metadata.column(number)
+            path = column.path_in_schema
+            name = path if path in names else path.partition(".")[0]
+            if name in names:
+                yield name, column
+
+    def _refuse_nulls(self) -> None:
+        for file in self._files:
+            for group in range(file.footer.num_row_groups):
+                for name, column in self._columns_in(file, group):
+                    known = column.statistics if column.is_stats_set else None
+                    if known is not None and known.has_null_count and known.null_count:
+                        raise OptionError(
+                            f"{file.path}, row group {group}: column {name!r} has "
+                            f"{known.null_count} nulls; pass fill=, a number or a dict of numbers "
+                            "by column, or transform="
+                        )
+
+    def _bytes_in(self, file: _File, widths: dict[str, int]) -> int:
+        """Return the bytes that the chosen columns of a file take in memory, about."""
+        total = 0
+        for group in range(file.footer.num_row_groups):
+            for name, column in self._columns_in(file, group):
+                values = column.num_values * widths[name]
+                total += values or column.total_uncompressed_size + 4 * column.num_values
+        return total
+
+    def read(self, unit: int) -> RowBlock:
+        """Return the rows of a row group; see :class:`UnitSource`."""
+        import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
+
+        file, group = self._groups[unit]
+        where = f"{file.path}, row group {group}"
+        try:
+            with self._open(file.path) as opened:
+                size = self._filesystem.size(file.path)
+                if size != file.size:
+                    raise DataError(f"it has {size} bytes, and had {file.size} when it was found")
+                reader = pq.ParquetFile(opened, metadata=file.footer, pre_buffer=True)
+                with reader:
+                    table = reader.read_row_group(
+                        group, columns=self._choice.names, use_threads=False
+                    )
+        except Exception as error:  # whatever a file system or a damaged file raises
+            raise DataError(f"{where} cannot be read: {_reason(error)}") from error
+        return self._block(table, where)
+
+    def describe(self) -> dict[str, str]:
+        """Return size and digest of the footer of each file, or of each group of many files."""
+        count = min(len(self._files), _MOST_TEXTS)
+        found = {}
+        for number in range(count):
+            first = number * len(self._files) // count
+            files = self._files[first : (number + 1) * len(self._files) // count]
+            if len(files) == 1:
+                found[files[0].path] = files[0].text
+            else:
+                texts = "\n".join(f"{file.path} {file.text}" for file in files)
+                digest = hashlib.blake2b(texts.encode(), digest_size=6).hexdigest()
+                found[f"{files[0].path} to {files[-1].path}"] = f"{len(files)} files, {digest}"
+        return found
+
+
+class Arrow(_ArrowRows):
+    """An Arrow table in memory as the data of a :class:`~nbelastic.data.Loader`.
+
+    Record batches are units. Each rank needs the whole table.
+
+    Parameters
+    ----------
+    table : pyarrow.Table or sequence of pyarrow.RecordBatch
+        The rows.
+    columns, shuffle_rows, transform, memory, fill
+        As for :class:`Parquet`.
+
+    Raises
+    ------
+    OptionError
+        A column is missing, or a value cannot be used.
+    """
+
+    def __init__(
+        self,
+        table: Any,
+        columns: Sequence[str] | Mapping[Any, str] | None = None,
+        *,
+        shuffle_rows: int = 100_000,
+        transform: Callable[[Any], Any] | None = None,
+        memory: int | str = "256 MB",
+        fill: Any = None,
+    ) -> None:
+        super().__init__("Arrow", columns, shuffle_rows, transform, memory, fill)
+        _require_pyarrow("Arrow")
+        import pyarrow as pa  # noqa: PLC0415 - an extra
+
+        if not isinstance(table, pa.Table):
+            try:
+                table = pa.Table.from_batches(list(table))
+            except (TypeError, pa.ArrowException) as error:
+                raise OptionError(
+                    f"Arrow({type(table).__name__}): must be a pyarrow.Table, or record batches of "
+                    f"one schema ({_reason(error)})"
+                ) from error
+        self._choose(table.schema, "the table")
+        self._batches = table.to_batches()
+        self.sizes: Rows = np.array([each.num_rows for each in self._batches], dtype=np.int64)
+        if not len(self):
+            raise OptionError("Arrow: the table has no rows")
+        self.row_bytes = table.select(self._choice.names).nbytes / len(self)
+
+    def read(self, unit: int) -> RowBlock:
+        """Return the rows of a record batch; see :class:`UnitSource`."""
+        import pyarrow as pa  # noqa: PLC0415 - an extra
+
+        table = pa.Table.from_batches([self._batches[unit]]).select(self._choice.names)
+        return self._block(table, f"record batch {unit}")
+
+    def describe(self) -> dict[str, str]:
+        """Return the rows of the record batches."""
+        digest = hashlib.blake2b(self.sizes.tobytes(), digest_size=6).hexdigest()
+        return {"record batches": f"{len(self.sizes)}, their rows {digest}"}
+
+
+def _find(urls: str | Sequence[str], options: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Return a file system and the files that the URLs stand for."""
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    paths: list[str] = []
+    filesystem: Any = None
+    for url in given:
+        try:
+            filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **options)
+            if any(sign in path for sign in "*?["):
+                found = filesystem.glob(path)
+            elif filesystem.isdir(path):
+                found = [each for each in filesystem.find(path) if each.endswith(".parquet")]
+            else:
+                found = [path] if filesystem.exists(path) else []
+        except Exception as error:  # whatever a file system raises
+            raise OptionError(f"Parquet({url!r}): {_reason(error)}") from error
+        if not found:
+            raise OptionError(f"Parquet({url!r}): there is no such file")
+        paths += sorted(found)
+    if not paths:
+        raise OptionError(f"Parquet({urls!r}): must be the name of a file, or names")
+    return filesystem, paths
+
+
+def _width(kind: Any) -> int:
+    """Return the bytes of a number in a column; 0 if it has none."""
+    found = arrow_kind(kind)
+    return 0 if found is None else found.itemsize
+
+
+def _require_pyarrow(name: str) -> None:
+    try:
+        import pyarrow.parquet  # noqa: F401, PLC0415
+    except ImportError as error:
+        raise OptionError(f"{name} needs pyarrow: pip install 'nbelastic[parquet]'") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

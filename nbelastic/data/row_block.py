@@ -1,0 +1,132 @@
+"""Rows in memory, as arrays with a row in each place of their first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nbelastic.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.data.permutation import Rows
+
+__all__ = ["RowBlock"]
+
+_SINGLE, _TUPLE = "a tensor", "a tuple"
+Form = str | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of one or more arrays.
+
+    Attributes
+    ----------
+    arrays : tuple of ndarray
+        Arrays that have equally many rows.
+    form : str or tuple
+        What a batch of them is: a tensor, a tuple, or a dict with these keys.
+    """
+
+    arrays: tuple[np.ndarray[Any, Any], ...]
+    form: Form = _TUPLE
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @classmethod
+    def named(cls, arrays: Mapping[Any, np.ndarray[Any, Any]]) -> RowBlock:
+        """Return a block whose batches are dicts."""
+        return cls(tuple(arrays.values()), tuple(arrays))
+
+    @classmethod
+    def of(cls, value: Any, rows: int, where: str) -> RowBlock:
+        """Return a block of what a ``transform`` has returned.
+
+        Parameters
+        ----------
+        value : tensor, ndarray, tuple or dict of them
+        rows : int
+            Rows that it must have.
+        where : str
+            What it was made of, for the error.
+
+        Raises
+        ------
+        DataError
+            It is something else, or has another number of rows.
+        """
+        form: Form
+        if isinstance(value, Mapping):
+            form, values = tuple(value), list(value.values())
+        elif isinstance(value, (tuple, list)):
+            form, values = _TUPLE, list(value)
+        else:
+            form, values = _SINGLE, [value]
+        arrays = tuple(_array(each, where) for each in values)
+        if not arrays or any(not array.ndim or len(array) != rows for array in arrays):
+            found = ", ".join(str(list(array.shape)) for array in arrays) or "nothing"
+            raise DataError(
+                f"{where}: transform got {rows} rows and returned {found}; it must return tensors "
+                "with a row for each row"
+            )
+        return cls(arrays, form)
+
+    def between(self, start: int, stop: int) -> RowBlock:
+        """Return rows ``start … stop - 1``, which share their memory with this block."""
+        return RowBlock(tuple(array[start:stop] for array in self.arrays), self.form)
+
+    def taken(self, order: Rows | None) -> RowBlock:
+        """Return a copy of the rows in an order; None keeps theirs."""
+        if order is None:
+            return RowBlock(tuple(np.array(array, order="C") for array in self.arrays), self.form)
+        return RowBlock(tuple(array.take(order, axis=0) for array in self.arrays), self.form)
+
+    @staticmethod
+    def joined(blocks: Sequence[RowBlock], where: str) -> RowBlock:
+        """Return the rows of all blocks, one block after the other.
+
+        Raises
+        ------
+        DataError
+            Their rows differ in shape.
+        """
+        first = blocks[0]
+        if len(blocks) == 1:
+            return first
+        shapes = {(each.form, *(array.shape[1:] for array in each.arrays)) for each in blocks}
+        if len(shapes) > 1:
+            texts = " and ".join(sorted(str(shape[1:]) for shape in shapes))
+            raise DataError(f"{where}: rows of differing shapes {texts} make no batch")
+        columns = zip(*(each.arrays for each in blocks), strict=True)
+        return RowBlock(tuple(map(np.concatenate, columns)), first.form)
+
+    def batch(self) -> Any:
+        """Return the rows as tensors that share memory with nothing else."""
+        tensors = [torch.from_numpy(np.array(array, order="C")) for array in self.arrays]
+        if isinstance(self.form, tuple):
+            return dict(zip(self.form, tensors, strict=True))
+        return tensors[0] if self.form == _SINGLE else tuple(tensors)
+
+
+def _array(value: Any, where: str) -> np.ndarray[Any, Any]:
+    if isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16:
+        value = value.detach().cpu().numpy()
+    if not isinstance(value, np.ndarray) or value.dtype == object:
+        kind = f"{value.dtype} values" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+        raise DataError(
+            f"{where}: transform returned {kind}; it must return a tensor, or a tuple or dict of "
+            "tensors, of a type that NumPy has"
+        )
+    return value

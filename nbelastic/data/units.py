@@ -1,0 +1,244 @@
+"""Sources whose rows come in units: row groups, record batches, partitions."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbelastic.data.ranges import UnitStreams
+from nbelastic.data.row_block import RowBlock
+from nbelastic.data.windows import COPIES, LoadedWindow, WindowReader
+from nbelastic.errors import DataError, OptionError, StateMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from nbelastic.data.dealing import Dealing
+    from nbelastic.data.permutation import Rows
+    from nbelastic.data.ranges import Window
+
+__all__ = ["UnitSource", "WindowedRows", "parse_bytes"]
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class UnitSource(abc.ABC):
+    """Rows in units that can be opened by themselves.
+
+    Attributes
+    ----------
+    name : str
+        What the user calls it, for errors.
+    sizes : ndarray
+        Rows of each unit.
+    row_bytes : float
+        Bytes that a row takes in memory, about.
+    shuffle_rows : int
+        Rows among which a row is shuffled, over all streams.
+    memory : int
+        Bytes that a rank's windows may take.
+    """
+
+    name: str
+    sizes: Rows
+    row_bytes: float
+
+    def __init__(self, name: str, shuffle_rows: int, memory: int | str) -> None:
+        self.name = name
+        if isinstance(shuffle_rows, bool) or not isinstance(shuffle_rows, int) or shuffle_rows < 1:
+            raise OptionError(
+                f"{name}(shuffle_rows={shuffle_rows!r}): must be a whole number, at least 1"
+            )
+        self.shuffle_rows = shuffle_rows
+        self.memory = parse_bytes(memory, f"{name}(memory={memory!r})")
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self.sizes.sum())
+
+    @abc.abstractmethod
+    def read(self, unit: int) -> RowBlock:
+        """Return the rows of a unit, in their own order. A background thread calls this.
+
+        Raises
+        ------
+        DataError
+            They cannot be read; the message says which.
+        """
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, str]:
+        """Return what the rows depend on, as names and texts: a file and its digest."""
+
+
+class WindowedRows:
+    """Rows of a source of units, in the order that windows give them.
+
+    Windows that are in memory when an iterator is given up are kept. After a reset only streams
+    that this rank did not have are read.
+
+    Parameters
+    ----------
+    source : UnitSource
+    micro_batches : int
+        Number of streams: V.
+
+    Raises
+    ------
+    OptionError
+        The source has no row for a stream, or one rank with all streams needs too much memory.
+    """
+
+    def __init__(self, source: UnitSource, micro_batches: int) -> None:
+        self._source = source
+        length = len(source)
+        if length < micro_batches:
+            raise OptionError(
+                f"{source.name}: {length} rows for {micro_batches} micro-batches of a step; each "
+                "needs one at least"
+            )
+        # One rank may come to hold the windows of all streams, while it reads one more.
+        most = int(source.memory / (micro_batches + COPIES) / max(source.row_bytes, 1e-9))
+        self.window_rows = max(1, min(source.shuffle_rows // micro_batches, most))
+        largest = np.sort(source.sizes)[::-1][:micro_batches]
+        need = int((largest.sum() + COPIES * largest[0]) * source.row_bytes)
+        if largest[0] > most and need > source.memory:
+            raise OptionError(
+                f"{source.name}: a rank reads {micro_batches} units at a time if it is the only "
+                f"one, and the largest has {largest[0]} rows. This takes {_megabytes(need)}, and "
+                f"memory={_megabytes(source.memory)!r}. Pass memory={_megabytes(need)!r}, or make "
+                "units (row groups, partitions) smaller, or micro-batches fewer"
+            )
+        self._reader: WindowReader | None = None
+        self._order: tuple[Dealing, int] | None = None
+        self._kept: dict[tuple[int, int], LoadedWindow] = {}
+        self._present: dict[int, LoadedWindow] = {}
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - a loader has one source for all its life
+    def _streams(self, dealing: Dealing, window_rows: int) -> UnitStreams:
+        return UnitStreams(self._source.sizes, dealing, window_rows)
+
+    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
+        """Return the rows of a micro-batch, numbered through all units in their own order."""
+        return self._streams(dealing, self.window_rows).rows(step, number)
+
+    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
+        """Yield a batch for each micro-batch of a block; see :class:`RowSource`."""
+        self._give_up()
+        streams, order = self._streams(dealing, self.window_rows), (dealing, self.window_rows)
+        kept = self._kept if order == self._order else {}
+        needed = {(each.stream, each.number) for each in streams.needed(first, block)}
+        kept = {key: loaded for key, loaded in kept.items() if key in needed}
+        self._order, self._kept = order, {}
+        reader = self._reader = WindowReader(
+            streams.needed(first, block), self._read, self._size_of, self._source.memory, kept
+        )
+        return self._batches(streams, reader, first, block)
+
+    def _batches(
+        self, streams: UnitStreams, reader: WindowReader, first: int, block: range
+    ) -> Iterator[Any]:
+        try:
+            for step in range(first, streams.steps):
+                for number in block:
+                    places = streams.place(step, number)
+                    if places:
+                        yield self._batch(reader, number, places)
+        finally:
+            if self._reader is reader:
+                self._give_up()
+
+    def _batch(self, reader: WindowReader, number: int, places: range) -> Any:
+        parts, present = [], self._present
+        place = places.start
+        while place < places.stop:
+            loaded = present.get(number)
+            if loaded is None or loaded.window.stop <= place:
+                if loaded is not None:
+                    reader.release(present.pop(number))
+                loaded = present[number] = reader.take()
+            start = loaded.window.start
+            stop = min(places.stop, loaded.window.stop)
+            parts.append(loaded.rows.between(place - start, stop - start))
+            place = stop
+        return RowBlock.joined(parts, self._source.name).batch()
+
+    def _give_up(self) -> None:
+        """End the present reader, and keep what it has read."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            for loaded in [*reader.stop(), *self._present.values()]:
+                self._kept[loaded.window.stream, loaded.window.number] = loaded
+            self._present = {}
+
+    def _size_of(self, window: Window) -> int:
+        return int(window.rows * self._source.row_bytes)
+
+    def _read(self, window: Window) -> LoadedWindow:
+        blocks = []
+        for each in window.ranges:
+            block = self._source.read(each.unit)
+            if len(block) != self._source.sizes[each.unit]:
+                raise DataError(
+                    f"{self._source.name}: unit {each.unit} has {len(block)} rows, and had "
+                    f"{self._source.sizes[each.unit]} when the job began"
+                )
+            blocks.append(block.between(each.start, each.stop))
+        joined = RowBlock.joined(blocks, self._source.name)
+        del blocks, block
+        return LoadedWindow(window, joined.taken(None if window.key is None else window.order()))
+
+    def requirements(self) -> dict[str, str]:
+        """Return what the rows depend on."""
+        return {"dataset": f"{len(self)} rows", **self._source.describe()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows of a window, and what the rows depend on."""
+        return {"window_rows": self.window_rows, "units": self._description}
+
+    @functools.cached_property
+    def _description(self) -> str:
+        """One text, because a state is looked through in each commit."""
+        return "\n".join(f"{name}\t{text}" for name, text in self._source.describe().items())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the rows of a window.
+
+        Raises
+        ------
+        StateMismatch
+            The rows are not those of the state dict; the message names what has changed.
+        """
+        units = state_dict.get("units", "")
+        if units != self._description:
+            then = dict(line.split("\t", 1) for line in units.split("\n") if line)
+            now = self._source.describe()
+            for name in [*then, *now]:
+                if then.get(name) != now.get(name):
+                    raise StateMismatch(
+                        f"{name} has changed since the state was saved: it was "
+                        f"{then.get(name, 'not there')}, and is {now.get(name, 'gone')}"
+                    )
+        self.window_rows = int(state_dict.get("window_rows", self.window_rows))
+
+
+def parse_bytes(value: int | str, what: str) -> int:
+    """Return a number of bytes, which may be given as ``"256 MB"`` or ``"1 GiB"``."""
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
+    count = 0.0
+    if found is not None and not isinstance(value, bool):
+        count = float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].lower()]
+    if count < 1:
+        raise OptionError(f"{what}: must be a number of bytes, or text such as '256 MB'")
+    return int(count)
+
+
+def _megabytes(count: int) -> str:
+    return f"{-(-count // 1_000_000)} MB"
