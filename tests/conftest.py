@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import dask
+import hypothesis
 import pytest
 from distributed import Client, LocalCluster
 from xdist.scheduler import LoadScopeScheduling
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 # Some seconds after a worker is lost, a LocalCluster looks whether its name is back, and if not
 # closes its nanny for good. Where workers are killed again and again it looks in the wrong moment.
 dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"})
+
+# No test asserts a time.
+hypothesis.settings.register_profile("nbelastic", deadline=None)
+hypothesis.settings.load_profile("nbelastic")
 
 
 class ByFile(LoadScopeScheduling):

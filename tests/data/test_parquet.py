@@ -245,7 +245,7 @@ def test_windows_stay_within_their_memory() -> None:
         for _ in step:
             reader = rows._reader
             most = max(most, reader._held)
-            ahead = [each for each in reader._ready if not isinstance(each, Exception)]
+            ahead = [each for each in list(reader._ready) if not isinstance(each, Exception)]
             real = sum(each.rows.nbytes for each in [*ahead, *rows._present.values()])
             assert real <= 20_000
     assert 0 < most <= 20_000
