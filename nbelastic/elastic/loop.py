@@ -61,8 +61,8 @@ def run(
 
 
 UNASKED = (
-    "the function raised HostsUpdatedInterrupt, but no rank is about to join or leave; commit() and "
-    "check_host_updates() raise it when one is"
+    "the function raised HostsUpdatedInterrupt, but no rank is about to join or leave; commit() "
+    "and check_host_updates() raise it when one is"
 )
 
 
