@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import LossReason, Reason, StopReason, UnusedReason
+from nbelastic.membership import FRESH, LossReason, Reason, StopReason, UnusedReason
 from nbelastic.membership import reasons as why
 
 if TYPE_CHECKING:
@@ -226,6 +226,8 @@ def _(reason: why.OwnFailures) -> str:
 @_words.register
 def _(reason: why.RepeatedLoss) -> str:
     place = f" at commit {reason.commit}"
+    if reason.commit == FRESH:
+        place = ", before the first generation"
     if reason.state_lost:
         known = f" (newest known commit: {reason.commit})" if reason.commit else ""
         place = f", each time with the job's state{known}"

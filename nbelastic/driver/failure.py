@@ -77,9 +77,10 @@ def _rank_failed(
         ranks = ", ".join(sorted(names.get(s, f"start {s}") for s in starts)[:MOST_SHOWN])
         more = "" if len(starts) <= MOST_SHOWN else f" and {len(starts) - MOST_SHOWN} more"
         parts.append(f"{summary}\n{where}\nraised on {ranks}{more}, job {job!r}")
-        error = raised[starts[0]].exception
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            parts[-1] += f"\n{why_missing(error.name, modules)}".rstrip()
+        first: Any = raised[starts[0]].exception
+        # isinstance() would ask the error for its class, which may raise anything.
+        if issubclass(type(first), ModuleNotFoundError) and first.name:
+            parts[-1] += f"\n{why_missing(first.name, modules)}".rstrip()
     if len(groups) > MOST_SHOWN:
         parts.append(f"+ {len(groups) - MOST_SHOWN} other errors")
     message = "\n\n".join(parts)

@@ -277,6 +277,11 @@ class Job:
         """When the job was started, in seconds since the epoch."""
         return self._driver.log.started
 
+    def _returned(self) -> int:
+        """Return how many ranks have returned; 0 if their results cannot be read."""
+        future = self._driver.future
+        return len(future.result()) if future.exception() is None else 0
+
     @property
     def status(self) -> JobStatus:
         """A snapshot of the job."""
@@ -294,7 +299,7 @@ class Job:
             name=self.name,
             state=state,
             generation=view.generation,
-            size=view.size or (len(self._driver.future.result()) if state == "finished" else 0),
+            size=view.size or (self._returned() if state == "finished" else 0),
             min_np=view.min_np,
             max_np=view.max_np,
             resets=view.resets,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import contextvars
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -133,7 +134,7 @@ class Context(abc.ABC):
             if owner is None or not owner.is_alive():
                 self._thread, self._caller = thread, thread.ident
                 return
-        if not isinstance(thread, threading._DummyThread):  # autograd's threads act for the owner
+        if not _runs_backward(thread):  # autograd's threads act for the owner
             raise NotTheRank(
                 f"thread {thread.name!r} called an operation between ranks, but those of rank "
                 f"{self.rank} belong to thread {owner.name!r}: operations are paired with those of "
@@ -211,6 +212,13 @@ class LocalContext(Context):
 
     def check_membership(self) -> None:
         """Do nothing, because the membership never changes."""
+
+
+def _runs_backward(thread: threading.Thread) -> bool:
+    """Return whether the calling thread is autograd's own, which Python has not started."""
+    torch = sys.modules.get("torch")
+    is_pythons = not isinstance(thread, threading._DummyThread)
+    return not is_pythons and torch is not None and torch._C._current_graph_task_id() != -1
 
 
 # A rank's context belongs to its thread. Threads that a rank starts itself (a data loader's, a

@@ -60,6 +60,12 @@ def run(
     return wrapper
 
 
+UNASKED = (
+    "the function raised HostsUpdatedInterrupt, but no rank is about to join or leave; commit() "
+    "and check_host_updates() raise it when one is"
+)
+
+
 def _train(session: Session, state: State, call: Callable[[], object]) -> object:
     loop = session.next_loop()
     supervision = state._supervision = Supervision(session, state)
@@ -111,7 +117,7 @@ def _train_on(
         except HostsUpdatedInterrupt:
             session.timings.begin()
             session.timings.mark("aborted")
-            failure = _leave(session, state)
+            failure = _leave(session, state) if session.leaves else CollectiveError(UNASKED)
             if failure is None:
                 checkpoints.left()
         except RanksDisagree:

@@ -87,7 +87,7 @@ class Session(Context):
         self._member = self._parked = False
         self._agreed: bool | None = None
         self._unreachable = UnreachablePeers(runtime.probe)
-        self.loops = self.moves = 0
+        self.loops = self.moves = self._left = 0
         self._redone = (0, 0)
         self._exchanges_before: int | None = None
         self.plan: Plan | None = None
@@ -400,7 +400,13 @@ class Session(Context):
                 self.port.report(RankNote(self.spec.start, "phases", "", figures))
         changed, self._agreed = self._agreed, None
         if self._ask_all() if changed is None else changed:
+            self._left = self.generation
             raise HostsUpdatedInterrupt
+
+    @property
+    def leaves(self) -> bool:
+        """Whether all ranks have agreed to leave the present generation at the last commit."""
+        return self._left == self.generation
 
     def _ask_all(self) -> bool:
         return one_of_all(self, self.change_flag())

@@ -73,6 +73,12 @@ OWN_FAILURES_WITH_COMMITS = 20
 LOSSES = 4
 """Losses at the same place, of a worker or of the job's state, before the job fails."""
 
+START_DEATHS = 2
+"""Deaths of a worker before the first generation that count against the function.
+
+If so many of :data:`ERROR_WORKERS` workers, or :data:`LOSSES` of one, the job fails.
+"""
+
 REPEATED_COMMITS = 1
 """Commits that a generation may make although it only repeats earlier work."""
 
@@ -368,6 +374,8 @@ class FailurePolicy:
         Workers of each host that failed, without a commit by a rank of the host since.
     host_failed_at : dict of str to float
         Time of the newest of these failures.
+    start_deaths : dict of str to int
+        Deaths of each worker, by its lasting name, before the first generation.
     errors : RepeatedErrors
         Recent errors of members.
     progress : ProgressCheck
@@ -387,6 +395,7 @@ class FailurePolicy:
     worker_failures: dict[str, int] = field(default_factory=dict)
     host_failures: dict[str, list[str]] = field(default_factory=dict)
     host_failed_at: dict[str, float] = field(default_factory=dict)
+    start_deaths: dict[str, int] = field(default_factory=dict)
     errors: RepeatedErrors = field(default_factory=RepeatedErrors)
     progress: ProgressCheck = field(default_factory=ProgressCheck)
     resets: int = 0
@@ -458,6 +467,21 @@ class FailurePolicy:
             self.host_failures.pop(host)
             found.append(Exclusion("host", host, self.repeated.exclude(host, now, chance)))
         return found
+
+    def note_start_death(self, slot: Slot) -> int:
+        """Note that a process has died before the first generation.
+
+        Returns
+        -------
+        int
+            Number of such deaths, if the job has to fail; else 0.
+        """
+        deaths = self.start_deaths
+        deaths[slot.lasting] = deaths.get(slot.lasting, 0) + 1
+        repeated = sum(count >= START_DEATHS for count in deaths.values())
+        if deaths[slot.lasting] >= LOSSES or repeated >= ERROR_WORKERS:
+            return sum(deaths.values())
+        return 0
 
     def forgive(self, slot: Slot) -> None:
         """Forget the failures of a worker and its host, because its rank has made progress."""

@@ -872,6 +872,17 @@ class Machine:
         if not planned and not roster.ended:
             self._note_lost(rank, lost)
             self._note_failure(rank, process_gone=True)
+            self._note_start_death(rank, lost)
+
+    def _note_start_death(self, rank: Rank, lost: why.Lost) -> None:
+        """Note a death before the first generation; end the job if there are too many."""
+        roster = self.roster
+        ended = lost.reason in (why.LossReason.PROCESS_ENDED, why.LossReason.WORKER_GONE)
+        if roster.plan is None and ended:
+            times = roster.policy.note_start_death(rank.slot)
+            if times:
+                reason = why.RepeatedLoss((lost,), times, FRESH, False, roster.last_death)
+                self._fail(FailureKind.NO_PROGRESS, reason)
 
     def _note_lost(self, rank: Rank, lost: why.Lost) -> None:
         """Note the loss of a member of the newest plan."""

@@ -304,7 +304,10 @@ class OwnFailures(Reason):
 
 @dataclass(frozen=True)
 class RepeatedLoss(Reason):
-    """The same loss, of a worker or of the state, several times without progress."""
+    """The same loss, of a worker or of the state, several times without progress.
+
+    `commit` is ``FRESH`` if it was before the first generation.
+    """
 
     losses: tuple[Lost, ...]
     times: int

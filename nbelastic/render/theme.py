@@ -90,7 +90,8 @@ gap:8px;
 list-style:none;margin:0;padding:0}
 .nbe ul.nbe-curves li{background:var(--nbe-soft);border-radius:6px;padding:6px 10px;margin:0}
 .nbe ul.nbe-curves b{float:right}
-.nbe-rows{overflow-x:auto}
+.nbe-rows{overflow-x:auto;container-type:inline-size}
+.nbe caption span{display:inline-block;position:sticky;left:0;max-width:100cqw}
 .nbe table.nbe-ranks{border-collapse:collapse;border:0;width:100%;margin:0;font-size:12px;
 color:inherit;table-layout:auto}
 .nbe table.nbe-ranks caption{text-align:left;color:var(--nbe-muted);padding:0 0 4px;

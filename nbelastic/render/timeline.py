@@ -47,6 +47,8 @@ MARKS = {
 
 _STROKE = 'fill="none" stroke="currentColor" vector-effect="non-scaling-stroke"'
 
+_TEXT = '<text fill="currentColor"'
+
 _NICE = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200)
 
 
@@ -176,18 +178,18 @@ def _labels(scale: _Scale, height: int, pace: Sequence[tuple[float, float]]) -> 
     parts = []
     for size in _levels(scale)[1:]:
         words = count(size, "rank") if size == scale.top else str(size)
-        parts.append(f'<text x="0" y="{scale.y(size) - 4:g}">{words}</text>')
+        parts.append(f'{_TEXT} x="0" y="{scale.y(size) - 4:g}">{words}</text>')
     nice = (s for s in _NICE if scale.end / s < MAX_TICKS)
     step = next(nice, 86400 * math.ceil(scale.end / 86400 / MAX_TICKS))
     for i in range(int(scale.end / step) + 1):
         at = scale.x(i * step) / 10
         anchor = "start" if i == 0 else "end" if at > 90 else "middle"
-        parts.append(f'<text x="{at:g}%" y="{height - 6}" text-anchor="{anchor}">')
+        parts.append(f'{_TEXT} x="{at:g}%" y="{height - 6}" text-anchor="{anchor}">')
         parts.append(f"{duration(i * step)}</text>")
     if pace:
         highest = max(value for _, value in pace)
         words = f"samples/s, at most {rate(highest)}"
-        parts.append(f'<text x="0" y="{TOP + STEP_HEIGHT + 15}">{words}</text>')
+        parts.append(f'{_TEXT} x="0" y="{TOP + STEP_HEIGHT + 15}">{words}</text>')
     return "".join(parts)
 
 

@@ -75,3 +75,21 @@ def test_a_panel_without_news_says_so_by_itself(blank: Page) -> None:
         jump = f"document.getAnimations().forEach(each => each.currentTime = {seconds * 1000})"
         blank.evaluate(jump)
         assert words.is_visible() == shown
+
+
+def test_without_its_style_words_are_apart_and_have_the_pages_color(blank: Page) -> None:
+    bare = re.sub("<style>.*?</style>", "", page(snapshot()), flags=re.DOTALL)
+    blank.set_content(f'<body style="background:#111;color:rgb(221, 221, 221)">{bare}</body>')
+    shown = blank.locator(".nbe").inner_text()
+    assert "running quickstart" in shown
+    assert "epoch 2 of 4, batch 5 of 10 · 1:15 left" in shown
+    colors = "[...document.querySelectorAll('svg text')].map(e => getComputedStyle(e).fill)"
+    assert set(blank.evaluate(colors)) == {"rgb(221, 221, 221)"}
+
+
+def test_in_a_narrow_column_it_says_which_worker_is_not_back(blank: Page) -> None:
+    blank.set_viewport_size({"width": 250, "height": 900})
+    blank.set_content(f'<body style="margin:0">{page(snapshot())}</body>')
+    for words in (blank.get_by_text("not back yet"), blank.locator("caption span")):
+        box: Any = words.bounding_box()
+        assert box["x"] + box["width"] <= 250

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import decimal
 import gc
 import locale
 import logging
@@ -18,6 +19,7 @@ import time
 import warnings
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 import torch
@@ -38,6 +40,16 @@ def lower_limit() -> None:
 def change_zone() -> None:
     os.environ["TZ"] = "XYZ-5"
     time.tzset()
+
+
+def new_logger() -> None:
+    OWN_LOGGER.manager.loggerDict["of a job"] = OWN_LOGGER
+    OWN_LOGGER.addHandler(logging.NullHandler())
+    OWN_LOGGER.setLevel(logging.DEBUG)
+
+
+OWN_LOGGER = logging.Logger("of a job")
+OWN_LOGGER.manager = logging.getLogger().manager
 
 
 def enter_inference_mode() -> None:
@@ -82,6 +94,23 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "level": (
         lambda: logging.getLogger().setLevel(logging.DEBUG),
         lambda: logging.getLogger().level,
+    ),
+    "a logger's level": (
+        lambda: logging.getLogger("distributed").setLevel(logging.CRITICAL),
+        lambda: logging.getLogger("distributed").level,
+    ),
+    "a logger's handlers": (
+        lambda: logging.getLogger("distributed").addHandler(logging.NullHandler()),
+        lambda: list(logging.getLogger("distributed").handlers),
+    ),
+    "a new logger": (new_logger, lambda: (OWN_LOGGER.handlers, OWN_LOGGER.level)),
+    "dask": (
+        lambda: dask.config.set({"distributed.worker.memory.target": 0.1}),
+        lambda: dask.config.get("distributed.worker.memory.target"),
+    ),
+    "decimals": (
+        lambda: setattr(decimal.DefaultContext, "prec", 5),
+        lambda: decimal.DefaultContext.prec,
     ),
     "no logging": (logging.disable, lambda: logging.getLogger().isEnabledFor(logging.CRITICAL)),
     "umask": (

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.driver.describe import history_detail, in_words, over, reset_detail
-from nbelastic.membership import LossReason, StopReason, UnusedReason, pack_reason, unpack_reason
+from nbelastic.membership import (
+    FRESH,
+    LossReason,
+    StopReason,
+    UnusedReason,
+    pack_reason,
+    unpack_reason,
+)
 from nbelastic.membership import reasons as why
 
 ONE, TWO = why.RankId(0, 0, "tcp://A0"), why.RankId(5, None, "tcp://B0")
@@ -74,6 +81,11 @@ SENTENCES = [
         why.RepeatedLoss((GONE,), 4, 5, False, "B0 was killed by signal 11 (SIGSEGV)"),
         "rank 0 on tcp://A0: its worker left the cluster (4 times in a row at commit 5, without "
         "progress; before that, B0 was killed by signal 11 (SIGSEGV))",
+    ),
+    (
+        why.RepeatedLoss((GONE,), 4, FRESH, False),
+        "rank 0 on tcp://A0: its worker left the cluster (4 times in a row, before the first "
+        "generation, without progress)",
     ),
     (
         why.RepeatedLoss((GONE,), 4, 5, True),

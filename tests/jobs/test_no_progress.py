@@ -39,6 +39,14 @@ class GivesUp:
             raise HorovodInternalError("loss is nan")
 
 
+class Leaves(GivesUp):
+    def happen(self, rank):
+        from nbelastic.torch import HostsUpdatedInterrupt
+
+        if rank == 1:
+            raise HostsUpdatedInterrupt
+
+
 class Raises(GivesUp):
     def happen(self, rank):
         raise ValueError("loss is nan")
@@ -66,9 +74,10 @@ class HasMoreBatches:
     ("mishap", "words"),
     [
         (GivesUp(), ["rank 1 on ", "loss is nan (2 generations in a row", "at commit 3"]),
+        (Leaves(), ["rank 1 on ", "HostsUpdatedInterrupt, but no rank", "at commit 3"]),
         (HasMoreBatches(), ["rank 0 on ", "rank 1 on ", "waits for it", "ElasticSampler"]),
     ],
-    ids=["gives-up", "more-batches"],
+    ids=["gives-up", "leaves", "more-batches"],
 )
 def test_what_no_reset_helps_against_ends_the_job_and_is_named(crew, mishap, words):
     job = crew.fit(train, args=(mishap,), np=2, block=False)

@@ -19,6 +19,11 @@ class NoHeirsError(Exception):
         raise SystemExit("no subclasses")
 
 
+class HidesError(Exception):
+    def __getattribute__(self, name):
+        raise KeyboardInterrupt(name)
+
+
 def fail(kind, value):
     import nbelastic.torch as hvd
     from nbelastic.elastic import ObjectState
@@ -44,6 +49,24 @@ def test_a_class_that_cannot_be_derived_from_ends_the_job(crew):
     assert type(caught.value.__cause__) is NoHeirsError
 
 
+def test_a_class_that_refuses_to_be_looked_into_costs_no_worker(crew):
+    workers = crew.workers()
+    with pytest.raises(RankFailed) as caught:
+        crew.fit(fail, args=[HidesError, "x"], np=1)
+    assert type(caught.value) is RankFailed
+    assert "HidesError" in str(caught.value)
+    assert "raise kind(value)" in str(caught.value)
+    assert crew.workers() == workers
+
+
+def test_a_long_message_is_cut_in_the_history(crew):
+    job = crew.fit(fail, args=[ValueError, "x" * 3_000_000], np=1, block=False)
+    error = job.exception(30)
+    assert len(error.__cause__.args[0]) == 3_000_000
+    assert "(3,000,012 characters)" in str(error)
+    assert max(len(event.detail) for event in job.history) < 30_000
+
+
 def leave():
     raise SystemExit(3)
 
@@ -58,3 +81,4 @@ def test_a_result_whose_module_exits_ends_the_job(crew):
     with pytest.raises(JobError, match="cannot be read here: SystemExit: 3"):
         job.result(30)
     assert not job.cancel()
+    assert job.status.size == 0

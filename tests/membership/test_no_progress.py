@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from nbelastic.membership import Beat, Beats, LoopDone, Phase, RankNote, SlotDied, Tick
+from nbelastic.membership import FRESH, Beat, Beats, LoopDone, Phase, RankNote, SlotDied, Tick
 from nbelastic.membership.failure_policy import (
+    ERROR_WORKERS,
     LOSSES,
     OWN_FAILURES,
     OWN_FAILURES_WITH_COMMITS,
+    START_DEATHS,
     MemberLoss,
     OwnFailure,
     ProgressCheck,
@@ -201,6 +203,24 @@ def test_a_worker_that_dies_at_the_same_commit_again_and_again(redone: int) -> N
     )
     place = 5 + (LOSSES - 1) * redone
     assert world.outcome.reason == RepeatedLoss((lost,), LOSSES, place, state_lost=False)
+
+
+@pytest.mark.parametrize(("np", "deaths"), [(1, LOSSES), (3, ERROR_WORKERS * START_DEATHS)])
+def test_processes_that_die_before_the_first_generation(np: int, deaths: int) -> None:
+    """The function's set-up crashes: the job does not wait for `elastic_timeout`."""
+    world = World(job(np=np, min_np=np).machine.limits, LONG)
+    world.add(*("A0", "B0", "C0")[:np], nanny=True)
+    ranks = world.machine.roster.ranks
+    killed = 0
+    while world.outcome is None and killed < 20:
+        world.run(until=lambda: bool(ranks))
+        rank = next(iter(ranks.values()))
+        world.kill(rank.slot.worker.removeprefix("tcp://"))
+        killed += 1
+        world.run(until=lambda start=rank.start: start not in ranks)
+    assert world.outcome.error == "no_progress"
+    assert killed == deaths
+    assert world.outcome.reason.commit == FRESH
 
 
 def test_what_it_has_died_of_is_said_where_a_nanny_knows() -> None:

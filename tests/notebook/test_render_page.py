@@ -71,7 +71,7 @@ def full(**changes) -> JobSnapshot:
 def test_every_state_has_a_well_formed_page_with_word_and_symbol(state):
     source = page(full(state=state, reason="because"))
     shown = Page(source)
-    badge = re.search(rf'nbe-badge nbe-{state}"><i aria-hidden="true">(.)</i>{state}<', source)
+    badge = re.search(rf'nbe-badge nbe-{state}"><i aria-hidden="true">(.)</i> {state}<', source)
     assert badge and not badge[1].isascii()
     assert state in shown.text
 

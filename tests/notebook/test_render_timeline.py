@@ -151,4 +151,4 @@ def test_the_drawing_keeps_its_size_without_a_style():
 @pytest.mark.parametrize("elapsed", [1.0, 9.0, 61.0, 1_000.0, 50_000.0, 900_000.0, 1e8])
 def test_times_under_the_drawing_do_not_touch_where_it_is_narrow(elapsed):
     source = timeline(JobSnapshot(job_status(elapsed=elapsed), STORY[:2], STARTED))
-    assert 1 <= len(re.findall(r'<text x="[\d.]+%"', source)) <= 5
+    assert 1 <= len(re.findall(r'<text fill="currentColor" x="[\d.]+%"', source)) <= 5

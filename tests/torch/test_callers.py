@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextvars
 import threading
 
@@ -33,6 +34,26 @@ def in_thread(function, name="metrics"):
     thread = threading.Thread(target=contextvars.copy_context().run, args=(main,), name=name)
     thread.start()
     thread.join()
+    return outcome[0]
+
+
+def in_dummy(function):
+    """Call in a thread that Python has not started, as those of autograd are."""
+    done = threading.Event()
+    outcome = []
+    copied = contextvars.copy_context()
+
+    def main():
+        try:
+            copied.run(function)
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+        finally:
+            done.set()
+
+    _thread.start_new_thread(main, ())
+    done.wait()
     return outcome[0]
 
 
@@ -87,25 +108,13 @@ def test_backward_of_an_operation_may_have_a_thread_of_autograds_own():
         loss = hvd.allreduce(tensor, op=hvd.Sum).sum()
         return in_dummy(loss.backward), tensor.grad.tolist()
 
-    def in_dummy(function):
-        """Call in a thread that Python has not started, as those of autograd are."""
-        import _thread
-
-        done = threading.Event()
-        outcome = []
-        copied = contextvars.copy_context()
-
-        def main():
-            try:
-                copied.run(function)
-                outcome.append(None)
-            except BaseException as error:
-                outcome.append(error)
-            finally:
-                done.set()
-
-        _thread.start_new_thread(main, ())
-        done.wait()
-        return outcome[0]
-
     assert run_ranks(2, rank_main) == [(None, [2.0, 2.0])] * 2
+
+
+def test_a_thread_that_python_has_not_started_is_refused_outside_of_backward():
+    def rank_main(context):
+        hvd.barrier()
+        error = in_dummy(lambda: hvd.allreduce(torch.ones(1)))
+        return type(error), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    assert run_ranks(2, rank_main) == [(NotTheRank, 2.0)] * 2

@@ -113,6 +113,11 @@ class _Router(io.TextIOBase):
         return "replace"
 
     @property
+    def write_through(self) -> bool:
+        """Return True: nothing is kept back."""
+        return True
+
+    @property
     def line_buffering(self) -> bool:
         return True
 

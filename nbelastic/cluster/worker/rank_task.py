@@ -11,7 +11,7 @@ import contextvars
 import functools
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from distributed import get_worker
 
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 __all__ = ["run_rank"]
 
 logger = logging.getLogger(__name__)
+
+_CAUSE: Any = BaseException.__dict__["__cause__"]
+_CONTEXT: Any = BaseException.__dict__["__context__"]
 
 
 def run_rank(spec: RankSpec, slot: str, address: str) -> None:
@@ -94,7 +97,9 @@ class _Rank:
         try:
             self._run()
         except BaseException as error:  # nothing of the function's: all of that is reported there
-            logger.exception("start %d of job %r cannot be run", self._spec.start, self._spec.job)
+            with contextlib.suppress(BaseException):  # it shows the error before, of any class
+                text = "start %d of job %r cannot be run"
+                logger.exception(text, self._spec.start, self._spec.job)
             self._finish_with(error)
 
     def _finish_with(self, error: BaseException) -> None:
@@ -103,7 +108,7 @@ class _Rank:
         try:
             packed = pack_error(error)
             self._finish(RankRaised(start, packed.summary), error=packed)
-        except Exception as another:  # it may be the packing or the sending that fails
+        except BaseException as another:  # it may be the packing or the sending that fails
             self._finish(RankRaised(start, summary_of(another)))
 
     def _run(self) -> None:
@@ -169,19 +174,20 @@ class _Rank:
         return result
 
     def _report_error(self, session: Session, error: BaseException) -> None:
-        if isinstance(error, bdb.BdbQuit):
+        kind = type(error)  # isinstance() would ask the error for its class, too
+        if issubclass(kind, bdb.BdbQuit):
             error.args = (NO_CONSOLE,)
         advise(error)
         packed = pack_error(error)
-        everywhere = isinstance(error, RanksDisagree)
+        everywhere = issubclass(kind, RanksDisagree)
         event = RankRaised(
             start=self._spec.start,
             error=packed.summary,
-            collective=isinstance(error, CollectiveError) and not everywhere,
+            collective=issubclass(kind, CollectiveError) and not everywhere,
             version=session.version,
             on_all_ranks=everywhere,
             interpreter=_is_interpreters(error),
-            state_mismatch=isinstance(error, StateMismatch),
+            state_mismatch=issubclass(kind, StateMismatch),
         )
         self._finish(event, error=packed)
 
@@ -194,8 +200,8 @@ def _is_interpreters(error: BaseException | None) -> bool:
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, SystemError):
+        if issubclass(type(error), SystemError):
             return True
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        error = _CAUSE.__get__(error) or _CONTEXT.__get__(error)
     return False

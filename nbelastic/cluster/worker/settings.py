@@ -9,6 +9,8 @@ without a seed still differ.
 from __future__ import annotations
 
 import builtins
+import copy
+import decimal
 import gc
 import locale
 import logging
@@ -20,7 +22,9 @@ import sys
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import dask
 
 from nbelastic.elastic.settings import Setting, Settings, TorchModes, attributes
 
@@ -108,6 +112,9 @@ def _of_process(directory: str) -> list[Setting]:
         Setting(lambda: list(root.handlers), lambda handlers: _fill(root.handlers, handlers)),
         Setting(lambda: root.level, root.setLevel),
         Setting(lambda: root.manager.disable, logging.disable),
+        Setting(_loggers, _set_loggers),
+        Setting(lambda: copy.deepcopy(dask.config.config), _set_dask),
+        *attributes(decimal.DefaultContext, "prec", "rounding"),
         Setting(_umask, os.umask),
         Setting(lambda: list(sys.argv), lambda words: setattr(sys, "argv", words)),
         *attributes(sys, "stdin", "stdout", "stderr", "displayhook", "breakpointhook"),
@@ -148,6 +155,39 @@ def _set_frozen(before: bool) -> None:
 
 def _fill(live: list[Any], before: list[Any]) -> None:
     live[:] = before
+
+
+class _LoggerSettings(NamedTuple):
+    level: int
+    handlers: list[logging.Handler]
+    propagate: bool
+    disabled: bool
+
+
+def _loggers() -> dict[str, _LoggerSettings]:
+    known = list(logging.getLogger().manager.loggerDict.items())
+    return {
+        name: _LoggerSettings(each.level, list(each.handlers), each.propagate, each.disabled)
+        for name, each in known
+        if isinstance(each, logging.Logger)
+    }
+
+
+def _set_loggers(before: dict[str, _LoggerSettings]) -> None:
+    """Put back loggers; new ones too, unless an imported library has made them for itself."""
+    new = _LoggerSettings(logging.NOTSET, [], True, False)
+    for name in _loggers():
+        if name in before or name.partition(".")[0] not in sys.modules:
+            logger, was = logging.getLogger(name), before.get(name, new)
+            logger.setLevel(was.level)
+            _fill(logger.handlers, was.handlers)
+            logger.propagate, logger.disabled = was.propagate, was.disabled
+
+
+def _set_dask(before: dict[str, Any]) -> None:
+    with dask.config.config_lock:
+        dask.config.config.clear()
+        dask.config.config.update(before)
 
 
 def _umask() -> int:

@@ -18,6 +18,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.cluster.rank_error import summary_of
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import warn
 from nbelastic.elastic.supervision import note_step
@@ -152,11 +153,11 @@ def _destroy_groups(module: ModuleType) -> None:
 
 def advise(error: BaseException) -> None:
     """Add what to do to an error of torch that a group is missing, as DistributedDataParallel's."""
-    if isinstance(error, (ValueError, RuntimeError)) and _NO_GROUP in str(error):
+    if issubclass(type(error), (ValueError, RuntimeError)) and _NO_GROUP in summary_of(error):
         _add_advice(error, GROUP_ADVICE)
 
 
-def _add_advice(error: Exception, advice: str) -> None:
+def _add_advice(error: BaseException, advice: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(advice)
     elif len(error.args) == 1:  # Python 3.10
