@@ -132,7 +132,8 @@ class Machine:
     def _on_slot_leaving(self, event: ev.SlotLeaving) -> None:
         self.roster.depart(event.slot)
         for rank in self.roster.on_slot(event.slot):
-            asked = rank.leaving and not (event.soon and not rank.leave_sent)
+            urgent = event.soon or rank.leave_reason == why.EndReason.SHARED
+            asked = rank.leaving and not (urgent and not rank.leave_sent)
             if not asked and rank.stage not in (Stage.ENDING, Stage.RETURNED):
                 self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING, soon=event.soon)
 
@@ -829,7 +830,9 @@ class Machine:
         """Have a rank leave: with its generation if it is in one, else at once."""
         rank.leaving, rank.leave_reason = True, reason
         self.roster.gave_way |= reason == why.EndReason.SHARED
-        rank.leave_deadline = self._now if soon else self._now + rules.STAY
+        # For other jobs the last holder of the state stays as long as it takes: they can wait.
+        stay = math.inf if reason == why.EndReason.SHARED else rules.STAY
+        rank.leave_deadline = self._now if soon else self._now + stay
         if rank.stage == Stage.STARTING:
             self._end_rank(rank, "leave", why.EndOrder(reason))
         self._end_leaving()

@@ -167,6 +167,29 @@ def test_a_job_leaves_the_slot_that_another_needs_and_takes_another() -> None:
     assert batches(world) == sorted(set(batches(world)))
 
 
+def test_the_last_holder_of_the_state_stays_until_another_has_it() -> None:
+    world = trained(job("A0", np=1, min_np=1, max_np=1, script=LONG), 30)
+    share(world, 1, reclaimed=[world.worker("A0").slot.id])
+    world.run_for(50.0)
+    assert set(world.sizes()) == {1}
+    assert len(world.plans) < 5
+    copy = from_dict(json.loads(json.dumps(to_dict(world.machine.machine))))
+    assert to_dict(copy) == to_dict(world.machine.machine)
+    world.add("B0")
+    world.run_for(10.0)
+    assert workers(world.plans[-1]) == ["B0"]
+    assert not world.records("restarted")
+
+
+def test_a_worker_that_leaves_does_not_wait_because_of_other_jobs() -> None:
+    world = trained(job("A0", np=1, min_np=1, max_np=1, script=LONG), 30)
+    share(world, 1, reclaimed=[world.worker("A0").slot.id])
+    world.run_for(5.0)
+    world.retire("A0", grace=60.0)
+    world.run_for(40.0)
+    assert [record.reason.reason for record in world.records("left")] == [LossReason.LEFT]
+
+
 def test_history_and_view_have_the_share() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     share(world, 1)
