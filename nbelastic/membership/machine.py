@@ -556,6 +556,11 @@ class Machine:
         starting = roster.counted.first(Stage.STARTING)
         if starting is not None and starting.start < roster.first_starts and not synced:
             return  # ranks that were started together take part from the first generation
+        most = rules.most_ranks(roster)
+        if most is not None and most < roster.limits.min_np:  # no plan will leave them out
+            staying = [rank for rank in roster.in_stage(Stage.READY) if not rank.leaving]
+            for rank in rules.ranks_to_release(roster, staying):
+                self._ask_to_leave(rank, self._why_fewer())
         if roster.counted.ready + holders >= roster.limits.min_np:
             self._plan(rules.ready(roster))
 

@@ -12,6 +12,7 @@ from nbelastic.membership import (
     Record,
     ShareSet,
     SlotsFound,
+    Stage,
     StartRank,
     from_dict,
     pack_event,
@@ -148,6 +149,23 @@ def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> No
     assert (world.sizes()[0], world.sizes()[-1]) == (3, 3)
     assert batches(world) == sorted(set(batches(world))), "nothing is redone"
     assert view(world.machine.machine, world.now).commits > commits
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_suspended_job_that_gathers_gives_up_all_ranks_but_one(lost: bool) -> None:
+    limits = {"np": 4, "min_np": 3, "preemptible": True, "elastic_timeout": 30.0}
+    world = trained(job("A0", "B0", "C0", "D0", script=LONG, **limits), 30)
+    if lost:
+        world.kill("D0")
+        world.kill("C0")
+        world.run_for(2.0)
+    else:
+        world.kill("D0")
+        world.run(until=lambda: len(world.machine.roster.in_stage(Stage.READY)) == 2)
+    share(world, 1)
+    world.run_for(2.0)
+    assert len(world.machine.roster.ranks) == 1
+    assert not world.records("restarted")
 
 
 def test_a_job_that_is_not_preemptible_fails_in_time_without_its_floor() -> None:
