@@ -151,6 +151,13 @@ def test_weights_divide_what_a_priority_has():
     assert decide(jobs, alike(10)) == {"one": 6, "two": 3, "low": 1}
 
 
+def test_a_tie_goes_to_the_job_that_has_the_slot_then_to_the_older_one():
+    old = Want("old", kept=1, has=2, running=True)
+    young = Want("young", since=1.0, kept=1, has=3, running=True)
+    assert decide([old, young], alike(5)) == {"old": 2, "young": 3}
+    assert decide([old, Want("young", since=1.0)], alike(5)) == {"old": 3, "young": 2}
+
+
 def test_no_job_wants_more_than_all():
     assert decide([Want("one", most=math.inf)], alike(7)) == {"one": 7}
     assert decide([], alike(7)) == {}
