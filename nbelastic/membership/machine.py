@@ -132,7 +132,8 @@ class Machine:
     def _on_slot_leaving(self, event: ev.SlotLeaving) -> None:
         self.roster.depart(event.slot)
         for rank in self.roster.on_slot(event.slot):
-            asked = rank.leaving and not (event.soon and not rank.leave_sent)
+            urgent = event.soon or rank.leave_reason == why.EndReason.SHARED
+            asked = rank.leaving and not (urgent and not rank.leave_sent)
             if not asked and rank.stage not in (Stage.ENDING, Stage.RETURNED):
                 self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING, soon=event.soon)
 
@@ -555,6 +556,11 @@ class Machine:
         starting = roster.counted.first(Stage.STARTING)
         if starting is not None and starting.start < roster.first_starts and not synced:
             return  # ranks that were started together take part from the first generation
+        most = rules.most_ranks(roster)
+        if most is not None and most < roster.limits.min_np:  # no plan will leave them out
+            staying = [rank for rank in roster.in_stage(Stage.READY) if not rank.leaving]
+            for rank in rules.ranks_to_release(roster, staying):
+                self._ask_to_leave(rank, self._why_fewer())
         if roster.counted.ready + holders >= roster.limits.min_np:
             self._plan(rules.ready(roster))
 
@@ -829,7 +835,9 @@ class Machine:
         """Have a rank leave: with its generation if it is in one, else at once."""
         rank.leaving, rank.leave_reason = True, reason
         self.roster.gave_way |= reason == why.EndReason.SHARED
-        rank.leave_deadline = self._now if soon else self._now + rules.STAY
+        # For other jobs the last holder of the state stays as long as it takes: they can wait.
+        stay = math.inf if reason == why.EndReason.SHARED else rules.STAY
+        rank.leave_deadline = self._now if soon else self._now + stay
         if rank.stage == Stage.STARTING:
             self._end_rank(rank, "leave", why.EndOrder(reason))
         self._end_leaving()

@@ -244,9 +244,12 @@ def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
 
 
 def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
-    """Return the members that leave because they are more than the job may have."""
-    most = most_ranks(roster)
-    if most is None or len(members) <= most:
+    """Return the members that leave because they are more than the job may have.
+
+    One always stays, because it has the state.
+    """
+    most = max(most_ranks(roster) or 1, 1)
+    if most_ranks(roster) is None or len(members) <= most:
         return []
     newest = max(rank.version for rank in members)
     holders = [rank for rank in members if rank.version == newest]

@@ -24,6 +24,7 @@ HAPPENED = {
     "refused": "A worker is not used",
     "restarted": "The job starts over",
     "cooldown": "Cooldown",
+    "share": "Share of the cluster",
     "checkpoint": "Checkpoint",
     "warning": "Warning",
     "backend": "Backend",

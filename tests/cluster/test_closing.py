@@ -25,15 +25,17 @@ from nbelastic.cluster.worker.agent import Agent
 def test_a_process_that_ends_with_its_worker_is_not_searched(
     monkeypatch, status, nanny, parent, freezes
 ):
-    frozen, heeded = [], []
+    frozen, heeded, undone = [], [], []
     monkeypatch.setattr(agents, "gc", SimpleNamespace(freeze=lambda: frozen.append(True)))
     monkeypatch.setattr(agents, "multiprocessing", SimpleNamespace(parent_process=lambda: parent))
     agent = Agent()
     agent._sessions = {}
     agent._beats = SimpleNamespace(stop=lambda: None)
     agent._heed_interrupts = lambda: heeded.append(True)
+    agent._heed_termination = lambda: undone.append(True)
     asyncio.run(agent.teardown(SimpleNamespace(status=status, nanny=nanny)))
     assert len(frozen) == freezes
+    assert undone == [True]
     assert bool(heeded) == (status is Status.running)  # it goes on without the agent
 
 

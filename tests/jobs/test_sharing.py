@@ -229,3 +229,18 @@ def test_rules_that_are_not_possible_are_refused(tmp_path):
             refused = pytest.raises(OptionError, match=message)
             with dask.config.set({"nbelastic.sharing": setting}), refused:
                 crew.fit(train, args=("nowhere",))
+
+
+def test_three_jobs_share_what_an_adaptive_cluster_has_at_most(tmp_path):
+    options = {"min_np": 1, "max_np": 2}
+    with a_crew(n_workers=0) as crew, contextlib.ExitStack() as stack:
+        crew.cluster.adapt(minimum=0, maximum=4, interval="100 ms", wait_count=10)
+        jobs = [
+            stack.enter_context(started(crew, tmp_path, name, **options))
+            for name in ("one", "two", "three")
+        ]
+        until(lambda: all(trains(job) for job in jobs), "all three", 120)
+        until(lambda: sum(job.status.size for job in jobs) == 4, "all four workers", 120)
+        for job, name in zip(jobs, ("one", "two", "three"), strict=True):
+            finish(job, tmp_path / name)
+            kept_all(job)

@@ -12,6 +12,7 @@ from nbelastic.membership import (
     Record,
     ShareSet,
     SlotsFound,
+    Stage,
     StartRank,
     from_dict,
     pack_event,
@@ -150,6 +151,23 @@ def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> No
     assert view(world.machine.machine, world.now).commits > commits
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_suspended_job_that_gathers_gives_up_all_ranks_but_one(lost: bool) -> None:
+    limits = {"np": 4, "min_np": 3, "preemptible": True, "elastic_timeout": 30.0}
+    world = trained(job("A0", "B0", "C0", "D0", script=LONG, **limits), 30)
+    if lost:
+        world.kill("D0")
+        world.kill("C0")
+        world.run_for(2.0)
+    else:
+        world.kill("D0")
+        world.run(until=lambda: len(world.machine.roster.in_stage(Stage.READY)) == 2)
+    share(world, 1)
+    world.run_for(2.0)
+    assert len(world.machine.roster.ranks) == 1
+    assert not world.records("restarted")
+
+
 def test_a_job_that_is_not_preemptible_fails_in_time_without_its_floor() -> None:
     world = trained(job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=LONG))
     share(world, 1)
@@ -165,6 +183,29 @@ def test_a_job_leaves_the_slot_that_another_needs_and_takes_another() -> None:
     assert workers(world.plans[-1]) == ["B0", "C0"]
     assert not world.records("lost")
     assert batches(world) == sorted(set(batches(world)))
+
+
+def test_the_last_holder_of_the_state_stays_until_another_has_it() -> None:
+    world = trained(job("A0", np=1, min_np=1, max_np=1, script=LONG), 30)
+    share(world, 1, reclaimed=[world.worker("A0").slot.id])
+    world.run_for(50.0)
+    assert set(world.sizes()) == {1}
+    assert len(world.plans) < 5
+    copy = from_dict(json.loads(json.dumps(to_dict(world.machine.machine))))
+    assert to_dict(copy) == to_dict(world.machine.machine)
+    world.add("B0")
+    world.run_for(10.0)
+    assert workers(world.plans[-1]) == ["B0"]
+    assert not world.records("restarted")
+
+
+def test_a_worker_that_leaves_does_not_wait_because_of_other_jobs() -> None:
+    world = trained(job("A0", np=1, min_np=1, max_np=1, script=LONG), 30)
+    share(world, 1, reclaimed=[world.worker("A0").slot.id])
+    world.run_for(5.0)
+    world.retire("A0", grace=60.0)
+    world.run_for(40.0)
+    assert [record.reason.reason for record in world.records("left")] == [LossReason.LEFT]
 
 
 def test_history_and_view_have_the_share() -> None:

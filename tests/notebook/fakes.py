@@ -114,5 +114,7 @@ class FakeJob:
         self.asked.append("cancel")
         return True
 
-    def scale(self, *, min_np: int | None = None, max_np: int | None = None) -> None:
-        self.asked.append((min_np, max_np))
+    def scale(
+        self, *, min_np: int | None = None, max_np: int | None = None, **place: float
+    ) -> None:
+        self.asked.append((min_np, max_np, place) if place else (min_np, max_np))

@@ -12,7 +12,18 @@ from nbelastic.render import PARTS, JobSnapshot, page
 from .fakes import STARTED, FakeJob, event, job_status, rank_status
 
 EVIL = "</text></title></pre><script>alert('1')</script><img src=x onerror=\"alert(2)\">"
-KINDS = ("joined", "lost", "left", "reset", "refused", "restarted", "cooldown", "failed", "stopped")
+KINDS = (
+    "joined",
+    "lost",
+    "left",
+    "reset",
+    "refused",
+    "restarted",
+    "cooldown",
+    "share",
+    "failed",
+    "stopped",
+)
 
 
 def evil_rank(number):

@@ -59,6 +59,11 @@ def test_an_unknown_job_is_an_error_that_names_the_known_ones(shell, job):
     assert job.asked == []
 
 
+def test_a_place_among_jobs_reaches_the_job(shell, job):
+    run(shell, "%elastic scale --priority -1 --weight 2.5")
+    assert job.asked == [(None, None, {"priority": -1, "weight": 2.5})]
+
+
 def test_stop_cancel_and_scale_reach_the_job(shell, job):
     run(shell, "%elastic stop")
     run(shell, "%elastic scale --max-np 6")
@@ -127,6 +132,7 @@ def test_jobs_without_any_says_so(shell, capsys):
         ("status --jbo x", "did you mean --job?"),
         ("scale", "%elastic scale --min-np 2 --max-np 6"),
         ("scale --max-np 0", "at least 1"),
+        ("scale --priority high", "--priority"),
         ("scale --max 2", "did you mean --max-np?"),
         ("logs --rank first", "'first' must be a whole number"),
         ("jobs all", "'all' belongs to no option"),

@@ -131,6 +131,7 @@ def test_what_happened_last_is_said_politely():
         ("refused", "A worker is not used"),
         ("restarted", "The job starts over"),
         ("cooldown", "Cooldown"),
+        ("share", "Share of the cluster"),
         ("backend", "Backend"),
     ],
 )

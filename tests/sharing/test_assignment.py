@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.sharing import SharedSlot, SlotGroup, Want, assign, shares
@@ -78,6 +78,7 @@ def cases(draw):
     return fitting(jobs, groups), groups, there
 
 
+@settings(deadline=None)
 @given(cases())
 def test_whatever_there_is_it_becomes_what_the_shares_say(case):
     jobs, groups, there = case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.sharing import SharePolicy, SharingRules, SlotGroup, Want
@@ -81,6 +81,7 @@ def test_first_come_first_served_bounds_no_job():
     assert policy.decide([A, B], alike(6), 0.0) == {"a": None, "b": None}
 
 
+@settings(deadline=None)
 @given(wants().flatmap(lambda jobs: st.tuples(st.just(jobs), st.integers(0, 14))))
 def test_what_is_decided_is_not_decided_otherwise_at_once(case):
     jobs, size = case
