@@ -1,5 +1,6 @@
 """Sums along a tree in C++, bit for bit against numpy."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -87,7 +88,7 @@ def test_a_sum_has_the_bits_of_numpys(teams, blocks, name, count, inside, pieces
         size = tensor.dtype.itemsize
         return [
             (tensor.data_ptr() + begin * size, end - begin)
-            for begin, end in zip(cuts, cuts[1:], strict=False)
+            for begin, end in itertools.pairwise(cuts)
         ]
 
     def reduce(rank, group):
