@@ -76,7 +76,7 @@ def one_digest(train: Callable[[StaticContext], str], sizes: tuple[int, ...]) ->
     exact=st.booleans(),
     by_tokens=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_the_gradient_is_that_of_one_large_batch(
     size: int, micro_batches: int, micro: int, exact: bool, by_tokens: bool
 ) -> None:
