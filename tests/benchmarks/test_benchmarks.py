@@ -20,6 +20,11 @@ from benchmarks.side_by_side import ROOT
             {"4096": {"ours", "ours, any memory", "gloo", "limit"}},
         ),
         (
+            "allreduce_tree",
+            ["--sizes", "1M", "--backends", "gloo"],
+            {"gloo 1M": {"tree", "ordinary"}},
+        ),
+        (
             "training_step",
             ["--models", "mlp-1m", "--backends", "gloo"],
             {"mlp-1m": {"parameters", "steps", "rounds"}},
@@ -28,6 +33,11 @@ from benchmarks.side_by_side import ROOT
             "exact",
             ["--models", "mlp-1m", "--backends", "gloo"],
             {"mlp-1m": {"parameters", "digests", "rounds"}},
+        ),
+        (
+            "resizing",
+            [],
+            {name: {"fixed", "found", "equal"} for name in ("SGD 0.1", "SGD 0.4", "Adam 0.01")},
         ),
         ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
         ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
