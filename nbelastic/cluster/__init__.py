@@ -6,6 +6,7 @@ them run in several processes; each names them.
 
 from .job_log import JobLog
 from .kernel.client import JobClient, lost_while, open_jobs
+from .kernel.partitions import HeldPartitions, hold_partitions, with_sources
 from .kernel.preflight import check_versions, pack_function
 from .kernel.reachability import check_scheduler
 from .kernel.sources import why_missing
@@ -43,6 +44,7 @@ __all__ = [
     "Failure",
     "FaultOrder",
     "FaultReport",
+    "HeldPartitions",
     "HistoryRecord",
     "InjectedFault",
     "JobClient",
@@ -62,6 +64,7 @@ __all__ = [
     "WorkerRefused",
     "check_scheduler",
     "check_versions",
+    "hold_partitions",
     "lost_while",
     "open_jobs",
     "own_versions",
@@ -71,4 +74,5 @@ __all__ = [
     "unpack_error",
     "unpack_machine",
     "why_missing",
+    "with_sources",
 ]
