@@ -4,27 +4,33 @@ An allreduce has three stages. Within each host, every rank reduces a slice of t
 Gloo reduces each slice over the hosts, between the ranks that hold it. Within each host the slices
 are gathered. So all ranks of a host use the network at once, and each byte crosses it once a host.
 There are as many slices as the smallest host has ranks; on larger hosts the other ranks take part
-in the first and last stage only. All other operations are those of the flat Gloo group.
+in the first and last stage only. A sum along a tree has the same stages, if the blocks of each
+host's ranks follow each other: a host's sums are then nodes of the tree, too. All other operations
+are those of the flat Gloo group.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.arguments import check_contiguous, check_op
+from nbelastic.collectives.arguments import check_contiguous, check_op, check_tree
 from nbelastic.collectives.communicator import Handle, Op, Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
 from nbelastic.collectives.operations import OperationHandle, OrderedExecutor
+from nbelastic.collectives.reduction_tree import Blocks, additions
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.topology import Topology
-    from nbelastic.native._core import Group
+    from nbelastic.native._core import Group, Tree
 
 __all__ = ["HierarchicalCommunicator"]
 
@@ -104,8 +110,38 @@ class HierarchicalCommunicator(GlooCommunicator):
             if buffer is not own:
                 own.copy_(buffer)
 
-        work = _Reduction(self._stages, self._abort_signal, buffer, op)
-        return OperationHandle(self, self._executor.submit(work), deliver)
+        return self._submit(lambda: self._stages.perform(buffer, op), deliver)
+
+    def allreduce_tree_async(
+        self,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        blocks: Blocks,
+        outputs: Sequence[torch.Tensor] | None = None,
+    ) -> Handle:
+        """Sum tensors along a tree: first within each host, then over the hosts."""
+        if not self._stages.in_order:
+            return super().allreduce_tree_async(nodes, blocks, outputs)
+        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
+        lengths = [tensor.numel() for tensor in found]
+        count = sum(lengths)
+        if count == 0:
+            return self._nothing_to_do()
+        self.check()
+        # Nodes lie one after the other. The first gives way to the sum.
+        memory = self._stages.empty(max(len(nodes), 1) * count, found[0].dtype).view(-1, count)
+        for row, tensors in zip(memory, nodes, strict=False):
+            for part, tensor in zip(torch.split(row, lengths), tensors, strict=True):
+                part.copy_(tensor.detach().view(-1))
+
+        def deliver() -> None:
+            for part, tensor in zip(torch.split(memory[0], lengths), found, strict=True):
+                tensor.detach().view(-1).copy_(part)
+
+        return self._submit(lambda: self._stages.perform_along(memory, blocks), deliver)
+
+    def _submit(self, perform: Callable[[], None], deliver: Callable[[], None]) -> Handle:
+        operation = self._executor.submit(_Staged(self._abort_signal, perform))
+        return OperationHandle(self, operation, deliver)
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
@@ -155,7 +191,13 @@ def _cross_communicator(
 
 
 class _Stages:
-    """The three stages of an allreduce."""
+    """The three stages of an allreduce.
+
+    Attributes
+    ----------
+    in_order : bool
+        Whether the ranks of each host, and the hosts, follow each other.
+    """
 
     def __init__(
         self,
@@ -169,6 +211,9 @@ class _Stages:
         self._position = local_ranks.index(rendezvous.rank)
         self._ranks = len(local_ranks)
         self._slices = topology.slices
+        self._hosts = topology.hosts
+        self._host = topology.hosts.index(local_ranks)
+        self.in_order = [*itertools.chain(*topology.hosts)] == [*range(rendezvous.size)]
         self._group = group
         self._cross = cross
 
@@ -206,6 +251,33 @@ class _Stages:
         if group is not None:
             group.wait(group.gather_parts_async(buffer.data_ptr(), counts, kind))
 
+    def perform_along(self, memory: torch.Tensor, blocks: Blocks) -> None:
+        """Sum the rows of `memory`, this rank's nodes in the segment, along a tree to its first."""
+        of_hosts = _blocks_of_hosts(blocks, self._hosts)
+        nodes = len(of_hosts.covers[self._host])
+        count = memory.shape[1]
+        counts = self._counts(count)
+        first = sum(counts[: self._position])
+        own = slice(first, first + counts[self._position])
+        sums = list(memory[:, own])
+        group = self._group
+        if group is not None:
+            from nbelastic.collectives.shm.segment import TYPES
+
+            kind = TYPES[memory.dtype]
+            sums = [memory.new_empty(counts[self._position]) for _ in range(nodes)]
+            if sums:
+                places = [each.data_ptr() for each in sums]
+                tree = _tree_of_host(blocks, self._hosts[self._host])
+                parts = group.reduce_tree_parts_async
+                group.wait(parts(memory.data_ptr(), counts, places, tree, kind))
+        if self._cross is not None:
+            self._cross.allreduce_tree(
+                [[each] for each in sums[:nodes]], of_hosts, [memory[0, own]]
+            )
+        if group is not None:
+            group.wait(group.gather_parts_async(memory.data_ptr(), counts, kind))
+
     def _counts(self, total: int) -> list[int]:
         """Return the number of elements in the slice of each rank of this host."""
         lines = -(-total // _LINE)
@@ -214,22 +286,35 @@ class _Stages:
         return counts + [0] * (self._ranks - self._slices)
 
 
-class _Reduction:
-    """An allreduce for the executor."""
+@functools.lru_cache(maxsize=64)
+def _blocks_of_hosts(blocks: Blocks, hosts: tuple[tuple[int, ...], ...]) -> Blocks:
+    """Return the leaves of each host."""
+    return Blocks(tuple(sum(blocks.quotas[rank] for rank in ranks) for ranks in hosts))
 
-    def __init__(
-        self, stages: _Stages, abort_signal: AbortSignal, buffer: torch.Tensor, op: Op
-    ) -> None:
-        self._stages = stages
+
+@functools.lru_cache(maxsize=64)
+def _tree_of_host(blocks: Blocks, ranks: tuple[int, ...]) -> Tree:
+    """Return the native core's tree for the ranks of a host, of which several sums may remain."""
+    from nbelastic.native import core
+
+    covers = [blocks.covers[rank] for rank in ranks]
+    order = additions([*itertools.chain(*covers)], blocks.leaves)
+    quotas = [blocks.quotas[rank] for rank in ranks]
+    return core.Tree(quotas, [len(cover) for cover in covers], list(order))
+
+
+class _Staged:
+    """The stages of an operation, for the executor."""
+
+    def __init__(self, abort_signal: AbortSignal, perform: Callable[[], None]) -> None:
         self._abort_signal = abort_signal
-        self._buffer = buffer
-        self._op = op
+        self._perform = perform
 
     def wait(self, _timeout: object) -> None:
         """Perform it, unless there has been an abort."""
         try:
             self._abort_signal.check()
-            self._stages.perform(self._buffer, self._op)
+            self._perform()
         except CollectiveError:
             raise  # the abort signal has been given
         except Exception as error:  # any error: the other parts must not wait for this one

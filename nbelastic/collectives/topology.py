@@ -26,7 +26,7 @@ __all__ = ["Capabilities", "Topology", "host_identity", "shared_memory_obstacle"
 HOST_VARIABLE = "NBELASTIC_HOST"
 """Environment variable that splits one machine into several hosts, for tests of placement."""
 
-VERSION = 2
+VERSION = 3
 """Of the capabilities, and of the protocol between the ranks of a host."""
 
 

@@ -17,7 +17,7 @@ from nbelastic.collectives.buffers import on_host
 from nbelastic.collectives.reduction_tree import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from nbelastic.collectives.communicator import Communicator, Handle
     from nbelastic.collectives.reduction_tree import Blocks
@@ -27,6 +27,9 @@ __all__ = ["FlatTensors", "allreduce_tree", "share_bounds", "sum_along_tree"]
 _LINE = 16
 """Shares begin at multiples of so many elements."""
 
+_SERIAL = 32_000
+"""Elements that are added at a time: few enough for torch not to start threads of its own."""
+
 
 def share_bounds(count: int, ranks: int) -> list[int]:
     """Return where the share of each rank in `count` elements begins, and `count`."""
@@ -34,20 +37,52 @@ def share_bounds(count: int, ranks: int) -> list[int]:
     return [min(lines * rank // ranks * _LINE, count) for rank in range(ranks + 1)]
 
 
-def sum_along_tree(values: Sequence[torch.Tensor], order: Sequence[int]) -> list[torch.Tensor]:
-    """Return the sums of `values` in an order of ``reduction_tree.additions``.
+def sum_along_tree(
+    values: Sequence[torch.Tensor],
+    order: Sequence[int],
+    output: torch.Tensor,
+    scratch: Collection[int] = (),
+) -> None:
+    """Add `values` in an order of ``reduction_tree.additions`` to one sum.
 
-    A value to which nothing is added is returned itself. None is changed.
+    Parameters
+    ----------
+    values : sequence of torch.Tensor
+        Vectors of one length, in host memory.
+    order : sequence of int
+        The order, which leaves one sum.
+    output : torch.Tensor
+        Vector for the sum; may be one of `values`, and shares no memory with others.
+    scratch : collection of int
+        Indices of values that may be overwritten.
     """
-    sums: set[int] = set()  # what may be overwritten, because this call has made it
+    for begin in range(0, output.numel(), _SERIAL):
+        end = begin + _SERIAL
+        parts = [value[begin:end] for value in values]
+        _sum_parts(parts, order, output[begin:end], {id(parts[index]) for index in scratch})
+
+
+def _sum_parts(
+    values: list[torch.Tensor], order: Sequence[int], output: torch.Tensor, scratch: set[int]
+) -> None:
+    left_to_do = sum(order)
+    made = []  # keeps what is identified in `scratch`
 
     def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        target = next((each for each in (left, right) if id(each) in sums), None)
-        total = torch.add(left, right) if target is None else torch.add(left, right, out=target)
-        sums.add(id(total))
-        return total
+        nonlocal left_to_do
+        left_to_do -= 1
+        if left_to_do == 0:
+            return torch.add(left, right, out=output)
+        for each in (left, right):
+            if id(each) in scratch:
+                return torch.add(left, right, out=each)
+        made.append(torch.add(left, right))
+        scratch.add(id(made[-1]))
+        return made[-1]
 
-    return fold(values, order, add)
+    (total,) = fold(values, order, add)
+    if total.data_ptr() != output.data_ptr():
+        output.copy_(total)
 
 
 class FlatTensors:
@@ -110,10 +145,8 @@ def allreduce_tree(
     received = [target.vector.new_empty(len(cover) * own) for cover in blocks.covers]
     communicator.all_to_all(received, sent)
     pieces = [piece for each in received if each.numel() for piece in torch.split(each, own)]
-    if own:
-        (total,) = sum_along_tree(pieces, blocks.order)
-    else:
-        total = target.vector[:0]
+    total = target.vector.new_empty(own)
+    sum_along_tree(pieces, blocks.order, total, range(len(pieces)))
     shares = [target.vector[begin:end] for begin, end in bounds]
     return _Delivered(communicator.all_to_all_async(shares, [total] * size), target.deliver)
 

@@ -233,6 +233,7 @@ class Loader:
         self._warn_if_uneven(context)
         if context is not None and not context.telemetry.total[1]:
             context.telemetry.total = (context.telemetry.total[0], dealing.steps)
+        self._report(context, block)
         batches = self._source.fetch(dealing, first, block)
         try:
             for number in range(first, dealing.steps):
@@ -255,9 +256,16 @@ class Loader:
                 step._skip()
                 if share.others_deviate:
                     self.forgo_exactness("another rank is not exact")
+                    self._report(context, block)
         finally:
             if context is not None:
                 context.share = None
+
+    def _report(self, context: Context | None, block: range) -> None:
+        """Report this rank's share of a step, and whether it is exact."""
+        if context is not None:
+            why = self.why_not_exact
+            context.telemetry.share = (self.batch.micro_batches, block.start, block.stop, why)
 
     def _warn_if_uneven(self, context: Context | None) -> None:
         if context is None or context.rank != 0:

@@ -57,6 +57,22 @@ def over(backend: str) -> str:
     return "" if backend in ("", "solo") else f"over {_TRANSPORTS.get(backend, backend)}"
 
 
+def in_micro_batches(count: int, why_not_exact: str) -> str:
+    """Return how a step is divided, and whether the training is exact; empty without a loader.
+
+    Parameters
+    ----------
+    count : int
+        Micro-batches of a step.
+    why_not_exact : str
+        What keeps the training from being exact; empty if nothing does.
+    """
+    if not count:
+        return ""
+    exact = f"not exact: {why_not_exact}" if why_not_exact else "exact"
+    return f"{count} micro-batch{'es' * (count != 1)} a step, {exact}"
+
+
 def history_detail(reason: Reason | None, *, executing: str = "", raised: str = "") -> str:
     """Return the detail of a history entry, which names its rank and worker apart.
 

@@ -274,6 +274,7 @@ class Job:
             state = "detached"
         metrics = self._driver.log.metrics
         members = [rank.start for rank in view.ranks if rank.rank is not None]
+        micro_batches, why_not_exact = metrics.micro_batches(members)
         return JobStatus(
             name=self.name,
             state=state,
@@ -292,6 +293,8 @@ class Job:
             ),
             backend=view.backend,
             warnings=self._driver.log.warnings(),
+            micro_batches=micro_batches,
+            why_not_exact=why_not_exact,
         )
 
     def _rank_status(self, rank: RankView) -> RankStatus:
@@ -308,6 +311,7 @@ class Job:
             state_bytes=metrics.latest.state_bytes,
             copied_bytes=metrics.latest.copied_bytes,
             name=rank.name,
+            micro_batches=metrics.block,
         )
 
     @property

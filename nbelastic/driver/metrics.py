@@ -54,6 +54,12 @@ class RankMetrics:
         (then, before), (now, after) = self._seen[0], self._seen[-1]
         return (after - before) / (now - then) if now > then else None
 
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """The first micro-batch of a step that it computes, and the one after its last."""
+        latest = self.latest
+        return (latest.first, latest.last) if latest.micro_batches else None
+
 
 @dataclass
 class _Row:
@@ -130,6 +136,13 @@ class MetricsAggregator:
             speeds = [self._ranks[s].samples_per_s for s in starts if s in self._ranks]
         known = [speed for speed in speeds if speed is not None]
         return sum(known) if known else None
+
+    def micro_batches(self, starts: Iterable[int]) -> tuple[int, str]:
+        """Return the micro-batches of a step, and what keeps the first of ranks from exactness."""
+        with self._lock:
+            found = [self._ranks[start].latest for start in starts if start in self._ranks]
+        count = max((each.micro_batches for each in found), default=0)
+        return count, next((each.why_not_exact for each in found if each.why_not_exact), "")
 
     def note_pace(self, now: float, speed: float | None) -> None:
         """Add a point to the pace, thinning it where there are many."""

@@ -37,6 +37,9 @@ class RankStatus:
     copied_bytes : int
         Memory for copies of these tensors, to which a reset goes back. There are none if each step
         ends with a commit.
+    micro_batches : tuple of (int, int) or None
+        The first of a step's micro-batches that it computes, and the one after its last; None
+        without a loader.
     """
 
     rank: int | None
@@ -50,6 +53,7 @@ class RankStatus:
     state_bytes: int = 0
     copied_bytes: int = 0
     name: str = ""
+    micro_batches: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,11 @@ class JobStatus:
     warnings : tuple of str
         Likely mistakes in the training, which goes on. The first line of each names the mistake,
         the others the cause and the remedy.
+    micro_batches : int
+        Micro-batches of a step, on all ranks together; 0 without a loader.
+    why_not_exact : str
+        What keeps the training from having the same bits for every number of ranks; empty if
+        nothing does, or without a loader.
     """
 
     name: str
@@ -135,6 +144,8 @@ class JobStatus:
     progress: Progress | None = None
     backend: str = ""
     warnings: tuple[str, ...] = ()
+    micro_batches: int = 0
+    why_not_exact: str = ""
 
     @property
     def headlines(self) -> tuple[str, ...]:

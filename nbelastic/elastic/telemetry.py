@@ -60,6 +60,12 @@ class TelemetrySnapshot:
         Bytes of tensors in its state, and of copies for commits.
     line : CodeLine or None
         The line of user code that it executes, if it has made no step since the last snapshot.
+    micro_batches : int
+        Micro-batches of a step, on all ranks; 0 without a loader.
+    first, last : int
+        The first micro-batch that it computes, and the one after its last.
+    why_not_exact : str
+        What keeps its training from being exact.
     """
 
     step: int = 0
@@ -72,6 +78,10 @@ class TelemetrySnapshot:
     state_bytes: int = 0
     copied_bytes: int = 0
     line: CodeLine | None = None
+    micro_batches: int = 0
+    first: int = 0
+    last: int = 0
+    why_not_exact: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,8 @@ class Telemetry:
         Bytes of tensors in its state, and of copies for commits, as far as known.
     observer : StepObserver or None
         Observer of every batch.
+    share : tuple of (int, int, int, str)
+        Micro-batches of a step, those that it computes, and what keeps it from being exact.
     """
 
     def __init__(self) -> None:
@@ -136,6 +148,7 @@ class Telemetry:
         self.total = (0, 0)
         self.memory = (0, 0)
         self.observer: StepObserver | None = None
+        self.share = (0, 0, 0, "")
         self._recording = False
         self._at_commit = (0, 0)
         self._thread = threading.get_ident()
@@ -188,6 +201,7 @@ class Telemetry:
             reports, self._reports = self._reports, []
         line = user_line(self._thread) if self.steps == self._sent else []
         self._sent = self.steps
+        count, first, last, why_not_exact = self.share
         snapshot = TelemetrySnapshot(
             self.steps,
             self.samples,
@@ -196,6 +210,10 @@ class Telemetry:
             *self.total,
             *self.memory,
             line=_code_line(line),
+            micro_batches=count,
+            first=first,
+            last=last,
+            why_not_exact=why_not_exact,
         )
         return snapshot, tuple(reports)
 

@@ -31,6 +31,15 @@ def create(size: int) -> int:
 def copy(target: int, source: int, nbytes: int, far: bool = False) -> None:
     """Copy as messages are copied into a ring; `far` if a distant processor has read the target."""
 
+class Tree:
+    """The shape of a sum: the nodes of each rank of a segment, and the order of additions."""
+
+    def __init__(self, leaves: list[int], nodes: list[int], order: list[int]) -> None:
+        """Make it of the numbers of leaves and nodes of each rank, and additions after each node.
+
+        Raises ``ValueError`` if they do not fit together.
+        """
+
 class Block:
     """A piece of this rank's memory in a segment, mapped by all ranks.
 
@@ -90,6 +99,34 @@ class Group:
 
     def gather_parts_async(self, ptr: int, counts: list[int], type: int) -> int:
         """Copy part ``i`` of rank ``i``'s memory (in the segment) into that of all others."""
+
+    def allreduce_tree(
+        self,
+        nodes: list[list[tuple[int, int]]],
+        outputs: list[tuple[int, int]],
+        tree: Tree,
+        type: int,
+    ) -> None: ...
+    def allreduce_tree_async(
+        self,
+        nodes: list[list[tuple[int, int]]],
+        outputs: list[tuple[int, int]],
+        tree: Tree,
+        type: int,
+    ) -> int:
+        """Sum this rank's nodes and those of all others along a tree, into `outputs`.
+
+        Pairs are an address and a number of elements; those of each node are like the outputs'.
+        Outputs may be those of the first node.
+        """
+
+    def reduce_tree_parts_async(
+        self, ptr: int, counts: list[int], outputs: list[int], tree: Tree, type: int
+    ) -> int:
+        """Sum part ``i`` of all ranks' nodes along a tree, on rank ``i`` only.
+
+        A rank's nodes lie one after the other in the segment. Each result goes to an output.
+        """
 
     def broadcast_async(self, ptr: int, nbytes: int, root: int) -> int: ...
     def allgather_async(self, outputs: list[int], ptr: int, nbytes: int) -> int: ...

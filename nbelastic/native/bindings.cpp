@@ -123,6 +123,38 @@ public:
         return executor_->begin(in_parts(Kind::gather_parts, data, std::move(counts), type, sum));
     }
 
+    void allreduce_tree(const std::vector<Pieces>& nodes, const Pieces& outputs,
+                        std::shared_ptr<const Tree> tree, std::uint32_t type) {
+        executor_->run(along_tree(nodes, outputs, std::move(tree), type));
+    }
+
+    std::uint64_t allreduce_tree_async(const std::vector<Pieces>& nodes, const Pieces& outputs,
+                                       std::shared_ptr<const Tree> tree, std::uint32_t type) {
+        return executor_->begin(along_tree(nodes, outputs, std::move(tree), type));
+    }
+
+    std::uint64_t reduce_tree_parts_async(Address data, Lengths counts,
+                                          const std::vector<Address>& outputs,
+                                          std::shared_ptr<const Tree> tree, std::uint32_t type) {
+        check_per_rank(counts.size());
+        const std::uint32_t nodes = nodes_in(*tree);
+        if (outputs.size() != tree->results()) throw std::invalid_argument("one for each result");
+        const std::size_t own = counts[team_.rank()];
+        std::size_t total = 0;
+        for (const std::size_t count : counts) total += count;
+        Operation its = reduction(Kind::reduce_tree_parts, nodes == 0 ? 0 : data, total, type,
+                                  static_cast<std::uint32_t>(Op::sum));
+        const std::size_t value = bytes_of(its.type);
+        if (nodes > 0 && !holds(data, nodes * total * value)) {
+            throw std::invalid_argument("the memory is not in the segment");
+        }
+        for (const Address output : outputs) its.outputs.push_back({pointer(output), own * value});
+        its.counts = std::move(counts);
+        its.tree = std::move(tree);
+        its.mode = FloatMode::of_this_thread();
+        return executor_->begin(std::move(its));
+    }
+
     std::uint64_t broadcast_async(Address data, std::size_t bytes, std::uint32_t root) {
         if (root >= team_.size()) throw std::invalid_argument("no such root");
         Operation its{.kind = Kind::broadcast, .root = root, .data = pointer(data), .count = bytes};
@@ -240,6 +272,33 @@ private:
         return its;
     }
 
+    Operation along_tree(const std::vector<Pieces>& nodes, const Pieces& outputs,
+                         std::shared_ptr<const Tree> tree, std::uint32_t type) const {
+        if (nodes.size() != nodes_in(*tree)) throw std::invalid_argument("one for each node");
+        if (tree->results() != 1) throw std::invalid_argument("not the nodes of a whole tree");
+        Operation its =
+            reduction(Kind::allreduce_tree, 0, 0, type, static_cast<std::uint32_t>(Op::sum));
+        const auto add = [&](const Pieces& places, std::vector<Piece>& to) {
+            if (places.size() != outputs.size()) throw std::invalid_argument("one for each output");
+            for (std::size_t i = 0; i < places.size(); ++i) {
+                const auto [address, count] = places[i];
+                if (count != outputs[i].second) throw std::invalid_argument("as long as its output");
+                if (count > 0) to.push_back({pointer(address), count * bytes_of(its.type)});
+            }
+        };
+        for (const Pieces& node : nodes) add(node, its.inputs);
+        add(outputs, its.outputs);
+        for (const auto& [_, count] : outputs) its.count += count;
+        its.tree = std::move(tree);
+        its.mode = FloatMode::of_this_thread();
+        return its;
+    }
+
+    std::uint32_t nodes_in(const Tree& tree) const {
+        check_per_rank(tree.ranks());
+        return tree.nodes(team_.rank());
+    }
+
     void check_per_rank(std::size_t given) const {
         if (given != team_.size()) throw std::invalid_argument("one for each rank of the segment");
     }
@@ -286,6 +345,10 @@ NB_MODULE(_core, m) {
     m.def("create", &Segment::create, nb::arg("size"));
     m.def("copy", &copy, nb::arg("target"), nb::arg("source"), nb::arg("nbytes"),
           nb::arg("far") = false, NoGil());
+    nb::class_<Tree>(m, "Tree")
+        .def(nb::init<std::vector<std::uint32_t>, const std::vector<std::uint32_t>&,
+                      std::vector<std::uint8_t>>(),
+             nb::arg("leaves"), nb::arg("nodes"), nb::arg("order"));
     nb::class_<Group>(m, "Group")
         .def(nb::init<int, std::uint32_t, std::uint32_t, double>(), nb::arg("fd"), nb::arg("rank"),
              nb::arg("size"), nb::arg("timeout_s"))
@@ -306,6 +369,12 @@ NB_MODULE(_core, m) {
              nb::arg("type"), nb::arg("op"), NoGil())
         .def("gather_parts_async", &Group::gather_parts_async, nb::arg("ptr"), nb::arg("counts"),
              nb::arg("type"), NoGil())
+        .def("allreduce_tree", &Group::allreduce_tree, nb::arg("nodes"), nb::arg("outputs"),
+             nb::arg("tree"), nb::arg("type"), NoGil())
+        .def("allreduce_tree_async", &Group::allreduce_tree_async, nb::arg("nodes"),
+             nb::arg("outputs"), nb::arg("tree"), nb::arg("type"), NoGil())
+        .def("reduce_tree_parts_async", &Group::reduce_tree_parts_async, nb::arg("ptr"),
+             nb::arg("counts"), nb::arg("outputs"), nb::arg("tree"), nb::arg("type"), NoGil())
         .def("broadcast_async", &Group::broadcast_async, nb::arg("ptr"), nb::arg("nbytes"),
              nb::arg("root"), NoGil())
         .def("allgather_async", &Group::allgather_async, nb::arg("outputs"), nb::arg("ptr"),

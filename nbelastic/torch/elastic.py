@@ -10,6 +10,7 @@ from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState, State
+from nbelastic.torch.rates import LRScaler, by_samples
 from nbelastic.torch.state.torch_state import TorchState
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ __all__ = [
     "Batch",
     "Dask",
     "ElasticSampler",
+    "LRScaler",
     "Loader",
     "ObjectState",
     "Parquet",
     "State",
     "TorchState",
+    "by_samples",
     "run",
 ]
 

@@ -24,6 +24,16 @@ from benchmarks.side_by_side import ROOT
             ["--models", "mlp-1m", "--backends", "gloo"],
             {"mlp-1m": {"parameters", "steps", "rounds"}},
         ),
+        (
+            "exact",
+            ["--models", "mlp-1m", "--backends", "gloo"],
+            {"mlp-1m": {"parameters", "digests", "rounds"}},
+        ),
+        (
+            "resizing",
+            [],
+            {name: {"fixed", "found", "equal"} for name in ("SGD 0.1", "SGD 0.4", "Adam 0.01")},
+        ),
         ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
         ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
         ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours"}}),

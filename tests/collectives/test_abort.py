@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from nbelastic.collectives import SoloCommunicator
+from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.errors import CollectiveError
 from tests.collectives.worlds import PATIENCE_S, World, eventually, gone
 
 OPERATIONS = {
     "allreduce": lambda c: c.allreduce_async(torch.ones(3)),
     "large allreduce": lambda c: c.allreduce_async(torch.ones(3_000_000)),
+    "tree": lambda c: c.allreduce_tree_async([[torch.ones(3)]], Blocks.even(2, 2)),
+    "large tree": lambda c: c.allreduce_tree_async(
+        [[torch.ones(3_000_000)]] * (c.rank + 1), Blocks((1, 2))
+    ),
     "broadcast": lambda c: c.broadcast_async(torch.ones(3), root=c.size - 1),
     "allgather": lambda c: c.allgather_async([torch.ones(3) for _ in range(c.size)], torch.ones(3)),
     "reduce_scatter": lambda c: c.reduce_scatter_async(

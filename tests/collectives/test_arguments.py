@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.collectives.reduction_tree import Blocks
 
 ONE = torch.ones(2)
 CROOKED = torch.ones(4, 3).t()
+
+
+def _nodes(communicator, *tensors):
+    return [tensors for _ in Blocks.even(8, communicator.size).covers[communicator.rank]]
 
 
 def full(size, make=lambda: torch.ones(2)):
@@ -50,6 +55,26 @@ WRONG = {
     "too few to exchange": lambda c: c.all_to_all_async(full(c.size), full(c.size)[1:]),
     "own part of another shape": lambda c: c.all_to_all_async(
         full(c.size), full(c.size, lambda: torch.ones(3))
+    ),
+    "blocks for other ranks": lambda c: c.allreduce_tree_async(
+        [[ONE.clone()]], Blocks.even(8, c.size + 1)
+    ),
+    "too few nodes": lambda c: c.allreduce_tree_async([], Blocks.even(8, c.size)),
+    "too many nodes": lambda c: c.allreduce_tree_async(
+        [[ONE.clone()]] * 9, Blocks.even(8, c.size), [ONE.clone()]
+    ),
+    "no place for sums": lambda c: c.allreduce_tree_async(
+        [], Blocks((0,) * c.size) if c.size == 1 else Blocks((0, *[1] * (c.size - 1)))
+    ),
+    "node of another shape": lambda c: c.allreduce_tree_async(
+        _nodes(c, torch.ones(3)), Blocks.even(8, c.size), [ONE.clone()]
+    ),
+    "node of more tensors": lambda c: c.allreduce_tree_async(
+        _nodes(c, ONE, ONE), Blocks.even(8, c.size), [ONE.clone()]
+    ),
+    "crooked node": lambda c: c.allreduce_tree_async(_nodes(c, CROOKED), Blocks.even(8, c.size)),
+    "tree of truths": lambda c: c.allreduce_tree_async(
+        _nodes(c, torch.ones(2, dtype=torch.bool)), Blocks.even(8, c.size)
     ),
     "crooked message": lambda c: c.send_async(CROOKED, (c.rank + 1) % 2),
     "message to oneself": lambda c: c.send_async(ONE, c.rank),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.errors import NotTheRank
 from tests.collectives.worlds import KINDS, MAKERS, PATIENCE_S, World, needs_core
 
@@ -23,6 +24,7 @@ OPERATIONS = {
     "agree": lambda c: c.agree("the same"),
     "allreduce": lambda c: c.allreduce(torch.ones(3)),
     "large allreduce": lambda c: c.allreduce(torch.empty(300_000)),  # filling takes threads
+    "tree": lambda c: c.allreduce_tree([[torch.ones(3)]], Blocks.even(2, 2)),
     "coalesced": lambda c: c.allreduce_coalesced([torch.ones(3)] * 2),
     "broadcast": lambda c: c.broadcast(torch.ones(3)),
     "allgather": lambda c: c.allgather([torch.ones(3) for _ in range(c.size)], torch.ones(3)),

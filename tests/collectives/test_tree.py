@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from nbelastic.collectives.reduction_tree import Blocks, Node, additions, fold
+from nbelastic.collectives import buffers
+from nbelastic.collectives.negotiation import NegotiatingCommunicator
+from nbelastic.collectives.reduction_tree import IDENTITY, Blocks, Node, additions, fold
+from nbelastic.errors import CollectiveError, RanksDisagree
 from tests.collectives.test_operations import REDUCED
+from tests.collectives.worlds import MAKERS, PATIENCE_S, World, needs_core
 
 SHAPES = [(3, 5), (0,), (1,), (7,)]
 LARGE = [(70_001,), (31,)]
@@ -106,3 +110,133 @@ def test_sums_have_the_bits_of_the_tree(world, at_once):
     for found in world.run(rank_main):
         for case, actual, expected in zip(cases, found, wanted, strict=True):
             assert actual == expected, case
+
+
+def test_sums_mix_with_other_operations_in_flight(world):
+    """Each in its own order, and messages of users in theirs."""
+    blocks = Blocks.even(8, world.size)
+
+    def rank_main(communicator):
+        me, size = communicator.rank, communicator.size
+        sums, others, handles = [], [], []
+        for number in range(6):
+            nodes = [[torch.full((1000,), float(number))] for _ in blocks.covers[me]]
+            plain = torch.full((1000,), float(number))
+            handles.append(communicator.allreduce_tree_async(nodes, blocks))
+            handles.append(communicator.allreduce_async(plain))
+            if size > 1:
+                received = torch.zeros(3)
+                handles.append(communicator.send_async(torch.full((3,), me + 0.5), (me + 1) % size))
+                handles.append(communicator.receive_async(received, (me - 1) % size))
+                others.append((received, (me - 1) % size + 0.5))
+            sums.append((nodes[0][0], number * sum(map(len, blocks.covers))))
+            others.append((plain, number * size))
+        for handle in handles:
+            handle.wait()
+            assert handle.done()
+        return [(tensor.unique().tolist(), float(value)) for tensor, value in sums + others]
+
+    for outcomes in world.run(rank_main):
+        for found, expected in outcomes:
+            assert found == [expected]
+
+
+def test_outputs_apart_leave_nodes_as_they_are(world):
+    blocks = Blocks.even(6, world.size)
+
+    def rank_main(communicator):
+        nodes = [[torch.ones(40_000)] for _ in blocks.covers[communicator.rank]]
+        output = torch.zeros(40_000)
+        communicator.allreduce_tree(nodes, blocks, [output])
+        return [each.unique().tolist() for node in nodes for each in node], output.unique().tolist()
+
+    total = float(sum(map(len, blocks.covers)))
+    for nodes, output in world.run(rank_main):
+        assert all(each == [1.0] for each in nodes)
+        assert output == [total]
+
+
+def test_an_absent_value_changes_no_bit_of_the_others(world):
+    """A plain zero would: the sum of it and a negative zero is a positive one."""
+    blocks = Blocks.even(8, world.size)
+    special = torch.tensor([-0.0, 0.0, 1e-45, -1e-45, float("inf"), -float("inf"), 1.5])
+
+    def rank_main(communicator):
+        me = communicator.rank
+        nodes = [[torch.full_like(special, IDENTITY)] for _ in blocks.covers[me]]
+        if me == communicator.size - 1:
+            nodes[0][0].copy_(special)
+        communicator.allreduce_tree(nodes, blocks)
+        return bits(nodes[0])
+
+    assert world.run(rank_main) == [bits([special])] * world.size
+
+
+def test_tensors_in_other_memory_are_summed_through_a_copy(world, monkeypatch):
+    """As on an accelerator: see test_shm."""
+    monkeypatch.setattr(buffers, "_is_on_host", lambda tensor: False)
+    blocks = Blocks.even(3, world.size)
+
+    def rank_main(communicator):
+        nodes = [[torch.ones(3), torch.ones(2)] for _ in blocks.covers[communicator.rank]]
+        outputs = [torch.zeros(3), torch.zeros(2)]
+        communicator.allreduce_tree_async(nodes, blocks, outputs).wait()
+        return [each.tolist() for each in outputs]
+
+    total = float(sum(map(len, blocks.covers)))
+    assert world.run(rank_main) == [[[total] * 3, [total] * 2]] * world.size
+
+
+@needs_core
+def test_ranks_with_other_blocks_raise_the_same_error():
+    with World(MAKERS["shm"], 2) as world:
+        blocks = [Blocks((4, 4)), Blocks((2, 2))]
+        futures = [
+            world.start(rank, lambda c: c.allreduce_tree([[torch.ones(3)]], blocks[c.rank]))
+            for rank in range(2)
+        ]
+        errors = [future.exception(PATIENCE_S) for future in futures]
+        assert all(isinstance(error, RanksDisagree) for error in errors), errors
+        assert str(errors[0]) == str(errors[1])
+        assert "blocks of 4, 4 leaves" in str(errors[0])
+
+
+class _Alternating(NegotiatingCommunicator):
+    """A communicator whose neighbours are on different hosts."""
+
+    def __init__(self, rendezvous):
+        super().__init__(rendezvous, host=f"host-{rendezvous.rank % 2}")
+
+
+@needs_core
+def test_hosts_whose_blocks_do_not_follow_each_other():
+    blocks = Blocks((2, 1, 3, 2))
+    with World(_Alternating, 4) as world:
+        assert world[0].name == "hierarchical"
+        make = functools.partial(leaf, shapes=LARGE, dtype=torch.float32)
+        expected = bits(node_sum(Node(0, 8), 8, make))
+        assert world.run(lambda c: bits(summed(c, blocks, make))) == [expected] * 4
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_peer_that_is_cut_off_fails_the_sum(pair, moment):
+    """Waiting ranks are freed at once, in whatever chunk of the sum they are."""
+    blocks = Blocks((1, 2))
+
+    def rank_main(communicator):
+        nodes = [[torch.ones(4_000_000)] for _ in blocks.covers[communicator.rank]]
+        communicator.allreduce_tree(nodes, blocks)
+
+    waiting = pair.start(0, rank_main)
+    pair.wait_until_waiting([0])
+    if moment == "during":
+        other = pair.start(1, rank_main)
+        pair[1].abort("in the middle")
+        assert isinstance(other.exception(PATIENCE_S), (CollectiveError, type(None)))
+    else:
+        pair[1].abort("before it began")
+    error = waiting.exception(PATIENCE_S)
+    if moment == "before" or error is not None:
+        assert isinstance(error, CollectiveError)
+        again = pair.start(0, lambda c: c.allreduce(torch.ones(3)))
+        assert isinstance(again.exception(PATIENCE_S), CollectiveError)

@@ -56,6 +56,24 @@ def test_micro_batches_and_random_numbers_do_not_depend_on_the_number_of_ranks()
         assert batches_of(size) == alone
 
 
+def test_numbers_drawn_in_a_micro_batch_do_not_depend_on_the_number_of_ranks() -> None:
+    def drawn(size: int) -> dict[tuple[int, int, int], float]:
+        found = {}
+        for rank in range(size):
+            with activate(rank_of(rank, size)):
+                loader = Loader(TensorDataset(torch.arange(20)), Batch(8, micro=2))
+                for _ in range(2):
+                    for step in loader:
+                        for number, _ in zip(step.numbers, step, strict=True):
+                            numbers = [float(torch.rand(())), random.random(), np.random.random()]
+                            found[step.epoch, step.number, number] = sum(numbers)
+        return found
+
+    alone = drawn(1)
+    assert len(set(alone.values())) == len(alone) == 20
+    assert drawn(3) == alone
+
+
 def test_workers_of_the_data_loader_change_nothing() -> None:
     assert batches_of(1, num_workers=2, persistent_workers=True) == batches_of(1)
 

@@ -325,3 +325,17 @@ def test_an_empty_job_has_a_page_too():
 
 def test_the_same_picture_is_always_the_same_page():
     assert page(full()) == page(full())
+
+
+def test_micro_batches_are_shown_with_each_rank_and_why_they_are_not_exact():
+    ranks = [dataclasses.replace(rank_status(r), micro_batches=(4 * r, 4 * r + 4)) for r in (0, 1)]
+    late = dataclasses.replace(rank_status(2), micro_batches=(8, 8))
+    shown = {"ranks": (*ranks, late, rank_status(3)), "micro_batches": 8}
+    found = page(JobSnapshot(job_status(**shown)))
+    assert "8 micro-batches a step, exact</caption>" in found
+    for block in ("0 to 3", "4 to 7", "none", "–"):
+        assert f"<td>{block}</td>" in found
+    reason = "rank <2> computes other bits"
+    found = page(JobSnapshot(job_status(**shown, why_not_exact=reason)))
+    assert "not exact: rank &lt;2&gt; computes other bits" in found
+    assert "Micro-batches" not in page(JobSnapshot(job_status()))

@@ -10,7 +10,7 @@ Gloo.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch._C._distributed_c10d import (
@@ -29,18 +29,22 @@ from nbelastic.collectives.arguments import (
     check_peer,
     check_rank,
     check_scatter,
+    check_tree,
 )
 from nbelastic.collectives.buffers import as_bytes, concatenate, copy_back, on_host
 from nbelastic.collectives.communicator import Handle, Op, Rendezvous
 from nbelastic.collectives.gloo.group import GlooGroupOwner, GlooOperation
+from nbelastic.collectives.gloo.tree import TreeSum
 from nbelastic.collectives.operations import AsyncCommunicator, OperationHandle, first_sentence
+from nbelastic.collectives.tree_exchange import FlatTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch._C._distributed_c10d import Work
 
-    from nbelastic.collectives.operations import Operation, QueuedOperation
+    from nbelastic.collectives.operations import BlockingTask, Operation, QueuedOperation
+    from nbelastic.collectives.reduction_tree import Blocks
 
 __all__ = ["GlooCommunicator"]
 
@@ -82,6 +86,22 @@ class GlooCommunicator(AsyncCommunicator):
             copy_back(tensor, buffer)
 
         return self._reduce(buffer, op, deliver)
+
+    def allreduce_tree_async(
+        self,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        blocks: Blocks,
+        outputs: Sequence[torch.Tensor] | None = None,
+    ) -> Handle:
+        """Sum tensors along a tree, by messages."""
+        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
+        in_place = bool(nodes) and found is nodes[0]
+        target = FlatTensors(found, load=in_place)
+        if target.vector.numel() == 0:
+            return self._nothing_to_do()
+        vectors = [target.vector if node is found else FlatTensors(node).vector for node in nodes]
+        task = TreeSum(self._owner, self._abort_signal, self.rank, vectors, target.vector, blocks)
+        return self._begin(lambda: task, target.deliver, direction="tree")
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         """Copy the `tensor` of rank `root` into that of all others."""
@@ -220,7 +240,7 @@ class GlooCommunicator(AsyncCommunicator):
 
     def _begin(
         self,
-        start: Callable[[], Work],
+        start: Callable[[], Work | BlockingTask],
         deliver: Callable[[], None] | None = None,
         direction: str | None = None,
     ) -> Handle:
@@ -245,11 +265,11 @@ class GlooCommunicator(AsyncCommunicator):
         return OperationHandle(self, operation, deliver)
 
     def _start(
-        self, start: Callable[[], Work], direction: str | None
+        self, start: Callable[[], Work | BlockingTask], direction: str | None
     ) -> GlooOperation | QueuedOperation:
         operation: GlooOperation | QueuedOperation
         if direction is None:
-            operation = GlooOperation(start(), self._owner.use_lock)
+            operation = GlooOperation(cast("Work", start()), self._owner.use_lock)
         else:
             operation = self._owner.executor(direction).submit(start())
         self._owner.track(operation)

@@ -27,6 +27,7 @@ from nbelastic.collectives.arguments import (
     check_rank,
     check_scatter,
     check_together,
+    check_tree,
 )
 from nbelastic.collectives.buffers import copy_back, copying_back, on_host
 from nbelastic.collectives.communicator import Handle, Op, Rendezvous
@@ -43,6 +44,7 @@ from nbelastic.collectives.shm.segment import (
     memory_of,
     reduction_arguments,
     reduction_codes,
+    tree_arguments,
     usable_processors,
 )
 from nbelastic.native import core
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.operations import QueuedOperation
+    from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.native._core import Group
 
 __all__ = ["SharedMemoryCommunicator"]
@@ -175,6 +178,42 @@ class SharedMemoryCommunicator(AsyncCommunicator):
             reduction_arguments(buffers, op),
             buffers,
             copying_back(tensors, buffers),
+        )
+
+    def allreduce_tree(
+        self,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        blocks: Blocks,
+        outputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Sum tensors along a tree and wait for it, without a handle where possible."""
+        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
+        if self._lent or self._closed or not found[0].is_cpu:
+            self.allreduce_tree_async(nodes, blocks, outputs).wait()
+            return
+        try:
+            self._group.allreduce_tree(*tree_arguments(nodes, found, blocks))
+        except core.Broken as error:
+            self._fail(str(error), error_type(error))
+        self._completed += 1
+
+    def allreduce_tree_async(
+        self,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        blocks: Blocks,
+        outputs: Sequence[torch.Tensor] | None = None,
+    ) -> Handle:
+        """Sum tensors along a tree, as one operation."""
+        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
+        buffers = [on_host(tensor, load=found is nodes[0] if nodes else False) for tensor in found]
+        sources = [
+            buffers if node is found else [on_host(tensor) for tensor in node] for node in nodes
+        ]
+        return self._begin(
+            self._group.allreduce_tree_async,
+            tree_arguments(sources, buffers, blocks),
+            (sources, buffers),
+            copying_back(found, buffers),
         )
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.native._core import Group
+    from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.native._core import Group, Tree
 
 __all__ = [
     "OPS",
@@ -31,6 +33,8 @@ __all__ = [
     "memory_of",
     "reduction_arguments",
     "reduction_codes",
+    "tree_arguments",
+    "tree_of",
     "usable_processors",
 ]
 
@@ -53,6 +57,25 @@ def reduction_arguments(
     """Return address and length of each of `tensors`, of one type, and the codes for `op`."""
     places = [(each.data_ptr(), each.numel()) for each in tensors]
     return places, *reduction_codes(tensors[0].dtype, op)
+
+
+def tree_arguments(
+    nodes: Sequence[Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor], blocks: Blocks
+) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int]], Tree, int]:
+    """Return the native core's arguments for a sum along a tree."""
+    places = [(each.data_ptr(), each.numel()) for each in outputs]
+    ours = [
+        places if node is outputs else [(each.data_ptr(), each.numel()) for each in node]
+        for node in nodes
+    ]
+    return ours, places, tree_of(blocks), TYPES[outputs[0].dtype]
+
+
+@functools.lru_cache(maxsize=64)
+def tree_of(blocks: Blocks) -> Tree:
+    """Return the native core's tree for the blocks of the ranks of a segment."""
+    nodes = [len(cover) for cover in blocks.covers]
+    return core.Tree(list(blocks.quotas), nodes, list(blocks.order))
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -25,9 +25,10 @@ struct Share {
 constexpr auto kShare = static_cast<std::uint32_t>(Kind::share);
 
 const char* name_of(std::uint32_t kind) {
-    constexpr const char* names[] = {"allreduce",    "reduce-scatter", "reduce-parts",
-                                     "gather-parts", "broadcast",      "allgather",
-                                     "all-to-all",   "barrier",        "share"};
+    constexpr const char* names[] = {
+        "allreduce",         "reduce-scatter", "reduce-parts", "gather-parts", "allreduce-tree",
+        "reduce-tree-parts", "broadcast",      "allgather",    "all-to-all",   "barrier",
+        "share"};
     return kind < std::size(names) ? names[kind] : "?";
 }
 
@@ -48,6 +49,8 @@ void Collectives::perform(const Operation& operation, Patience patience) {
         case Kind::reduce_scatter: return reduce_parts(operation, false);
         case Kind::reduce_parts: return reduce_parts(operation, true);
         case Kind::gather_parts: return gather_parts(operation);
+        case Kind::allreduce_tree: return allreduce_tree(operation);
+        case Kind::reduce_tree_parts: return reduce_tree_parts(operation);
         case Kind::broadcast: return broadcast(operation);
         case Kind::allgather: return allgather(operation);
         case Kind::all_to_all: return all_to_all(operation);
@@ -63,7 +66,7 @@ void Collectives::publish(const Operation& operation, std::int64_t where, std::u
     own = Post{static_cast<std::uint32_t>(operation.kind), static_cast<std::uint32_t>(operation.type),
                static_cast<std::uint32_t>(operation.op),   operation.root,
                operation.count,                            where,
-               rounds};
+               rounds,                                     operation.tree ? operation.tree->digest() : 0};
     step();
     agree(own);
 }
@@ -73,7 +76,7 @@ void Collectives::agree(const Post& own) {
         const Post& other = post(rank);
         const bool as_long = other.count == own.count || own.kind == kShare;
         if (other.kind == own.kind && other.type == own.type && other.op == own.op &&
-            other.root == own.root && as_long) {
+            other.root == own.root && other.tree == own.tree && as_long) {
             continue;
         }
         team_.disagree(told(std::min(rank, team_.rank())) + ", " +
@@ -91,13 +94,24 @@ std::string Collectives::told(std::uint32_t rank) const {
         return text.append(record, strnlen(record, length));
     }
     text += name_of(its.kind);
-    const auto reduces = its.kind <= static_cast<std::uint32_t>(Kind::gather_parts);
+    const auto reduces = its.kind <= static_cast<std::uint32_t>(Kind::reduce_tree_parts);
     if (reduces && its.type < kTypes && its.op < kOps) {
-        return text + " (" + kOpNames[its.op] + ") of " + std::to_string(its.count) + " " +
-               kTypeNames[its.type] + " values";
+        text += std::string(" (") + kOpNames[its.op] + ") of " + std::to_string(its.count) + " " +
+                kTypeNames[its.type] + " values";
+        return its.tree == 0 ? text : text + " of blocks of " + leaves_of(rank) + " leaves";
     }
     if (its.root != 0) text += " from rank " + std::to_string(its.root);
     return its.count == 0 ? text : text + " of " + std::to_string(its.count) + " bytes";
+}
+
+// The leaves of each rank, as a rank has them.
+std::string Collectives::leaves_of(std::uint32_t rank) const {
+    std::string text;
+    for (std::uint32_t each = 0; each < team_.size(); ++each) {
+        if (each > 0) text += ", ";
+        text += std::to_string(segment_.letters(parity_, rank)[each]);
+    }
+    return text;
 }
 
 const Post& Collectives::post(std::uint32_t rank) const { return segment_.seat(rank).posts[parity_]; }
@@ -172,15 +186,21 @@ public:
     template <class Each>
     void walk(std::size_t bytes, Each each) {
         while (bytes > 0) {
-            const std::size_t length = std::min(bytes, piece_->bytes - done_);
-            each(piece_->data + done_, length);
-            bytes -= length;
-            done_ += length;
-            if (done_ == piece_->bytes) {
-                ++piece_;
-                done_ = 0;
-            }
+            const Piece next = take(bytes);
+            each(next.data, next.bytes);
+            bytes -= next.bytes;
         }
+    }
+
+    // Passes what lies together of the next `bytes`, and returns it.
+    Piece take(std::size_t bytes) {
+        const Piece next{piece_->data + done_, std::min(bytes, piece_->bytes - done_)};
+        done_ += next.bytes;
+        if (done_ == piece_->bytes) {
+            ++piece_;
+            done_ = 0;
+        }
+        return next;
     }
 
 private:
@@ -331,12 +351,11 @@ void Collectives::reduce_share(const Operation& operation, Parts window, std::si
 // Walks along a window, but for this rank's share of it; `each` is told where others' are staged.
 template <class Each>
 void Collectives::others_of(const Operation& operation, Parts& window, std::size_t bytes,
-                            std::uint32_t turn, Each each) {
+                            std::byte* staging, Each each) {
     team_.check();
     const std::size_t value = bytes_of(operation.type);
     const Share share(bytes / value, value, team_.rank(), team_.size());
     const std::size_t begin = share.first * value, end = begin + share.count * value;
-    std::byte* staging = staged(team_.rank(), turn);
     each(staging, begin);
     window.skip(end - begin);
     each(staging + end, bytes - end);
@@ -345,14 +364,14 @@ void Collectives::others_of(const Operation& operation, Parts& window, std::size
 // Brings to staging memory what other ranks are to reduce of the next `bytes`.
 void Collectives::stage(const Operation& operation, Parts& from, std::size_t bytes,
                         std::uint32_t turn) {
-    others_of(operation, from, bytes, turn,
+    others_of(operation, from, bytes, staged(team_.rank(), turn),
               [&from](std::byte* to, std::size_t length) { from.read(to, length); });
 }
 
 // Takes what others have reduced of the next `bytes` to where it belongs.
 void Collectives::take_home(const Operation& operation, Parts& to, std::size_t bytes,
                             std::uint32_t turn) {
-    others_of(operation, to, bytes, turn,
+    others_of(operation, to, bytes, staged(team_.rank(), turn),
               [&to](const std::byte* from, std::size_t length) { to.write(from, length); });
 }
 
@@ -380,6 +399,202 @@ void Collectives::gather_parts(const Operation& operation) {
         first += bytes;
     }
     step();
+}
+
+// -- sums along a tree ----------------------------------------------------------------------------
+
+// As an allreduce, but that a rank may bring several values for each of the outcome, one for each of
+// its nodes, or none.
+void Collectives::allreduce_tree(const Operation& operation) {
+    const InFloatMode mode(operation.mode);
+    const Tree& tree = *operation.tree;
+    const std::size_t bytes = operation.count * bytes_of(operation.type);
+    std::copy(tree.leaves().begin(), tree.leaves().end(), segment_.letters(parity_, team_.rank()));
+    if (is_small(bytes * tree.most())) return allreduce_tree_small(operation, bytes);
+    const std::int64_t where = place_nodes(operation, bytes);
+    std::vector<Parts> from = nodes_of(operation);
+    const std::size_t first = std::min(tree_window(tree), bytes);
+    if (where < 0) stage_nodes(operation, from, first, 0);
+    publish(operation, where);
+    if (all_in_segment()) return allreduce_tree_in_place(operation);
+    if (any_in_segment()) {
+        if (where >= 0) stage_nodes(operation, from, first, 0);
+        step();
+    }
+    allreduce_tree_staged(operation, from, bytes);
+}
+
+// Tells the others where this rank's nodes are, if they and the output are in the segment, and
+// returns where the output is. The memory for small values is free for that.
+std::int64_t Collectives::place_nodes(const Operation& operation, std::size_t bytes) const {
+    const std::uint32_t rank = team_.rank();
+    if (operation.outputs.size() != 1) return -1;
+    auto* places = reinterpret_cast<std::int64_t*>(small(rank));
+    for (const Piece& node : operation.inputs) {
+        *places = segment_.place(rank, node.data, bytes);
+        if (*places++ < 0) return -1;
+    }
+    return segment_.place(rank, operation.outputs[0].data, bytes);
+}
+
+std::vector<Collectives::Parts> Collectives::nodes_of(const Operation& operation) const {
+    const std::span<const Piece> pieces(operation.inputs);
+    const std::size_t each = operation.outputs.size();
+    std::vector<Parts> nodes;
+    for (std::size_t first = 0; first < pieces.size(); first += each) {
+        nodes.emplace_back(pieces.subspan(first, each));
+    }
+    return nodes;
+}
+
+void Collectives::allreduce_tree_small(const Operation& operation, std::size_t bytes) {
+    const Tree& tree = *operation.tree;
+    std::byte* to = small(team_.rank());
+    for (Parts& node : nodes_of(operation)) {
+        node.read(to, bytes);
+        to += bytes;
+    }
+    publish(operation, -1);
+    std::vector<std::byte*> inputs;
+    for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+        for (std::uint32_t node = 0; node < tree.nodes(rank); ++node) {
+            inputs.push_back(small(rank) + node * bytes);
+        }
+    }
+    alignas(kLine) std::byte room[kSmallBytes];
+    reduce_tree(operation, {room}, std::move(inputs), operation.count);
+    Parts(operation.outputs).write(room, bytes);
+}
+
+void Collectives::allreduce_tree_in_place(const Operation& operation) {
+    const std::size_t value = bytes_of(operation.type);
+    const Share share(operation.count, value, team_.rank(), team_.size());
+    std::byte* base = segment_.base() + share.first * value;
+    std::vector<std::byte*> inputs, outputs;
+    for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+        const auto* places = reinterpret_cast<const std::int64_t*>(small(rank));
+        for (std::uint32_t node = 0; node < operation.tree->nodes(rank); ++node) {
+            inputs.push_back(base + places[node]);
+        }
+        outputs.push_back(base + post(rank).where);
+    }
+    reduce_tree(operation, std::move(outputs), std::move(inputs), share.count);
+    step();
+}
+
+// See allreduce_staged. The sum of a window is staged where a rank's first node is.
+void Collectives::allreduce_tree_staged(const Operation& operation, std::vector<Parts>& from,
+                                        std::size_t bytes) {
+    std::vector<Parts> own = nodes_of(operation);
+    Parts sums(operation.outputs);
+    Parts home(operation.outputs);
+    const std::size_t window = tree_window(*operation.tree);
+    const auto take_sums_home = [&](std::size_t length, std::uint32_t turn) {
+        others_of(operation, home, length, staged_node(*operation.tree, team_.rank(), turn, 0),
+                  [&home](const std::byte* sum, std::size_t n) { home.write(sum, n); });
+    };
+    std::size_t first = 0;
+    for (std::uint32_t turn = 0;; ++turn) {
+        const std::size_t length = std::min(window, bytes - first);
+        first += length;
+        reduce_tree_share(operation, own, sums, length, turn);
+        if (turn > 0) take_sums_home(window, turn - 1);
+        stage_nodes(operation, from, std::min(window, bytes - first), turn + 1);
+        step();
+        if (first == bytes) return take_sums_home(length, turn);
+    }
+}
+
+// Bytes of each node that are added at a time.
+std::size_t Collectives::tree_window(const Tree& tree) const {
+    if (tree.most() <= kTreeNodes) return kWindowBytes;
+    return (kTreeStagingBytes / 2 / tree.most() - kTreeApart) / kLine * kLine;
+}
+
+std::byte* Collectives::staged_node(const Tree& tree, std::uint32_t rank, std::uint32_t turn,
+                                    std::uint32_t node) const {
+    std::byte* half = segment_.tree_staging(rank) + turn % 2 * (kTreeStagingBytes / 2);
+    return half + node * (tree_window(tree) + kTreeApart);
+}
+
+void Collectives::stage_nodes(const Operation& operation, std::vector<Parts>& from,
+                              std::size_t bytes, std::uint32_t turn) {
+    std::uint32_t number = 0;
+    for (Parts& node : from) {
+        others_of(operation, node, bytes, staged_node(*operation.tree, team_.rank(), turn, number++),
+                  [&node](std::byte* to, std::size_t length) { node.read(to, length); });
+    }
+}
+
+// Adds this rank's share of a window: others' nodes in their staging memory, its own where they are.
+void Collectives::reduce_tree_share(const Operation& operation, std::vector<Parts>& nodes,
+                                    Parts& sums, std::size_t bytes, std::uint32_t turn) {
+    const Tree& tree = *operation.tree;
+    const std::size_t value = bytes_of(operation.type);
+    const Share share(bytes / value, value, team_.rank(), team_.size());
+    const std::size_t begin = share.first * value, length = share.count * value;
+    std::vector<std::byte*> inputs, outputs;
+    for (std::uint32_t rank = 0; rank < team_.size(); ++rank) {
+        outputs.push_back(staged_node(tree, rank, turn, 0) + begin);
+        for (std::uint32_t node = 0; node < tree.nodes(rank); ++node) {
+            inputs.push_back(staged_node(tree, rank, turn, node) + begin);
+        }
+    }
+    for (Parts& node : nodes) node.skip(begin);
+    sums.skip(begin);
+    for (std::size_t done = 0; done < length;) {
+        const Piece sum = sums.take(length - done);
+        outputs[team_.rank()] = sum.data;
+        for (std::size_t node = 0; node < nodes.size(); ++node) {
+            inputs[tree.first(team_.rank()) + node] = nodes[node].take(sum.bytes).data;
+        }
+        reduce_tree(operation, outputs, inputs, sum.bytes / value);
+        for (auto& each : inputs) each += sum.bytes;
+        for (auto& each : outputs) each += sum.bytes;
+        done += sum.bytes;
+    }
+    for (Parts& node : nodes) node.skip(bytes - begin - length);
+    sums.skip(bytes - begin - length);
+}
+
+// A rank's nodes lie one after the other in the segment; each result of its part goes to an output.
+void Collectives::reduce_tree_parts(const Operation& operation) {
+    const InFloatMode mode(operation.mode);
+    const Tree& tree = *operation.tree;
+    const std::uint32_t rank = team_.rank();
+    const std::size_t value = bytes_of(operation.type);
+    std::copy(tree.leaves().begin(), tree.leaves().end(), segment_.letters(parity_, rank));
+    publish(operation, operation.data == nullptr ? 0 : operation.data - segment_.base());
+    std::vector<std::byte*> inputs, outputs;
+    for (std::uint32_t each = 0; each < team_.size(); ++each) {
+        for (std::uint32_t node = 0; node < tree.nodes(each); ++node) {
+            const std::size_t first = node * operation.count + before(operation.counts, rank);
+            inputs.push_back(segment_.base() + post(each).where + first * value);
+        }
+    }
+    for (const Piece& piece : operation.outputs) outputs.push_back(piece.data);
+    reduce_tree(operation, std::move(outputs), std::move(inputs), operation.counts[rank]);
+    step();
+}
+
+void Collectives::reduce_tree(const Operation& operation, std::vector<std::byte*> outputs,
+                              std::vector<std::byte*> inputs, std::size_t count) {
+    const ReduceTree function = kernels().along_tree[static_cast<std::uint32_t>(operation.type)];
+    const Tree& tree = *operation.tree;
+    const std::size_t value = bytes_of(operation.type);
+    room_.resize(std::max(room_.size(), tree.deepest() * kTreeBlock + kLine));
+    void* room = room_.data();
+    std::size_t size = room_.size();
+    std::align(kLine, tree.deepest() * kTreeBlock, room, size);
+    for (std::size_t left = count; left > 0;) {
+        team_.check();
+        const std::size_t n = std::min(left, kStretch / value);
+        function(outputs.data(), outputs.size(), inputs.data(), tree.order().data(), inputs.size(),
+                 tree.results(), n, static_cast<std::byte*>(room));
+        for (auto& each : outputs) each += n * value;
+        for (auto& each : inputs) each += n * value;
+        left -= n;
+    }
 }
 
 // -- copies ---------------------------------------------------------------------------------------

@@ -11,12 +11,14 @@
 // be of values in many places, only what is others' share; the rank's own is reduced where it is.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "reduce.hpp"
 #include "team.hpp"
+#include "tree.hpp"
 
 namespace nbelastic {
 
@@ -25,6 +27,8 @@ enum class Kind : std::uint32_t {
     reduce_scatter,
     reduce_parts,
     gather_parts,
+    allreduce_tree,
+    reduce_tree_parts,
     broadcast,
     allgather,
     all_to_all,
@@ -51,6 +55,9 @@ struct Operation {
     std::vector<Piece> inputs;
     std::span<std::string> records{};  // of a share: one for each rank, to be filled
     Piece whole{};  // of an allreduce: where the values are, if they are not `inputs`
+    // Of a sum along a tree: pieces of `outputs`, and as long ones of each node in `inputs`.
+    std::shared_ptr<const Tree> tree{};
+    FloatMode mode{};
 
     // Of an allreduce. One that finds them in one place takes no memory for a list.
     std::span<const Piece> values() const {
@@ -84,17 +91,35 @@ private:
     std::byte* staged(std::uint32_t rank, std::uint32_t turn) const;
     void reduce_share(const Operation& operation, Parts window, std::size_t bytes, std::uint32_t turn);
     template <class Each>
-    void others_of(const Operation& operation, Parts& window, std::size_t bytes, std::uint32_t turn,
+    void others_of(const Operation& operation, Parts& window, std::size_t bytes, std::byte* staging,
                    Each each);
     void stage(const Operation& operation, Parts& from, std::size_t bytes, std::uint32_t turn);
     void take_home(const Operation& operation, Parts& to, std::size_t bytes, std::uint32_t turn);
     void reduce_parts(const Operation& operation, bool in_place);
+    void allreduce_tree(const Operation& operation);
+    void allreduce_tree_small(const Operation& operation, std::size_t bytes);
+    void allreduce_tree_in_place(const Operation& operation);
+    void allreduce_tree_staged(const Operation& operation, std::vector<Parts>& from,
+                               std::size_t bytes);
+    std::vector<Parts> nodes_of(const Operation& operation) const;
+    std::size_t tree_window(const Tree& tree) const;
+    std::byte* staged_node(const Tree& tree, std::uint32_t rank, std::uint32_t turn,
+                           std::uint32_t node) const;
+    std::int64_t place_nodes(const Operation& operation, std::size_t bytes) const;
+    void stage_nodes(const Operation& operation, std::vector<Parts>& from, std::size_t bytes,
+                     std::uint32_t turn);
+    void reduce_tree_share(const Operation& operation, std::vector<Parts>& nodes, Parts& sums,
+                           std::size_t bytes, std::uint32_t turn);
+    void reduce_tree_parts(const Operation& operation);
+    void reduce_tree(const Operation& operation, std::vector<std::byte*> outputs,
+                     std::vector<std::byte*> inputs, std::size_t count);
     void gather_parts(const Operation& operation);
     void broadcast(const Operation& operation);
     void allgather(const Operation& operation);
     void all_to_all(const Operation& operation);
     void share(const Operation& operation);
     std::string told(std::uint32_t rank) const;
+    std::string leaves_of(std::uint32_t rank) const;
 
     void reduce(const Operation& operation, const std::vector<std::byte*>& outputs,
                 const std::vector<std::byte*>& inputs, std::size_t count);
@@ -103,6 +128,7 @@ private:
 
     Team& team_;
     Segment& segment_;
+    std::vector<std::byte> room_;  // for what is being added along a tree
     unsigned parity_ = 0;
     Patience patience_ = Patience::eager;
 };

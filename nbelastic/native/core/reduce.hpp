@@ -30,9 +30,23 @@ using Reduce = void (*)(std::byte* const* outputs, std::size_t n_outputs,
                         const std::byte* const* inputs, std::size_t n_inputs, std::size_t count,
                         double divisor);
 
+// Adds `inputs` along a tree, each sum rounded to the type: after each input as many additions as
+// the order says (see tree.hpp). Writes the result to each of `outputs`, which may be inputs, or
+// each of several results to one output. `room` has kTreeBlock bytes for each value on the stack,
+// at most kDeepest, and begins on a cache line.
+using ReduceTree = void (*)(std::byte* const* outputs, std::size_t n_outputs,
+                            const std::byte* const* inputs, const std::uint8_t* order,
+                            std::size_t n_inputs, std::size_t n_results, std::size_t count,
+                            std::byte* room);
+
+inline constexpr std::size_t kTreeBlock = 1 << 10;
+inline constexpr std::uint32_t kDeepest = 64;  // enough for 2^32 leaves, whatever the blocks
+inline constexpr std::size_t kMostOutputs = 256;
+
 struct Kernels {
     const char* name;
     Reduce of[kTypes][kOps];
+    ReduceTree along_tree[kTypes];
 };
 
 // The best for this processor.

@@ -20,7 +20,7 @@ namespace nbelastic {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6c6c61206f672073;
-constexpr std::uint32_t kVersion = 4;
+constexpr std::uint32_t kVersion = 5;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kGiB = std::size_t{1} << 30;
 
@@ -32,7 +32,7 @@ constexpr std::size_t up(std::size_t bytes, std::size_t to) { return (bytes + to
 
 // Where each part begins, in a segment for so many ranks.
 struct Offsets {
-    std::size_t seats, letters, mailboxes, smalls, staging, arenas;
+    std::size_t seats, letters, mailboxes, smalls, staging, trees, arenas;
 
     explicit constexpr Offsets(std::size_t n)
         : seats(up(sizeof(Control), kPage)),
@@ -40,7 +40,8 @@ struct Offsets {
           mailboxes(letters + up(2 * n * n * sizeof(std::uint64_t), kPage)),
           smalls(mailboxes + up(n * n * sizeof(Mailbox), kPage)),
           staging(smalls + n * 2 * kSmallBytes),
-          arenas(staging + n * kStagingBytes) {}
+          trees(staging + n * kStagingBytes),
+          arenas(trees + n * (kTreeStagingBytes + kTreeApart)) {}
 };
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
@@ -185,6 +186,10 @@ std::byte* Segment::small(std::uint32_t rank, unsigned parity) const noexcept {
 
 std::byte* Segment::staging(std::uint32_t rank) const noexcept {
     return base_ + Offsets(size_).staging + rank * kStagingBytes;
+}
+
+std::byte* Segment::tree_staging(std::uint32_t rank) const noexcept {
+    return base_ + Offsets(size_).trees + rank * (kTreeStagingBytes + kTreeApart);
 }
 
 std::byte* Segment::arena(std::uint32_t rank) const noexcept {

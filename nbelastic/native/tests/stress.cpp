@@ -7,6 +7,7 @@
 
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -40,6 +41,56 @@ std::size_t some_count(Random& random) {
     constexpr std::size_t limits[] = {1, 16, 4'000, 40'000, 700'000};
     return 1 + draw(random, limits[draw(random, 4)]);
 }
+
+// A tree over the leaves of all ranks, drawn by all alike, and the sums of its nodes.
+class Draft {
+public:
+    explicit Draft(std::vector<std::uint32_t> leaves) : nodes_(leaves.size()), leaves_(std::move(leaves)) {
+        for (const std::uint32_t each : leaves_) ends_.push_back((ends_.empty() ? 0 : ends_.back()) + each);
+        visit(0, ends_.back());
+        std::vector<std::uint32_t> counts;
+        for (const auto& nodes : nodes_) counts.push_back(static_cast<std::uint32_t>(nodes.size()));
+        tree_ = std::make_shared<const Tree>(leaves_, counts, order_);
+    }
+
+    struct Node {
+        std::uint32_t begin, end;
+    };
+    const std::vector<Node>& nodes(std::uint32_t rank) const { return nodes_[rank]; }
+    std::shared_ptr<const Tree> tree() const { return tree_; }
+    float total(std::size_t i) const { return sum(0, ends_.back(), i); }
+
+    // A value of many magnitudes, so that the order of additions shows.
+    static float leaf(std::uint32_t v, std::size_t i) {
+        const auto mixed = static_cast<std::uint32_t>((i * 31 + v) * 2654435761u);
+        return std::ldexp(static_cast<float>(mixed >> 8), static_cast<int>(mixed % 40) - 20);
+    }
+    static float sum(std::uint32_t begin, std::uint32_t end, std::size_t i) {
+        if (end - begin == 1) return leaf(begin, i);
+        const std::uint32_t middle = (begin + end) / 2;
+        return sum(begin, middle, i) + sum(middle, end, i);
+    }
+
+private:
+    void visit(std::uint32_t begin, std::uint32_t end) {
+        std::size_t rank = 0;
+        while (ends_[rank] <= begin) ++rank;
+        if (end <= ends_[rank]) {
+            nodes_[rank].push_back({begin, end});
+            order_.push_back(0);
+            return;
+        }
+        visit(begin, (begin + end) / 2);
+        visit((begin + end) / 2, end);
+        ++order_.back();
+    }
+
+    std::vector<std::vector<Node>> nodes_;
+    std::vector<std::uint32_t> leaves_;
+    std::vector<std::uint32_t> ends_;
+    std::vector<std::uint8_t> order_;
+    std::shared_ptr<const Tree> tree_;
+};
 
 // One rank's part in a round.
 class Member {
@@ -84,7 +135,7 @@ private:
     }
 
     void one() {
-        const auto what = draw(random_, 7);
+        const auto what = draw(random_, 8);
         const std::size_t count = some_count(random_);
         const auto root = static_cast<std::uint32_t>(draw(random_, n() - 1));
         const bool begun = draw(random_, 1) == 0;
@@ -97,6 +148,7 @@ private:
             case 4: return parts(count);
             case 5: return exchange(count);
             case 6: return message(count);
+            case 7: return along_tree(count, begun);
             default: return run({.kind = Kind::barrier}, begun);
         }
     }
@@ -139,6 +191,49 @@ private:
             require(data[i] == static_cast<T>(i % 7 * n() + extra), "allreduce");
         }
         for (const auto& [block, size] : kept) arena_.give_back(block, size);
+    }
+
+    void along_tree(std::size_t count, bool begun) {
+        std::vector<std::uint32_t> leaves;
+        for (std::uint32_t rank = 0; rank < n(); ++rank) {
+            leaves.push_back(static_cast<std::uint32_t>(draw(random_, 5)));
+        }
+        leaves[draw(random_, n() - 1)] += 1;  // some rank has one
+        const Draft draft(leaves);
+        const bool inside = (random_() + me()) % 3 != 0;
+        const auto& nodes = draft.nodes(me());
+        const std::size_t vectors = nodes.size() + 1;
+        std::vector<std::vector<float>> heap(vectors);
+        std::vector<float*> data;
+        for (std::size_t k = 0; k < vectors; ++k) {
+            if (inside) {
+                data.push_back(reinterpret_cast<float*>(arena_.take(count * sizeof(float))));
+            } else {
+                heap[k].resize(count);
+                data.push_back(heap[k].data());
+            }
+        }
+        Operation its{.kind = Kind::allreduce_tree, .type = Type::f32, .op = Op::sum, .count = count};
+        its.tree = draft.tree();
+        its.mode = FloatMode::of_this_thread();
+        Random own(random_() + me());  // in one piece or two, as each rank likes
+        const std::size_t cut = count > 1 && draw(own, 1) == 0 ? 1 + draw(own, count - 2) : count;
+        const auto add = [&](float* vector, std::vector<Piece>& to) {
+            auto* bytes = reinterpret_cast<std::byte*>(vector);
+            to.push_back({bytes, cut * sizeof(float)});
+            if (cut < count) to.push_back({bytes + cut * sizeof(float), (count - cut) * sizeof(float)});
+        };
+        for (std::size_t k = 0; k < nodes.size(); ++k) {
+            for (std::size_t i = 0; i < count; ++i) data[k][i] = Draft::sum(nodes[k].begin, nodes[k].end, i);
+            add(data[k], its.inputs);
+        }
+        float* output = nodes.empty() || draw(own, 1) == 0 ? data.back() : data[0];
+        add(output, its.outputs);
+        run(std::move(its), begun);
+        for (std::size_t i = 0; i < count; ++i) require(output[i] == draft.total(i), "along a tree");
+        for (float* each : inside ? data : std::vector<float*>{}) {
+            arena_.give_back(reinterpret_cast<std::byte*>(each), count * sizeof(float));
+        }
     }
 
     void broadcast(std::size_t count, std::uint32_t root, bool begun) {

@@ -9,6 +9,7 @@ from markupsafe import Markup
 from markupsafe import escape as markup_escape
 
 __all__ = [
+    "block",
     "count",
     "duration",
     "escape",
@@ -85,6 +86,16 @@ def limits(min_np: int, max_np: int | None) -> str:
     if max_np is None:
         return f"{min_np} or more"
     return str(min_np) if min_np == max_np else f"{min_np} to {max_np}"
+
+
+def block(bounds: tuple[int, int] | None) -> str:
+    """Return the micro-batches of a rank, ``0 to 3``, from the first and the one after the last."""
+    if bounds is None:
+        return "–"
+    first, after = bounds
+    if after - first <= 1:
+        return str(first) if first < after else "none"
+    return f"{first} to {after - 1}"
 
 
 def worker(name: str, address: str | None) -> str:

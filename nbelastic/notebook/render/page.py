@@ -11,11 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 
-from nbelastic.driver.describe import over
+from nbelastic.driver.describe import in_micro_batches, over
 
 from .changes import newest_event, recent_changes
 from .curves import HEIGHT, WIDTH, shown_curves
-from .formatting import count, duration, first_lines, limits, printable, rate, shorten, worker
+from .formatting import (
+    block,
+    count,
+    duration,
+    first_lines,
+    limits,
+    printable,
+    rate,
+    shorten,
+    worker,
+)
 from .theme import STYLE, SYMBOLS
 from .timeline import legend, timeline
 
@@ -38,6 +48,7 @@ AWAY_S = 120.0
 def _load() -> Any:
     environment = Environment(autoescape=True, finalize=printable, undefined=StrictUndefined)
     environment.filters |= {
+        "block": block,
         "duration": duration,
         "first_lines": first_lines,
         "rate": rate,
@@ -102,11 +113,14 @@ def ranks(snapshot: JobSnapshot) -> str:
         return ""
     states = Counter(rank.state for rank in every)
     words = [f"{amount:,} {state}" for state, amount in states.most_common()]
-    summary = ", ".join(filter(None, [", ".join(words), over(snapshot.status.backend)]))
+    status = snapshot.status
+    divided = in_micro_batches(status.micro_batches, status.why_not_exact)
+    summary = ", ".join(filter(None, [", ".join(words), over(status.backend), divided]))
     several_hosts = len({rank.host for rank in every}) > 1
     lost = {event.name for event in snapshot.history if event.kind == "lost" and event.name}
     more = len(every) - MAX_ROWS
-    return str(_template.ranks(summary, every[:MAX_ROWS], several_hosts, lost, away, more))
+    shown, in_blocks = every[:MAX_ROWS], bool(status.micro_batches)
+    return str(_template.ranks(summary, shown, several_hosts, lost, away, more, in_blocks))
 
 
 def _away(snapshot: JobSnapshot) -> list[tuple[float, HistoryEvent]]:

@@ -21,6 +21,7 @@ from nbelastic.errors import NotInitialized, OptionError
 from nbelastic.pickling import Pickler
 from nbelastic.torch.gradients.optimizer import is_distributed
 from nbelastic.torch.ops.sampling import sample
+from nbelastic.torch.rates import LRScaler
 from nbelastic.torch.state.adapters import (
     CapturedState,
     SamplerAdapter,
@@ -131,6 +132,31 @@ class TorchState(ObjectState):
                 loader.follow(self)
             loader.add_participant(BufferMeans(_models_of(self), loader.forgo_exactness))
         return loaders
+
+    def on_reset(self) -> None:
+        """Run :meth:`reset` and the reset callbacks.
+
+        Raises
+        ------
+        OptionError
+            A callback has changed a learning rate, though a loader keeps the batch as it is, or an
+            :class:`~nbelastic.torch.elastic.LRScaler` does that by itself.
+        """
+        objects = objects_in(self._values().values())
+        scaled = [each for each in objects if isinstance(each, (Loader, LRScaler))]
+        before = _rates_of(objects)
+        super().on_reset()
+        if scaled and _rates_of(objects) != before:
+            raise OptionError(
+                "a reset callback changes a learning rate, and the state has a "
+                f"{type(scaled[0]).__name__}: "
+                + (
+                    "its batch is the same for every number of ranks, so the rate is right as it is"
+                    if isinstance(scaled[0], Loader)
+                    else "it multiplies the rates by itself"
+                )
+                + ". Remove the callback"
+            )
 
     def _batch(self) -> int:
         if self._loaders and "batch" not in self._names:
@@ -292,6 +318,12 @@ class TorchState(ObjectState):
                     payload.buffer.give_back(tensor)
         if trusted:  # this rank runs the same function
             self._lazy.pattern.trust()
+
+
+def _rates_of(objects: Iterable[object]) -> list[float]:
+    optimizers = [each for each in objects if isinstance(each, Optimizer)]
+    groups = [group for each in optimizers for group in each.param_groups]
+    return [float(group.get("lr", 0.0)) for group in groups]
 
 
 def _models_of(state: TorchState) -> Callable[[], list[Module]]:

@@ -1,0 +1,93 @@
+"""One digest: on one rank in this process, on any number of ranks, under faults, resumed."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import nbelastic
+from nbelastic import chaos
+from nbelastic.errors import RankFailed
+from tests.support.clusters import sizes, until
+from tests.support.same_result import SameResult, check_ledger, ledger_of
+
+EPOCHS = 4
+PATIENT = {"np": 4, "min_np": 1, "stall_timeout": 5, "heartbeat_timeout": 8, "block": False}
+
+
+@functools.cache
+def undisturbed(directory):
+    """Train in this process, without a job, and return what came out."""
+    threads = torch.get_num_threads()
+    nbelastic.init()
+    try:
+        return SameResult(directory, EPOCHS)()
+    finally:
+        nbelastic.shutdown()
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("alone")
+    result = undisturbed(directory)
+    check_ledger(directory, EPOCHS)
+    assert result["exact"] == ""
+    return result, ledger_of(directory)
+
+
+def check(results, work, alone):
+    right, ledger = alone
+    for result in results:
+        assert result["digest"] == right["digest"]
+        assert (result["steps"], result["rate"]) == (right["steps"], right["rate"])
+        assert result["exact"] == ""
+    assert ledger_of(work.marks) == ledger
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_ranks_that_die_join_and_leave_change_no_bit(crew, tmp_path, alone, backend):
+    work = SameResult(tmp_path, EPOCHS, seconds=0.03)
+    job = crew.fit(work, backend=backend, **PATIENT)
+    until(lambda: job.status.state == "running" or job.done(), "it runs")
+    plan = chaos.inject(
+        job,
+        chaos.kill(rank=2, step=4),
+        chaos.partition(rank=0, step=9),
+        chaos.fail(rank=1, step=14),
+    )
+    check(job.results(120), work, alone)
+    assert plan.wait(10)
+    assert len(set(sizes(job))) > 1
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_undisturbed_jobs_of_any_size_agree(crew, tmp_path, alone, size):
+    work = SameResult(tmp_path, EPOCHS)
+    check(crew.fit(work, np=size).results(), work, alone)
+
+
+def test_a_job_that_resumes_at_another_size_ends_with_the_same_bits(crew, tmp_path, alone):
+    work = SameResult(tmp_path, EPOCHS, seconds=0.05)
+    options = {"checkpoint": tmp_path / "checkpoints", "checkpoint_every": 3}
+    first = crew.fit(work, np=4, block=False, **options)
+    until(lambda: first.status.commits > 8 or first.done(), "commits")
+    first.stop()
+    first.wait(60)
+    assert first.status.state == "stopped"
+    second = crew.fit(work, np=3, resume=True, **options)
+    check(second.results(), work, alone)
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_a_storm_changes_no_bit(crew, tmp_path, alone, seed):
+    work = SameResult(tmp_path, EPOCHS, seconds=0.05, commit_every=1 + seed % 3)
+    job = crew.fit(work, blacklist_cooldown=(0.2, 1.0), **PATIENT)
+    kinds = ("kill", "stop", "close", "fail", "partition")
+    chaos.inject(job, chaos.random(seed, every=0.6, kinds=kinds))
+    problem = job.exception(180)
+    if isinstance(problem, RankFailed) and "ended before they returned" in str(problem):
+        return  # as promised, if a rank is lost after the loop, when others have returned
+    check(job.results(), work, alone)

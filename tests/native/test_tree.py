@@ -1,0 +1,171 @@
+"""Sums along a tree in C++, bit for bit against numpy."""
+
+import itertools
+import os
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbelastic.collectives.reduction_tree import Blocks, fold
+from nbelastic.collectives.shm.segment import tree_of
+from nbelastic.native import core
+
+from .test_core import FLOATS, WHOLE, on_all, tensor_in
+
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0]
+# 16 KB travel with the post; a window of staging memory is 512 KB, less if ranks have many nodes.
+COUNTS = (1, 37, 1_025, 5_000, 140_000, 300_001)
+
+
+@pytest.fixture(scope="module")
+def teams():
+    """Groups of one to four ranks."""
+    teams = {}
+    for size in range(1, 5):
+        fd = core.create(size)
+        teams[size] = [core.Group(fd, rank, size, 20.0) for rank in range(size)]
+        os.close(fd)
+    yield teams
+    for groups in teams.values():
+        for group in groups:
+            group.close()
+
+
+def any_bits(generator, count, name):
+    """Values of any bits: subnormal ones, infinities and what is no number among them."""
+    dtype = getattr(torch, name)
+    raw = generator.integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
+    values = torch.from_numpy(raw).view(dtype)
+    if dtype.is_floating_point:
+        places = torch.from_numpy(generator.random(count) < 0.3)
+        chosen = torch.tensor(generator.choice(SPECIAL, count), dtype=torch.float64).to(dtype)
+        values = torch.where(places, chosen, values)
+        small = torch.from_numpy(generator.random(count) < 0.2)
+        values = torch.where(small, values * torch.finfo(dtype).tiny, values)
+    return values
+
+
+def numpy_sum(left, right):
+    """Add as numpy does; a bfloat16, which it has not, as the rounded sum of wider values."""
+    wide = left.dtype is torch.bfloat16
+    with np.errstate(all="ignore"):
+        values = [(part.float() if wide else part).numpy() for part in (left, right)]
+        return torch.from_numpy(np.add(*values)).to(left.dtype)
+
+
+def bits(tensor):
+    plain = tensor.clone()
+    if plain.dtype.is_floating_point:
+        plain[plain.isnan()] = torch.nan
+    return plain.view(torch.uint8).numpy().tobytes()
+
+
+blocks_of = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any).map(tuple).map(Blocks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    blocks=blocks_of,
+    name=st.sampled_from(FLOATS + WHOLE),
+    count=st.sampled_from(COUNTS),
+    inside=st.sampled_from(["in", "out", "mixed"]),
+    pieces=st.integers(1, 3),
+    elsewhere=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_a_sum_has_the_bits_of_numpys(teams, blocks, name, count, inside, pieces, elsewhere, seed):
+    generator = np.random.default_rng(seed)
+    parts = [[any_bits(generator, count, name) for _ in cover] for cover in blocks.covers]
+    (wanted,) = fold([node for each in parts for node in each], blocks.order, numpy_sum)
+    cuts = sorted({0, *generator.integers(0, count, pieces - 1).tolist(), count})
+
+    def places(tensor):
+        size = tensor.dtype.itemsize
+        return [
+            (tensor.data_ptr() + begin * size, end - begin)
+            for begin, end in itertools.pairwise(cuts)
+        ]
+
+    def reduce(rank, group):
+        nodes = [part.clone() for part in parts[rank]]
+        if inside == "in" or (inside == "mixed" and rank == 1):
+            nodes = [tensor_in(group, count, part.dtype).copy_(part) for part in nodes]
+        output = nodes[0] if nodes and not elsewhere else torch.zeros(count, dtype=wanted.dtype)
+        group.allreduce_tree(
+            [places(node) for node in nodes], places(output), tree_of(blocks), core.TYPES[name]
+        )
+        return bits(output), [bits(node) for node in nodes if node is not output]
+
+    for rank, (found, kept) in enumerate(on_all(teams[blocks.ranks], reduce)):
+        assert found == bits(wanted)
+        assert kept == [bits(part) for part in parts[rank]][len(parts[rank]) - len(kept) :]
+
+
+def test_ranks_with_other_blocks_learn_of_it():
+    fd = core.create(2)
+    groups = [core.Group(fd, rank, 2, 20.0) for rank in range(2)]
+    os.close(fd)
+
+    def reduce(rank, group):
+        own = torch.ones(10)
+        tree = tree_of(Blocks((1, 1) if rank else (2, 2)))
+        with pytest.raises(core.Disagreement, match=r"blocks of 2, 2 leaves.* blocks of 1, 1 leav"):
+            group.allreduce_tree([[(own.data_ptr(), 10)]], [(own.data_ptr(), 10)], tree, 0)
+
+    on_all(groups, reduce)
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize(
+    ("leaves", "nodes", "order"),
+    [([2], [1, 1], [0]), ([2], [2], [0, 2]), ([2], [2], [0]), ([0], [0], []), ([9], [1], [1])],
+)
+def test_a_shape_that_is_no_tree_is_refused(leaves, nodes, order):
+    with pytest.raises(ValueError, match=r"."):
+        core.Tree(leaves, nodes, order)
+
+
+def test_subnormal_values_are_added_as_the_calling_thread_would(teams):
+    """The thread that performs an operation is another one if it was begun and not waited for."""
+    (group,) = teams[1]
+    tree = core.Tree([2], [2], [0, 1])
+
+    def total(flush):
+        torch.set_flush_denormal(flush)
+        try:
+            nodes = torch.full((2, 10), 1e-39)
+            output = torch.zeros(10)
+            places = [[(node.data_ptr(), 10)] for node in nodes]
+            ticket = group.allreduce_tree_async(places, [(output.data_ptr(), 10)], tree, 0)
+            while not group.done(ticket):
+                pass
+            group.wait(ticket)
+        finally:
+            torch.set_flush_denormal(False)
+        return output[0].item()
+
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor always keeps subnormal values")
+    assert total(False) > 0.0
+    assert total(True) == 0.0
+    assert total(False) > 0.0
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+def test_no_loop_multiplies_and_adds_at_once():
+    """A fused multiply-add rounds once, so its bits are those of some processors only."""
+    code = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", core.__file__],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "add" in code
+    assert "vfmadd" not in code
+    assert "fmla" not in code

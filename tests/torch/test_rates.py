@@ -1,0 +1,192 @@
+"""Learning rates where the batch follows the ranks: scaled in the step, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nbelastic.torch as hvd
+from nbelastic.collectives import SoloCommunicator
+from nbelastic.data import Batch, Loader
+from nbelastic.elastic.context import activate
+from nbelastic.errors import OptionError, StateMismatch
+from nbelastic.torch.elastic import LRScaler, TorchState, by_samples
+from tests.support.world import StaticContext
+
+
+def world(size: int) -> StaticContext:
+    context = StaticContext(SoloCommunicator(generation=1))
+    context.size = size
+    return context
+
+
+def made(kind: Any = torch.optim.SGD, lr: Any = 0.5) -> Any:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = kind([parameter], lr=lr)
+    return parameter, optimizer
+
+
+def step(parameter: torch.Tensor, optimizer: Any) -> float:
+    """Return the rate of a step, which moves a parameter of gradient 1 by it."""
+    before = parameter.item()
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    return before - parameter.item()
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=6),
+    warmup=st.integers(0, 4),
+    rule=st.sampled_from(["linear", "sqrt"]),
+    gamma=st.sampled_from([1.0, 0.9]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_rate_of_each_step_is_as_specified(
+    sizes: list[tuple[int, int]], warmup: int, rule: str, gamma: float
+) -> None:
+    context = world(sizes[0][0])
+    scale = float if rule == "linear" else math.sqrt
+    with activate(context):
+        parameter, optimizer = made()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+        scaler = LRScaler(optimizer, reference=2, rule=rule, warmup=warmup)
+        factor, base = scale(sizes[0][0] / 2), 0.5
+        for size, steps in sizes:
+            context.size = size
+            start, target = factor, scale(size / 2)
+            for number in range(steps):
+                ramp = min(number / warmup, 1.0) if warmup and target > start else 1.0
+                factor = start + (target - start) * ramp
+                assert scaler.factor == pytest.approx(factor)
+                assert step(parameter, optimizer) == pytest.approx(base * factor, rel=1e-3)
+                assert optimizer.param_groups[0]["lr"] == pytest.approx(base)
+                scheduler.step()
+                base *= gamma
+            # The ramp goes on from where the last step was about to take it.
+            ramp = min(steps / warmup, 1.0) if warmup and target > start else 1.0
+            factor = start + (target - start) * ramp
+
+
+def test_rules_by_kind_of_optimizer() -> None:
+    with activate(world(4)):
+        assert LRScaler(made()[1]).factor == 4.0
+        assert LRScaler(made(torch.optim.Adam)[1]).factor == 2.0
+        assert LRScaler(made()[1], rule=lambda ratio: ratio / 8).factor == 0.5
+
+
+def test_a_step_that_raises_leaves_no_scaled_rate() -> None:
+    with activate(world(3)):
+        parameter, optimizer = made()
+        scaler = LRScaler(optimizer)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        assert step(parameter, optimizer) == pytest.approx(1.5)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert scaler.factor == 3.0
+
+
+def test_a_rate_in_a_tensor_is_put_back_as_it_was() -> None:
+    with activate(world(2)):
+        parameter, optimizer = made(lr=torch.tensor(0.25))
+        _scaler = LRScaler(optimizer)
+        rate = optimizer.param_groups[0]["lr"]
+        assert step(parameter, optimizer) == pytest.approx(0.5)
+        assert optimizer.param_groups[0]["lr"] is rate
+        assert rate.item() == 0.25
+
+
+def test_the_warmup_is_part_of_a_commit() -> None:
+    context = world(1)
+    with activate(context):
+        model = torch.nn.Linear(1, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        scaler = LRScaler(optimizer, warmup=4)
+        state = TorchState(model, optimizer, scaler=scaler)
+        context.size = 5
+        scaler._scale()
+        scaler._put_back()
+        state.save()
+        assert scaler.factor == 2.0
+        scaler._scale()
+        scaler._put_back()
+        assert scaler.factor == 3.0
+        state.restore()
+        assert scaler.factor == 2.0
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_schedule_by_samples_ends_where_it_should() -> None:
+    context = world(4)
+    with activate(context):
+        _, optimizer = made()
+        inner = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=12)
+        scheduler = by_samples(inner, reference=2)
+        for size, steps in ((4, 2), (1, 4), (3, 4)):  # 4 + 2 + 6 steps of two ranks
+            context.size = size
+            for _ in range(steps):
+                optimizer.step()
+                scheduler.step()
+        assert scheduler.get_last_lr() == [0.0]
+        saved = scheduler.state_dict()
+        other = by_samples(torch.optim.lr_scheduler.LinearLR(made()[1], 1.0, 0.0, 12), 2)
+        other.load_state_dict(saved)
+        assert other.state_dict() == saved
+
+
+def test_a_rate_that_was_multiplied_by_the_size_is_refused() -> None:
+    with activate(world(2)):
+        saved = LRScaler(made(lr=0.1 * 2)[1]).state_dict()
+    with activate(world(3)):
+        LRScaler(made(lr=0.2)[1]).load_state_dict(saved)
+        with pytest.raises(StateMismatch, match=r"build the optimizer without `\* hvd\.size\(\)`"):
+            LRScaler(made(lr=0.1 * 3)[1]).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("with_loader", [False, True])
+def test_a_reset_callback_that_changes_a_rate_is_refused(with_loader: bool) -> None:
+    with activate(world(1)):
+        model = torch.nn.Linear(1, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        extra: dict[str, Any] = (
+            {"loader": Loader(range(8), Batch(4, micro=2))}
+            if with_loader
+            else {"scaler": LRScaler(optimizer)}
+        )
+        state = TorchState(model, optimizer, **extra)
+        state.on_reset()
+
+        def adapt() -> None:
+            optimizer.param_groups[0]["lr"] = 0.7
+
+        state.register_reset_callbacks([adapt])
+        with pytest.raises(OptionError, match="a reset callback changes a learning rate"):
+            state.on_reset()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reference": 0}, "must be a number of ranks"),
+        ({"warmup": -1}, "must be a whole number of steps"),
+        ({"rule": "cubic"}, "must be 'linear', 'sqrt' or a function"),
+        ({"rule": lambda _: -1.0}, "it must be positive"),
+    ],
+)
+def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None:
+    with activate(world(1)), pytest.raises(OptionError, match=message):
+        LRScaler(made()[1], **options)
+
+
+def test_two_scalers_of_one_optimizer_are_refused() -> None:
+    with activate(world(1)):
+        _, optimizer = made()
+        _first = LRScaler(optimizer)
+        with pytest.raises(OptionError, match="has one already"):
+            LRScaler(optimizer)
+        with pytest.raises(OptionError, match="must be a learning rate scheduler"):
+            by_samples(optimizer.state)
