@@ -180,15 +180,3 @@ class Blocks:
     def order(self) -> tuple[int, ...]:
         """Order in which the nodes of all ranks are added; see :func:`fold`."""
         return additions([node for nodes in self.covers for node in nodes], self.leaves)
-
-    @functools.cached_property
-    def is_balanced(self) -> bool:
-        """Whether pairs of ranks, then pairs of pairs and so on add up to the sum.
-
-        Then the number of ranks is a power of two, and each has one node.
-        """
-        ranks = self.ranks
-        if ranks & (ranks - 1) or any(len(nodes) != 1 for nodes in self.covers):
-            return False
-        trailing_ones = ((rank ^ (rank + 1)).bit_length() - 1 for rank in range(ranks))
-        return self.order == tuple(trailing_ones)

@@ -20,6 +20,11 @@ from benchmarks.side_by_side import ROOT
             {"4096": {"ours", "ours, any memory", "gloo", "limit"}},
         ),
         (
+            "allreduce_tree",
+            ["--sizes", "1M", "--backends", "gloo"],
+            {"gloo 1M": {"tree", "ordinary"}},
+        ),
+        (
             "training_step",
             ["--models", "mlp-1m", "--backends", "gloo"],
             {"mlp-1m": {"parameters", "steps", "rounds"}},

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nbelastic.collectives import buffers
+from nbelastic.collectives.gloo import tree
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.reduction_tree import IDENTITY, Blocks, Node, additions, fold
 from nbelastic.errors import CollectiveError, RanksDisagree
@@ -185,6 +186,15 @@ def test_tensors_in_other_memory_are_summed_through_a_copy(world, monkeypatch):
 
     total = float(sum(map(len, blocks.covers)))
     assert world.run(rank_main) == [[[total] * 3, [total] * 2]] * world.size
+
+
+def test_a_share_of_many_chunks_needs_memory_for_two(world, monkeypatch):
+    """Over Gloo; with others it is one more sum."""
+    monkeypatch.setattr(tree, "_CHUNK_BYTES", 4096)
+    make = functools.partial(leaf, shapes=[(30_011,)], dtype=torch.float32)
+    blocks = Blocks.even(6, world.size)
+    expected = bits(node_sum(Node(0, 6), 6, make))
+    assert world.run(lambda c: bits(summed(c, blocks, make))) == [expected] * world.size
 
 
 @needs_core

@@ -30,9 +30,10 @@ __all__ = ["TreeSum"]
 
 _NODES, _SUMS = 1, 2  # tags of messages; users' messages have 0
 
-_CHUNK_BYTES = 1 << 20
-_CHUNKS_AHEAD = 4
-"""Chunks for which a rank has memory: one that it adds, and those that are on their way."""
+# With smaller chunks each message costs more than it hides, with one chunk nothing is hidden.
+_CHUNK_BYTES = 4 << 20
+_CHUNKS_AHEAD = 2
+"""Chunks for which a rank has memory: one that it adds, and one on its way."""
 
 
 class TreeSum:
