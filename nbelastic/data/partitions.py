@@ -28,7 +28,9 @@ def is_rows(value: Any) -> bool:
     """Return whether a value is a Dask dataframe, series or array."""
     if not hasattr(type(value), "__dask_keys__"):
         return False
-    return hasattr(value, "npartitions") and (hasattr(value, "_meta") or hasattr(value, "chunks"))
+    if not isinstance(getattr(value, "npartitions", None), int):
+        return False  # a Delayed has any attribute, of its own type
+    return hasattr(value, "_meta") or hasattr(value, "chunks")
 
 
 class Dask(UnitSource):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nbelastic.data import Batch, Dask, Loader, Parquet
-from nbelastic.errors import OptionError
+from nbelastic.errors import DataError, OptionError
 from tests.support.clusters import until
 
 ROWS = 960
@@ -199,3 +199,17 @@ def test_an_error_in_a_partition_comes_before_the_job(crew):
     frame = dd.from_pandas(table(), npartitions=3).map_partitions(fail, meta=table().iloc[:0])
     with pytest.raises(ZeroDivisionError, match="in a partition"):
         crew.fit(sum_up, args=(frame, 1.0), np=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_a_row_group_that_cannot_be_read_ends_the_job_by_name(crew, tmp_path):
+    path = tmp_path / "a.parquet"
+    table().to_parquet(path, row_group_size=120)
+    source = Parquet(str(path), ["id"])
+    damaged = bytearray(path.read_bytes())
+    at = source._files[0].footer.row_group(2).column(0).dictionary_page_offset
+    damaged[at : at + 40] = b"x" * 40
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"a\.parquet, row group 2 cannot be read"):
+        crew.fit(sum_up, args=(source, 1.0), np=2)

@@ -1,4 +1,4 @@
-"""Have the cluster compute and hold the partitions of Dask collections that a job reads.
+"""Compute and hold the partitions of Dask collections that a job reads.
 
 Runs in the kernel, in the thread that calls ``fit``.
 """
@@ -75,7 +75,9 @@ def _source_of(value: Any) -> Any:
 
 def _has_rows(value: Any) -> bool:
     """Return whether a value is a dataframe, a series or an array of Dask's."""
-    return is_dask_collection(value) and (hasattr(value, "chunks") or hasattr(value, "_meta"))
+    if not is_dask_collection(value) or not isinstance(getattr(value, "npartitions", None), int):
+        return False  # a Delayed has any attribute, of its own type
+    return hasattr(value, "chunks") or hasattr(value, "_meta")
 
 
 def hold_partitions(client: Client, sources: Sequence[Any]) -> HeldPartitions:
