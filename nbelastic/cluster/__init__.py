@@ -7,6 +7,7 @@ them run in several processes; each names them.
 from .job_log import JobLog
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
 from .kernel.gitignore import GitIgnore
+from .kernel.partitions import HeldPartitions, hold_partitions, with_sources
 from .kernel.preflight import check_versions, pack_function
 from .kernel.reachability import check_scheduler
 from .kernel.sources import why_missing
@@ -45,6 +46,7 @@ __all__ = [
     "FaultOrder",
     "FaultReport",
     "GitIgnore",
+    "HeldPartitions",
     "HistoryRecord",
     "InjectedFault",
     "JobClient",
@@ -64,6 +66,7 @@ __all__ = [
     "WorkerRefused",
     "check_scheduler",
     "check_versions",
+    "hold_partitions",
     "look_at_job",
     "lost_while",
     "open_jobs",
@@ -75,4 +78,5 @@ __all__ = [
     "unpack_error",
     "unpack_machine",
     "why_missing",
+    "with_sources",
 ]

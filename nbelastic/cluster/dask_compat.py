@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -17,23 +18,27 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from distributed import metrics, secede
+from distributed import Future, metrics, secede
 from distributed.threadpoolexecutor import thread_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from distributed import Scheduler
+    from distributed import Client, Scheduler
 
 __all__ = [
     "ConnectionCheck",
     "PeriodicCall",
     "cause_of_death",
+    "hold_keys",
     "is_stalled",
+    "key_of",
     "leave_thread_pool",
+    "release_keys",
     "resume",
     "shorten_batching",
     "unacknowledged_s",
+    "value_of",
 ]
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -227,6 +232,45 @@ class _NoPool:
             waiting, self._rejoin_list = self._rejoin_list, []
         for _thread, event in waiting:
             event.set()
+
+
+# -- keys ------------------------------------------------------------------------------------------
+#
+# Dask keeps a value for as long as a client wants it. The partitions that a job reads are wanted by
+# a client that exists by name only, as Dask's own variables and published data sets do it. So they
+# stay when the kernel goes, and a value that is lost with its worker is computed again.
+
+
+def key_of(text: str) -> Any:
+    """Return a key of Dask's from its text in JSON, which has no tuples."""
+    key = json.loads(text)
+    return tuple(key) if isinstance(key, list) else key
+
+
+def value_of(client: Client, key: Any) -> Any:
+    """Return the value of a key, from whichever worker has it or computes it again.
+
+    A new future waits for messages on its key, which the scheduler sends to clients that want it.
+    """
+    future: Future[Any] = Future(key, client)
+    wish = {"op": "client-desires-keys", "keys": [key], "client": client.id}
+    client._send_to_scheduler(wish)
+    return future.result()
+
+
+def hold_keys(scheduler: Scheduler, holder: str, texts: Iterable[str]) -> None:
+    """Have the scheduler keep values, by the texts of their keys."""
+    known = [key for key in map(key_of, texts) if key in scheduler.tasks]
+    scheduler.client_desires_keys(keys=known, client=holder)
+
+
+def release_keys(scheduler: Scheduler, holder: str) -> None:
+    """Let go of all values that are kept for `holder`."""
+    client = scheduler.clients.get(holder)
+    if client is not None:
+        keys = [task.key for task in client.wants_what]
+        scheduler.client_releases_keys(keys=keys, client=holder)
+        scheduler.clients.pop(holder, None)
 
 
 # -- nannies ---------------------------------------------------------------------------------------

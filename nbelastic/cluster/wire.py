@@ -346,6 +346,9 @@ class JobTerms:
         The options that it was started with, pickled, for a kernel that attaches to it.
     machine : str
         Its membership machine, as :func:`pack_machine` writes it.
+    partitions : tuple of str
+        Keys of partitions of Dask collections that it reads, as JSON. The scheduler holds them
+        until its end.
     """
 
     payload: JobPayload
@@ -356,6 +359,7 @@ class JobTerms:
     lease: float
     options: bytes
     machine: str
+    partitions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ This room knows torch the library, and nothing of :mod:`nbelastic.torch`. The de
 from .batch import Batch
 from .loader import Loader, Step, StepParticipant
 from .parquet import Arrow, Parquet
+from .partitions import Dask
 from .sources import MapSource, RowSource, WorkItem
 from .units import UnitSource
 
 __all__ = [
     "Arrow",
     "Batch",
+    "Dask",
     "Loader",
     "MapSource",
     "Parquet",

@@ -60,6 +60,9 @@ class UnitSource(abc.ABC):
         """Return the number of rows."""
         return int(self.sizes.sum())
 
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to take
+        """Take what is the rank's own. The rank's thread calls this before units are read."""
+
     @abc.abstractmethod
     def read(self, unit: int) -> RowBlock:
         """Return the rows of a unit, in their own order. A background thread calls this.
@@ -132,6 +135,7 @@ class WindowedRows:
     def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         """Yield a batch for each micro-batch of a block; see :class:`RowSource`."""
         self._give_up()
+        self._source.prepare()
         streams, order = self._streams(dealing, self.window_rows), (dealing, self.window_rows)
         kept = self._kept if order == self._order else {}
         needed = {(each.stream, each.number) for each in streams.needed(first, block)}

@@ -107,7 +107,8 @@ class WindowReader:
         with self._changed:
             self._stopped = True
             thread = self._thread
-        if thread is not None:
+        # The collector of garbage may end an iterator, and with it its reader, in any thread.
+        if thread is not None and thread is not threading.current_thread():
             thread.join(JOIN_LIMIT)
         with self._changed:
             left = [each for each in self._ready if isinstance(each, LoadedWindow)]

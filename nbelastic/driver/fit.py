@@ -10,13 +10,16 @@ import uuid
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbelastic.cluster import (
+    HeldPartitions,
     JobClient,
     JobTerms,
     check_versions,
+    hold_partitions,
     lost_while,
     own_versions,
     pack_function,
     pack_machine,
+    with_sources,
 )
 from nbelastic.errors import ClusterLost, OptionError
 from nbelastic.membership import Machine
@@ -75,6 +78,8 @@ def fit(
     ----------
     fn : callable
         The training function. It runs on every rank, from the top, with ``args`` and ``kwargs``.
+        A Dask dataframe or array among them arrives as a ``hvd.elastic.Dask``, which a ``Loader``
+        reads.
     cluster : Client, Cluster or str, optional
         A Dask client, a cluster, or a scheduler's address. Without it a ``LocalCluster`` is
         started for the job, with ``np`` (or ``max_np``, or as many as cores) workers, and closed at
@@ -165,17 +170,25 @@ def fit(
     if not callable(fn):
         raise OptionError(f"fn={fn!r}: must be a function")
     job_name = _check_name(name)
-    payload, modules = pack_function(fn, *call_arguments(args, kwargs))
+    positional, named, sources = with_sources(fn, *call_arguments(args, kwargs))
+    # What cannot be sent is refused before a cluster starts, unless that has to compute first.
+    packed = None if sources else pack_function(fn, positional, named)
     client, cleanup = attach_client(cluster, options)
     job_client: JobClient | None = None
+    held = HeldPartitions()
     try:
         with lost_while(client, "versions were compared"):
             check_versions(client)
+        if packed is None:
+            with lost_while(client, "partitions were computed"):
+                held = hold_partitions(client, sources)
+            packed = pack_function(fn, positional, named)
+        payload, modules = packed
         driver = Driver(job_name, options, cleanup)
         driver.owns_cluster = cluster is None
         driver.log.modules = modules
         job_client = JobClient(client, job_name, driver.receive)
-        job_client.open(terms_of(payload, options))
+        job_client.open(terms_of(payload, options, held))
         driver.start(job_client)
     except BaseException as error:
         if job_client is not None and not isinstance(error, ClusterLost):
@@ -184,10 +197,12 @@ def fit(
             job_client.give_up()  # should the connection come back, it is not opened
         cleanup()
         raise
+    finally:
+        held.release()
     return hand_out(driver, block=block)
 
 
-def terms_of(payload: JobPayload, options: Options) -> JobTerms:
+def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None = None) -> JobTerms:
     """Return the terms of a job for the scheduler."""
     return JobTerms(
         payload=payload,
@@ -198,6 +213,7 @@ def terms_of(payload: JobPayload, options: Options) -> JobTerms:
         lease=float(options.lease),
         options=pickle.dumps(options.pack()),
         machine=pack_machine(Machine(options.limits())),
+        partitions=() if held is None else held.keys,
     )
 
 

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.telemetry import Telemetry
@@ -75,6 +75,9 @@ class Context(abc.ABC):
         That of the state: does what costs time only once.
     max_np : int or None
         Largest number of ranks that the job was started with; None if there is no limit.
+    fetch_partition : callable or None
+        Returns a partition of a Dask collection by the text of its key; any thread may call it.
+        None outside of a job.
     share : StepShare or None
         This rank's micro-batches of the step under way; None without a loader.
     """
@@ -98,6 +101,7 @@ class Context(abc.ABC):
     receive_buffer: ReceiveBuffer | None = None
     prepare_to_join: Callable[[], None] | None = None
     max_np: int | None = None
+    fetch_partition: Callable[[str], Any] | None = None
     share: StepShare | None = None
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number

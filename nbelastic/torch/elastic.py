@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
 
-from nbelastic.data import Arrow, Batch, Loader, Parquet
+from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState, State
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrow",
     "Batch",
+    "Dask",
     "ElasticSampler",
     "LRScaler",
     "Loader",

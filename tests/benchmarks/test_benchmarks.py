@@ -39,6 +39,7 @@ from benchmarks.side_by_side import ROOT
             [],
             {name: {"fixed", "found", "equal"} for name in ("SGD 0.1", "SGD 0.4", "Adam 0.01")},
         ),
+        ("data", [], {"parquet": {"rounds", "bytes", "memory"}}),
         ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
         ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
         ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours"}}),

@@ -19,8 +19,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader, Parquet
+from nbelastic.data.ranges import RowRange, Window
 from nbelastic.data.row_block import RowBlock
 from nbelastic.data.units import UnitSource, parse_bytes
+from nbelastic.data.windows import LoadedWindow, WindowReader
 from nbelastic.elastic.context import activate
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from tests.support.world import StaticContext
@@ -394,3 +396,19 @@ def test_sizes_are_read_as_dask_reads_them(text: Any, count: float) -> None:
 def test_other_sizes_are_refused(value: Any) -> None:
     with pytest.raises(OptionError, match="must be a number of bytes"):
         parse_bytes(value, "memory")
+
+
+def test_a_reader_may_be_ended_in_its_own_thread() -> None:
+    failed: list[BaseException] = []
+
+    def read(window: Window) -> LoadedWindow:
+        try:
+            reader.stop()  # as the collector of garbage may do it, in any thread
+        except RuntimeError as error:
+            failed.append(error)
+        return LoadedWindow(window, RowBlock((np.arange(window.rows),)))
+
+    window = Window(0, 0, 0, (RowRange(0, 0, 5),), None)
+    reader = WindowReader(iter([window]), read, lambda window: 40, 1000, {})
+    assert reader.take().window is window
+    assert not failed

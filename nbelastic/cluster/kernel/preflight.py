@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster.payload import Modules
 
-__all__ = ["LARGE", "check_versions", "pack_function"]
+__all__ = ["LARGE", "check_versions", "pack_function", "parts_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def pack_function(
     return JobPayload(secrets.token_bytes(SECRET_BYTES), sources, call), modules
 
 
-def _parts(
+def parts_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield everything that travels, each with a name that the user knows it by."""
@@ -176,7 +176,7 @@ def _refuse_futures(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Refuse Dask's futures: they pickle, but a rank would get one without a value."""
-    for name, value in _parts(function, args, kwargs):
+    for name, value in parts_of(function, args, kwargs):
         for where, inner in itertools.islice(_elements(value), MOST_ELEMENTS):
             if isinstance(inner, Future):
                 there = f"{where} of {name}" if where else name
@@ -203,7 +203,7 @@ def _elements(value: Any, where: str = "", depth: int = 4) -> Iterator[tuple[str
 
 
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for name, value in _parts(function, args, kwargs):
+    for name, value in parts_of(function, args, kwargs):
         if not _pickles(value):
             return f"{name} (a {type(value).__name__}{_inside(value)})"
     return f"the function {getattr(function, '__name__', function)!r}"
@@ -219,7 +219,7 @@ def _inside(value: Any) -> str:
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     if inspect.isfunction(value):
-        yield from _parts(value, (), {})
+        yield from parts_of(value, (), {})
     elif isinstance(value, dict):
         yield from ((repr(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):
@@ -239,7 +239,7 @@ def _pickles(value: Any) -> bool:
 def _sizes(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[int, str]]:
-    for name, value in _parts(function, args, kwargs):
+    for name, value in parts_of(function, args, kwargs):
         try:
             yield len(dumps(value)), name
         except (pickle.PicklingError, TypeError):

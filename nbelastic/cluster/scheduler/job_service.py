@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbelastic.cluster.dask_compat import shorten_batching
+from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
 from nbelastic.cluster.wire import (
     AttachRefusal,
     AttachRequest,
@@ -110,7 +110,10 @@ class JobService:
             machine=unpack_machine(terms.machine),
             uid=asked.uid,
             started=time.time(),
+            partitions=terms.partitions,
         )
+        if record.partitions:
+            hold_keys(self._scheduler, record.holder, record.partitions)
         self._shorten_batching(asked.client)
         record.controller = JobController(asked.job, record, self._plugin, self._plugin.chance)
         await self._plugin.prepare(asked.job)

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from nbelastic.cluster.dask_compat import PeriodicCall, cause_of_death, shorten_batching
+from nbelastic.cluster.dask_compat import (
+    PeriodicCall,
+    cause_of_death,
+    release_keys,
+    shorten_batching,
+)
 from nbelastic.cluster.wire import (
     PLUGIN,
     EndRankOrder,
@@ -142,6 +147,7 @@ class ElasticPlugin(SchedulerPlugin):
             return
         record.controller.stop()
         record.release()
+        release_keys(self._scheduler, record.holder)
         self._job_service.forget_tasks([record.key(s) for s in range(record.machine.roster.starts)])
         for host in self._workers.values():
             self._to_agent(host, pack(ForgetOrder(job)))

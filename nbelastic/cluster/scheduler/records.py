@@ -119,6 +119,8 @@ class JobRecord:
         The copy of its membership machine.
     uid : str
         Part of its tasks' keys, so that another job of this name has others.
+    partitions : tuple of str
+        Keys of partitions that the scheduler holds for it, as JSON.
     started : float
         When, in seconds since the epoch.
     epoch : int
@@ -149,6 +151,7 @@ class JobRecord:
     machine: Machine
     uid: str
     started: float
+    partitions: tuple[str, ...] = ()
     epoch: int = 1
     steps: int = 0
     seq: int = 0
@@ -173,6 +176,11 @@ class JobRecord:
     def key(self, start: int) -> str:
         """Return the key of a rank's task."""
         return f"{RANK_KEY}{self.uid}-{start}"
+
+    @property
+    def holder(self) -> str:
+        """Name of the client, to Dask, that wants its partitions."""
+        return f"nbelastic-{self.uid}"
 
     @property
     def demand(self) -> int:

@@ -30,9 +30,12 @@ from .allocator import steady_memory
 from .environment import ForksEnded, prepared
 from .modules import installed
 from .output import NO_CONSOLE, captured
+from .partitions import PartitionFetcher
 from .torch_hooks import advise, hooked_torch, trainers_of
 
 if TYPE_CHECKING:
+    from distributed import Worker
+
     from nbelastic.cluster.rank_error import PackedError
     from nbelastic.cluster.wire import JobPayload
     from nbelastic.elastic.runtime import RankSpec
@@ -66,16 +69,16 @@ def run_rank(spec: RankSpec, slot: str, address: str) -> None:
     if agent is None or worker.id != slot:
         return
     with leave_thread_pool():
-        _Rank(agent, replace(spec, bind=agent.bind(address)), worker.local_directory).run()
+        _Rank(agent, replace(spec, bind=agent.bind(address)), worker).run()
 
 
 class _Rank:
     """One start of the function, from attaching to its agent to detaching."""
 
-    def __init__(self, agent: Agent, spec: RankSpec, directory: str) -> None:
+    def __init__(self, agent: Agent, spec: RankSpec, worker: Worker) -> None:
         self._agent = agent
         self._spec = spec
-        self._directory = directory
+        self._worker = worker
         self._key = (spec.job, spec.start)
         self._memory = contextlib.ExitStack()
         self._over = False
@@ -116,11 +119,12 @@ class _Rank:
         on_set_up = functools.partial(self._memory.enter_context, steady_memory())
         runtime = replace(self._agent.runtime, on_set_up=on_set_up)
         session = Session(self._spec, self, runtime)
+        session.fetch_partition = PartitionFetcher(self._worker)
         if not self._agent.attach(self._key, session):
             return
         try:
             with self._memory, contextlib.ExitStack() as stack:
-                stack.enter_context(prepared(self._agent.threads, self._directory))
+                stack.enter_context(prepared(self._agent.threads, self._worker.local_directory))
                 stack.enter_context(captured(self._print))
                 stack.enter_context(hooked_torch())
                 stack.enter_context(activate(session))

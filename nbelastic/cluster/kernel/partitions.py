@@ -1,0 +1,122 @@
+"""Compute and hold the partitions of Dask collections that a job reads.
+
+Runs in the kernel, in the thread that calls ``fit``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dask.base import is_dask_collection
+from dask.sizeof import sizeof
+from distributed import Future, futures_of
+
+from .preflight import parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from distributed import Client
+
+__all__ = ["HeldPartitions", "hold_partitions", "with_sources"]
+
+
+class HeldPartitions:
+    """Partitions that this kernel holds, until the scheduler holds them for the job.
+
+    Attributes
+    ----------
+    keys : tuple of str
+        Their keys, as JSON.
+    """
+
+    def __init__(self, futures: Iterable[Future[Any]] = ()) -> None:
+        self._futures = list(futures)
+        self.keys = tuple(dict.fromkeys(json.dumps(future.key) for future in self._futures))
+
+    def release(self) -> None:
+        """Let go of them."""
+        self._futures.clear()
+
+
+def with_sources(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    """Make sources of the collections among the arguments of a function.
+
+    Returns
+    -------
+    args, kwargs : tuple, dict
+        The arguments, with a :class:`nbelastic.data.Dask` in place of each dataframe or array, and
+        of each tuple of them.
+    sources : list of nbelastic.data.Dask
+        These, and those that the user has made and the function uses.
+    """
+    args = tuple(map(_source_of, args))
+    kwargs = {name: _source_of(value) for name, value in kwargs.items()}
+    module = sys.modules.get("nbelastic.data.partitions")  # which imports torch
+    if module is None:
+        return args, kwargs, []
+    parts = [value for _, value in parts_of(function, args, kwargs)]
+    found = {id(value): value for value in parts if isinstance(value, module.Dask)}
+    return args, kwargs, list(found.values())
+
+
+def _source_of(value: Any) -> Any:
+    several = isinstance(value, (tuple, list)) and len(value) > 0
+    if not all(map(_has_rows, value)) if several else not _has_rows(value):
+        return value
+    from nbelastic.data.partitions import Dask
+
+    return Dask(tuple(value) if several else value)
+
+
+def _has_rows(value: Any) -> bool:
+    """Return whether a value is a dataframe, a series or an array of Dask's."""
+    if not is_dask_collection(value) or not isinstance(getattr(value, "npartitions", None), int):
+        return False  # a Delayed has any attribute, of its own type
+    return hasattr(value, "chunks") or hasattr(value, "_meta")
+
+
+def hold_partitions(client: Client, sources: Sequence[Any]) -> HeldPartitions:
+    """Compute the partitions of sources, and give the sources their keys and sizes.
+
+    Parameters
+    ----------
+    client : Client
+    sources : sequence of nbelastic.data.Dask
+
+    Raises
+    ------
+    Exception
+        What computing a partition has raised.
+    """
+    held: list[Future[Any]] = []
+    for source in sources:
+        columns = [_partitions_of(client, each) for each in source.collections]
+        parts = list(zip(*columns, strict=True))
+        futures = [future for part in parts for future in part]
+        found = client.gather(client.map(_measure, futures, pure=False))
+        rows = [
+            tuple(count for count, _ in found[first : first + len(columns)])
+            for first in range(0, len(found), len(columns))
+        ]
+        texts = [tuple(json.dumps(future.key) for future in part) for part in parts]
+        source.hold(texts, rows, sum(size for _, size in found))
+        held += futures
+    return HeldPartitions(held)
+
+
+def _partitions_of(client: Client, collection: Any) -> list[Future[Any]]:
+    """Have the cluster compute a collection; return its partitions in their order.
+
+    A persisted dataframe may have other keys than its futures, whose last parts are the positions.
+    """
+    return sorted(futures_of(client.persist(collection)), key=lambda future: future.key[1:])
+
+
+def _measure(part: Any) -> tuple[int, int]:
+    """Return the rows and the bytes of a partition."""
+    return len(part), int(sizeof(part))

@@ -1,0 +1,277 @@
+"""Dask collections as sources of rows.
+
+This module does not import Dask. It uses methods of collections that it is given, and the hook by
+which a context fetches a partition.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
+from nbelastic.data.row_block import RowBlock
+from nbelastic.data.units import UnitSource
+from nbelastic.elastic.context import current
+from nbelastic.errors import DataError, NbelasticError, NotInitialized, OptionError
+
+if TYPE_CHECKING:
+    from nbelastic.data.permutation import Rows
+
+__all__ = ["Dask", "is_rows"]
+
+
+def is_rows(value: Any) -> bool:
+    """Return whether a value is a Dask dataframe, series or array."""
+    if not hasattr(type(value), "__dask_keys__"):
+        return False
+    if not isinstance(getattr(value, "npartitions", None), int):
+        return False  # a Delayed has any attribute, of its own type
+    return hasattr(value, "_meta") or hasattr(value, "chunks")
+
+
+class Dask(UnitSource):
+    """A Dask collection as the data of a :class:`~nbelastic.data.Loader`.
+
+    Pass it to the training function in ``args``. A dataframe or an array there is made one of these
+    by itself. ``fit`` has the cluster compute the partitions, before the job starts, and the job
+    holds them until its end. Ranks read partitions on their own worker from its memory, and others
+    over the network. If a worker fails, Dask computes its partitions again. They must have the same
+    rows then.
+
+    Partitions are units, as row groups of :class:`Parquet` are.
+
+    Parameters
+    ----------
+    collection : dask.dataframe, dask.array, or tuple of them
+        The rows; of arrays the first dimension. Collections of a tuple have partitions of the same
+        sizes, and the parts of a batch are in their order.
+    columns, shuffle_rows, memory, fill
+        As for :class:`Parquet`. Batches of a dataframe are tuples or dicts, those of a single array
+        or series are tensors.
+    transform : callable, optional
+        As for :class:`Parquet`; gets a partition, or a tuple of partitions.
+
+    Raises
+    ------
+    OptionError
+        It is another collection, a column is missing, or a value cannot be used.
+
+    Examples
+    --------
+    >>> nbelastic.fit(train, cluster=client, args=(ddf,))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        collection: Any,
+        columns: Sequence[str] | Mapping[Any, str] | None = None,
+        *,
+        shuffle_rows: int = 100_000,
+        transform: Callable[[Any], Any] | None = None,
+        memory: int | str = "256 MB",
+        fill: Any = None,
+    ) -> None:
+        super().__init__("Dask", shuffle_rows, memory)
+        collections = collection if isinstance(collection, (tuple, list)) else (collection,)
+        for each in collections or (collection,):
+            if not is_rows(each):
+                raise OptionError(
+                    f"Dask({type(each).__name__}): must be a dask.dataframe, a dask.array, or a "
+                    "tuple of them"
+                )
+        if transform is not None and not callable(transform):
+            raise OptionError(f"Dask(transform={transform!r}): must be a function")
+        self._single = not isinstance(collection, (tuple, list))
+        self._transform = transform
+        self._fill = fill
+        self._choices = [self._choose(each, columns) for each in collections]
+        if columns is not None and not any(self._choices):
+            raise OptionError(f"Dask(columns={columns!r}): the collection has no columns")
+        self._collections: tuple[Any, ...] | None = _aligned(tuple(collections))
+        self._keys: list[tuple[str, ...]] = []
+        self._sizes: Rows | None = None
+        self._fetch_partition: Callable[[str], Any] | None = None
+        self.row_bytes = 0.0
+
+    def _choose(self, collection: Any, columns: Any) -> ColumnChoice | None:
+        if not hasattr(collection, "columns") or getattr(collection, "ndim", 2) != 2:
+            return None
+        names = [str(name) for name in collection.columns]
+        choice = choose(columns, names, "the dataframe")
+        for name in choice.names if self._transform is None else ():
+            kind = collection.dtypes[name]
+            if getattr(kind, "kind", "O") not in "biuf":
+                raise OptionError(
+                    NEEDS_TRANSFORM.format(where="the dataframe", name=name, kind=kind)
+                )
+        return choice
+
+    @property
+    def collections(self) -> tuple[Any, ...] | None:
+        """The collections; None where they have been replaced by their partitions' keys."""
+        return self._collections
+
+    @property
+    def sizes(self) -> Rows:  # type: ignore[override]
+        """Rows of each partition."""
+        if self._sizes is None:
+            self._measure()
+        assert self._sizes is not None
+        return self._sizes
+
+    def _measure(self) -> None:
+        """Count the rows without a job, by reading all partitions."""
+        assert self._collections is not None
+        count = self._collections[0].npartitions
+        rows, nbytes = [], 0
+        for unit in range(count):
+            parts = self._compute(unit)
+            rows.append(tuple(map(len, parts)))
+            nbytes += sum(map(_bytes_of, parts))
+        self._take_sizes(rows, nbytes)
+
+    def hold(self, keys: Sequence[Sequence[str]], rows: Sequence[Sequence[int]], size: int) -> None:
+        """Take the keys of partitions in the cluster's memory; ``fit`` calls this.
+
+        Parameters
+        ----------
+        keys : sequence
+            For each partition a key for each collection.
+        rows : sequence
+            For each partition its rows in each collection.
+        size : int
+            Bytes of all.
+
+        Raises
+        ------
+        OptionError
+            Collections have partitions of differing sizes.
+        """
+        self._take_sizes(rows, size)
+        self._keys = [tuple(each) for each in keys]
+
+    def _take_sizes(self, rows: Sequence[Sequence[int]], size: int) -> None:
+        for unit, counts in enumerate(rows):
+            if len(set(counts)) > 1:
+                raise OptionError(
+                    f"Dask: partition {unit} has {' and '.join(map(str, counts))} rows in the "
+                    "collections of the tuple; repartition them alike"
+                )
+        sizes = np.array([counts[0] for counts in rows], dtype=np.int64)
+        if not sizes.sum():
+            raise OptionError("Dask: the collection has no rows")
+        self._sizes = sizes
+        self.row_bytes = size / int(sizes.sum())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the collections, which ranks read by their keys."""
+        if not self._keys:
+            raise OptionError(
+                "a Dask source is not held by the cluster yet: pass it to the job in args=, or as "
+                "a variable of the training function"
+            )
+        return {**self.__dict__, "_collections": None, "_fetch_partition": None}
+
+    def prepare(self) -> None:
+        """Take the hook by which this rank fetches partitions."""
+        try:
+            self._fetch_partition = current().fetch_partition
+        except NotInitialized:
+            self._fetch_partition = None
+
+    def read(self, unit: int) -> RowBlock:
+        """Return the rows of a partition; see :class:`UnitSource`."""
+        where = f"partition {unit}"
+        try:
+            parts = self._fetch(unit) if self._collections is None else self._compute(unit)
+        except NbelasticError:
+            raise
+        except Exception as error:  # whatever computing the partition again has raised
+            kind = type(error).__name__
+            raise DataError(f"{where} cannot be read: {kind}: {error}") from error
+        if self._transform is not None:
+            value = parts[0] if self._single else parts
+            return RowBlock.of(self._transform(value), len(parts[0]), where)
+        blocks = [
+            self._block(part, choice, where)
+            for part, choice in zip(parts, self._choices, strict=True)
+        ]
+        if self._single:
+            return blocks[0]
+        return RowBlock(tuple(array for block in blocks for array in block.arrays))
+
+    def _fetch(self, unit: int) -> tuple[Any, ...]:
+        fetch = self._fetch_partition
+        if fetch is None:
+            raise DataError(f"partition {unit} cannot be read outside of its job")
+        return tuple(fetch(key) for key in self._keys[unit])
+
+    def _compute(self, unit: int) -> tuple[Any, ...]:
+        assert self._collections is not None
+        found = []
+        for each in self._collections:
+            part = each.blocks[unit] if hasattr(each, "chunks") else each.partitions[unit]
+            found.append(part.compute())
+        return tuple(found)
+
+    def _block(self, part: Any, choice: ColumnChoice | None, where: str) -> RowBlock:
+        if choice is None:
+            array = part if isinstance(part, np.ndarray) else self._column(part, "values", where)
+            return RowBlock.of(array, len(part), where)
+
+        def array_of(name: str) -> np.ndarray[Any, Any]:
+            return self._column(part[name], name, where)
+
+        return row_block(choice, array_of, where)
+
+    def _column(self, series: Any, name: str, where: str) -> np.ndarray[Any, Any]:
+        missing = int(series.isna().sum())
+        if missing:
+            value = self._fill.get(name) if isinstance(self._fill, Mapping) else self._fill
+            if value is None:
+                raise DataError(
+                    f"{where}: column {name!r} has {missing} nulls; pass fill=, a number or a dict "
+                    "of numbers by column, or transform="
+                )
+            series = series.fillna(value)
+        found: np.ndarray[Any, Any] = series.to_numpy()
+        if found.dtype == object:  # an extension type that has had nulls
+            kind = getattr(series.dtype, "numpy_dtype", None)
+            if kind is None:
+                raise DataError(NEEDS_TRANSFORM.format(where=where, name=name, kind=series.dtype))
+            found = series.to_numpy(dtype=kind)
+        return found
+
+    def describe(self) -> dict[str, str]:
+        """Return the keys and sizes of the partitions."""
+        text = f"{self._keys} {self.sizes.tolist()}"
+        digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        return {"partitions": f"{len(self.sizes)}, their keys and rows {digest}"}
+
+
+def _aligned(collections: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return collections of which each partition has whole rows, in as many partitions."""
+    whole = []
+    for each in collections:
+        if hasattr(each, "chunks"):
+            if not each.ndim:
+                raise OptionError("Dask: an array without dimensions has no rows")
+            each = each.rechunk({axis: -1 for axis in range(1, each.ndim)})  # noqa: PLW2901
+        whole.append(each)
+    counts = {each.npartitions for each in whole}
+    if len(counts) > 1:
+        raise OptionError(
+            f"Dask: the collections of the tuple have {' and '.join(map(str, sorted(counts)))} "
+            "partitions; repartition them alike"
+        )
+    return tuple(whole)
+
+
+def _bytes_of(part: Any) -> int:
+    if isinstance(part, np.ndarray):
+        return part.nbytes
+    return int(np.sum(part.memory_usage(index=False)))

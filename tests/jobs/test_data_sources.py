@@ -1,0 +1,215 @@
+"""Sources of data in real jobs: rows of Parquet files and Dask collections under kills."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nbelastic.data import Batch, Dask, Loader, Parquet
+from nbelastic.errors import DataError, OptionError
+from tests.support.clusters import until
+
+ROWS = 960
+
+
+def train(source: Any, marks: Path, kills: int) -> dict[str, Any]:
+    """Train two epochs; write down each micro-batch; kill a rank now and then."""
+    import signal
+
+    import torch
+
+    import nbelastic.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(
+                torch.linspace(-1, 1, parameter.numel()).view_as(parameter) / (2 + number)
+            )
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    loader = hvd.elastic.Loader(source, hvd.elastic.Batch(48, micro=8), seed=4)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0, seen=0)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        for state.epoch in range(state.epoch, 2):
+            for step in loader:
+                optimizer.zero_grad()
+                for number, (ids, x) in zip(step.numbers, step, strict=True):
+                    model(x / 1000).square().mean().backward()
+                    name = f"{step.epoch}-{step.number}-{number}"
+                    with open(marks / name, "a") as file:
+                        file.write(f"{ids.tolist()}\n")
+                optimizer.step()
+                state.seen += step.rows
+                place = step.epoch * 20 + step.number
+                if hvd.rank() == hvd.size() - 1 and place % 12 == 7 and place // 12 < kills:
+                    try:
+                        (marks / f"killed {place // 12}").touch(exist_ok=False)
+                    except FileExistsError:
+                        pass
+                    else:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                state.commit()
+
+    loop(state)
+    digest = [parameter.detach().numpy().tobytes().hex() for parameter in model.parameters()]
+    return {"seen": state.seen, "digest": digest}
+
+
+def ledger(marks: Path) -> dict[tuple[int, ...], set[str]]:
+    """Return what each micro-batch (epoch, step, number) has consisted of, whenever it was read."""
+    return {
+        tuple(map(int, path.name.split("-"))): set(path.read_text().split("\n")) - {""}
+        for path in marks.iterdir()
+        if path.name[0].isdigit()
+    }
+
+
+def expected(source: Any) -> dict[tuple[int, ...], set[str]]:
+    """Return what an undisturbed run of one rank has."""
+    loader = Loader(source, Batch(48, micro=8), seed=4)
+    found = {}
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for step in range(len(loader)):
+            for number in range(6):
+                found[epoch, step, number] = {str(loader.rows(step, number))}
+    return found
+
+
+def table() -> Any:
+    import pandas as pd
+
+    numbers = np.arange(ROWS)
+    columns = {f"x{i}": (numbers * 10 + i).astype(np.float32) for i in range(3)}
+    return pd.DataFrame({"id": numbers, **columns})
+
+
+@pytest.fixture
+def marks(tmp_path: Path) -> Path:
+    (tmp_path / "marks").mkdir()
+    return tmp_path / "marks"
+
+
+def seen_once(seen: dict[tuple[int, ...], set[str]]) -> None:
+    for epoch in range(2):
+        rows = [row for key, texts in seen.items() if key[0] == epoch for row in eval(min(texts))]
+        assert sorted(rows) == list(range(ROWS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_rows_of_parquet_files_are_seen_once_in_a_storm(crew, tmp_path, marks):
+    for number in range(3):
+        part = table()[number * 320 : (number + 1) * 320]
+        part.to_parquet(tmp_path / f"{number}.parquet", row_group_size=40)
+    source = Parquet(str(tmp_path), ["id", "x*"], shuffle_rows=300)
+    job = crew.fit(train, args=(source, marks, 2), np=3, min_np=2, max_np=3)
+    assert {result["seen"] for result in job.results()} == {2 * ROWS}
+    assert len({str(result["digest"]) for result in job.results()}) == 1
+    assert ledger(marks) == expected(source)
+    seen_once(ledger(marks))
+    assert (marks / "killed 1").exists()
+    crew.wait_until_whole(4)
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    undisturbed = crew.fit(train, args=(source, alone, 0), np=1)
+    assert undisturbed.results()[0] == job.results()[0]
+
+
+def keys_of_jobs(dask_scheduler: Any) -> dict[str, int]:
+    """Return how many keys the scheduler holds for jobs, by holder."""
+    found = dask_scheduler.clients.items()
+    return {name: len(c.wants_what) for name, c in found if name.startswith("nbelastic-")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_rows_of_a_dask_dataframe_are_seen_once_in_a_storm(crew, marks):
+    import dask.dataframe as dd
+
+    frame = dd.from_pandas(table(), npartitions=24)
+    source = Dask(frame, ["id", "x*"], shuffle_rows=300)
+    job = crew.fit(train, args=(source, marks, 2), np=3, min_np=2, max_np=3, block=False)
+    until(lambda: job.done() or crew.client.run_on_scheduler(keys_of_jobs), "partitions are held")
+    assert {result["seen"] for result in job.results()} == {2 * ROWS}
+    assert ledger(marks) == expected(source)
+    seen_once(ledger(marks))
+    assert (marks / "killed 1").exists()
+    crew.wait_until_whole(4)
+    assert crew.client.run_on_scheduler(keys_of_jobs) == {}
+    until(lambda: not crew.client.run_on_scheduler(data_keys), "no partition is left")
+
+
+def data_keys(dask_scheduler: Any) -> list[str]:
+    return [str(key) for key, task in dask_scheduler.tasks.items() if task.state == "memory"]
+
+
+def sum_up(data: Any, scale: float) -> list[Any]:
+    import torch
+
+    import nbelastic.torch as hvd
+
+    hvd.init()
+    loader = hvd.elastic.Loader(data, hvd.elastic.Batch(60, micro=10), shuffle=False)
+    rows, kinds = 0, set()
+    for step in loader:
+        for batch in step:
+            kinds.add(type(batch).__name__)
+            parts = tuple(batch.values()) if isinstance(batch, dict) else batch
+            first = parts[0] if isinstance(parts, tuple) else parts
+            rows += float(first.sum()) * scale
+    return [hvd.allreduce(torch.tensor(rows), average=False).item(), *kinds]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_collections_among_the_arguments_just_work(crew):
+    import dask.array as da
+    import dask.dataframe as dd
+
+    frame = dd.from_pandas(table(), npartitions=7)
+    total = float(np.arange(ROWS).sum())
+    assert crew.fit(sum_up, args=(frame, 1.0), np=2).results() == [[total, "dict"]] * 2
+    array = da.arange(ROWS, chunks=100)
+    matrix = da.ones((ROWS, 5), chunks=(100, 2))
+    assert crew.fit(sum_up, args=(array, 1.0), np=2).results() == [[total, "Tensor"]] * 2
+    both = crew.fit(sum_up, args=((array, matrix), 1.0), np=2)
+    assert both.results() == [[total, "tuple"]] * 2
+    with pytest.raises(OptionError, match="repartition them alike"):
+        crew.fit(sum_up, args=((array, matrix.rechunk((50, 5))), 1.0), np=2)
+    assert crew.client.run_on_scheduler(keys_of_jobs) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_an_error_in_a_partition_comes_before_the_job(crew):
+    import dask.dataframe as dd
+
+    def fail(part: Any) -> Any:
+        raise ZeroDivisionError("in a partition")
+
+    frame = dd.from_pandas(table(), npartitions=3).map_partitions(fail, meta=table().iloc[:0])
+    with pytest.raises(ZeroDivisionError, match="in a partition"):
+        crew.fit(sum_up, args=(frame, 1.0), np=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_a_row_group_that_cannot_be_read_ends_the_job_by_name(crew, tmp_path):
+    path = tmp_path / "a.parquet"
+    table().to_parquet(path, row_group_size=120)
+    source = Parquet(str(path), ["id"])
+    damaged = bytearray(path.read_bytes())
+    at = source._files[0].footer.row_group(2).column(0).dictionary_page_offset
+    damaged[at : at + 40] = b"x" * 40
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"a\.parquet, row group 2 cannot be read"):
+        crew.fit(sum_up, args=(source, 1.0), np=2)
