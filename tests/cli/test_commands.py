@@ -8,8 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from nbelastic.cli.entry import elastic
+from nbelastic.cluster.wire import JobWish, pack
 from nbelastic.driver import display
 from nbelastic.errors import JobStopped
+from nbelastic.membership import RankLeft
 from tests.support.clusters import kinds, until
 
 
@@ -92,6 +94,13 @@ def test_attach_takes_a_job_over_and_waits_for_its_end(crew, call):
 def test_a_job_that_does_not_exist_is_named_with_those_that_do(job, call):
     for command in ("status", "stop", "logs"):
         assert "no such job on this cluster; there are: night" in call(command, "dawn", code=2)
+
+
+def test_a_user_cannot_send_an_event_of_a_rank(crew, job):
+    message = pack(JobWish("night", RankLeft(0)))
+    with pytest.raises(TypeError, match="RankLeft is no event of a user"):
+        crew.client.sync(crew.client.scheduler.nbelastic_wish, message=message)
+    assert job.status.size == 2
 
 
 def test_doctor_finds_nothing_bad_on_a_good_cluster(crew, call):

@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from nbelastic.cli.hosts import (
 from nbelastic.cli.hosts.discovery import FailureCount, changes, entries, parse_output
 from nbelastic.cli.hosts.worker import is_local
 from nbelastic.errors import OptionError
+from tests.support.clusters import until
 
 HOSTS = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3))
 
@@ -116,6 +118,18 @@ def test_a_script_that_fails_says_why(tmp_path, text, says):
     source = ScriptSource(program(tmp_path, "hosts.sh", text), limit=0.2)
     with pytest.raises(DiscoveryFailed, match=says):
         source()
+
+
+def test_what_a_script_has_started_ends_with_it(tmp_path):
+    script = program(tmp_path, "hosts.sh", f"sleep 60 & echo $! > {tmp_path}/pid; wait")
+    with pytest.raises(DiscoveryFailed, match="has not ended"):
+        ScriptSource(script, limit=0.5)()
+    number = int((tmp_path / "pid").read_text())
+    until(lambda: not psutil.pid_exists(number) or is_dead(number), "its process has ended", 10)
+
+
+def is_dead(number: int) -> bool:
+    return psutil.Process(number).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_script_that_cannot_be_run_is_refused_at_once(tmp_path):

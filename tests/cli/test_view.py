@@ -148,6 +148,7 @@ def test_the_live_view_on_a_terminal(width, monkeypatch):
     assert "epoch 1\n" in plain and "stopping at the next commit\n" in plain
     assert plain.index("epoch 1") < plain.rindex("Rank 3 is lost")
     assert plain.endswith("finished · 3 ranks · 2 resets · 120 commits\n")
+    assert "quickstart finished" in plain  # the last frame stays
     assert "\x1b[?25h" in text  # the cursor is back
 
 
@@ -165,7 +166,7 @@ def test_without_a_terminal_there_are_lines_and_no_control_characters(capsys):
         job.prints("another\n", rank=1)
         view.tick()
         job.prints("ch 2\n")
-        job.happens("left", 41.0, rank=1)
+        job.happens("left", 41.0, rank=1, detail="\x1b[31mred\x07")
         view.tick()
         job.prints("\rbar 50%\rbar 100%\nrest")
         job.end()
@@ -174,7 +175,7 @@ def test_without_a_terminal_there_are_lines_and_no_control_characters(capsys):
     assert err.splitlines() == [
         "0:01 Rank 2 has joined",
         "0:40 Rank 3 is lost: its process has ended",
-        "0:41 Rank 1 has left",
+        "0:41 Rank 1 has left: \N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}",
         "nbelastic job quickstart: finished · 3 ranks · 2 resets · 120 commits",
     ]
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f]", out + err)

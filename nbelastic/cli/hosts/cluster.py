@@ -35,7 +35,7 @@ JOIN_WITHIN_S = 2.0
 """Seconds to wait for the thread at the end; a source may take longer, and is then left alone."""
 
 RETRY_S = 0.5
-"""Half of the seconds after which a worker over ssh is started again for the first time."""
+"""Half of the seconds after which a worker is started again for the first time."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -190,7 +190,10 @@ class HostCluster(SpecCluster):
         try:
             await self._correct_state()
         except Exception as error:  # a nanny could not start; it is tried again
-            self._tell(f"a worker could not be started: {error}")
+            for name in self._present:
+                worker = self.workers.get(name)
+                if worker is not None and worker.status == Status.failed:
+                    self._note_end(name, f"its worker could not be started: {error}", False)
 
     def _spec(self, name: str, host: str) -> dict[str, Any]:
         slots = self._hosts.get(host, 1)
@@ -206,7 +209,7 @@ class HostCluster(SpecCluster):
         return {"cls": SshWorker, "options": options}
 
     def _note_end(self, name: str, problem: str, started: bool) -> None:
-        """Note that a worker over ssh has ended by itself; whether it had started."""
+        """Note that a worker has ended by itself, and whether it had started."""
         failures = self._retries.setdefault(name, FailureCount(RETRY_S))
         if started:
             failures.succeeded()
