@@ -160,7 +160,9 @@ def _exchange(
     outputs = rows[0] if rows else [_on_wire(None, each) for each in like]
     if share.exact:
         blocks = Blocks.even(share.micro_batches, communicator.size)
-        communicator.allreduce_tree([*map(_numbers, rows)], blocks, _numbers(outputs))
+        # By default the sums replace the first row, which is `outputs`.
+        room = None if rows else _numbers(outputs)
+        communicator.allreduce_tree([*map(_numbers, rows)], blocks, room)
     else:
         communicator.allreduce_coalesced(_numbers(outputs))
     return [_from_wire(total, each) for total, each in zip(outputs, like, strict=True)]
