@@ -28,6 +28,7 @@ from . import display
 from .attachment import attach_client
 from .hints import with_hints
 from .job import Job
+from .option_kinds import shown
 from .options import Options, call_arguments
 from .thread import Driver
 
@@ -222,7 +223,7 @@ def _check_name(name: str | None) -> str:
         return f"job-{uuid.uuid4().hex[:8]}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         raise OptionError(
-            f"name={name!r}: must be text of at most 64 letters, digits, '_', '.' and '-', "
+            f"name={shown(name)}: must be text of at most 64 letters, digits, '_', '.' and '-', "
             "a letter or digit first"
         )
     return name

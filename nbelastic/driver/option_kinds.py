@@ -15,8 +15,20 @@ from dask.utils import parse_timedelta
 from nbelastic.elastic.redaction import without_secrets
 from nbelastic.errors import OptionError
 
-__all__ = ["Amounts", "Choice", "Count", "Duration", "Flag", "Kind", "Location", "Names", "Number"]
-__all__ += ["Range", "Whole"]
+__all__ = [
+    "Amounts",
+    "Choice",
+    "Count",
+    "Duration",
+    "Flag",
+    "Kind",
+    "Location",
+    "Names",
+    "Number",
+    "Range",
+    "Whole",
+    "shown",
+]
 
 
 class Kind:
@@ -55,7 +67,17 @@ class Kind:
 
     def refuse(self, name: str, value: Any) -> NoReturn:
         """Raise the error for a value that an option cannot have."""
-        raise OptionError(f"{name}={value!r}: must be {self.expects}")
+        raise OptionError(f"{name}={shown(value)}: must be {self.expects}")
+
+
+MOST_SHOWN = 200
+"""Most characters of a wrong value that an error shows."""
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 @dataclass(frozen=True)
@@ -209,7 +231,10 @@ class Flag(Kind):
 class Names(Kind):
     """Addresses, names and hosts of workers; None for all."""
 
-    expects: str = "a list of addresses, names or hosts; how many may train: np, min_np, max_np"
+    expects: str = (
+        "a list of addresses, names or hosts, or None for all; "
+        "how many may train: np, min_np, max_np"
+    )
     metavar: ClassVar[str] = "A B …"
     several: ClassVar[bool] = True
 
@@ -218,7 +243,10 @@ class Names(Kind):
             return (value,) if value else None
         if isinstance(value, numbers.Integral) or not isinstance(value, Iterable):
             self.refuse(name, value)
-        return tuple(str(each) for each in value) or None
+        names = tuple(str(each) for each in value)
+        if not names:  # a search that has found none does not mean all
+            self.refuse(name, value)
+        return names
 
     def read(self, name: str, words: Sequence[str]) -> tuple[str, ...] | None:
         return self.check(name, words)
