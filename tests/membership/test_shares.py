@@ -61,8 +61,8 @@ def test_a_job_does_not_take_back_what_it_gave_until_it_is_offered() -> None:
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG))
     share(world, 1)
     world.run_for(5.0)
-    share(world, 3)
     started = len(world.of(StartRank))
+    share(world, 3)
     world.run_for(5.0)
     assert len(world.of(StartRank)) == started, "no slot was offered"
     offer(world, "B0", "C0")
@@ -117,6 +117,16 @@ def test_resets_by_sharing_do_not_count_for_the_reset_limit(limit: int) -> None:
     world.run_for(1.0)
     world.tell(LimitsChanged(max_np=2))
     world.add("D0")
+    world.run()
+    assert world.outcome.kind == "finished"
+
+
+def test_a_loss_is_allowed_after_resets_by_sharing() -> None:
+    script = Script(batches=400)
+    world = trained(job("A0", "B0", "C0", np=3, min_np=1, reset_limit=1, script=script))
+    share(world, 2)
+    world.run_for(2.0)
+    world.kill("A0")
     world.run()
     assert world.outcome.kind == "finished"
 
