@@ -147,14 +147,13 @@ class Blocks:
                 f"quotas must be numbers of leaves, not all of them zero; they are {self.quotas}"
             )
 
-    @classmethod
-    def even(cls, leaves: int, ranks: int) -> Blocks:
+    @staticmethod
+    def even(leaves: int, ranks: int) -> Blocks:
         """Return blocks of floor and ceiling: rank ``r`` begins at leaf ``leaves * r // ranks``.
 
         Each block is a single node where `ranks` is a power of two and divides `leaves`.
         """
-        bounds = [leaves * rank // ranks for rank in range(ranks + 1)]
-        return cls(tuple(end - begin for begin, end in itertools.pairwise(bounds)))
+        return _even(leaves, ranks)
 
     @property
     def ranks(self) -> int:
@@ -180,3 +179,9 @@ class Blocks:
     def order(self) -> tuple[int, ...]:
         """Order in which the nodes of all ranks are added; see :func:`fold`."""
         return additions([node for nodes in self.covers for node in nodes], self.leaves)
+
+
+@functools.lru_cache(maxsize=64)
+def _even(leaves: int, ranks: int) -> Blocks:
+    bounds = [leaves * rank // ranks for rank in range(ranks + 1)]
+    return Blocks(tuple(end - begin for begin, end in itertools.pairwise(bounds)))

@@ -40,6 +40,10 @@ from tests.collectives.test_operations import (  # noqa: F401
     test_tensors_that_need_gradients_and_views,
     values,
 )
+from tests.collectives.test_tree import (  # noqa: F401
+    test_an_absent_value_changes_no_bit_of_the_others,
+    test_sums_have_the_bits_of_the_tree,
+)
 
 pytest.importorskip("pygloo", reason="pygloo has wheels for Python 3.8 to 3.10 only")
 

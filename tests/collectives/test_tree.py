@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbelastic.collectives import buffers
+from nbelastic.collectives import Communicator, buffers
 from nbelastic.collectives.gloo import tree
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.reduction_tree import IDENTITY, Blocks, Node, additions, fold
@@ -195,6 +195,21 @@ def test_a_share_of_many_chunks_needs_memory_for_two(world, monkeypatch):
     blocks = Blocks.even(6, world.size)
     expected = bits(node_sum(Node(0, 6), 6, make))
     assert world.run(lambda c: bits(summed(c, blocks, make))) == [expected] * world.size
+
+
+def test_a_transport_without_an_operation_of_its_own(world):
+    """Two exchanges that all communicators have come to the same bits."""
+    blocks = Blocks.even(5, world.size)
+    make = functools.partial(leaf, shapes=LARGE, dtype=torch.float32)
+
+    def rank_main(communicator):
+        nodes = [node_sum(node, 5, make) for node in blocks.covers[communicator.rank]]
+        outputs = make(0)
+        Communicator.allreduce_tree_async(communicator, nodes, blocks, outputs).wait()
+        return bits(outputs)
+
+    expected = bits(node_sum(Node(0, 5), 5, make))
+    assert world.run(rank_main) == [expected] * world.size
 
 
 @needs_core

@@ -137,10 +137,9 @@ def test_subnormal_values_are_added_as_the_calling_thread_would(teams):
     tree = core.Tree([2], [2], [0, 1])
 
     def total(flush):
+        nodes, output = torch.full((2, 10), 1e-39), torch.zeros(10)
         torch.set_flush_denormal(flush)
         try:
-            nodes = torch.full((2, 10), 1e-39)
-            output = torch.zeros(10)
             places = [[(node.data_ptr(), 10)] for node in nodes]
             ticket = group.allreduce_tree_async(places, [(output.data_ptr(), 10)], tree, 0)
             while not group.done(ticket):

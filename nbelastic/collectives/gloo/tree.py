@@ -4,7 +4,9 @@ Each rank sums a share of the values, chunk by chunk. It receives a chunk of the
 it adds the chunk before, and sends each sum to all others as soon as there is one. So the network
 and the processor work at the same time, and memory for a few chunks is enough.
 
-Gloo's own operations cannot be put together to this: they end before the next begins.
+Gloo's own operations cannot be put together to this: each ends before the next begins. Halving with
+doubling distance, the other known way to add along a tree, was slower for 2, 4 and 8 ranks: its
+rounds wait for each other, and a chunk is sent on only after it has been added.
 """
 
 from __future__ import annotations
