@@ -72,6 +72,11 @@ class Window:
         return sum(map(len, self.ranges))
 
     @property
+    def places(self) -> range:
+        """Places of its rows in the stream."""
+        return range(self.start, self.stop)
+
+    @property
     def stop(self) -> int:
         """Place in the stream after its last row."""
         return self.start + self.rows

@@ -168,6 +168,7 @@ class WindowedRows:
                 if loaded is not None:
                     reader.release(present.pop(number))
                 loaded = present[number] = reader.take()
+                assert loaded.window.stream == number and place in loaded.window.places
             start = loaded.window.start
             stop = min(places.stop, loaded.window.stop)
             parts.append(loaded.rows.between(place - start, stop - start))
