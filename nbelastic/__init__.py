@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         for room in _ROOMS:
             found = importlib.import_module(f"nbelastic.{room}")
-            if hasattr(found, name):
+            if name in found.__all__:  # a submodule may have the same name
                 value = globals()[name] = getattr(found, name)
                 return value
     raise AttributeError(f"module 'nbelastic' has no attribute {name!r}")
