@@ -17,6 +17,21 @@ def test_rooms_import_only_from_lower_floors():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_public_names_are_what_they_are_in_their_rooms():
+    code = (
+        "import nbelastic, types; "
+        "print([n for n in nbelastic.__all__ if n not in ('elastic', 'errors') "
+        "and not n.endswith('ipython_extension') "
+        "and (isinstance(getattr(nbelastic, n), types.ModuleType) "
+        "or n not in [*nbelastic.driver.__all__, *nbelastic.elastic.__all__])], "
+        "nbelastic.report is nbelastic.elastic.report)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[] True"
+
+
 def test_import_loads_neither_torch_nor_ipython_nor_ipywidgets():
     code = (
         "import nbelastic, sys; "
