@@ -41,16 +41,3 @@ def test_import_loads_neither_torch_nor_ipython_nor_ipywidgets():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
-
-
-def test_public_names_do_not_depend_on_what_was_imported():
-    """A module of a room may have the name of a function: ``report``."""
-    code = (
-        "import nbelastic.driver.report, nbelastic.elastic.loop, nbelastic, types; "
-        "print([n for n in nbelastic.__all__ if n not in ('elastic', 'errors') "
-        "and isinstance(getattr(nbelastic, n), types.ModuleType)])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
