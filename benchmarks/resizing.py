@@ -32,7 +32,7 @@ from nbelastic.data.dealing import Dealing, block_of
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.torch.elastic import LRScaler, by_samples
-from nbelastic.torch.gradients.tree_sums import TreeSum
+from nbelastic.torch.gradients.tree_sums import MicroBatchSum
 
 RANKS, MICRO = 8, 16
 CANDIDATES = ("batch", "linear", "sqrt", "nothing")
@@ -172,7 +172,7 @@ def in_micro_batches(
             for rank in range(size):
                 block = block_of(rank, size, RANKS)
                 share = StepShare(RANKS, block, (), weights, exact=True)
-                sums = [TreeSum(share) for _ in columns]
+                sums = [MicroBatchSum(share) for _ in columns]
                 for number in (each for each in block if weights[each]):
                     x, y = data[deal.rows(step, number)]
                     optimizer.zero_grad()

@@ -89,7 +89,11 @@ def check_tree(
     if outputs is None and not nodes:
         raise ValueError(f"the block of rank {rank} is empty; pass outputs to receive the sums")
     found = nodes[0] if outputs is None else outputs
-    check_together(found, Op.SUM)
+    if len(found) == 1:  # as most; comparing types costs more than all the rest
+        check_op(found[0], Op.SUM)
+        check_contiguous(found[0])
+    else:
+        check_together(found, Op.SUM)
     if str(found[0].dtype) == "torch.bool":
         raise ValueError("torch.bool has no sum along a tree; use allreduce with Op.MAX")
     for node, tensors in zip(cover, nodes, strict=True):

@@ -20,7 +20,7 @@ from nbelastic.data.dealing import block_of
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
 from nbelastic.torch.gradients.micro_batches import check_witness, parameter_digest
-from nbelastic.torch.gradients.tree_sums import TreeSum, sum_over_ranks
+from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
 
@@ -135,7 +135,7 @@ def test_a_rank_forms_the_sums_of_the_tree(present: list[bool], bounds: tuple[in
         return left if other is None else other if left is None else left + other
 
     share = StepShare(leaves, range(begin, end), (), [1.0] * leaves, exact=True)
-    total = TreeSum(share)
+    total = MicroBatchSum(share)
     for leaf in range(begin, end):
         if present[leaf]:
             total.add(leaf, values[leaf].clone())
@@ -150,7 +150,7 @@ def test_a_rank_forms_the_sums_of_the_tree(present: list[bool], bounds: tuple[in
 def test_a_value_that_others_lack_keeps_its_sign(size: int) -> None:
     def main(context: StaticContext) -> list[float]:
         share = StepShare(4, block_of(context.rank, size, 4), (), [1.0] * 4, exact=True)
-        total = TreeSum(share)
+        total = MicroBatchSum(share)
         if 3 in share.block:
             total.add(3, torch.tensor([-0.0, 0.0, 1.0]))
         like = torch.empty(3)

@@ -17,7 +17,7 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
-from nbelastic.torch.gradients.tree_sums import TreeSum, sum_over_ranks
+from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.identity import same
 from nbelastic.torch.ops.compression import Compression
 
@@ -102,7 +102,7 @@ class MicroBatchReduction:
         self._arrived = arrived
         self._passes = options.passes
         self._previous = previous
-        self._sums = {id(parameter): TreeSum(share) for parameter in parameters}
+        self._sums = {id(parameter): MicroBatchSum(share) for parameter in parameters}
         self._passes_left: dict[int, int] = {}
         self._number: int | None = None
         self._exchanging = False
@@ -159,7 +159,7 @@ class MicroBatchReduction:
             "parameter.requires_grad_(False)"
         )
 
-    def _take(self, parameter: torch.Tensor, total: TreeSum, number: int) -> None:
+    def _take(self, parameter: torch.Tensor, total: MicroBatchSum, number: int) -> None:
         gradient = parameter.grad
         assert gradient is not None
         if not total:

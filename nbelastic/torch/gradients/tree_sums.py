@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.step_share import StepShare
 
-__all__ = ["TreeSum", "sum_over_ranks"]
+__all__ = ["MicroBatchSum", "sum_over_ranks"]
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def _joined_in(first: int, second: int, leaves: int) -> Node:
             return node
 
 
-class TreeSum:
+class MicroBatchSum:
     """Sum of one tensor over the micro-batches of a rank, which come in their order.
 
     Two values are added where the tree has a node for them, once both are complete: a binary
@@ -105,7 +105,7 @@ def nodes_of(share: StepShare) -> tuple[Node, ...]:
 def sum_over_ranks(
     communicator: Communicator,
     share: StepShare,
-    sums: Sequence[TreeSum],
+    sums: Sequence[MicroBatchSum],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return sums over all micro-batches of a step; all ranks call this together.
@@ -116,7 +116,7 @@ def sum_over_ranks(
         That of the ranks.
     share : StepShare
         This rank's share of the step.
-    sums : sequence of TreeSum
+    sums : sequence of MicroBatchSum
         What this rank has. They are finished.
     like : sequence of torch.Tensor
         For each of them a tensor of its type, shape and device.

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from nbelastic.collectives import Op
 from nbelastic.data.dealing import block_of
 from nbelastic.elastic.context import current
-from nbelastic.torch.gradients.tree_sums import TreeSum, sum_over_ranks
+from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class BufferMeans:
         self._mean_starts: list[torch.Tensor] = []
         self._count_starts: list[torch.Tensor] = []
         self._largest: list[torch.Tensor] = []
-        self._sums: list[TreeSum] = []
+        self._sums: list[MicroBatchSum] = []
 
     def begin(self, share: StepShare) -> None:
         """Begin a step. Buffers are looked for later, because the model's mode may still change."""
@@ -137,7 +137,7 @@ class BufferMeans:
         self._mean_starts = [buffer.detach().clone() for buffer in self._means]
         self._count_starts = [buffer.detach().clone() for buffer in self._counts]
         self._largest = [buffer.detach().clone() for buffer in self._counts]
-        self._sums = [TreeSum(share) for _ in self._means]
+        self._sums = [MicroBatchSum(share) for _ in self._means]
 
 
 def _has_idle_ranks(share: StepShare, size: int) -> bool:
