@@ -412,3 +412,14 @@ def test_a_reader_may_be_ended_in_its_own_thread() -> None:
     reader = WindowReader(iter([window]), read, lambda window: 40, 1000, {})
     assert reader.take().window is window
     assert not failed
+
+
+def test_other_values_in_a_file_of_the_same_size_are_noticed(tmp_path: Path) -> None:
+    texts = []
+    for first in (1000, 2000):
+        path = tmp_path / "a.parquet"
+        pq.write_table(table(50, first), path, compression="none", use_dictionary=False)
+        texts.append((path.stat().st_size, Parquet(str(path), ["id"]).describe()))
+    (size, before), (other, after) = texts
+    assert size == other
+    assert before != after
