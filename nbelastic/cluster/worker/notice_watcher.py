@@ -173,7 +173,7 @@ class NoticeWatcher:
             self._poller = MetadataPoller(self._hand_over)
         elif not order.host and self._poller is not None:
             self._poller.stop()
-            self._stopped.append(self._poller)
+            self._stopped = [*filter(_runs, self._stopped), self._poller]
             self._poller = None
         if order.on and self._timer is None:
             self._await_batch_job()
@@ -184,7 +184,7 @@ class NoticeWatcher:
     async def stopped(self) -> None:
         """Wait for threads that were told to stop, for a while."""
         for _ in range(int(STOP_GRACE / 0.05)):
-            if not any(poller.running for poller in self._stopped):
+            if not any(map(_runs, self._stopped)):
                 break
             await asyncio.sleep(0.05)
 
@@ -210,6 +210,10 @@ class NoticeWatcher:
     def _end_batch_job(self, end: Notice) -> None:
         left = max(end.deadline - time.time(), 0.0)
         self._send(NoticeReport(end.source, end.action, left, host=False))
+
+
+def _runs(poller: MetadataPoller) -> bool:
+    return poller.running
 
 
 def _started() -> float:
