@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 # Some seconds after a worker is lost, a LocalCluster looks whether its name is back, and if not
 # closes its nanny for good. Where workers are killed again and again it looks in the wrong moment.
 dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"})
+
+# Workers look for a metadata service here, and not on the machine that runs the tests.
+os.environ["NBELASTIC_METADATA_URL"] = "http://127.0.0.1:9"
 
 # No test asserts a time.
 hypothesis.settings.register_profile("nbelastic", deadline=None)

@@ -20,6 +20,7 @@ __all__ = [
     "kill",
     "leave",
     "memory",
+    "notice",
     "partition",
     "pause",
     "restart",
@@ -140,6 +141,15 @@ def close(rank: int, **when: Unpack[When]) -> Fault:
 def leave(rank: int, **when: Unpack[When]) -> Fault:
     """Retire a rank's worker: the cluster is smaller by one from then on."""
     return Fault(kind="leave", rank=rank, **when)
+
+
+def notice(rank: int, seconds: float = 120.0, **when: Unpack[When]) -> Fault:
+    """Have a rank's worker say that its machine goes in `seconds`, as a spot machine does.
+
+    The machine's other workers stay. After `seconds` the process is killed, should it still be
+    there.
+    """
+    return Fault(kind="notice", rank=rank, seconds=seconds, **when)
 
 
 def restart(rank: int, **when: Unpack[When]) -> Fault:

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nbelastic.elastic.telemetry import AnyFloat, CodeLine, MetricsReport, TelemetrySnapshot
 from nbelastic.errors import VersionMismatch
-from nbelastic.membership import Beat, Event, Machine, Place, Plan, Reason, Slot, from_dict, to_dict
+from nbelastic.membership import (
+    Beat,
+    Event,
+    Machine,
+    NoticeSource,
+    Place,
+    Plan,
+    Reason,
+    Slot,
+    from_dict,
+    to_dict,
+)
 from nbelastic.membership.serial import plain, tag, typed
 
 from .process_state import ProcessId
@@ -55,6 +66,7 @@ __all__ = [
     "JournalStep",
     "LogContents",
     "Message",
+    "NoticeReport",
     "OpenRequest",
     "PlanOrder",
     "RankBeat",
@@ -68,6 +80,7 @@ __all__ = [
     "SlotGranted",
     "TelemetryBatch",
     "ToDriver",
+    "WatchOrder",
     "WorkerRefused",
     "pack",
     "pack_for_ranks",
@@ -77,7 +90,7 @@ __all__ = [
     "unpack_machine",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of this protocol. To be raised with each change of a message."""
 
 PLUGIN = "nbelastic"
@@ -204,6 +217,31 @@ class FaultReport(Message):
     worker: str = ""
 
 
+@dataclass(frozen=True)
+class NoticeReport(Message):
+    """A worker's machine or batch job will end, or will not after all.
+
+    Attributes
+    ----------
+    source : NoticeSource
+        Who says so.
+    action : str
+        What will happen, in the source's own word.
+    seconds : float
+        Seconds until then.
+    host : bool
+        Whether this is about all workers of the host, or this one alone.
+    revoked : bool
+        Whether an earlier notice does not hold any more.
+    """
+
+    source: NoticeSource
+    action: str
+    seconds: float
+    host: bool
+    revoked: bool = False
+
+
 # -- scheduler to agent ----------------------------------------------------------------------------
 
 
@@ -212,6 +250,14 @@ class ForgetOrder(Message):
     """Forget a job: it is over."""
 
     job: str
+
+
+@dataclass(frozen=True)
+class WatchOrder(Message):
+    """Watch for notices of the own batch job, and those of the `host`; or stop that (not `on`)."""
+
+    on: bool = False
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -349,6 +395,8 @@ class JobTerms:
     partitions : tuple of str
         Keys of partitions of Dask collections that it reads, as JSON. The scheduler holds them
         until its end.
+    notices : bool
+        Whether its workers watch for notices.
     """
 
     payload: JobPayload
@@ -360,6 +408,7 @@ class JobTerms:
     options: bytes
     machine: str
     partitions: tuple[str, ...] = ()
+    notices: bool = True
 
 
 @dataclass(frozen=True)

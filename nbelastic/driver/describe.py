@@ -5,7 +5,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import FRESH, LossReason, Reason, StopReason, UnusedReason
+from nbelastic.membership import (
+    FRESH,
+    LossReason,
+    NoticeSource,
+    Reason,
+    StopReason,
+    UnusedReason,
+)
 from nbelastic.membership import reasons as why
 
 if TYPE_CHECKING:
@@ -42,6 +49,15 @@ _UNUSED = {
     UnusedReason.REFUSED: "{detail}",
     UnusedReason.HOST_FULL: "on a host that has slots_per_host={detail} ranks already",
     UnusedReason.TOO_LATE: "too late: the ranks are past the point where others can join",
+}
+
+_NOTICES = {
+    NoticeSource.AWS: "AWS spot",
+    NoticeSource.GOOGLE: "Google Cloud",
+    NoticeSource.AZURE: "Azure",
+    NoticeSource.SLURM: "SLURM's time limit",
+    NoticeSource.PBS: "PBS's time limit",
+    NoticeSource.CHAOS: "nbelastic.chaos",
 }
 
 _TRANSPORTS = {"gloo": "Gloo", "shm": "shared memory", "hierarchical": "shared memory and Gloo"}
@@ -414,6 +430,25 @@ def _(reason: why.ShareChanged) -> str:
 def _others(names: tuple[str, ...], number: int) -> str:
     more = number - len(names)
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+
+
+@_words.register
+def _(reason: why.NoticeGiven) -> str:
+    minutes, seconds = divmod(max(round(reason.seconds), 0), 60)
+    source = _NOTICES[reason.source]
+    action = "" if reason.action in ("", "end") else f" ({reason.action})"
+    return f"worker {reason.name} leaves in {minutes}:{seconds:02}: {source}{action}"
+
+
+@_words.register
+def _(reason: why.NoticeRevoked) -> str:
+    return f"worker {reason.name} stays: {_NOTICES[reason.source]} has revoked its notice"
+
+
+@_words.register
+def _(reason: why.Noticed) -> str:
+    more = reason.number - len(reason.notices)
+    return _listed(reason.notices) + (f"; and {more} more" if more > 0 else "")
 
 
 @_words.register

@@ -66,6 +66,7 @@ def fit(
     heartbeat_timeout: Duration | None = None,
     blacklist_cooldown: tuple[Duration, Duration] | None = None,
     lease: Duration | None = None,
+    notices: str | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     resume: bool | None = None,
@@ -122,6 +123,10 @@ def fit(
     lease : duration, default 1 hour
         How long the job goes on when its kernel is gone; :func:`nbelastic.attach` takes it
         over from another one.
+    notices : str, default "auto"
+        With ``auto``, the agent of one worker of each host asks the cloud's metadata service for
+        a notice that the machine will go, and each agent knows when its SLURM or PBS job ends.
+        Ranks leave such workers at their next commit. ``off``: no agent asks.
     checkpoint : str or path-like, optional
         A directory that all workers see, or a URL that fsspec knows, in which rank 0 writes
         commits in the background. A job that loses all its ranks at once goes on from there.
@@ -215,6 +220,7 @@ def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None 
         options=pickle.dumps(options.pack()),
         machine=pack_machine(Machine(options.limits())),
         partitions=() if held is None else held.keys,
+        notices=options.notices == "auto",
     )
 
 

@@ -200,6 +200,12 @@ class Options:
         "how long the job goes on when its kernel is gone",
         "--lease 24h",
     )
+    notices: str = _option(
+        Choice(("auto", "off")),
+        _WRONG,
+        "auto: ranks leave machines that say they will go (spot machines, end of a batch job)",
+        "--notices off",
+    )
     checkpoint: str | None = _option(
         Location(),
         _WRONG,

@@ -250,7 +250,7 @@ class HistoryEvent:
     kind : str
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``phases`` (duration of each phase
         of a reset, on the rank that became 0), ``cooldown``, ``restarted``, ``backend``,
-        ``checkpoint``, ``warning``, ``refused``, ``waiting``, ``share``, ``abandoned``,
+        ``checkpoint``, ``warning``, ``refused``, ``waiting``, ``share``, ``notice``, ``abandoned``,
         ``attached``, ``alias`` (``import horovod`` found nbelastic), ``finished``, ``failed`` or
         ``stopped``.
     worker : str or None

@@ -37,6 +37,7 @@ from .events import (
     SlotLeaving,
     SlotsFound,
     SlotSilent,
+    SlotStays,
     StopRequested,
     Tick,
     WeightsSampled,
@@ -46,7 +47,14 @@ from .machine import Machine
 from .model import FRESH, FailureKind, Limits, Member, Outcome, Place, Plan, Slot, UnusedWorker
 from .placement import arrange, place_of
 from .ranks import Phase, Stage
-from .reasons import LossReason, Reason, StopReason, UnusedReason
+from .reasons import (
+    LossReason,
+    NoticeGiven,
+    NoticeSource,
+    Reason,
+    StopReason,
+    UnusedReason,
+)
 from .serial import from_dict, pack_reason, to_dict, unpack_reason
 from .view import JobView, RankView, view
 from .wire import (
@@ -76,6 +84,8 @@ __all__ = [
     "LossReason",
     "Machine",
     "Member",
+    "NoticeGiven",
+    "NoticeSource",
     "Notify",
     "Outcome",
     "Phase",
@@ -100,6 +110,7 @@ __all__ = [
     "SlotGone",
     "SlotLeaving",
     "SlotSilent",
+    "SlotStays",
     "SlotsFound",
     "Stage",
     "StartRank",

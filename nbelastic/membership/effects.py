@@ -96,8 +96,8 @@ class Record(Effect):
     ----------
     kind : str
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``cooldown``, ``restarted``,
-        ``backend``, ``checkpoint``, ``warning``, ``waiting``, ``share``, ``finished``, ``failed``,
-        ``stopped``.
+        ``backend``, ``checkpoint``, ``warning``, ``waiting``, ``share``, ``notice``, ``finished``,
+        ``failed``, ``stopped``.
     worker : str or None
         Address of the worker concerned.
     rank, start : int or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .model import FRESH, Slot, UnusedWorker
-from .reasons import LossReason, StopReason
+from .reasons import LossReason, NoticeGiven, StopReason
 
 __all__ = [
     "Beat",
@@ -26,6 +26,7 @@ __all__ = [
     "SlotGone",
     "SlotLeaving",
     "SlotSilent",
+    "SlotStays",
     "SlotsFound",
     "StopRequested",
     "Tick",
@@ -80,10 +81,20 @@ class SlotLeaving(Event):
         Its slot.
     soon : bool
         The worker closes in a few seconds, too soon for another rank to receive the state.
+    notice : NoticeGiven or None
+        What its machine, or its batch job, has announced.
     """
 
     slot: str
     soon: bool = False
+    notice: NoticeGiven | None = None
+
+
+@dataclass(frozen=True)
+class SlotStays(Event):
+    """A worker that was asked to leave because of a notice stays: the notice is revoked."""
+
+    slot: str
 
 
 @dataclass(frozen=True)

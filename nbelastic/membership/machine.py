@@ -131,14 +131,43 @@ class Machine:
 
     def _on_slot_leaving(self, event: ev.SlotLeaving) -> None:
         self.roster.depart(event.slot)
+        if event.notice is not None:
+            self._note_notice(event.slot, event.notice)
         for rank in self.roster.on_slot(event.slot):
             urgent = event.soon or rank.leave_reason == why.EndReason.SHARED
             asked = rank.leaving and not (urgent and not rank.leave_sent)
             if not asked and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING, soon=event.soon)
+                left = 0.0 if event.notice is None else event.notice.seconds
+                self._ask_to_leave(
+                    rank, why.EndReason.WORKER_LEAVING, soon=event.soon, stay=left - rules.STAY
+                )
+
+    def _note_notice(self, slot: str, notice: why.NoticeGiven) -> None:
+        """Note until when a worker with ranks is there."""
+        known = slot in self.roster.notices
+        for rank in self.roster.on_slot(slot):
+            until = self._now + max(notice.seconds, 0.0)
+            self.roster.notices[slot] = replace(notice, seconds=until)
+            if not known:
+                self._record("notice", rank, notice)
+
+    def _on_slot_stays(self, event: ev.SlotStays) -> None:
+        roster = self.roster
+        if roster.departing.pop(event.slot, None) is None:
+            return  # it never was to leave
+        notice = roster.notices.pop(event.slot, None)
+        for rank in roster.on_slot(event.slot):
+            if notice is not None:
+                revoked = why.NoticeRevoked(notice.name, notice.source)
+                self._record("notice", rank, revoked)
+            asked = rank.leave_sent or rank.stage == Stage.ENDING
+            if rank.leaving and not asked and rank.leave_reason == why.EndReason.WORKER_LEAVING:
+                rank.leaving = False
+                roster.find_slot(rank.slot)
 
     def _on_slot_gone(self, event: ev.SlotGone) -> None:
         self.roster.depart(event.slot)
+        self.roster.notices.pop(event.slot, None)
         for rank in self.roster.on_slot(event.slot):
             if rank.stage != Stage.RETURNED:  # else its result is here already
                 self._lose(rank, event.reason, event.detail)
@@ -831,12 +860,17 @@ class Machine:
     def _send_end(self, rank: Rank, how: str, reason: why.Reason) -> None:
         self._emit(EndRank(start=rank.start, slot=rank.slot, how=how, reason=reason))
 
-    def _ask_to_leave(self, rank: Rank, reason: why.EndReason, *, soon: bool = False) -> None:
-        """Have a rank leave: with its generation if it is in one, else at once."""
+    def _ask_to_leave(
+        self, rank: Rank, reason: why.EndReason, *, soon: bool = False, stay: float = 0.0
+    ) -> None:
+        """Have a rank leave: with its generation if it is in one, else at once.
+
+        The last holder of the state may `stay` for so many seconds, if it knows that it has more.
+        """
         rank.leaving, rank.leave_reason = True, reason
         self.roster.gave_way |= reason == why.EndReason.SHARED
         # For other jobs the last holder of the state stays as long as it takes: they can wait.
-        stay = math.inf if reason == why.EndReason.SHARED else rules.STAY
+        stay = math.inf if reason == why.EndReason.SHARED else max(stay, rules.STAY)
         rank.leave_deadline = self._now if soon else self._now + stay
         if rank.stage == Stage.STARTING:
             self._end_rank(rank, "leave", why.EndOrder(reason))

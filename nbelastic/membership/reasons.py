@@ -30,6 +30,10 @@ __all__ = [
     "NoLoop",
     "NotConnected",
     "NotUsed",
+    "NoticeGiven",
+    "NoticeRevoked",
+    "NoticeSource",
+    "Noticed",
     "OperationsDiffer",
     "OwnFailures",
     "PlacesDiffer",
@@ -532,6 +536,55 @@ class ShareChanged(Reason):
     after: int | None
     others: tuple[str, ...] = ()
     number: int = 0
+
+
+class NoticeSource(str, enum.Enum):
+    """Who says that a machine, or a batch job on it, will end."""
+
+    AWS = "aws"
+    GOOGLE = "google"
+    AZURE = "azure"
+    SLURM = "slurm"
+    PBS = "pbs"
+    CHAOS = "chaos"
+
+
+@dataclass(frozen=True)
+class NoticeGiven(Reason):
+    """A worker's machine, or its batch job, ends in some seconds.
+
+    Attributes
+    ----------
+    name : str
+        The worker's name.
+    source : NoticeSource
+        Who says so.
+    action : str
+        What will happen, in the source's own word.
+    seconds : float
+        Seconds until then.
+    """
+
+    name: str
+    source: NoticeSource
+    action: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NoticeRevoked(Reason):
+    """The machine of a worker with this name stays after all."""
+
+    name: str
+    source: NoticeSource
+
+
+@dataclass(frozen=True)
+class Noticed(Reason):
+    """Workers that will go: the notices of some, the first to go first, and the number of all."""
+
+    notices: tuple[NoticeGiven, ...]
+    number: int
 
 
 @dataclass(frozen=True)

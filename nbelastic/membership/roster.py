@@ -9,7 +9,7 @@ from .events import WeightsSampled
 from .failure_policy import FailurePolicy
 from .model import FRESH, Limits, Outcome, Plan, Slot, UnusedWorker
 from .ranks import Phase, Rank, Ranks, Stage
-from .reasons import GenerationLeft, Lost, RankId, Reason, Sharing
+from .reasons import GenerationLeft, Lost, NoticeGiven, RankId, Reason, Sharing
 
 __all__ = ["Roster"]
 
@@ -61,6 +61,8 @@ class Roster:
         Faults since the last reset.
     departing : dict of str to float
         Slots that are leaving or gone, and since when. Nothing is ever started on them again.
+    notices : dict of str to NoticeGiven
+        Notices of workers with a rank, by slot, each with the moment in the place of `seconds`.
     isolated : dict of int to tuple of str
         Starts that returned without an exchange with another rank, with what trained in them.
     samples : dict of int to WeightsSampled
@@ -116,6 +118,7 @@ class Roster:
     ranks: dict[int, Rank] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
     departing: dict[str, float] = field(default_factory=dict)
+    notices: dict[str, NoticeGiven] = field(default_factory=dict)
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
     samples: dict[int, WeightsSampled] = field(default_factory=dict)
     warnings: list[Reason] = field(default_factory=list)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import rules
 from .ranks import Phase, Rank, Stage
-from .reasons import NotUsed, StopPending, Waiting, WaitingForRanks
+from .reasons import Noticed, NotUsed, StopPending, Waiting, WaitingForRanks
 from .roster import Roster
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ _STATES = {
     Phase.RUNNING: "running",
     Phase.FINISHING: "running",
 }
+
+MOST_NOTICES = 3
+"""Most workers that the status names as about to go."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,13 @@ def _sharing(roster: Roster) -> Reason | None:
     return replace(roster.sharing, suspended=rules.suspended(roster))
 
 
+def _noticed(roster: Roster, now: float) -> Noticed:
+    """Return which workers will go, with the time that each has left."""
+    notices = sorted(roster.notices.values(), key=lambda notice: notice.seconds)
+    shown = (replace(each, seconds=max(each.seconds - now, 0.0)) for each in notices[:MOST_NOTICES])
+    return Noticed(tuple(shown), len(notices))
+
+
 def _reason(roster: Roster, now: float) -> Reason | None:
     if roster.outcome is not None:
         return roster.outcome.reason
@@ -140,6 +150,8 @@ def _reason(roster: Roster, now: float) -> Reason | None:
     if roster.phase != Phase.GATHERING:
         if roster.stopping:
             return StopPending()
+        if roster.notices:
+            return _noticed(roster, now)
         if roster.phase != Phase.RUNNING or (most is not None and roster.counted.staying >= most):
             return None
         groups = rules.unused(roster, chosen=False)

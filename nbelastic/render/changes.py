@@ -25,6 +25,7 @@ HAPPENED = {
     "restarted": "The job starts over",
     "cooldown": "Cooldown",
     "share": "Share of the cluster",
+    "notice": "Notice",
     "checkpoint": "Checkpoint",
     "warning": "Warning",
     "backend": "Backend",

@@ -11,6 +11,7 @@ from distributed.core import Status
 import nbelastic
 from nbelastic.cluster.worker import agent as agents
 from nbelastic.cluster.worker.agent import Agent
+from nbelastic.cluster.worker.notice_watcher import NoticeWatcher
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ def test_a_process_that_ends_with_its_worker_is_not_searched(
     agent = Agent()
     agent._sessions = {}
     agent._beats = SimpleNamespace(stop=lambda: None)
+    agent._notices = NoticeWatcher(SimpleNamespace(), lambda report: None)
     agent._heed_interrupts = lambda: heeded.append(True)
     agent._heed_termination = lambda: undone.append(True)
     asyncio.run(agent.teardown(SimpleNamespace(status=status, nanny=nanny)))

@@ -55,6 +55,18 @@ SENTENCES = [
         why.Reset((GONE, GONE), 1),
         "rank 0 on tcp://A0: its worker left the cluster → 1 rank",
     ),
+    (
+        why.NoticeRevoked("w3", why.NoticeSource.AZURE),
+        "worker w3 stays: Azure has revoked its notice",
+    ),
+    (
+        why.NoticeGiven("w3", why.NoticeSource.AWS, "terminate", 114.2),
+        "worker w3 leaves in 1:54: AWS spot (terminate)",
+    ),
+    (
+        why.Noticed((why.NoticeGiven("w3", why.NoticeSource.SLURM, "end", 59.6),), 3),
+        "worker w3 leaves in 1:00: SLURM's time limit; and 2 more",
+    ),
     (why.Sharing(3, 6, ("resnet", "bert"), 2), "3 of 6 slots: shares with resnet, bert"),
     (why.Sharing(0, 6, ("a", "b", "c"), 5), "0 of 6 slots: shares with a, b, c and 2 more"),
     (

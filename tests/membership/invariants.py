@@ -28,6 +28,7 @@ from nbelastic.membership import (
     SlotGone,
     SlotLeaving,
     SlotSilent,
+    SlotStays,
     Stage,
     StartRank,
     Tick,
@@ -99,6 +100,8 @@ class Checked:
             unchanged = self.copy()
         if isinstance(event, (SlotGone, SlotLeaving)):
             self.unusable.add(event.slot)
+        if isinstance(event, SlotStays):
+            self.unusable.discard(event.slot)
         if isinstance(event, RankReturned) and event.start in ranks:
             self.returned.add(event.start)
 

@@ -25,6 +25,8 @@ from nbelastic.membership import (
     Limits,
     LimitsChanged,
     LoopDone,
+    NoticeGiven,
+    NoticeSource,
     RankFormed,
     RankLeft,
     RankRaised,
@@ -38,6 +40,7 @@ from nbelastic.membership import (
     SlotLeaving,
     SlotsFound,
     SlotSilent,
+    SlotStays,
     StopRequested,
     Tick,
 )
@@ -59,6 +62,7 @@ def _nothing_else_to_collect() -> Iterator[None]:
 
 numbers = st.integers(0, 50)
 flags = st.booleans()
+NOTICE = NoticeGiven("A0", NoticeSource.AWS, "terminate", 120.0)
 HARM = ["kill", "kill", "freeze", "thaw", "retire", "cut", "hang", "deafen", "raise", "collective"]
 names = st.builds("{}{}".format, st.sampled_from("ABC"), st.integers(0, 2))
 
@@ -242,6 +246,8 @@ class FaultyWorld(RuleBasedStateMachine):
             lambda: Beats((Beat(start, number, failed, version),)),
             lambda: SlotGone(slot),
             lambda: SlotLeaving(slot),
+            lambda: SlotLeaving(slot, notice=NOTICE),
+            lambda: SlotStays(slot),
             lambda: SlotBusy(slot),
             lambda: SlotDied(slot, "was killed"),
             lambda: SlotSilent(slot),

@@ -34,7 +34,7 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "--cluster client --np 3 --min-np 2 --max-np 4 --workers alice bob --resources GPU=1 "
         "MEM=2.5 --slots-per-host 2 --priority -1 --weight 2 --preemptible --reset-limit 0 "
         "--elastic-timeout 60 --stall-timeout 0.5 "
-        "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --lease 600 "
+        "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --lease 600 --notices off "
         "--checkpoint runs/resnet --checkpoint-every 50 --resume --backend shm --name resnet"
     )
     found = parse(line)
@@ -55,6 +55,7 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "heartbeat_timeout": 5.0,
         "blacklist_cooldown": (10.0, 100.0),
         "lease": 600.0,
+        "notices": "off",
         "checkpoint": os.path.abspath("runs/resnet"),
         "checkpoint_every": 50,
         "resume": True,

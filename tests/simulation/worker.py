@@ -25,12 +25,26 @@ if TYPE_CHECKING:
 __all__ = ["SimAgent", "SimNanny", "SimWorker"]
 
 
+class SimWatcher:
+    """Watches for nothing: a real one has a thread, and asks the machine that simulates."""
+
+    def heed(self, order: Any) -> None:
+        """Take an order."""
+
+    async def stopped(self) -> None:
+        """Wait for nothing."""
+
+
 class SimAgent(Agent):
     """The real agent, whose ranks are fibers."""
 
     @property
     def runtime(self) -> Any:  # type: ignore[override]
         return self._worker.world.runtime
+
+    def setup(self, worker: Any) -> None:
+        super().setup(worker)
+        self._notices = SimWatcher()  # type: ignore[assignment]
 
     def _collect(self) -> None:
         """Leave garbage to the process that simulates."""

@@ -111,6 +111,7 @@ class JobService:
             uid=asked.uid,
             started=time.time(),
             partitions=terms.partitions,
+            notices=terms.notices,
         )
         if record.partitions:
             hold_keys(self._scheduler, record.holder, record.partitions)

@@ -32,6 +32,7 @@ from nbelastic.cluster.wire import (
     ForgetOrder,
     Heartbeats,
     Hello,
+    NoticeReport,
     RankEnded,
     RankEvent,
     RankLeaving,
@@ -53,6 +54,7 @@ from nbelastic.membership import (
     SlotGone,
     SlotLeaving,
     SlotsFound,
+    SlotStays,
     UnusedReason,
     UnusedWorker,
     WorkersUnused,
@@ -64,6 +66,7 @@ from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
 from .intake import Intake
 from .job_service import JobService
+from .notices import NoticeDesk
 from .records import RANK_KEY, JobRecord, WorkerRecord, differing, fits, misfit, obstacle
 from .scaling import ScalingHooks
 
@@ -74,7 +77,7 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster.rank_error import PackedError
     from nbelastic.cluster.wire import Message, RankOrder
-    from nbelastic.membership import Event, Slot, StartRank
+    from nbelastic.membership import Event, NoticeGiven, Slot, StartRank
 
 __all__ = ["ElasticPlugin"]
 
@@ -104,6 +107,7 @@ class ElasticPlugin(SchedulerPlugin):
             scheduler, self.jobs, self._workers, self._event, self._to_driver
         )
         self._scaling = ScalingHooks(self, scheduler)
+        self._notices = NoticeDesk(self, scheduler, self.jobs, self._workers, self._scaling.retire)
         self.arbiter = Arbiter(scheduler, self.jobs, self._workers, self._offer)
         intake = Intake(scheduler, self._distrust)
         intake.of_agents(Hello, self._hello)
@@ -114,6 +118,7 @@ class ElasticPlugin(SchedulerPlugin):
         intake.of_agents(FaultReport, self._fault)
         intake.of_agents(RankEnded, self._ended)
         intake.of_agents(RankLeaving, self._leaving)
+        intake.of_agents(NoticeReport, self._take_notice)
         self._job_service = JobService(self, scheduler, intake)
 
     async def before_close(self) -> None:
@@ -176,6 +181,7 @@ class ElasticPlugin(SchedulerPlugin):
             self._heartbeats.stop()
             self._review.stop()
             self.arbiter.stop()
+            self._notices.review()
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -208,6 +214,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._agents.arrived(worker)
         shorten_batching(self._scheduler.stream_comms.get(worker))
         self._heartbeats.warm_up(slot.id)
+        self._notices.arrived(host)
         for name in self.jobs:
             self._announce(name, [slot.id])
         self.arbiter.look()
@@ -220,6 +227,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._announce(job, list(self._workers) if slots is None else slots)
 
     def _review_all(self) -> None:
+        self._notices.review()
         self.arbiter.decide()
         for name, record in list(self.jobs.items()):
             self._review_job(name, record)
@@ -308,7 +316,9 @@ class ElasticPlugin(SchedulerPlugin):
             detail = f"the process of {host.address} {cause}"
             self._event(job, SlotDied(host.slot.id, detail))
 
-    def mark_leaving(self, address: str, *, soon: bool = False) -> list[tuple[str, int]]:
+    def mark_leaving(
+        self, address: str, *, soon: bool = False, notice: NoticeGiven | None = None
+    ) -> list[tuple[str, int]]:
         """Note that a worker was asked to leave; return its ranks."""
         slot = self._addresses.get(address)
         if slot is None:
@@ -316,9 +326,18 @@ class ElasticPlugin(SchedulerPlugin):
         host = self._workers[slot]
         host.leaving = True
         for name in self.jobs:
-            self._event(name, SlotLeaving(slot, soon))
+            self._event(name, SlotLeaving(slot, soon, notice))
         self.arbiter.look()
         return [] if host.holder is None else [host.holder]
+
+    def mark_staying(self, address: str) -> None:
+        """Note that a worker which was asked to leave stays, and offer it again."""
+        slot = self._addresses[address]
+        self._workers[slot].leaving = False
+        for name in self.jobs:
+            self._event(name, SlotStays(slot))
+            self._announce(name, [slot])
+        self.arbiter.look()
 
     def holds(self, rank: tuple[str, int]) -> bool:
         """Return whether a rank still has its slot."""
@@ -343,8 +362,12 @@ class ElasticPlugin(SchedulerPlugin):
         return slot is not None and self._workers[slot].holder is not None
 
     def demand(self) -> int:
-        """Return how many workers all jobs together would like to have."""
-        return sum(record.demand for record in self.jobs.values())
+        """Return how many workers all jobs together would like to have.
+
+        Those that will soon go count on top, so that others are there in time.
+        """
+        wanted = sum(record.demand for record in self.jobs.values())
+        return wanted + self._notices.going if wanted else 0
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
         """Have an adaptive cluster take workers without ranks before any with one."""
@@ -458,6 +481,11 @@ class ElasticPlugin(SchedulerPlugin):
     def _leaving(self, worker: str, message: RankLeaving) -> None:
         self.mark_leaving(worker, soon=True)
 
+    def _take_notice(self, worker: str, message: NoticeReport) -> None:
+        slot = self._addresses.get(worker)
+        if slot is not None:
+            self._notices.take(self._workers[slot], message)
+
     def _ended(self, worker: str, message: RankEnded) -> None:
         self.free(message.job, message.start, self._addresses.get(worker))
 
@@ -479,6 +507,10 @@ class ElasticPlugin(SchedulerPlugin):
             worker = self._workers.get(record.ranks.get(start, ""))
             if worker is not None:
                 self._to_agent(worker, packed(start))
+
+    def tell_agent(self, worker: WorkerRecord, message: Message) -> None:
+        """Send a message to a worker's agent."""
+        self._to_agent(worker, pack(message))
 
     def _to_agent(self, worker: WorkerRecord, message: dict[str, Any]) -> None:
         if worker.address in self._scheduler.stream_comms:

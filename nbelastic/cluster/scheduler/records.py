@@ -12,7 +12,7 @@ from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 
 from nbelastic.cluster.job_log import JobLog
-from nbelastic.cluster.wire import JobPayload
+from nbelastic.cluster.wire import JobPayload, WatchOrder
 from nbelastic.cluster.worker.environment import MUST_MATCH
 from nbelastic.membership import UnusedReason, UnusedWorker
 
@@ -58,6 +58,10 @@ class WorkerRecord:
         The last heartbeats of its ranks, by job and start.
     leaving : bool
         Whether it was asked to leave.
+    deadline : float or None
+        When it will go, by the event loop's clock, if it was asked to leave because of a notice.
+    watch : WatchOrder
+        What it was last told about watching for notices.
     """
 
     slot: Slot
@@ -71,6 +75,8 @@ class WorkerRecord:
     being_asked: set[tuple[str, bool]] = field(default_factory=set)
     last_beats: dict[tuple[str, int], Beat] = field(default_factory=dict)
     leaving: bool = False
+    deadline: float | None = None
+    watch: WatchOrder = field(default_factory=WatchOrder)
 
     @property
     def address(self) -> str:
@@ -121,6 +127,8 @@ class JobRecord:
         Part of its tasks' keys, so that another job of this name has others.
     partitions : tuple of str
         Keys of partitions that the scheduler holds for it, as JSON.
+    notices : bool
+        Whether its workers watch for notices.
     started : float
         When, in seconds since the epoch.
     epoch : int
@@ -152,6 +160,7 @@ class JobRecord:
     uid: str
     started: float
     partitions: tuple[str, ...] = ()
+    notices: bool = True
     epoch: int = 1
     steps: int = 0
     seq: int = 0

@@ -70,6 +70,10 @@ class ScalingHooks:
             kwargs["workers"] = workers
         return await self._retire(**kwargs)
 
+    async def retire(self, addresses: list[str]) -> None:
+        """Retire workers at once, as an adaptive cluster does; their ranks were asked to leave."""
+        await self._retire(workers=addresses, close_workers=True, remove=True)
+
     def adaptive_target(self, target_duration: float | None = None) -> int:
         """Return how many workers an adaptive cluster should have: also those that jobs want."""
         return max(self._target(target_duration=target_duration), self._plugin.demand())

@@ -37,6 +37,7 @@ from nbelastic.cluster.wire import (
     Heartbeats,
     Hello,
     JobPayload,
+    NoticeReport,
     PlanOrder,
     RankBeat,
     RankEnded,
@@ -46,15 +47,17 @@ from nbelastic.cluster.wire import (
     RankOutput,
     RankTelemetry,
     ReleaseOrder,
+    WatchOrder,
     pack,
     unpack,
 )
 from nbelastic.collectives.topology import host_identity
 from nbelastic.elastic.runtime import DEFAULT_RUNTIME
-from nbelastic.membership import RankLeft, RankRaised, Slot
+from nbelastic.membership import NoticeSource, RankLeft, RankRaised, Slot
 
 from .environment import own_interface, versions
 from .fault_injector import FaultInjector
+from .notice_watcher import NoticeWatcher
 from .output_buffer import OutputBuffer
 from .signals import ignore_interrupts, leave_on_termination
 
@@ -105,6 +108,7 @@ class Agent(WorkerPlugin):
         self._output = OutputBuffer(worker.loop, self._send_output, self._messages_waiting)
         self._connection = ConnectionCheck()
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
+        self._notices = NoticeWatcher(worker.loop, self._send)
         worker.stream_handlers[PLUGIN] = self._handle
         shorten_batching(worker.batched_stream)
         slot = Slot(worker.id, worker.address, str(worker.name), host_identity())
@@ -114,7 +118,9 @@ class Agent(WorkerPlugin):
         """Let ranks leave at their next commit, then end them: the worker is closing."""
         self._beats.stop()
         self._heed_termination()
+        self._notices.heed(WatchOrder())
         await self._leave("its worker is closing")
+        await self._notices.stopped()
         if self._sessions:
             for session in self._sessions.values():
                 session.on_end("evict", "its worker is closing")
@@ -285,6 +291,8 @@ class Agent(WorkerPlugin):
         if isinstance(message, ForgetOrder):
             self._payloads.pop(message.job, None)
             self._ended_early = {key for key in self._ended_early if key[0] != message.job}
+        elif isinstance(message, WatchOrder):
+            self._notices.heed(message)
         elif isinstance(message, RankOrder):
             self._obey((message.job, message.start), message)
         else:
@@ -310,7 +318,11 @@ class Agent(WorkerPlugin):
         def tell(what: str, **fields: Any) -> None:
             self._send(FaultReport(*key, what, **fields))
 
-        session.telemetry.observer = injector = FaultInjector(self._worker, session, tell)
+        def give_notice(seconds: float) -> None:
+            self._send(NoticeReport(NoticeSource.CHAOS, "", seconds, host=False))
+
+        injector = FaultInjector(self._worker, session, tell, give_notice)
+        session.telemetry.observer = injector
         return injector
 
 

@@ -16,6 +16,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from distributed.core import Status
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -51,12 +53,21 @@ class FaultInjector:
         The rank.
     tell : callable
         ``tell(what, **fields)`` sends a report to the kernel; for the event loop only.
+    give_notice : callable
+        ``give_notice(seconds)`` says that the worker will go; for the event loop only.
     """
 
-    def __init__(self, worker: Worker, session: Session, tell: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        session: Session,
+        tell: Callable[..., None],
+        give_notice: Callable[[float], None],
+    ) -> None:
         self._worker = worker
         self._session = session
         self._tell = tell
+        self._give_notice = give_notice
         self._lock = threading.Lock()
         self._armed: list[FaultOrder] = []
         self._slow: tuple[int, float] = (0, 0.0)
@@ -197,6 +208,9 @@ class FaultInjector:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "close":
             worker.loop.add_callback(worker.close, nanny=False, reason="nbelastic.chaos")
+        elif kind == "notice":
+            self._give_notice(seconds)
+            worker.loop.call_later(seconds, self._end_as_noticed)
         elif kind == "disk":
             self._fill_disk(seconds)
         elif kind in ("leave", "restart"):
@@ -216,6 +230,11 @@ class FaultInjector:
                 )
         except OSError:
             pass  # it is as good as done: the worker has lost its scheduler over it
+
+    def _end_as_noticed(self) -> None:
+        """Kill the process, as its machine would, if it is still there as a worker."""
+        if self._worker.status in (Status.running, Status.paused):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _cut(self) -> int:
         communicator = self._session._communicator  # its own thread may replace it at any time
