@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
-from nbelastic.data.row_block import RowBlock
+from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
 from nbelastic.elastic.context import current
 from nbelastic.errors import DataError, NbelasticError, NotInitialized, OptionError
@@ -195,7 +195,7 @@ class Dask(UnitSource):
             raise DataError(f"{where} cannot be read: {kind}: {error}") from error
         if self._transform is not None:
             value = parts[0] if self._single else parts
-            return RowBlock.of(self._transform(value), len(parts[0]), where)
+            return RowBlock.of(transformed(self._transform, value, where), len(parts[0]), where)
         blocks = [
             self._block(part, choice, where)
             for part, choice in zip(parts, self._choices, strict=True)
