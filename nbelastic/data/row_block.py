@@ -123,7 +123,7 @@ class RowBlock:
 def _array(value: Any, where: str) -> np.ndarray[Any, Any]:
     if isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16:
         value = value.detach().cpu().numpy()
-    if not isinstance(value, np.ndarray) or value.dtype == object:
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":
         kind = f"{value.dtype} values" if hasattr(value, "dtype") else f"a {type(value).__name__}"
         raise DataError(
             f"{where}: transform returned {kind}; it must return a tensor, or a tuple or dict of "
