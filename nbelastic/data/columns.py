@@ -62,15 +62,19 @@ def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
     Raises
     ------
     OptionError
-        A column is missing.
+        A column is missing, or there are several of a name.
     """
     if isinstance(columns, str):
         columns = [columns]
+    if columns is not None and not isinstance(columns, (Mapping, Sequence)):
+        raise OptionError(f"{where}: columns={columns!r} must be names, or a dict of names")
     named = columns is None or isinstance(columns, Mapping)
     asked = {name: name for name in available} if columns is None else columns
     pairs = list(asked.items()) if isinstance(asked, Mapping) else [(each, each) for each in asked]
     if not pairs:
         raise OptionError(f"{where}: columns={columns!r} asks for no column")
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise OptionError(f"{where}: columns={columns!r} asks for a column twice")
     parts: list[tuple[Any, tuple[str, ...], bool]] = []
     for key, pattern in pairs:
         if not isinstance(pattern, str):
@@ -85,7 +89,11 @@ def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
             there = ", ".join(available[:10]) + (", …" if len(available) > 10 else "")
             raise OptionError(f"{where} has no column {pattern!r}{hint} It has {there}")
         parts.append((key, found, True))
-    return ColumnChoice(tuple(parts), named)
+    choice = ColumnChoice(tuple(parts), named)
+    for name in choice.names:
+        if list(available).count(name) > 1:
+            raise OptionError(f"{where} has several columns {name!r}; rename all but one")
+    return choice
 
 
 def row_block(choice: ColumnChoice, array_of: Callable[[str], Array], where: str) -> RowBlock:
@@ -163,6 +171,9 @@ def arrow_array(column: Any, name: str, fill: Any, where: str) -> Array:
 
 
 def _without_nulls(column: Any, name: str, fill: Any, where: str) -> Any:
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+    from pyarrow import types  # noqa: PLC0415
+
     if not column.null_count:
         return column
     value = fill.get(name) if isinstance(fill, Mapping) else fill
@@ -171,4 +182,16 @@ def _without_nulls(column: Any, name: str, fill: Any, where: str) -> Any:
             f"{where}: column {name!r} has {column.null_count} nulls; pass fill=, a number or a "
             "dict of numbers by column, or transform="
         )
-    return column.fill_null(value)
+    if types.is_nested(column.type):
+        raise DataError(
+            f"{where}: column {name!r} has {column.null_count} nulls in the place of lists, which "
+            "fill= cannot replace; pass transform="
+        )
+    try:
+        value = bool(value) if types.is_boolean(column.type) and value in (0, 1) else value
+        scalar = pa.scalar(value, column.type)
+    except (pa.ArrowException, OverflowError) as error:
+        raise DataError(f"{where}: column {name!r}: fill={value!r}: {error}") from error
+    if types.is_integer(column.type) and scalar.as_py() != value:
+        raise DataError(f"{where}: column {name!r} has whole numbers, and fill={value!r} is none")
+    return column.fill_null(scalar)

@@ -7,6 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils.data import IterableDataset
 
 from nbelastic.data.batch import Batch
 from nbelastic.data.dealing import Dealing, block_of, imbalance
@@ -31,6 +32,7 @@ __all__ = ["Loader", "Step", "StepParticipant"]
 # Kind of seeds: of the micro-batches that are computed, apart from those of sources.
 _COMPUTING = 2
 _WORTH_A_WORD = 1.3
+_ORDERS = 1 << 52  # what a float64 holds
 
 UNEVEN = (
     "{micro_batches} micro-batches on {size} ranks: a step takes {cost:.2f} times as long as with "
@@ -142,6 +144,13 @@ class Loader:
                 f"Loader({type(dataset).__name__}): the dataset has no length; a map-style dataset "
                 "with len() and [] is needed"
             )
+        if isinstance(dataset, IterableDataset):
+            raise OptionError(
+                f"Loader({type(dataset).__name__}): an IterableDataset has no rows to choose from; "
+                "a map-style dataset with len() and [] is needed"
+            )
+        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+            raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
         context = _context()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
@@ -164,6 +173,9 @@ class Loader:
         self._kernels = kernel_fingerprint() if batch.exact else ""
         self._state: Callable[[], Any] = lambda: None
         self._participants: list[StepParticipant] = []
+        self._share: StepShare | None = None
+        self._loops = 0
+        self._completed_in: int | None = None
         self._told: set[str] = set()
 
     def _source_of(
@@ -214,22 +226,41 @@ class Loader:
         if epoch != self.epoch:
             self._dealing = dataclasses.replace(self._dealing, epoch=int(epoch))
             self.step = 0
+            self._completed_in = None
 
     def __iter__(self) -> Iterator[Step]:
         """Iterate over the steps of the epoch that are left.
 
-        If none is left, and no state has ``epoch`` among its values, the next epoch begins.
+        If none is left, and no state has ``epoch`` among its values, the next epoch begins. An
+        earlier loop over this loader cannot go on.
+
+        Raises
+        ------
+        RuntimeError
+            ``state.epoch`` is that of an epoch which the loop before has completed.
         """
         state = self._state()
         epoch = getattr(state, "epoch", None)
         if isinstance(epoch, int):
             self.set_epoch(epoch)
+            if self._completed_in is not None and self._completed_in == _generation():
+                raise RuntimeError(
+                    f"the loader has no step left: epoch {epoch} is done, and state.epoch is still "
+                    f"{epoch}. Use `for state.epoch in range(state.epoch, epochs)`, and "
+                    "leave a loader for validation out of the state"
+                )
         elif self.step >= len(self):
             self.set_epoch(self.epoch + 1)
         return self._iterate(self._dealing, self.step)
 
     def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
         context, block = _context(), self.block
+        self._loops += 1
+        loop = self._loops
+        self._leave(context, self._share)
+        outer = None if context is None else context.share
+        order = mix(dealing.seed, dealing.length, dealing.shuffle, dealing.drop_last) % _ORDERS
+        share: StepShare | None = None
         self._warn_if_uneven(context)
         if context is not None and not context.telemetry.total[1]:
             context.telemetry.total = (context.telemetry.total[0], dealing.steps)
@@ -237,6 +268,7 @@ class Loader:
         batches = self._source.fetch(dealing, first, block)
         try:
             for number in range(first, dealing.steps):
+                self.check_loop(loop)
                 weights = dealing.weights(number)
                 share = StepShare(
                     dealing.micro_batches,
@@ -244,22 +276,54 @@ class Loader:
                     tuple(each for each in block if weights[each]),
                     [weight / dealing.micro for weight in weights],
                     exact=bool(self.batch.exact),
+                    place=(dealing.epoch, number, order),
+                    outer=outer,
                     deviates=bool(self.batch.exact) and not self.exact,
                 )
                 self.step = number + 1  # done, as soon as a commit says so
+                self._share = share
                 if context is not None:
                     context.share = share
-                step = Step(self, dealing, number, share, batches)
+                step = Step(self, dealing, number, share, batches, loop)
                 for each in self._participants:
                     each.begin(share)
                 yield step
+                self.check_loop(loop)
                 step._skip()
+                share.over = True
                 if share.others_deviate:
                     self.forgo_exactness("another rank is not exact")
                     self._report(context, block)
+            self._completed_in = _generation()
         finally:
-            if context is not None:
-                context.share = None
+            self._leave(context, share)
+
+    def _leave(self, context: Context | None, share: StepShare | None) -> None:
+        """End a step, and go back to the one around it, unless another has begun since."""
+        if share is not None:
+            share.over = True
+            if context is not None and context.share is share:
+                context.share = share.enclosing
+
+    def check_loop(self, loop: int) -> None:
+        """Refuse to go on with a loop, by its number, once a newer one has begun.
+
+        Raises
+        ------
+        RuntimeError
+            One has.
+        """
+        if loop != self._loops:
+            raise RuntimeError(
+                "a newer loop over the same loader has begun, so this one cannot go on; make a "
+                "loader for each"
+            )
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the step under way lacks micro-batches of this rank."""
+        share = self._share
+        return share is not None and not share.over and share.missing > 0
 
     def _report(self, context: Context | None, block: range) -> None:
         """Report this rank's share of a step, and whether it is exact."""
@@ -360,6 +424,7 @@ class Loader:
                 raise StateMismatch(reason)
             self.forgo_exactness(reason)
         self._source.load_state_dict(state_dict.get("source", {}))
+        self._completed_in = None
         self._dealing = dataclasses.replace(
             self._dealing,
             epoch=int(state_dict["epoch"]),
@@ -394,6 +459,7 @@ class Step:
         number: int,
         share: StepShare,
         batches: Iterator[Any],
+        loop: int,
     ) -> None:
         self.epoch = dealing.epoch
         self.number = number
@@ -402,6 +468,7 @@ class Step:
         self._dealing = dealing
         self._share = share
         self._batches = batches
+        self._loop = loop
         self._begun = self._open = self._ended = False
         self._taken = 0
         share.finish = self._finish
@@ -444,6 +511,7 @@ class Step:
         self._begun = True
         share, participants = self._share, self._loader._participants
         for number in share.expected:
+            self._loader.check_loop(self._loop)
             self._close()
             batch = next(self._batches)
             self._taken += 1
@@ -489,6 +557,9 @@ class Step:
         share = self._share
         for each in self._loader._participants:
             each.end()
+        # Ranks have ended with different micro-batches. What the optimizer draws is the same.
+        seed = mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, share.micro_batches)
+        seed_generators(seed)
         context = _context()
         if context is not None:
             done = share.weights.keys()
@@ -508,3 +579,9 @@ def _context() -> Context | None:
         return current()
     except NotInitialized:
         return None
+
+
+def _generation() -> int:
+    """Return the number of the present generation."""
+    context = _context()
+    return 0 if context is None else context.generation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from nbelastic.data.columns import (
     choose,
     row_block,
 )
-from nbelastic.data.row_block import RowBlock
+from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
 from nbelastic.errors import DataError, OptionError
 
@@ -69,7 +70,7 @@ class _ArrowRows(UnitSource):
 
     def _block(self, table: Any, where: str) -> RowBlock:
         if self.transform is not None:
-            return RowBlock.of(self.transform(table), table.num_rows, where)
+            return RowBlock.of(transformed(self.transform, table, where), table.num_rows, where)
 
         def array_of(name: str) -> np.ndarray[Any, Any]:
             return arrow_array(table.column(name), name, self.fill, where)
@@ -332,16 +333,23 @@ class Arrow(_ArrowRows):
 
 def _find(urls: str | Sequence[str], options: dict[str, Any]) -> tuple[Any, list[str]]:
     """Return a file system and the files that the URLs stand for."""
-    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else urls
+    if not isinstance(given, Sequence) or not all(
+        isinstance(url, (str, os.PathLike)) for url in given
+    ):
+        raise OptionError(f"Parquet({urls!r}): must be the name of a file, or names")
+    filesystems: list[Any] = []
     paths: list[str] = []
     filesystem: Any = None
     for url in given:
         try:
             filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **options)
-            if any(sign in path for sign in "*?["):
+            filesystems.append(filesystem)
+            if any(sign in path for sign in "*?[") and not filesystem.exists(path):
                 found = filesystem.glob(path)
             elif filesystem.isdir(path):
-                found = [each for each in filesystem.find(path) if each.endswith(".parquet")]
+                inside = [(each, each[len(path) :]) for each in filesystem.find(path)]
+                found = [each for each, name in inside if _is_data(name)]
             else:
                 found = [path] if filesystem.exists(path) else []
         except Exception as error:  # whatever a file system raises
@@ -351,7 +359,23 @@ def _find(urls: str | Sequence[str], options: dict[str, Any]) -> tuple[Any, list
         paths += sorted(found)
     if not paths:
         raise OptionError(f"Parquet({urls!r}): must be the name of a file, or names")
+    if any(each != filesystem for each in filesystems):
+        raise OptionError(f"Parquet({urls!r}): all files must be in one file system")
+    twice = [path for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise OptionError(
+            f"Parquet({urls!r}): {twice[0]} is named more than once, so its rows would be repeated"
+        )
     return filesystem, paths
+
+
+def _is_data(name: str) -> bool:
+    """Return whether a path in a directory is that of data, and not of a copy or a rest.
+
+    Jupyter, Spark and others keep theirs under names that begin with a dot or an underscore.
+    """
+    parts = [part for part in name.split("/") if part]
+    return name.endswith(".parquet") and not any(part[0] in "._" for part in parts)
 
 
 def _width(kind: Any) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
-from nbelastic.data.row_block import RowBlock
+from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
 from nbelastic.elastic.context import current
 from nbelastic.errors import DataError, NbelasticError, NotInitialized, OptionError
@@ -100,7 +100,12 @@ class Dask(UnitSource):
     def _choose(self, collection: Any, columns: Any) -> ColumnChoice | None:
         if not hasattr(collection, "columns") or getattr(collection, "ndim", 2) != 2:
             return None
-        names = [str(name) for name in collection.columns]
+        names = list(collection.columns)
+        if not all(isinstance(name, str) for name in names):
+            raise OptionError(
+                f"Dask: the dataframe has columns that are no text ({names[0]!r}); rename them, as "
+                "by ddf.rename(columns=str)"
+            )
         choice = choose(columns, names, "the dataframe")
         for name in choice.names if self._transform is None else ():
             kind = collection.dtypes[name]
@@ -195,7 +200,7 @@ class Dask(UnitSource):
             raise DataError(f"{where} cannot be read: {kind}: {error}") from error
         if self._transform is not None:
             value = parts[0] if self._single else parts
-            return RowBlock.of(self._transform(value), len(parts[0]), where)
+            return RowBlock.of(transformed(self._transform, value, where), len(parts[0]), where)
         blocks = [
             self._block(part, choice, where)
             for part, choice in zip(parts, self._choices, strict=True)
@@ -237,8 +242,13 @@ class Dask(UnitSource):
                     f"{where}: column {name!r} has {missing} nulls; pass fill=, a number or a dict "
                     "of numbers by column, or transform="
                 )
-            series = series.fillna(value)
+            try:
+                series = series.fillna(value)
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{where}: column {name!r}: fill={value!r}: {error}") from error
         found: np.ndarray[Any, Any] = series.to_numpy()
+        if found.dtype.kind in "mM":
+            raise DataError(NEEDS_TRANSFORM.format(where=where, name=name, kind=series.dtype))
         if found.dtype == object:  # an extension type that has had nulls
             kind = getattr(series.dtype, "numpy_dtype", None)
             if kind is None:

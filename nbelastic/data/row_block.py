@@ -12,11 +12,11 @@ import torch
 from nbelastic.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nbelastic.data.permutation import Rows
 
-__all__ = ["RowBlock"]
+__all__ = ["RowBlock", "transformed"]
 
 _SINGLE, _TUPLE = "a tensor", "a tuple"
 Form = str | tuple[Any, ...]
@@ -123,10 +123,26 @@ class RowBlock:
 def _array(value: Any, where: str) -> np.ndarray[Any, Any]:
     if isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16:
         value = value.detach().cpu().numpy()
-    if not isinstance(value, np.ndarray) or value.dtype == object:
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":
         kind = f"{value.dtype} values" if hasattr(value, "dtype") else f"a {type(value).__name__}"
         raise DataError(
             f"{where}: transform returned {kind}; it must return a tensor, or a tuple or dict of "
             "tensors, of a type that NumPy has"
         )
     return value
+
+
+def transformed(transform: Callable[[Any], Any], rows: Any, where: str) -> Any:
+    """Return what a user's function makes of the rows of a unit.
+
+    Raises
+    ------
+    DataError
+        It has raised an error; the message says for which rows.
+    """
+    try:
+        return transform(rows)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{where}: transform raised {type(error).__name__}: {error}") from error

@@ -69,7 +69,7 @@ class WindowReader:
         self._kept = kept
         self._held = sum(each.rows.nbytes for each in kept.values())
         self._changed = threading.Condition()
-        self._ready: deque[LoadedWindow | Exception] = deque()
+        self._ready: deque[LoadedWindow | BaseException] = deque()
         self._next = next(windows, None)
         self._awaited = False
         self._stopped = False
@@ -90,7 +90,7 @@ class WindowReader:
                 self._changed.wait(0.1)  # so that the rank can be interrupted
             self._awaited = False
             found = self._ready[0]
-            if isinstance(found, Exception):
+            if isinstance(found, BaseException):
                 raise found  # again, if it is asked for again
             self._ready.popleft()
             self._start()
@@ -134,17 +134,17 @@ class WindowReader:
                 if window is None or not self._may_read():
                     self._thread = None
                     return
-                found: LoadedWindow | Exception | None
+                found: LoadedWindow | BaseException | None
                 found = self._kept.pop((window.stream, window.number), None)
                 known = found is not None
             if found is None:
                 try:
                     found = self._read(window)
-                except Exception as error:  # whatever a file system or a transform raises
+                except BaseException as error:  # a thread that ended would be waited for forever
                     found = error
             with self._changed:
                 self._ready.append(found)
-                if isinstance(found, Exception):
+                if isinstance(found, BaseException):
                     self._next = None
                 else:
                     self._held += 0 if known else found.rows.nbytes

@@ -38,6 +38,13 @@ class StepShare:
         To be called when the micro-batch under way has ended.
     finish : callable
         Ends the last micro-batch, where the loop over them has not; idempotent.
+    place : tuple of int
+        Epoch and number of the step, and a digest of what the order of rows depends on; the same
+        on all ranks.
+    outer : StepShare or None
+        Share of the step in which a loop over another loader has begun.
+    over : bool
+        Whether the loop has left the step.
     deviates, others_deviate : bool
         Whether this rank is known to compute other bits than others, or another rank is.
     """
@@ -51,6 +58,9 @@ class StepShare:
     weights: dict[int, float] = field(default_factory=dict)
     at_end: tuple[Callable[[], None], ...] = ()
     finish: Callable[[], None] = lambda: None
+    place: tuple[int, int, int] = (0, 0, 0)
+    outer: StepShare | None = None
+    over: bool = False
     deviates: bool = False
     others_deviate: bool = False
 
@@ -58,6 +68,14 @@ class StepShare:
     def is_last(self) -> bool:
         """Whether the micro-batch under way is this rank's last."""
         return self.number == self.expected[-1] if self.expected else False
+
+    @property
+    def enclosing(self) -> StepShare | None:
+        """The innermost step around this one that is still under way."""
+        share = self.outer
+        while share is not None and share.over:
+            share = share.outer
+        return share
 
     @property
     def missing(self) -> int:

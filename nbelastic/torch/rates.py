@@ -173,6 +173,13 @@ _scalers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[LRSca
 )
 
 
+def adjusts_to_size(value: object) -> bool:
+    """Return whether an object adjusts a rate to the number of ranks, or has one that does."""
+    if isinstance(value, torch.optim.Optimizer):
+        return bool(_scalers.get(value))
+    return isinstance(value, (LRScaler, SampleScheduler))
+
+
 def _call(scaler: weakref.ref[LRScaler], method: Callable[[LRScaler], None]) -> None:
     alive = scaler()
     if alive is not None:

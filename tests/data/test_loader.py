@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic.context import activate, current
 from nbelastic.errors import OptionError, StateMismatch
 from tests.support.world import StaticContext
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Noisy(Dataset):
@@ -26,6 +29,14 @@ class Noisy(Dataset):
     def __getitem__(self, row: int) -> tuple[int, torch.Tensor]:
         noise = [random.random(), float(np.random.random()), float(torch.rand(()))]
         return row, torch.tensor(noise, dtype=torch.float64)
+
+
+class Stream(IterableDataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
 
 
 def rank_of(rank: int, size: int) -> StaticContext:
@@ -106,7 +117,10 @@ def test_the_epoch_is_that_of_the_state() -> None:
     state, loader = Holder(), Loader(range(8), Batch(8, micro=4))
     loader.follow(state)
     assert [step.epoch for step in loader] == [0]
-    assert list(loader) == []  # that epoch is done: nothing is repeated after a rollback
+    with pytest.raises(RuntimeError, match=r"epoch 0 is done, and state\.epoch is still 0"):
+        list(loader)
+    loader.load_state_dict(loader.state_dict())
+    assert list(loader) == []  # after a rollback that is right, and nothing is repeated
     state.epoch = 3
     assert [step.epoch for step in loader] == [3]
 
@@ -178,6 +192,45 @@ def test_steps_that_are_left_early_or_not_at_all_taken_keep_the_order() -> None:
     assert found == [[8, 9], [16, 17], [18, 19], [20, 21], [22, 23]]
 
 
+def test_a_loop_ends_when_a_newer_one_begins() -> None:
+    loader = Loader(range(24), Batch(8, micro=2))
+    first = iter(loader)
+    step = next(first)
+    next(iter(loader))
+    for go_on in (lambda: list(step), lambda: next(first)):
+        with pytest.raises(RuntimeError, match="a newer loop over the same loader has begun"):
+            go_on()
+
+
+def test_a_loop_that_is_over_leaves_the_step_of_another_alone() -> None:
+    with activate(rank_of(0, 1)):
+        context = current()
+        abandoned: Any = iter(Loader(range(8), Batch(4, micro=2)))
+        next(abandoned)
+        for _ in Loader(range(8), Batch(4, micro=2)):
+            outer = context.share
+            for _ in Loader(range(8), Batch(4, micro=2)):
+                assert context.share is not outer
+            assert context.share is outer
+            abandoned.close()
+            assert context.share is outer
+        assert context.share is None
+
+
+def test_numbers_drawn_after_the_micro_batches_are_those_of_all_ranks() -> None:
+    def drawn(rank: int, size: int) -> list[float]:
+        found = []
+        with activate(rank_of(rank, size)):
+            for step in Loader(range(20), Batch(8, micro=2)):
+                for _ in step:
+                    torch.rand(3)
+                found.append(float(torch.rand(())) + random.random() + np.random.random())
+        return found
+
+    assert len(set(drawn(0, 1))) == 3
+    assert drawn(0, 3) == drawn(1, 3) == drawn(0, 1)
+
+
 def test_a_step_is_iterated_over_once() -> None:
     for step in Loader(range(4), Batch(4, micro=2)):
         assert len(step) == 2
@@ -219,7 +272,10 @@ def test_rows_and_steps_are_counted() -> None:
         (lambda: Batch(8, micro=3), "must divide the global batch"),
         (lambda: Batch(8, exact="yes"), "must be True, False or 'auto'"),
         (lambda: Loader(range(8), Batch(8)), "this job has no max_np"),
+        (lambda: Batch(8, exact=1), "must be True, False or 'auto'"),
         (lambda: Loader(range(8), 8), "must be a Batch"),
+        (lambda: Loader(range(8), Batch(8, micro=2), seed=None), "must be a whole number"),
+        (lambda: Loader(Stream(), Batch(8, micro=2)), "an IterableDataset has no rows"),
         (lambda: Loader(iter(range(8)), Batch(8, micro=2)), "has no length"),
         (lambda: Loader(range(8), Batch(8, micro=2), batch_size=3), "leave it out"),
         (lambda: Loader(range(7), Batch(8, micro=2), drop_last=True), "make no step of 8"),

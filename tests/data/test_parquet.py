@@ -357,6 +357,70 @@ def test_lists_that_differ_in_length_are_refused() -> None:
         next(iter(next(iter(Loader(Arrow(pa.table({"l": lists})), Batch(2, micro=2))))))
 
 
+def test_a_fill_that_the_column_cannot_hold_is_refused() -> None:
+    def first_of(column: pa.Array, fill: Any) -> Any:
+        for step in Loader(Arrow(pa.table({"x": column}), fill=fill), Batch(4, micro=2)):
+            return sorted(torch.cat([batch["x"] for batch in step]).tolist())
+
+    whole = pa.array([1, 2, 3, None])
+    assert first_of(whole, 7) == [1, 2, 3, 7]
+    assert first_of(pa.array([True, True, True, None]), 0) == [0, 1, 1, 1]
+    with pytest.raises(DataError, match=r"whole numbers, and fill=0.5 is none"):
+        first_of(whole, 0.5)
+    with pytest.raises(DataError, match="column 'x': fill='a': Could not convert"):
+        first_of(whole, "a")
+    with pytest.raises(DataError, match="1 nulls in the place of lists"):
+        first_of(pa.array([[1.0], [2.0], [3.0], None]), 0.0)
+
+
+def test_columns_that_are_not_one_each_are_refused() -> None:
+    twice = pa.Table.from_arrays([pa.array([1, 2])] * 2, names=["x", "x"])
+    with pytest.raises(OptionError, match="the table has several columns 'x'"):
+        Arrow(twice)
+    with pytest.raises(OptionError, match="asks for a column twice"):
+        Arrow(pa.table({"x": [1, 2]}), columns=["x", "x"])
+
+
+def test_copies_that_programs_leave_in_directories_are_no_data(files: Path) -> None:
+    for hidden in (".ipynb_checkpoints/0-checkpoint.parquet", "_temporary/0.parquet"):
+        (files / hidden).parent.mkdir()
+        pq.write_table(table(5), files / hidden)
+    assert len(Parquet(str(files))) == ROWS
+
+
+def test_files_named_twice_or_in_two_file_systems_are_refused(files: Path) -> None:
+    with pytest.raises(OptionError, match=r"0\.parquet is named more than once"):
+        Parquet([str(files), f"{files}/0.parquet"])
+    with fsspec.filesystem("memory").open("/m.parquet", "wb") as file:
+        pq.write_table(table(5), file)
+    with pytest.raises(OptionError, match="all files must be in one file system"):
+        Parquet(["memory://m.parquet", f"{files}/0.parquet"])
+    (files / "0.parquet").rename(files / "a[1].parquet")
+    assert len(Parquet(f"{files}/a[1].parquet")) == ROWS // 4
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (
+            KeyError("boom"),
+            DataError,
+            r"0\.parquet, row group \d: transform raised KeyError: 'boom'",
+        ),
+        (SystemExit(3), SystemExit, "3"),
+    ],
+)
+def test_an_error_of_transform_is_raised_in_the_rank(
+    files: Path, error: BaseException, kind: type[BaseException], message: str
+) -> None:
+    def transform(_: pa.Table) -> Any:
+        raise error
+
+    loader = loader_of(Parquet(f"{files}/0.parquet", transform=transform))
+    with pytest.raises(kind, match=message):
+        list(next(iter(loader)))
+
+
 def test_a_file_that_has_changed_is_refused_by_name(files: Path) -> None:
     loader = loader_of(Parquet(str(files), ["id"]))
     saved = loader.state_dict()

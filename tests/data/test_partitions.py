@@ -146,3 +146,15 @@ def test_collections_among_arguments_become_sources() -> None:
     assert sources == [args[0], args[2], kwargs["data"]]
     own = Dask(array)
     assert with_sources(lambda: own, (), {})[2] == [own]
+
+
+def test_columns_and_values_without_tensors_are_named() -> None:
+    numbered = dd.from_pandas(pd.DataFrame(np.zeros((4, 2))), npartitions=1)
+    with pytest.raises(OptionError, match=r"columns that are no text \(0\); rename them"):
+        Dask(numbered)
+    times = dd.from_pandas(pd.Series(pd.to_datetime([0] * 4)), npartitions=1)
+    with pytest.raises(DataError, match="partition 0: column 'values' has type datetime64"):
+        Dask(times).read(0)
+    holes = pd.DataFrame({"a": pd.array([1, None], dtype="Int64")})
+    with pytest.raises(DataError, match=r"column 'a': fill=0.5: Invalid value"):
+        Dask(dd.from_pandas(holes, npartitions=1), fill=0.5).read(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,11 @@ from nbelastic.data import Batch, Loader
 from nbelastic.data.dealing import block_of
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
-from nbelastic.torch.gradients.micro_batches import check_witness, parameter_digest
+from nbelastic.torch.gradients.micro_batches import (
+    check_places,
+    check_witness,
+    parameter_digest,
+)
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
@@ -462,6 +467,130 @@ def test_step_within_the_loop_over_micro_batches_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="after 1 of this rank's 4 micro-batches"):
         mistaken(act)
+
+
+def test_validation_in_a_step_leaves_its_gradients_alone() -> None:
+    def train(validates: bool) -> str:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        validation = Loader(data(), Batch(16, micro=8), shuffle=False)
+        for step in Loader(data(), Batch(8, micro=2)):
+            optimizer.zero_grad()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+                if validates and step.number == 1:
+                    list(map(list, validation))
+            if validates:
+                for held_out in validation:
+                    list(held_out)
+                    break
+            optimizer.step()
+        return digest(model.parameters())
+
+    (right,) = run_ranks(1, lambda _: train(False))
+    assert run_ranks(2, lambda _: train(True)) == [right] * 2
+
+
+@pytest.mark.parametrize("after_the_loader", [False, True])
+def test_gradients_of_several_steps_are_not_accumulated(after_the_loader: bool) -> None:
+    def main(_: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in Loader(data(), Batch(44 if after_the_loader else 16, micro=4)):
+            for x, y in step:
+                loss_of(model(x), y).backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="were not used before the next step began"):
+        run_ranks(1, main)
+
+
+def test_a_step_does_not_go_on_after_an_error_that_was_caught() -> None:
+    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
+        for x, y in step:
+            loss_of(model(x), y).backward()
+            with contextlib.suppress(RuntimeError):
+                loss_of(model(x), y).backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="gradients of this step were dropped"):
+        mistaken(act)
+
+
+def test_a_closure_is_refused() -> None:
+    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
+        optimizer.step(lambda: None)
+
+    with pytest.raises(RuntimeError, match=r"step\(closure\) cannot be used with a Loader"):
+        mistaken(act)
+
+
+def test_buffers_that_are_not_initialised_are_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.LazyBatchNorm1d())
+    hvd.init()
+    try:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=4))
+        _state = TorchState(model, optimizer, loader=loader)
+        with pytest.raises(RuntimeError, match=r"the buffer 1\.running_mean .* not initialised"):
+            next(iter(next(iter(loader))))
+    finally:
+        hvd.shutdown()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_commit_in_a_step_is_refused(begins: bool) -> None:
+    def main(_: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=2))
+        state = TorchState(model, optimizer, loader=loader, epoch=0)
+        for step in loader:
+            for x, y in step if begins else ():
+                loss_of(model(x), y).backward()
+            state.commit()
+
+    with pytest.raises(RuntimeError, match=r"commit\(\) was called in a step of the loader"):
+        run_ranks(1, main)
+
+
+@pytest.mark.parametrize("how", ["scaler", "elsewhere", "by_samples"])
+def test_rates_that_follow_the_number_of_ranks_are_refused(how: str) -> None:
+    def main(_: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        values: dict[str, Any] = {"loader": Loader(data(), Batch(8, micro=2))}
+        if how == "by_samples":
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            values["schedule"] = hvd.elastic.by_samples(schedule)
+        else:
+            scaler = hvd.elastic.LRScaler(optimizer)
+            values |= {"scaler": scaler} if how == "scaler" else {}
+        TorchState(model, optimizer, **values)
+
+    with pytest.raises(OptionError, match="an LRScaler or by_samples"):
+        run_ranks(1, main)
+
+
+def test_ranks_at_different_steps_or_in_other_orders_are_refused() -> None:
+    check_places([(1, 2, 3)] * 3)
+    with pytest.raises(RanksDisagree, match="rank 0: step 2 of epoch 1, rank 1: step 3 of epoch 1"):
+        check_places([(1, 2, 3), (1, 3, 3)])
+    with pytest.raises(RanksDisagree, match="deal rows in different orders"):
+        check_places([(1, 2, 3), (1, 2, 4)])
+
+    def main(context: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in Loader(data(), Batch(8, micro=2)):
+            optimizer.zero_grad()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            if (context.rank, step.number) not in ((0, 2), (1, 3)):
+                optimizer.step()
+
+    with pytest.raises(CollectiveError, match="ranks are at different steps"):
+        run_ranks(2, main)
 
 
 def test_zero_grad_within_the_loop_is_an_error() -> None:

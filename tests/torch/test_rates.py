@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -56,7 +57,8 @@ def test_the_rate_of_each_step_is_as_specified(
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
         scaler = LRScaler(optimizer, reference=2, rule=rule, warmup=warmup)
         factor, base = scale(sizes[0][0] / 2), 0.5
-        for size, steps in sizes:
+        for size, runs in itertools.groupby(sizes, lambda each: each[0]):
+            steps = sum(count for _, count in runs)  # the same size again is no change
             context.size = size
             start, target = factor, scale(size / 2)
             for number in range(steps):

@@ -112,6 +112,11 @@ class MicroBatchReduction:
         return self._number is not None
 
     @property
+    def is_lost(self) -> bool:
+        """Whether its gradients, which are of this rank alone, are still in the parameters."""
+        return self.has_gradients and any(each.grad is not None for each in self.parameters)
+
+    @property
     def concerns_peers(self) -> bool:
         """Whether other ranks may be waiting for what this one has begun."""
         return self._exchanging and self.communicator.size > 1
@@ -239,9 +244,9 @@ class MicroBatchReduction:
     def _exchange_trailer(self) -> tuple[list[int], float]:
         """Return on how many ranks each parameter has a gradient, and the sum of all weights.
 
-        The trailer also has the flag of a coming change, and sometimes digests of parameters. All
-        weights travel by themselves: each is a number of one rank and zeros, so their sum is exact
-        for every number of ranks.
+        The trailer also has the flag of a coming change, the place of the step, and sometimes
+        digests of parameters. All weights travel by themselves: each is a number of one rank and
+        zeros, so their sum is exact for every number of ranks.
         """
         context, share, size = self.context, self.share, self.communicator.size
         flag = context.change_flag()
@@ -254,17 +259,52 @@ class MicroBatchReduction:
         digests = [0] * size if compares else []
         if compares:
             digests[self.communicator.rank] = parameter_digest(self.parameters)
-        values = [float(flag), float(share.deviates), *weights, *map(float, there), *digests]
+        values = [float(flag), float(share.deviates), *weights, *map(float, there)]
+        places = [0.0] * (3 * size)
+        places[3 * self.communicator.rank : 3 * self.communicator.rank + 3] = share.place
+        values += [*places, *digests]
         trailer = torch.tensor(values, dtype=torch.float64)
         self.communicator.allreduce(trailer, Op.SUM)
         changed, deviating, *numbers = trailer.tolist()
         context.agree(bool(changed))
         share.others_deviate = deviating > share.deviates
         weights, numbers = numbers[: len(weights)], numbers[len(weights) :]
-        counts, digests = numbers[: len(there)], numbers[len(there) :]
+        counts, numbers = numbers[: len(there)], numbers[len(there) :]
+        places, digests = numbers[: len(places)], numbers[len(places) :]
+        check_places(list(zip(places[::3], places[1::3], places[2::3], strict=True)))
         if compares and not deviating:
             check_witness(digests, self.communicator.rank)
         return [*map(int, counts)], math.fsum(weights)
+
+
+def check_places(places: Sequence[tuple[float, float, float]]) -> None:
+    """Refuse to add up the gradients of different steps.
+
+    Parameters
+    ----------
+    places : sequence of tuple
+        For each rank epoch, step, and a digest of the order of rows.
+
+    Raises
+    ------
+    RanksDisagree
+        They differ.
+    """
+    if len(set(places)) == 1:
+        return
+    if len({place[:2] for place in places}) == 1:
+        raise RanksDisagree(
+            "the loaders of ranks deal rows in different orders; give all ranks the same dataset "
+            "and seed, and make the loader part of the state"
+        )
+    said = ", ".join(
+        f"rank {rank}: step {int(step)} of epoch {int(epoch)}"
+        for rank, (epoch, step, _) in enumerate(places)
+    )
+    raise RanksDisagree(
+        f"ranks are at different steps ({said}). All ranks call optimizer.step() in the same "
+        "steps, and the loader must be part of the state"
+    )
 
 
 def check_witness(digests: Sequence[float], rank: int) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-__all__ = ["DistributedOptimizer", "is_distributed"]
+__all__ = ["DistributedOptimizer", "is_distributed", "is_pending"]
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -163,6 +163,11 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, _Distributed)
 
 
+def is_pending(value: object) -> bool:
+    """Return whether `value` is an optimizer with gradients that are not reduced yet."""
+    return isinstance(value, _Distributed) and value._reducer.pending
+
+
 class _Distributed(Base):
     """Methods of a distributed optimizer; the first base of its class."""
 
@@ -200,9 +205,14 @@ class _Distributed(Base):
             A peer is gone, or the generation is over. Nothing was stepped.
         RuntimeError
             Gradients were changed since backward, or ``skip_synchronize()`` was used without
-            ``synchronize()``.
+            ``synchronize()``, or there is a closure in a step of a loader.
         """
         if closure is not None:
+            if self._reducer.in_micro_batches:
+                raise RuntimeError(
+                    "optimizer.step(closure) cannot be used with a Loader: the closure would need "
+                    "the micro-batches of a step again, and their mean loss; call step() without it"
+                )
             closure = functools.partial(_reduced, self, closure)
         elif self._skips:
             if self._reducer.pending:

@@ -67,6 +67,7 @@ class Reducer:
         self._step: ReductionStep | MicroBatchReduction | None = None
         self._previous = PreviousSteps()
         self._failed: int | None = None
+        self._failed_share: StepShare | None = None
         # Parameters whose gradients hooks have reported, not yet handled.
         self._reported: deque[torch.Tensor] = deque()
         self._hooks: dict[int, tuple[torch.Tensor, Any, bool]] = {}
@@ -179,7 +180,7 @@ class Reducer:
         it alone.
         """
         with self._lock:
-            self._fail()
+            self._fail(restores=True)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -187,8 +188,9 @@ class Reducer:
         step = self._step
         if step is not None and not self._is_stale(step):
             return step
-        self._abandon()
         context = self._find_context()
+        self._check_share(step, context)
+        self._abandon()
         communicator = context.communicator()
         communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
         parameters = self._trained()
@@ -205,6 +207,32 @@ class Reducer:
         # for a newcomer's first batch would take time from this rank's own.
         self._step = step
         return step
+
+    def _check_share(
+        self, before: ReductionStep | MicroBatchReduction | None, context: Context
+    ) -> None:
+        """Refuse to begin with micro-batches whose gradients are gone, or with those of others.
+
+        Raises
+        ------
+        RuntimeError
+            An error has dropped gradients of this step, or those of the step before are unused.
+        """
+        if context.share is not None and context.share is self._failed_share:
+            raise RuntimeError(
+                "gradients of this step were dropped when an error was raised in it, so it cannot "
+                "go on; let the error end the loop over the micro-batches, without optimizer.step()"
+            )
+        if (
+            isinstance(before, MicroBatchReduction)
+            and before.generation == context.generation
+            and before.is_lost
+        ):
+            raise RuntimeError(
+                "the gradients of a step of micro-batches were not used before the next step "
+                "began; call optimizer.step() after the loop over each step, or drop them by "
+                "optimizer.zero_grad(). For larger batches make Batch(global_batch=…) larger"
+            )
 
     def _use_agreed_layout(self, step: ReductionStep) -> None:
         agreement, communicator = self._agreement, step.communicator
@@ -265,8 +293,10 @@ class Reducer:
             self._failed = step.communicator.generation
         self._arrived.clear()
 
-    def _fail(self) -> None:
+    def _fail(self, *, restores: bool = False) -> None:
         """Drop the step and all gradients, of which some may have been reduced, others not."""
+        if not restores or (self._step is not None and self._step.has_gradients):
+            self._failed_share = self._find_context().share
         self._abandon()
         self._reported.clear()
         for parameter in self._trained():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from nbelastic.collectives import Op
 from nbelastic.data.dealing import block_of
@@ -123,6 +124,11 @@ class BufferMeans:
                 for name, buffer in module._buffers.items():
                     if buffer is None:
                         continue
+                    if is_lazy(buffer):
+                        raise RuntimeError(
+                            f"the buffer {path}.{name} of a model is not initialised; call the "
+                            "model on a batch before the first step of a loader"
+                        )
                     if not isinstance(module, _NormBase):
                         others[f"{path}.{name}".lstrip(".")] = buffer
                     elif not module.training:

@@ -20,8 +20,8 @@ from nbelastic.elastic.state import ObjectState, check_names, public
 from nbelastic.elastic.state_payload import StatePayload
 from nbelastic.errors import NotInitialized, OptionError
 from nbelastic.pickling import Pickler
-from nbelastic.torch.gradients.optimizer import is_distributed
-from nbelastic.torch.rates import LRScaler
+from nbelastic.torch.gradients.optimizer import is_distributed, is_pending
+from nbelastic.torch.rates import LRScaler, adjusts_to_size
 from nbelastic.torch.state.adapters import (
     CapturedState,
     SamplerAdapter,
@@ -116,7 +116,8 @@ class TorchState(ObjectState):
         Raises
         ------
         OptionError
-            No optimizer is distributed, so the gradients of micro-batches would not be averaged.
+            No optimizer is distributed, so the gradients of micro-batches would not be averaged; or
+            learning rates are adjusted to the number of ranks, which does not change the batch.
         """
         objects = objects_in(self._values().values())
         loaders = [each for each in objects if isinstance(each, Loader)]
@@ -126,6 +127,11 @@ class TorchState(ObjectState):
                 f"TorchState: with a Loader, wrap the {type(optimizers[0]).__name__} by "
                 "hvd.DistributedOptimizer(…). It averages over the micro-batches of a step, on one "
                 "rank as on many"
+            )
+        if loaders and any(map(adjusts_to_size, objects)):
+            raise OptionError(
+                "TorchState: an LRScaler or by_samples() adjusts rates to a batch that grows with "
+                "the number of ranks, and with a Loader it does not grow; leave them out"
             )
         for loader in loaders:
             if "epoch" in self._names:
@@ -164,12 +170,31 @@ class TorchState(ObjectState):
         return super()._batch()
 
     def save(self) -> None:
-        """Keep the present values as the last commit, in the memory of the one before."""
+        """Keep the present values as the last commit, in the memory of the one before.
+
+        Raises
+        ------
+        RuntimeError
+            A step of a loader is under way. The commit would count it as done.
+        """
+        self._check_between_steps()
         commit = make_commit(self._values(), self.__dict__.get("_commit"))
         uncopied = self._lazy.commit(commit.cache, _context(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
+
+    def _check_between_steps(self) -> None:
+        loaders: list[Loader] = self.__dict__.get("_loaders", [])
+        if not loaders:
+            return
+        begun = any(loader.incomplete for loader in loaders)
+        optimizers = [each for each in objects_in(self._values().values()) if is_pending(each)]
+        if begun or optimizers:
+            raise RuntimeError(
+                "state.commit() was called in a step of the loader, before optimizer.step(): a "
+                "rollback would leave the rows of the step out. Call it after optimizer.step()"
+            )
 
     def _report_memory(self, uncopied: int) -> None:
         """Report how much memory state and copies take, if it may have changed."""
