@@ -130,7 +130,7 @@ def _call(options: Mapping[str, Any]) -> tuple[ScriptCall, str]:
     variables = _variables(options["env"])
     packed, words = None, ""
     if not options["shared_fs"] and not _all_here(options):
-        bundle = bundle_of(command.folder)
+        bundle = bundle_of(command.folder, command.file)
         packed, words = bundle.packed, bundle.describe(command.folder)
     mark = mark_of(command.file)
     call = ScriptCall(command, os.getcwd(), mark, packed, options["alias"], variables)
