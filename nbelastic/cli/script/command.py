@@ -90,7 +90,7 @@ def script_command(words: Sequence[str], cwd: str) -> ScriptCommand:
         raise OptionError(f"{rest[0]!r}: there is no such script in {cwd}")
     if not os.access(script, os.R_OK):
         raise OptionError(f"{rest[0]!r}: the script cannot be read: permission denied")
-    while os.path.islink(script):  # as Python does: what is beside the script is on sys.path
+    while os.path.islink(script):  # as Python does: sys.path begins with its real folder
         script = os.path.normpath(os.path.join(os.path.dirname(script), os.readlink(script)))
     if not script.endswith((".py", ".pyw")) and not _is_python(script):
         raise OptionError(
