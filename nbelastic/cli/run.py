@@ -105,11 +105,17 @@ def view_options(options: Mapping[str, Any]) -> ViewOptions:
         style = "json"
     elif options.get("quiet"):
         style = "quiet"
-    elif options.get("plain") or not sys.stderr.isatty():
+    elif options.get("plain") or not _can_draw():
         style = "plain"
     else:
         style = "live" if importlib.util.find_spec("rich") is not None else "plain"
     return ViewOptions(style, bool(options.get("prefix_output")), options.get("output_filename"))
+
+
+def _can_draw() -> bool:
+    """Return whether stderr is a terminal on which a frame can be drawn anew."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return is_terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +155,8 @@ def _variables(given: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for each in given:
         name, equals, value = each.partition("=")
+        if not name or "\0" in each:
+            raise OptionError(f"-x {each!r}: must be NAME or NAME=VALUE")
         if not equals and name not in os.environ:
             raise OptionError(f"-x {name}: this variable is not set here; give -x {name}=VALUE")
         found[name] = value if equals else os.environ[name]
@@ -173,7 +181,11 @@ def _ended_by_signals() -> Iterator[None]:
         yield
         return
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = [(number, signal.signal(number, interrupt)) for number in numbers]
+    before = [
+        (number, signal.signal(number, interrupt))
+        for number in numbers
+        if signal.getsignal(number) not in (signal.SIG_IGN, None)  # as nohup has it
+    ]
     try:
         yield
     finally:
