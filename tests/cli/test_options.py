@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
+import io
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import nbelastic
 from nbelastic.cli import clusters
 from nbelastic.cli import run as running
+from nbelastic.cli.entry import elastic
 from nbelastic.cli.options import HOROVODS, TERMINAL, RunCommand, flags_of, run_command
 from nbelastic.driver.options import TABLE
 from nbelastic.errors import OptionError
@@ -178,16 +178,10 @@ def test_a_variable_needs_a_name(given):
         running._variables((given,))
 
 
-def test_letters_that_a_terminal_lacks_are_no_error():
-    code = (
-        "import click, sys; from nbelastic.cli.entry import elastic\n"
-        "@click.command()\n"
-        "def letters(): print('\\u2713 \\udcff')\n"
-        "elastic.get_command = lambda *_: letters\n"
-        "elastic.main(['letters'])"
-    )
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, check=False
-    )
-    assert ran.stdout == b"\\u2713 \\udcff\n", ran.stderr
+def test_letters_that_a_terminal_lacks_are_no_error(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    show = click.Command("show", callback=lambda: print("\u2713 \udcff", flush=True))
+    monkeypatch.setattr(elastic, "get_command", lambda *_: show)
+    elastic.main(["show"], standalone_mode=False)
+    assert written.getvalue() == b"\\u2713 \\udcff\n"
