@@ -56,7 +56,7 @@ class Waited(Job):
     ],
 )
 def test_no_interrupt_leaves_a_job_to_itself(monkeypatch, interrupted, asked):
-    monkeypatch.setattr(display, "watching", lambda job: contextlib.nullcontext(job))
+    monkeypatch.setattr(display, "watching", contextlib.nullcontext)
     job = Waited(*interrupted)
     with pytest.raises(KeyboardInterrupt) as raised:
         job._wait_interruptibly()
