@@ -17,7 +17,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbelastic.driver import fit, set_display
-from nbelastic.driver.options import TABLE
+from nbelastic.driver.options import TABLE, Options, check_name
 from nbelastic.errors import JobInterrupted, JobStopped, NbelasticError, OptionError
 
 from . import clusters
@@ -49,6 +49,8 @@ def run(options: dict[str, Any]) -> int:
     OptionError
         An option is wrong, or the command is no script. Nothing has been started.
     """
+    Options.given(_of_job(options))
+    check_name(options["name"])
     call, words = _call(options)
     display = CommandDisplay(view_options(options))
     set_display(display)

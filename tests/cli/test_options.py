@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import nbelastic
 from nbelastic.cli import clusters
@@ -163,6 +164,20 @@ def test_a_class_that_is_none_is_a_line(tmp_path, text, says):
     file.write_text("1: 2\n")
     with pytest.raises(OptionError, match=says):
         clusters.opened({"cluster": text.format(file=file)}, print).__enter__()
+
+
+@pytest.mark.parametrize("wrong", ["-np 3 --min-np 4", "--name a/b"])
+def test_what_fit_would_refuse_is_refused_before_a_cluster_starts(tmp_path, monkeypatch, wrong):
+    """Else machines would be asked for first, at a cluster's queue or a cloud."""
+    script = tmp_path / "train.py"
+    script.touch()
+    started: list[object] = []
+    monkeypatch.setattr(clusters, "HostCluster", lambda *_, **__: started.append(1) or 1 / 0)
+    monkeypatch.setattr(running, "set_display", started.append)
+    words = ["-H", "localhost:1", *wrong.split(), str(script)]
+    ended = CliRunner().invoke(elastic, ["run", *words])
+    assert ended.exit_code == 2, ended.output
+    assert not started
 
 
 def test_a_hostfile_of_other_bytes_is_a_line(tmp_path):
