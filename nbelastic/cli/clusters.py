@@ -68,6 +68,9 @@ def opened(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[
         Takes a line for the user.
     """
     named = [name for name in NAMING if options.get(name)]
+    for name in NAMING:
+        if options.get(name) == "":  # as with a variable of the shell that is not set
+            raise OptionError(f"--{name.replace('_', '-')}: its value is empty")
     if len(named) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in named)
         raise OptionError(f"{flags}: give one of them; each names the machines")
@@ -95,7 +98,9 @@ def _made(text: str, workers: int) -> Iterator[Any]:
     module, _, name = path.rpartition(".")
     try:
         kind: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        if not isinstance(kind, type):
+            raise ValueError("it is no class")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise OptionError(
             f"--cluster {text!r}: {error or 'no such class'}; must be MODULE.CLASS, as in "
             "dask_jobqueue.SLURMCluster"
@@ -109,7 +114,11 @@ def _made(text: str, workers: int) -> Iterator[Any]:
             raise OptionError(f"--cluster {text!r}: {file} cannot be read: {error}") from None
         if not isinstance(settings, dict):
             raise OptionError(f"--cluster {text!r}: {file} must be a mapping of arguments")
-    with kind(**settings) as cluster:
+    try:
+        made = kind(**settings)
+    except TypeError as error:
+        raise OptionError(f"--cluster {text!r}: {name} takes no such arguments: {error}") from None
+    with made as cluster:
         cluster.scale(workers)
         yield cluster
 
@@ -149,7 +158,7 @@ def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Mapping[str
     if options.get("hosts"):
         fixed = parse_hosts(options["hosts"], slots)
     elif options.get("hostfile"):
-        with open(options["hostfile"], encoding="utf-8") as file:
+        with open(options["hostfile"], encoding="utf-8", errors="replace") as file:
             fixed = parse_hostfile(file.read(), slots)
     elif options.get("host_discovery_script"):
         return ScriptSource(options["host_discovery_script"], slots), None

@@ -7,6 +7,8 @@ click alone: neither Dask's scheduler nor torch.
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 
 import click
 
@@ -40,6 +42,9 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="nbelastic", message="nbelastic %(version)s")
 def elastic() -> None:
     """Train elastically: start scripts, and control the jobs of a cluster."""
+    for stream in (sys.stdout, sys.stderr):  # a letter that a terminal lacks is no error
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:

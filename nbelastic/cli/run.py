@@ -17,7 +17,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbelastic.driver import fit, set_display
-from nbelastic.driver.options import TABLE
+from nbelastic.driver.options import TABLE, Options, check_name
 from nbelastic.errors import JobInterrupted, JobStopped, NbelasticError, OptionError
 
 from . import clusters
@@ -49,6 +49,8 @@ def run(options: dict[str, Any]) -> int:
     OptionError
         An option is wrong, or the command is no script. Nothing has been started.
     """
+    Options.given(_of_job(options))
+    check_name(options["name"])
     call, words = _call(options)
     display = CommandDisplay(view_options(options))
     set_display(display)
@@ -105,11 +107,17 @@ def view_options(options: Mapping[str, Any]) -> ViewOptions:
         style = "json"
     elif options.get("quiet"):
         style = "quiet"
-    elif options.get("plain") or not sys.stderr.isatty():
+    elif options.get("plain") or not _can_draw():
         style = "plain"
     else:
         style = "live" if importlib.util.find_spec("rich") is not None else "plain"
     return ViewOptions(style, bool(options.get("prefix_output")), options.get("output_filename"))
+
+
+def _can_draw() -> bool:
+    """Return whether stderr is a terminal on which a frame can be drawn anew."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return is_terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +138,7 @@ def _call(options: Mapping[str, Any]) -> tuple[ScriptCall, str]:
     variables = _variables(options["env"])
     packed, words = None, ""
     if not options["shared_fs"] and not _all_here(options):
-        bundle = bundle_of(command.folder)
+        bundle = bundle_of(command.folder, command.file)
         packed, words = bundle.packed, bundle.describe(command.folder)
     mark = mark_of(command.file)
     call = ScriptCall(command, os.getcwd(), mark, packed, options["alias"], variables)
@@ -149,6 +157,8 @@ def _variables(given: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for each in given:
         name, equals, value = each.partition("=")
+        if not name or "\0" in each:
+            raise OptionError(f"-x {each!r}: must be NAME or NAME=VALUE")
         if not equals and name not in os.environ:
             raise OptionError(f"-x {name}: this variable is not set here; give -x {name}=VALUE")
         found[name] = value if equals else os.environ[name]
@@ -173,7 +183,11 @@ def _ended_by_signals() -> Iterator[None]:
         yield
         return
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = [(number, signal.signal(number, interrupt)) for number in numbers]
+    before = [
+        (number, signal.signal(number, interrupt))
+        for number in numbers
+        if signal.getsignal(number) not in (signal.SIG_IGN, None)  # as nohup has it
+    ]
     try:
         yield
     finally:

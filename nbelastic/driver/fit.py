@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import threading
-import uuid
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbelastic.cluster import (
@@ -28,8 +26,7 @@ from . import display
 from .attachment import attach_client
 from .hints import with_hints
 from .job import Job
-from .option_kinds import shown
-from .options import Options, call_arguments
+from .options import Options, call_arguments, check_name
 from .thread import Driver
 
 if TYPE_CHECKING:
@@ -175,7 +172,7 @@ def fit(
     options = Options.given(locals())
     if not callable(fn):
         raise OptionError(f"fn={fn!r}: must be a function")
-    job_name = _check_name(name)
+    job_name = check_name(name)
     positional, named, sources = with_sources(fn, *call_arguments(args, kwargs))
     # What cannot be sent is refused before a cluster starts, unless that has to compute first.
     packed = None if sources else pack_function(fn, positional, named)
@@ -222,17 +219,6 @@ def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None 
         partitions=() if held is None else held.keys,
         notices=options.notices == "auto",
     )
-
-
-def _check_name(name: str | None) -> str:
-    if name is None:
-        return f"job-{uuid.uuid4().hex[:8]}"
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-        raise OptionError(
-            f"name={shown(name)}: must be text of at most 64 letters, digits, '_', '.' and '-', "
-            "a letter or digit first"
-        )
-    return name
 
 
 def hand_out(driver: Driver, *, block: bool) -> Job:

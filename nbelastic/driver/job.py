@@ -384,22 +384,24 @@ class Job:
             The job has ended because of an interrupt. The message counts the workers that it had
             when it was interrupted and that are free now.
         """
-        interrupts = 0
+        interrupts = handled = 0
         workers: set[str] = set()
         with display.watching(self) as watch:
             while True:
-                try:
+                try:  # all of it: the next interrupt may come while this one is handled
+                    if handled < interrupts:
+                        handled = interrupts
+                        workers = workers or {rank.worker for rank in self.status.ranks}
+                        if interrupts == 1:
+                            self.stop()
+                            watch.say("stopping at the next commit; interrupt again to stop now")
+                        else:
+                            self.cancel()
                     if self.wait(TICK):
                         break
                     watch.tick()
                 except KeyboardInterrupt:
                     interrupts += 1
-                    if interrupts == 1:
-                        workers = {rank.worker for rank in self.status.ranks}
-                        self.stop()
-                        watch.say("stopping at the next commit; interrupt again to stop now")
-                    else:
-                        self.cancel()
         if interrupts:
             raise JobInterrupted(
                 f"job {self.name!r} was interrupted; {self._what_is_free(workers)}"

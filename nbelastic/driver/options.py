@@ -8,6 +8,8 @@ configuration.
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -34,9 +36,18 @@ from .option_kinds import (
     Number,
     Range,
     Whole,
+    shown,
 )
 
-__all__ = ["DEFAULTS", "TABLE", "OptionRow", "Options", "call_arguments", "count_option"]
+__all__ = [
+    "DEFAULTS",
+    "TABLE",
+    "OptionRow",
+    "Options",
+    "call_arguments",
+    "check_name",
+    "count_option",
+]
 
 READ_PATIENCE = 60.0
 """Most seconds to wait for the next bytes of a checkpoint."""
@@ -353,6 +364,24 @@ TABLE: tuple[OptionRow, ...] = tuple(
     OptionRow(each.name, *each.metadata["row"]) for each in fields(Options)
 )
 """All options of a job that a line or a configuration can set."""
+
+
+def check_name(name: str | None) -> str:
+    """Return a job's name: the given one, or a new one for None.
+
+    Raises
+    ------
+    OptionError
+        It is no name.
+    """
+    if name is None:
+        return f"job-{uuid.uuid4().hex[:8]}"
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+        raise OptionError(
+            f"name={shown(name)}: must be text of at most 64 letters, digits, '_', '.' and '-', "
+            "a letter or digit first"
+        )
+    return name
 
 
 def count_option(name: str, value: Any, least: int) -> int | None:

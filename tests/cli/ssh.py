@@ -97,7 +97,8 @@ class SshHosts:
             for host in self._hosts:
                 self._end(host)
             running = asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.wait(running, timeout=10)
+            if running:
+                await asyncio.wait(running, timeout=10)
 
     async def _run(self, process: asyncssh.SSHServerProcess[Any]) -> None:
         """Run a command for a client, until it ends or the client goes away."""
@@ -106,7 +107,7 @@ class SshHosts:
         self._connections.setdefault(host, []).append(process.channel.get_connection())
         child = await asyncio.create_subprocess_shell(
             process.command or "",
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -117,7 +118,7 @@ class SshHosts:
             asyncio.ensure_future(_pump(child.stderr, process.stderr)),
         ]
         ended = asyncio.ensure_future(child.wait())
-        left = asyncio.ensure_future(_client_leaves(process))
+        left = asyncio.ensure_future(_client_leaves(process, child))
         try:
             await asyncio.wait([ended, left], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -137,10 +138,14 @@ async def _pump(source: asyncio.StreamReader | None, sink: Any) -> None:
             sink.write(line.decode())
 
 
-async def _client_leaves(process: asyncssh.SSHServerProcess[Any]) -> None:
-    """Return when the client sends a signal, or closes the connection."""
+async def _client_leaves(
+    process: asyncssh.SSHServerProcess[Any], child: asyncio.subprocess.Process
+) -> None:
+    """Pass on what the client writes; return when it sends a signal, or closes the connection."""
+    assert child.stdin is not None
     with contextlib.suppress(asyncssh.Error, ConnectionError):
-        await process.stdin.read()
+        while text := await process.stdin.read(65536):
+            child.stdin.write(text.encode())
 
 
 async def _never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from nbelastic.cli.hosts import (
     parse_hosts,
     sources,
 )
-from nbelastic.cli.hosts.discovery import FailureCount, changes, entries, parse_output
+from nbelastic.cli.hosts.discovery import FailureCount, changes, checked, entries, parse_output
 from nbelastic.cli.hosts.worker import is_local
 from nbelastic.errors import OptionError
 from tests.support.clusters import until
@@ -63,6 +64,53 @@ def test_no_output_means_no_hosts_and_a_wrong_line_is_a_failure():
     assert parse_output("\na:2\n\nb\n", 4) == {"a": 2, "b": 4}
     with pytest.raises(DiscoveryFailed, match="'error: no such'"):
         parse_output("a:2\nerror: no such\n")
+
+
+ODD = [
+    "-oProxyCommand=id",
+    "a;reboot",
+    "$(id)",
+    "`id`",
+    "a|b",
+    "a'b",
+    "a\x1b[2J",
+    "a\x00",
+    "@a",
+    "a@",
+]
+
+
+@pytest.mark.parametrize("host", [*ODD, "a" * 300])
+def test_a_name_that_a_shell_or_a_terminal_could_act_on_is_no_host(host):
+    for parse, error in ((parse_hosts, OptionError), (parse_output, DiscoveryFailed)):
+        with pytest.raises(error) as raised:
+            parse(f"{host}:1")
+        assert len(str(raised.value)) < 250 and str(raised.value).isprintable()
+    with pytest.raises(DiscoveryFailed):
+        checked({host: 1})
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "me@gpu-1.lab_2.example",
+        "10.0.0.7",
+        "m\N{LATIN SMALL LETTER U WITH DIAERESIS}nchen",
+        "w.s@a",
+    ],
+)
+def test_names_of_hosts_are_hosts(host):
+    assert parse_hosts(f"{host}:1") == parse_output(host) == checked({host: 1}) == {host: 1}
+
+
+def test_a_number_of_slots_that_no_machine_has_is_refused():
+    with pytest.raises(OptionError, match="at most 4,096 slots"):
+        parse_hosts("a:2000000000")
+    with pytest.raises(DiscoveryFailed, match="at most 4,096 slots"):
+        parse_output("a:4000\na:4000\n")
+    for slots in (-1, "2", None, 5000):
+        with pytest.raises(DiscoveryFailed, match="slots"):
+            checked({"a": slots})
 
 
 @given(HOSTS, HOSTS)
@@ -118,6 +166,29 @@ def test_a_script_that_fails_says_why(tmp_path, text, says):
     source = ScriptSource(program(tmp_path, "hosts.sh", text), limit=0.2)
     with pytest.raises(DiscoveryFailed, match=says):
         source()
+
+
+def test_a_process_that_a_script_leaves_behind_does_not_hold_it_up(tmp_path):
+    """Such as the shared connection of ssh, which keeps the script's stderr open."""
+    script = program(tmp_path, "hosts.sh", f"sleep 60 & echo $! > {tmp_path}/pid; echo a:2")
+    try:
+        assert ScriptSource(script, limit=2.0)() == {"a": 2}
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("where", ["", ">&2"])
+def test_a_script_that_prints_without_end_is_ended(tmp_path, where):
+    script = program(tmp_path, "hosts.sh", f"exec dd if=/dev/zero bs=1M count=64 {where}")
+    with pytest.raises(DiscoveryFailed, match="has printed more than 1 MiB"):
+        ScriptSource(script)()
+
+
+def test_a_long_line_is_cut_in_the_error(tmp_path):
+    for text in ("seq -s ' ' 1 10000", "seq -s ' ' 1 10000 >&2; exit 1"):
+        with pytest.raises(DiscoveryFailed) as raised:
+            ScriptSource(program(tmp_path, "hosts.sh", text))()
+        assert len(str(raised.value)) < 300
 
 
 def test_what_a_script_has_started_ends_with_it(tmp_path):

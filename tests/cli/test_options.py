@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import io
+import signal
+import sys
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import nbelastic
+from nbelastic.cli import clusters
+from nbelastic.cli import run as running
+from nbelastic.cli.entry import elastic
 from nbelastic.cli.options import HOROVODS, TERMINAL, RunCommand, flags_of, run_command
 from nbelastic.driver.options import TABLE
+from nbelastic.errors import OptionError
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -114,3 +122,81 @@ def test_a_wrong_option_is_an_error_that_says_what_to_write(line, says):
 
 def test_horovods_names_belong_to_options_that_exist():
     assert set(HOROVODS) <= {row.name for row in TABLE}
+
+
+# -- what stands around the options ----------------------------------------------------------------
+
+
+def test_an_ignored_signal_stays_ignored():
+    """As with ``nohup``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with running._ended_by_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("flag", ["--scheduler", "-H", "--hosts-from", "--cluster"])
+def test_an_empty_value_names_no_machine(flag):
+    """A variable of a shell that is not set must not start ranks here."""
+    found = parse(f"{flag} VALUE train.py")
+    (name,) = (name for name, value in found.items() if value == "VALUE")
+    with pytest.raises(OptionError, match=f"--{name.replace('_', '-')}: its value is empty"):
+        clusters.opened({name: ""}, print).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("os.path", "must be MODULE.CLASS"),
+        ("os.sep", "must be MODULE.CLASS"),
+        ("fractions.Fraction:{file}", "takes no such arguments"),
+        ("collections.abc.Sized", "takes no such arguments"),
+        ("{file}", "must be MODULE.CLASS"),
+    ],
+)
+def test_a_class_that_is_none_is_a_line(tmp_path, text, says):
+    file = tmp_path / "of-it"
+    file.write_text("1: 2\n")
+    with pytest.raises(OptionError, match=says):
+        clusters.opened({"cluster": text.format(file=file)}, print).__enter__()
+
+
+@pytest.mark.parametrize("wrong", ["-np 3 --min-np 4", "--name a/b"])
+def test_what_fit_would_refuse_is_refused_before_a_cluster_starts(tmp_path, monkeypatch, wrong):
+    """Else machines would be asked for first, at a cluster's queue or a cloud."""
+    script = tmp_path / "train.py"
+    script.touch()
+    started: list[object] = []
+    monkeypatch.setattr(clusters, "HostCluster", lambda *_, **__: started.append(1) or 1 / 0)
+    monkeypatch.setattr(running, "set_display", started.append)
+    words = ["-H", "localhost:1", *wrong.split(), str(script)]
+    ended = CliRunner().invoke(elastic, ["run", *words])
+    assert ended.exit_code == 2, ended.output
+    assert not started
+
+
+def test_a_hostfile_of_other_bytes_is_a_line(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_bytes(b"caf\xe9 slots=1\n")
+    with pytest.raises(OptionError, match="--hostfile, line 1"):
+        clusters.opened({"hostfile": str(file)}, print).__enter__()
+
+
+@pytest.mark.parametrize("given", ["", "=1", "A\0=1"])
+def test_a_variable_needs_a_name(given):
+    with pytest.raises(OptionError, match="-x"):
+        running._variables((given,))
+
+
+def test_letters_that_a_terminal_lacks_are_no_error(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    show = click.Command("show", callback=lambda: print("\u2713 \udcff", flush=True))
+    monkeypatch.setattr(elastic, "get_command", lambda *_: show)
+    elastic.main(["show"], standalone_mode=False)
+    assert written.getvalue() == b"\\u2713 \\udcff\n"

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,8 @@ from nbelastic.cli.script import (
 )
 from nbelastic.cli.script.rank import mark_of
 from nbelastic.errors import OptionError
+
+from .commands import ROOT
 
 
 @pytest.fixture
@@ -220,6 +223,42 @@ def test_exit_handlers_of_a_script_run_at_its_end(folder, tmp_path):
     assert atexit.register is original
 
 
+def test_an_exit_handler_that_exits_changes_nothing(folder):
+    text = "import atexit, sys\ndef leave(): sys.exit(3)\natexit.register(leave)\n"
+    run_script(call(script(folder, text)))
+
+
+@pytest.mark.parametrize("text", ["signal.alarm(600)", "signal.setitimer(signal.ITIMER_REAL, 600)"])
+def test_an_alarm_in_a_thread_is_a_warning_and_does_not_end_the_worker(folder, monkeypatch, text):
+    warnings: list[str] = []
+    alarms: list[float] = []
+    monkeypatch.setattr(rank, "current", lambda: None)
+    monkeypatch.setattr(rank, "warn", lambda _, text: warnings.append(text))
+    for name in ("alarm", "setitimer"):
+        monkeypatch.setattr(signal, name, lambda *seconds: alarms.append(seconds[-1]))
+    before = signal.alarm, signal.setitimer
+    path = script(folder, f"import signal\n{text}\n")
+    assert in_thread(lambda: run_script(call(path))) is None
+    assert not alarms and len(warnings) == 1 and "signal.alarm" in warnings[0]
+    assert (signal.alarm, signal.setitimer) == before
+
+
+@pytest.mark.parametrize("place", ["/", str(Path(os.__file__).parents[2]), str(ROOT)])
+def test_modules_of_python_and_of_the_worker_are_not_the_scripts(place, folder):
+    """A script may lie in the root directory, beside Python, or beside this package."""
+    for name in ("threading", "logging", "nbelastic.cli", "dask.config", "distributed"):
+        assert not rank._lies_in(sys.modules[name], place), name
+    assert rank._lies_in(SimpleNamespace(__file__=str(folder / "helper.py")), "/")
+
+
+def test_a_link_to_a_script_imports_what_is_beside_the_script(folder, tmp_path):
+    script(folder, "import helper\n")
+    links = tmp_path / "bin"
+    links.mkdir()
+    (links / "train.py").symlink_to(Path("..") / "project" / "train.py")
+    run_script(call(links / "train.py"))
+
+
 # -- horovod -------------------------------------------------------------------------------------
 
 IMPORTS = """
@@ -308,6 +347,54 @@ def test_a_bundle_leaves_out_what_is_ignored_and_says_so(folder):
     assert found.files == 3  # .gitignore, helper.py, pkg/x.py
     assert set(found.ignored) == {"data/", "a.log"}
     assert "a .gitignore excludes" in found.describe("project")
+
+
+def test_a_script_travels_whatever_a_gitignore_says(folder, worker):
+    (folder / ".gitignore").write_text("*_local.py\n")
+    path = script(folder, "import helper\n", "train_local.py")
+    packed = bundle_of(str(folder), str(path))
+    assert packed.ignored == ()
+    run_script(moved(call(path), packed.packed, folder))
+
+
+def test_a_file_that_cannot_travel_is_named(folder, monkeypatch):
+    odd = os.fsdecode(os.path.join(os.fsencode(folder), b"caf\xe9.txt"))
+    Path(odd).write_text("x")
+    with pytest.raises(OptionError, match=r"caf\\udce9.txt.*UTF-8"):
+        bundle_of(str(folder))
+    os.remove(odd)
+    (folder / "secret.key").write_text("x")
+    write = zipfile.ZipFile.write
+
+    def refuse(file, path, *rest):
+        if path.endswith(".key"):
+            raise PermissionError(13, "Permission denied", path)
+        write(file, path, *rest)
+
+    monkeypatch.setattr(zipfile.ZipFile, "write", refuse)
+    with pytest.raises(OptionError, match=r"secret.key: Permission denied.*\.gitignore"):
+        bundle_of(str(folder))
+
+
+def test_a_file_that_vanishes_while_the_folder_is_packed_does_not_travel(folder, monkeypatch):
+    gone = script(folder, "", "temporary")
+    size = os.path.getsize
+
+    def vanish(path):
+        found = size(path)
+        if path == str(gone):
+            gone.unlink()
+        return found
+
+    monkeypatch.setattr(os.path, "getsize", vanish)
+    assert bundle_of(str(folder)).files == 1
+
+
+def test_a_script_that_cannot_be_read_is_refused(folder, monkeypatch):
+    path = script(folder, "")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(OptionError, match="cannot be read"):
+        script_command([str(path)], str(folder))
 
 
 def test_a_folder_that_is_too_large_is_refused_with_its_largest_parts(folder, monkeypatch):

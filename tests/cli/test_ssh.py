@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
+import dask
 import pytest
 
+from nbelastic.cli.hosts.worker import SshOptions, SshWorker
 from tests.support.clusters import until
 
 from .ssh import SshHosts
@@ -40,3 +43,52 @@ def test_ranks_train_on_hosts_over_ssh_whatever_other_hosts_do(stage: Stage, mon
     assert f"{DYING}:0: Connection lost; trying again in 1 s" in ended.messages
     assert "sent with the job: 2 files" in ended.messages
     assert all("distributed.cli.dask_spec" in command for command in servers.commands)
+
+
+@pytest.fixture
+def worker_ends(tmp_path, monkeypatch):
+    """Start a program in place of Python on a host; return why its worker has ended."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    program = tmp_path / "python"
+
+    async def scene(servers: SshHosts) -> str:
+        over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        options = SshOptions(servers.port, str(servers.key), str(program))
+        worker = SshWorker(
+            "tcp://10.0.0.5:8786",
+            host=GOOD,
+            slots=1,
+            options=options,
+            on_end=lambda name, problem, started: over.set_result(problem),
+            name=f"{GOOD}:0",
+        )
+        await worker.start()
+        try:
+            return await asyncio.wait_for(over, 20)
+        finally:
+            await worker.close()
+
+    def run(text: str) -> str:
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o700)
+        with SshHosts(tmp_path, (GOOD,)) as servers:
+            found = asyncio.run(scene(servers))
+            run.commands = servers.commands
+        return found
+
+    return run
+
+
+def test_what_a_worker_prints_does_not_stop_its_log(worker_ends):
+    text = "echo worker at >&2; yes $(printf %01000d) | head -c 6000000; echo all is printed >&2"
+    assert worker_ends(text) == "its worker has ended: all is printed"
+
+
+def test_configuration_does_not_stand_in_the_command(worker_ends, tmp_path):
+    """Every user of a host sees the commands of all; the configuration may hold a password."""
+    with dask.config.set({"gateway.auth.kwargs.password": "sesame " * 1000}):
+        config = dask.config.serialize(dask.config.global_config)
+        text = f'printf %s "$DASK_INTERNAL_INHERIT_CONFIG" > {tmp_path}/config; echo "$3" >&2'
+        assert "tcp://10.0.0.5:8786" in worker_ends(text)
+    assert (tmp_path / "config").read_text() == config
+    assert all(config[:100] not in command for command in worker_ends.commands)

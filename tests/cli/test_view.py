@@ -9,6 +9,7 @@ import pty
 import queue
 import re
 import struct
+import sys
 import termios
 import threading
 
@@ -289,8 +290,75 @@ class Screen:
     ],
 )
 def test_the_style_follows_options_and_terminal(tty, given, style, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+
     class Fake:
         stderr = Screen(tty)
 
     monkeypatch.setattr("nbelastic.cli.run.sys", Fake)
     assert view_options(given).style == style
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(term, monkeypatch):
+    monkeypatch.setattr("nbelastic.cli.run.sys", Streams(Screen(True)))
+    monkeypatch.setenv("TERM", term)
+    assert view_options({}).style == "plain"
+
+
+def test_a_reader_that_goes_away_stops_its_stream_alone(monkeypatch, capsys):
+    """As ``| head`` does: events are shown on, and nothing fails at the end."""
+    read, write = os.pipe()
+    os.close(read)
+    job = FakeJob()
+    with open(write, "w", encoding="utf-8") as pipe:
+        streams = Streams(None)
+        streams.stdout, streams.stderr = pipe, sys.stderr
+        monkeypatch.setattr("nbelastic.cli.view.display.sys", streams)
+        with watch(WaitView, job) as view:
+            job.prints("a\n")
+            view.tick()
+            job.happens("lost", 40.0, rank=3, detail="its process has ended")
+            job.prints("b\n")
+            job.end()
+    assert "Rank 3 is lost" in capsys.readouterr().err
+
+
+def test_without_stdout_or_stderr_nothing_fails(monkeypatch):
+    monkeypatch.setattr("nbelastic.cli.view.display.sys", Streams(None))
+    monkeypatch.setattr("nbelastic.cli.run.sys", Streams(None))
+    assert view_options({}).style == "plain"
+    job = a_job()
+    with watch(WaitView, job) as view:
+        job.prints("a\n")
+        view.say("stopping")
+        job.end()
+
+
+def test_words_of_hosts_do_not_reach_the_terminal_as_control_characters(capsys):
+    display = CommandDisplay(ViewOptions())
+    display.say("a\x1b[2J\nb")
+    display.tell("hosts.sh failed: \x1b]0;title\x07")
+    display.flush()
+    with watch(WaitView, FakeJob()) as view:
+        view.say("\x1b[31mred")
+    err = capsys.readouterr().err
+    assert err.startswith("a\N{REPLACEMENT CHARACTER}[2J\nb\n") and "red" in err
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f]", err)
+
+
+def test_the_cursor_is_back_also_when_the_last_look_fails(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(80)
+    console = Console(file=terminal.stream, highlight=False, markup=False, width=80)
+    job = a_job()
+    with (
+        pytest.raises(RuntimeError),
+        LiveView(job, ViewOptions("live"), queue.SimpleQueue(), console=console),
+    ):
+        monkeypatch.setattr(job, "output", fail)
+    assert "\x1b[?25h" in terminal.close()
+
+
+def fail(_) -> None:
+    raise RuntimeError

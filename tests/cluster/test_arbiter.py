@@ -9,8 +9,9 @@ import dask
 import pytest
 
 from nbelastic.cluster.scheduler.arbiter import read_rules
+from nbelastic.cluster.wire import JobWish, RankEnded, pack
 from nbelastic.errors import OptionError
-from nbelastic.membership import LimitsChanged
+from nbelastic.membership import LimitsChanged, LossReason
 from nbelastic.sharing import SharingRules
 
 from .shared_cluster import SharedCluster
@@ -107,6 +108,64 @@ def test_a_driver_that_stands_still_gets_no_more_slots():
             cluster.stop("late")
             await settle(cluster)
             assert cluster.sizes()["still"] == 2
+
+    asyncio.run(scene())
+
+
+def test_a_slot_whose_worker_is_frozen_is_promised_to_nobody():
+    """Else a job would wait for it, while another one keeps a slot that it could have."""
+
+    async def scene():
+        async with a_cluster(4) as cluster:
+            await cluster.open("wide")
+            await settle(cluster)
+            record = cluster.plugin.jobs["wide"]
+            start, slot = next(iter(record.ranks.items()))
+            del cluster.ranks["wide", start]  # it does and says nothing any more
+            cluster.plugin._heartbeats._report_silent(slot, "wide", LossReason.WORKER_SILENT, 60.0)
+            await settle(cluster)
+            await cluster.open("late", min_np=2)
+            await settle(cluster)
+            assert cluster.sizes() == {"wide": 1, "late": 2}
+            # It goes on, and sees that it was to end. Then it can fall silent once more.
+            cluster.plugin._ended(cluster.plugin._workers[slot].address, RankEnded("wide", start))
+            await settle(cluster)
+            assert cluster.sizes() == {"wide": 2, "late": 2}
+            assert slot not in record.silent
+
+    asyncio.run(scene())
+
+
+def test_a_rank_that_outlives_its_job_keeps_its_slot_from_nobodys_floor():
+    async def scene():
+        async with a_cluster(4) as cluster:
+            await cluster.open("gone", max_np=1)
+            await settle(cluster)
+            cluster.ranks.clear()  # it never ends
+            cluster.jobs.pop("gone")
+            cluster.plugin.drop("gone")
+            await cluster.open("wide")
+            await settle(cluster)
+            await cluster.open("late", min_np=2)
+            await settle(cluster)
+            assert cluster.sizes() == {"wide": 1, "late": 2}
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"min_np": 0}, {"max_np": -1}, {"weight": 0.0}],
+)
+def test_limits_that_are_not_possible_do_not_reach_the_arbiter(change):
+    async def scene():
+        async with a_cluster(2) as cluster:
+            await cluster.open("one")
+            with pytest.raises(OptionError, match=next(iter(change))):
+                await cluster.handlers["nbelastic_wish"](
+                    message=pack(JobWish("one", LimitsChanged(**change)))
+                )
+            assert not cluster.plugin.jobs["one"].closing
 
     asyncio.run(scene())
 

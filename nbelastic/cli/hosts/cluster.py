@@ -20,7 +20,7 @@ from distributed import Scheduler, SpecCluster, Status
 from nbelastic.cluster import ElasticPlugin
 from nbelastic.render import count
 
-from .discovery import DiscoveryFailed, FailureCount, changes
+from .discovery import DiscoveryFailed, FailureCount, changes, checked
 from .worker import SlotNanny, SshOptions, SshWorker, is_local
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class HostCluster(SpecCluster):
 def _asked(source: Source) -> Hosts:
     """Return what a source answers; what a source of the user's own raises is a failure of it."""
     try:
-        return source()
+        return checked(source())
     except DiscoveryFailed:
         raise
     except Exception as error:

@@ -21,6 +21,7 @@ __all__ = [
     "Hosts",
     "Source",
     "changes",
+    "checked",
     "entries",
     "parse_hostfile",
     "parse_hosts",
@@ -35,8 +36,15 @@ Source: TypeAlias = Callable[[], Hosts]
 LONGEST_DELAY = 30.0
 """Most seconds between two looks while a source fails."""
 
-_LINE = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:]+)(?::(?P<slots>\d+))?")
-_IN_FILE = re.compile(r"(?P<host>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
+MOST_SLOTS = 4096
+"""Most slots of a host: more is a mistake, and every slot is a process."""
+
+_LINE = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:]+)(?::(?P<slots>\d{1,10}))?")
+_IN_FILE = re.compile(r"(?P<host>\S+)\s+slots\s*=\s*(?P<slots>\d{1,10})")
+_HOST = re.compile(r"([\w.+][\w.+-]*@)?[\w:][\w.:-]{0,254}")
+"""A host's name or address. OpenSSH, too, takes no name that an option or a shell could be."""
+
+LONGEST_SHOWN = 100
 
 
 class DiscoveryFailed(NbelasticError):
@@ -46,11 +54,47 @@ class DiscoveryFailed(NbelasticError):
 def _add(found: dict[str, int], text: str, pattern: re.Pattern[str], default: int) -> None:
     match = pattern.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} must be HOST or HOST:SLOTS")
+        raise ValueError(f"{_cut(text)} must be HOST or HOST:SLOTS")
     slots = default if match["slots"] is None else int(match["slots"])
     host = match["host"].strip("[]")
+    _check(host, found.get(host, 0) + slots)
     if slots:
         found[host] = found.get(host, 0) + slots
+
+
+def _check(host: str, slots: int) -> None:
+    if not _HOST.fullmatch(host):
+        raise ValueError(f"{_cut(host)} must be the name or the address of a host")
+    if slots > MOST_SLOTS:
+        raise ValueError(f"{_cut(host)} must have at most {MOST_SLOTS:,} slots, not {slots:,}")
+
+
+def _cut(text: str) -> str:
+    """Return a text as part of a message."""
+    return ascii(text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "...")
+
+
+def checked(hosts: Hosts) -> dict[str, int]:
+    """Return what a source has found, if it is possible.
+
+    Parameters
+    ----------
+    hosts : mapping of str to int
+        Slots by host.
+
+    Raises
+    ------
+    DiscoveryFailed
+        A name is no host's, or slots are no number.
+    """
+    for host, slots in hosts.items():
+        if not isinstance(slots, int) or slots < 0:
+            raise DiscoveryFailed(f"{_cut(str(host))} must have a number of slots, not {slots!r}")
+        try:
+            _check(str(host), slots)
+        except ValueError as error:
+            raise DiscoveryFailed(str(error)) from None
+    return dict(hosts)
 
 
 def parse_hosts(text: str, default: int = 1) -> dict[str, int]:
@@ -101,10 +145,8 @@ def parse_hostfile(text: str, default: int = 1) -> dict[str, int]:
             continue
         try:
             _add(found, words, _IN_FILE if _IN_FILE.fullmatch(words) else _LINE, default)
-        except ValueError:
-            raise OptionError(
-                f"--hostfile, line {number}: {words!r} must be NAME slots=N, NAME:N or NAME"
-            ) from None
+        except ValueError as error:
+            raise OptionError(f"--hostfile, line {number}: {error}, or NAME slots=N") from None
     if not found:
         raise OptionError("--hostfile: names no host with a slot")
     return found

@@ -12,10 +12,12 @@ import contextlib
 import json
 import os
 import re
+import selectors
 import signal
 import subprocess
+import time
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from nbelastic.driver.hints import did_you_mean
 from nbelastic.errors import OptionError
@@ -36,8 +38,21 @@ TIME_LIMIT = 30.0
 """Seconds that a program has to print the hosts."""
 
 
+MOST_BYTES = 2**20
+"""Most bytes that a program may print."""
+
+POLL = 0.05
+"""Seconds between two looks whether a program has ended."""
+
+LONGEST_ERROR = 200
+
+
 def _output(command: Sequence[str], limit: float) -> str:
-    """Return what a program prints; end it, and what it has started, after a time limit."""
+    """Return what a program prints until it ends.
+
+    A process that it leaves in the background may keep its output open: that is not waited for. One
+    that takes too long, or prints without end, is ended with all that it has started.
+    """
     name = os.path.basename(command[0])
     try:
         process = subprocess.Popen(
@@ -45,25 +60,57 @@ def _output(command: Sequence[str], limit: float) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             start_new_session=True,
         )
     except OSError as error:
         raise DiscoveryFailed(f"{name} cannot be run: {error.strerror or error}") from None
     with process:
         try:
-            output, errors = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            raise DiscoveryFailed(f"{name} has not ended after {limit:g} s") from None
+            output, errors = _collect(process, name, limit)
         finally:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         last = errors.strip().splitlines()[-1:] or ["it printed no error"]
-        raise DiscoveryFailed(f"{name} exited with code {process.returncode}: {last[0]}")
+        raise DiscoveryFailed(
+            f"{name} exited with code {process.returncode}: {last[0][:LONGEST_ERROR]}"
+        )
     return output
+
+
+def _collect(process: subprocess.Popen[bytes], name: str, limit: float) -> tuple[str, str]:
+    """Read what a program prints to stdout and stderr, until it ends."""
+    deadline = time.monotonic() + limit
+    pieces: dict[IO[bytes], list[bytes]] = {}
+    with selectors.DefaultSelector() as open_pipes:
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pieces[pipe] = []
+            os.set_blocking(pipe.fileno(), False)
+            open_pipes.register(pipe, selectors.EVENT_READ)
+        over = False
+        while not over:
+            over = process.poll() is not None  # what it has printed is in the pipes: read once more
+            ready = [
+                cast("IO[bytes]", key.fileobj) for key, _ in open_pipes.select(0 if over else POLL)
+            ]
+            while ready:
+                for pipe in ready:
+                    piece = os.read(pipe.fileno(), 65536)
+                    pieces[pipe].append(piece)
+                    if not piece:
+                        open_pipes.unregister(pipe)
+                if sum(len(each) for found in pieces.values() for each in found) > MOST_BYTES:
+                    raise DiscoveryFailed(f"{name} has printed more than {MOST_BYTES >> 20} MiB")
+                ready = [cast("IO[bytes]", key.fileobj) for key, _ in open_pipes.select(0)]
+            if not over and time.monotonic() > deadline:
+                raise DiscoveryFailed(f"{name} has not ended after {limit:g} s")
+            if not open_pipes.get_map():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL)
+    output, errors = (b"".join(found).decode(errors="replace") for found in pieces.values())
+    return output, errors
 
 
 def _read(command: Sequence[str]) -> Any:

@@ -38,6 +38,13 @@ CLOSE_WITHIN_S = 5.0
 DEATH_TIMEOUT = "60s"
 """Time after which a worker that cannot reach its scheduler ends."""
 
+KEEPALIVE_S = 10
+"""Seconds of silence after which a host is asked for an answer; after three, it is gone."""
+
+CONFIG = "DASK_INTERNAL_INHERIT_CONFIG"
+READ_CONFIG = f'IFS= read -r {CONFIG} && export {CONFIG} && exec "$@"'
+"""Reads Dask's configuration from stdin: in a command, every user of the host could read it."""
+
 LINES = 5
 """Last lines of a worker's log that are kept for a message."""
 
@@ -98,7 +105,11 @@ class SshOptions:
     def connection(self, host: str) -> dict[str, Any]:
         """Return the arguments of asyncssh's ``connect`` for ``HOST`` or ``USER@HOST``."""
         user, _, name = host.rpartition("@")
-        found: dict[str, Any] = {"host": name, "login_timeout": self.start_within_s}
+        found: dict[str, Any] = {
+            "host": name,
+            "login_timeout": self.start_within_s,
+            "keepalive_interval": KEEPALIVE_S,
+        }
         if user:
             found["username"] = user
         if self.port is not None:
@@ -195,7 +206,14 @@ class SshWorker(Process):
         import asyncssh
 
         self.connection = await asyncssh.connect(**self._options.connection(self._host))
-        self.proc = await self.connection.create_process(self._command(), encoding="utf-8")
+        self.proc = await self.connection.create_process(
+            self._command(),
+            encoding="utf-8",
+            errors="replace",
+            stdout=asyncssh.DEVNULL,  # what is not read would stop the log, too, and the worker
+        )
+        config = dask.config.serialize(dask.config.global_config)
+        self.proc.stdin.write(f"{config}\n")
         while line := await self.proc.stderr.readline():
             self._lines.append(line.strip())
             if "worker at" in line:
@@ -216,7 +234,6 @@ class SshWorker(Process):
         """Return the command that starts the worker there."""
         options = {"name": self.name, "slots": self._slots, "death_timeout": DEATH_TIMEOUT}
         spec = {"cls": f"{SlotNanny.__module__}.{SlotNanny.__name__}", "opts": options}
-        config = dask.config.serialize(dask.config.global_config)
-        words = ["env", f"DASK_INTERNAL_INHERIT_CONFIG={config}", self._options.remote_python]
+        words = ["sh", "-c", READ_CONFIG, "sh", self._options.remote_python]
         words += ["-m", "distributed.cli.dask_spec", self._scheduler, "--spec", json.dumps(spec)]
         return shlex.join(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zipfile
@@ -52,18 +53,21 @@ class Bundle:
         return f"{words}; a .gitignore excludes {names}"
 
 
-def bundle_of(folder: str) -> Bundle:
+def bundle_of(folder: str, script: str = "") -> Bundle:
     """Pack a folder, without what its ``.gitignore`` files exclude.
 
     Parameters
     ----------
     folder : str
         Absolute path of the folder.
+    script : str, optional
+        Absolute path of the file there that runs. It is never left out.
 
     Raises
     ------
     OptionError
-        It has too many bytes or files; the message names the largest parts.
+        It has too many bytes or files; the message names the largest parts. Or a file cannot be
+        read, or has a name that a ZIP file cannot have.
     """
     ignore = GitIgnore(folder)
     ignored: list[str] = []
@@ -72,16 +76,18 @@ def bundle_of(folder: str) -> Bundle:
         names[:] = sorted(_kept(directory, names, folder, ignore, ignored))
         for name in sorted(files):
             path = os.path.join(directory, name)
-            if ignore.excludes(path, directory=False):
+            if path != script and ignore.excludes(path, directory=False):
                 ignored.append(os.path.relpath(path, folder))
             elif os.path.isfile(path) and not name.endswith((".pyc", ".pyo")):
-                found[path] = os.path.getsize(path)
+                with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                    found[path] = os.path.getsize(path)
         if sum(found.values()) > 100 * MOST_BYTES or len(found) > 10 * MOST_FILES:
             break  # far too much already; the rest is not looked at
     size = sum(found.values())
     if size > MOST_BYTES or len(found) > MOST_FILES:
         raise OptionError(_too_much(folder, found, size))
-    return Bundle(_zip(found, folder), len(found), size, tuple(ignored))
+    packed, number = _zip(found, folder)
+    return Bundle(packed, number, size, tuple(ignored))
 
 
 def _kept(
@@ -99,12 +105,31 @@ def _kept(
     return kept
 
 
-def _zip(found: dict[str, int], folder: str) -> bytes:
+def _zip(found: dict[str, int], folder: str) -> tuple[bytes, int]:
+    """Return a ZIP file and the number of files in it: those that are still there."""
     buffer = io.BytesIO()
+    files = 0
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as file:
         for path in found:
-            file.write(path, os.path.relpath(path, folder))
-    return buffer.getvalue()
+            name = os.path.relpath(path, folder)
+            try:
+                file.write(path, name)
+                files += 1
+            except FileNotFoundError:
+                continue
+            except UnicodeEncodeError:
+                raise OptionError(_cannot_travel(name, "its name is not UTF-8")) from None
+            except OSError as error:
+                raise OptionError(_cannot_travel(name, error.strerror or str(error))) from None
+    return buffer.getvalue(), files
+
+
+def _cannot_travel(name: str, problem: str) -> str:
+    shown = name.encode("utf-8", "backslashreplace").decode()
+    return (
+        f"the file {shown}: {problem}, so it cannot travel with the job; name it in a "
+        ".gitignore if ranks do not need it, or use --shared-fs where all hosts see it"
+    )
 
 
 def _too_much(folder: str, found: dict[str, int], size: int) -> str:

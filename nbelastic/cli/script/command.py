@@ -88,6 +88,10 @@ def script_command(words: Sequence[str], cwd: str) -> ScriptCommand:
     script = os.path.normpath(os.path.join(cwd, os.path.expanduser(rest[0])))
     if not os.path.isfile(script):
         raise OptionError(f"{rest[0]!r}: there is no such script in {cwd}")
+    if not os.access(script, os.R_OK):
+        raise OptionError(f"{rest[0]!r}: the script cannot be read: permission denied")
+    while os.path.islink(script):  # as Python does: sys.path begins with its real folder
+        script = os.path.normpath(os.path.join(os.path.dirname(script), os.readlink(script)))
     if not script.endswith((".py", ".pyw")) and not _is_python(script):
         raise OptionError(
             f"{rest[0]!r}: must be a Python script; it runs in a thread of each worker, "

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
+import functools
+import importlib.util
 import io
 import linecache
 import os
@@ -18,6 +19,7 @@ import runpy
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import traceback
@@ -46,6 +48,15 @@ SIGNAL_WARNING = (
     "A rank is a thread of a worker, and signals are handled in the main thread alone.\n"
     "Nothing needs to be done: a rank ends by an exception, and its finally blocks run."
 )
+
+ALARM_WARNING = (
+    "signal.alarm and signal.setitimer were ignored\n"
+    "Without a handler, which a rank cannot set, the signal would end the worker.\n"
+    "Use threading.Timer, or a limit of the call that may take too long."
+)
+
+_OF_WORKERS = ("nbelastic", "dask", "distributed", "torch", "numpy")
+"""Packages that a worker and its ranks are made of, wherever they are installed."""
 
 _one_at_a_time = threading.Lock()
 
@@ -235,33 +246,68 @@ def _lies_in(module: Any, folder: str) -> bool:
 
 
 def _is_in(path: str, folder: str) -> bool:
-    """Return whether a path lies in a folder, and not among packages that are installed there."""
-    inside = path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+    """Return whether a path lies in a folder, and is no part of the worker or of a package there.
+
+    A script may lie in a home directory that has Python, too, in a checkout of this package, or in
+    ``/``.
+    """
     rest = path[len(folder) :].split(os.sep)
-    return inside and "site-packages" not in rest and "dist-packages" not in rest
+    installed = "site-packages" in rest or "dist-packages" in rest
+    return _below(path, folder) and not installed and not _is_workers(path)
+
+
+def _is_workers(path: str) -> bool:
+    return any(_below(path, place) for place in _workers_places())
+
+
+@functools.cache
+def _workers_places() -> tuple[str, ...]:
+    """Return where Python's modules are, and those of the packages that a worker is made of."""
+    specs = [importlib.util.find_spec(name) for name in _OF_WORKERS]
+    packages = [os.path.dirname(spec.origin) for spec in specs if spec is not None and spec.origin]
+    return (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *packages)
+
+
+def _below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Have ``signal.signal`` in a thread change nothing, with one warning, instead of raising."""
-    original = signal.signal
-    warned: list[bool] = []
+    """Have handlers and alarms that are set in a thread change nothing, with a warning for each.
 
-    def set_handler(signalnum: int, handler: Any) -> Any:
+    A handler cannot be set there, and an alarm without one ends the process.
+    """
+    set_signal, set_alarm, set_timer = signal.signal, signal.alarm, signal.setitimer
+    warned: set[str] = set()
+
+    def is_allowed(warning: str) -> bool:
         if threading.current_thread() is threading.main_thread():
-            return original(signalnum, handler)
-        if not warned:
-            warned.append(True)
+            return True
+        if warning not in warned:
+            warned.add(warning)
             with contextlib.suppress(NbelasticError):
-                warn(current(), SIGNAL_WARNING)
+                warn(current(), warning)
+        return False
+
+    def handle(signalnum: int, handler: Any) -> Any:
+        if is_allowed(SIGNAL_WARNING):
+            return set_signal(signalnum, handler)
         return signal.getsignal(signalnum)
 
-    signal.signal = set_handler
+    def alarm(seconds: int, /) -> int:
+        return set_alarm(seconds) if is_allowed(ALARM_WARNING) else 0
+
+    def setitimer(which: int, seconds: float, interval: float = 0.0, /) -> tuple[float, float]:
+        allowed = is_allowed(ALARM_WARNING)
+        return set_timer(which, seconds, interval) if allowed else (0.0, 0.0)
+
+    signal.signal, signal.alarm, signal.setitimer = handle, alarm, setitimer
     try:
         yield
     finally:
-        if signal.signal is set_handler:
-            signal.signal = original
+        if signal.signal is handle:
+            signal.signal, signal.alarm, signal.setitimer = set_signal, set_alarm, set_timer
 
 
 @contextlib.contextmanager
@@ -292,5 +338,5 @@ def own_exit_handlers(folder: str) -> Iterator[None]:
             func, args, kwargs = handlers.pop()
             try:
                 func(*args, **kwargs)
-            except Exception:  # as at the end of a process: shown, and the others are called
+            except (Exception, SystemExit):  # as at the end of a process: shown; others are called
                 traceback.print_exc()

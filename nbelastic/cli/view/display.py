@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import queue
 import sys
 import time
@@ -76,7 +77,7 @@ class CommandDisplay:
 
     def say(self, text: str) -> None:
         """Show one line that belongs to no job."""
-        _write(sys.stderr, text)
+        _say(text)
 
     def tell(self, text: str) -> None:
         """Show one line, once a view is open. Any thread may call it."""
@@ -85,7 +86,7 @@ class CommandDisplay:
     def flush(self) -> None:
         """Write the lines that no view has shown."""
         for words in _taken(self._messages):
-            _write(sys.stderr, words)
+            _say(words)
 
     def label(self, file: str) -> str | None:
         """Return None: files have no other names here."""
@@ -165,15 +166,15 @@ class WaitView:
         """Write an event."""
         words = sentence(JobSnapshot(self.job.status, (), self.job.started), event)
         if words:
-            _write(sys.stderr, str(printable(words)))
+            _say(words)
 
     def write_message(self, words: str) -> None:
         """Write a line that is no event."""
-        _write(sys.stderr, words)
+        _say(words)
 
     def write_end(self) -> None:
         """Write the end of the job."""
-        _write(sys.stderr, text(JobSnapshot.of(self.job)))
+        _say(text(JobSnapshot.of(self.job)))
 
 
 class QuietView(WaitView):
@@ -227,6 +228,19 @@ def _write_json(kind: str, /, **facts: Any) -> None:
     _write(sys.stdout, json.dumps({"type": kind, **facts}, default=str))
 
 
+def _say(words: str) -> None:
+    """Write words for the user, which may have been made elsewhere, to stderr."""
+    _write(sys.stderr, str(printable(words)))
+
+
 def _write(stream: Any, line: str) -> None:
-    stream.write(line + "\n")
-    stream.flush()
+    """Write a line; a stream that is closed, or whose reader has gone, gets nothing."""
+    if stream is None:
+        return
+    try:
+        stream.write(line + "\n")
+        stream.flush()
+    except BrokenPipeError:  # as with "| head": what is left in the stream goes nowhere
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

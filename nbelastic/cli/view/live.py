@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from nbelastic.render import JobSnapshot
+from nbelastic.render import JobSnapshot, printable
 
 from .display import WaitView
 from .frame import STYLES, frame
@@ -53,9 +53,11 @@ class LiveView(WaitView):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._take()
-        self.write_lines(self._lines.rest())
-        self._live.__exit__(None, None, None)
+        try:
+            self._take()
+            self.write_lines(self._lines.rest())
+        finally:
+            self._live.__exit__(None, None, None)  # the cursor is back
         if self.job.done():
             self._console.print(self._frame())
             self.write_end()
@@ -74,7 +76,7 @@ class LiveView(WaitView):
 
     def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
         """Write lines of ranks above the frame."""
-        if not sys.stdout.isatty():
+        if sys.stdout is None or not sys.stdout.isatty():
             super().write_lines(lines)
             return
         for rank, line in lines:
@@ -86,4 +88,4 @@ class LiveView(WaitView):
 
     def write_message(self, words: str) -> None:
         """Write a line above the frame."""
-        self._console.print(Text(words), soft_wrap=True)
+        self._console.print(Text(str(printable(words))), soft_wrap=True)

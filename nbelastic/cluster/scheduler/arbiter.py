@@ -2,10 +2,12 @@
 
 Runs in the scheduler, in its event loop. A *free* slot is *reserved* for one job, by the arbiter; a
 claim makes it *held*, until the plugin sees the end of the rank's task. The slot of a rank that was
-asked to end is *vacating*: it counts, but is no job's. Between a decision and the driver's step, a
-job acts by its former share; so each claim is checked against the newest decision, and a refused
-slot is offered again. A job without a kernel, or whose driver is silent, keeps what it has and gets
-no more. A job is *admitted* once it has held its floor: until then all its slots can be taken back.
+asked to end is *vacating*: it counts, but is no job's. That of a frozen
+worker, or of a rank that has outlived its job, does not count. Between a decision and the driver's
+step, a job acts by its former share; so each claim is checked against the newest decision, and a
+refused slot is offered again. A job without a kernel, or whose driver is silent, keeps what it has
+and gets no more. A job is *admitted* once it has held its floor: until then all its slots can be
+taken back.
 """
 
 from __future__ import annotations
@@ -238,7 +240,7 @@ class Arbiter:
         for slot, worker in self._workers.items():
             state = self._scheduler.workers.get(worker.address)
             start, holder = holders.get(slot, (0, None))
-            if state is None or worker.leaving:
+            if state is None or worker.leaving or self._is_lost(slot, worker):
                 continue
             able = {
                 name
@@ -255,6 +257,16 @@ class Arbiter:
                 found.append((holder is None, start, SharedSlot(slot, host, usable, holder, free)))
         found.sort(key=lambda each: each[:2])
         return [slot for _, _, slot in found]
+
+    def _is_lost(self, slot: str, worker: WorkerRecord) -> bool:
+        """Return whether a slot is not free, and when it will be is not known.
+
+        Its worker is frozen, or a rank has outlived its job.
+        """
+        if worker.holder is None:
+            return False
+        record = self._jobs.get(worker.holder[0])
+        return record is None or slot in record.silent
 
     def _tell(
         self,

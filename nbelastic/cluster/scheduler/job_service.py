@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +31,7 @@ from nbelastic.cluster.wire import (
     unpack,
     unpack_machine,
 )
+from nbelastic.errors import OptionError
 from nbelastic.membership import LimitsChanged, SlotBusy, StopRequested, view
 
 from .controller import JobController
@@ -197,6 +199,8 @@ class JobService:
             return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
         if not isinstance(asked.event, StopRequested | LimitsChanged):
             raise TypeError(f"{type(asked.event).__name__} is no event of a user")
+        if isinstance(asked.event, LimitsChanged):
+            _check_limits(asked.event)
         record.controller.take_in(asked.event)
         return None
 
@@ -315,6 +319,15 @@ class JobService:
         known = [key for key in keys if key in self._scheduler.tasks]
         if known and client in self._scheduler.clients:
             self._scheduler.client_releases_keys(keys=known, client=client)
+
+
+def _check_limits(wish: LimitsChanged) -> None:
+    """Raise an error if limits are not possible: they are those of one job, and concern all."""
+    for name, value in (("min_np", wish.min_np), ("max_np", wish.max_np)):
+        if value is not None and value < 1:
+            raise OptionError(f"{name}={value}: must be at least 1")
+    if wish.weight is not None and not 0 < wish.weight < math.inf:
+        raise OptionError(f"weight={wish.weight}: must be a number above 0")
 
 
 async def _until(condition: Callable[[], bool]) -> None:

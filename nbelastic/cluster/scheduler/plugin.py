@@ -406,6 +406,8 @@ class ElasticPlugin(SchedulerPlugin):
         if slot is not None:
             if self._workers[slot].holder == (job, start):
                 self._workers[slot].holder = None
+                if record is not None:
+                    record.silent.discard(slot)  # if it falls silent again, that is news
             for name in self.jobs:
                 self._announce(name, [slot])
         self.arbiter.look()
