@@ -19,6 +19,8 @@ import tests.support.forking  # noqa: F401 -- workers start in a tenth of the ti
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from xdist.workermanage import WorkerController
+
     from tests.support.clusters import Crew
 
 # Some seconds after a worker is lost, a LocalCluster looks whether its name is back, and if not
@@ -39,6 +41,21 @@ class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
         return "tests/browser" if file.startswith("tests/browser/") else file
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a process tests until two wait, because it runs one only if it knows the next.
+
+        xdist gives one file at a time. A process that replaces a crashed one, and gets a file with
+        a single test, then waits without end.
+        """
+        while (
+            not node.shutting_down
+            and self.workqueue
+            and self._pending_of(self.assigned_work[node]) <= 2
+        ):
+            self._assign_work_unit(node)
+        if not self.workqueue:
+            node.shutdown()
 
 
 LONGEST = (
@@ -89,6 +106,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
 
 @pytest.fixture(scope="session")
 def _four_workers() -> Iterator[Crew]:
+
     from tests.support.clusters import Crew
 
     with (

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import decimal
 import gc
+import json
 import locale
 import logging
 import os
@@ -14,9 +15,11 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -63,6 +66,8 @@ def autocast() -> None:
 
 
 kept: list[Any] = []
+
+ROOT = Path(__file__).parents[2]
 
 # What is set, and how it is read.
 CHANGES: dict[str, tuple[Any, Any]] = {
@@ -181,16 +186,39 @@ def a_rank(directory: Any) -> Any:
         yield
 
 
-@pytest.mark.parametrize(("change", "read"), CHANGES.values(), ids=CHANGES.keys())
-def test_a_setting_is_put_back(change: Any, read: Any, tmp_path: Any) -> None:
-    before = read()
-    try:
-        with contextlib.suppress(ValueError), a_rank(tmp_path):
-            change()
-            raise ValueError("the function's")
-        assert read() == before
-    finally:
-        kept.clear()
+def try_all() -> None:
+    """Print, for each change, whether it is put back; in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        for name, (change, read) in CHANGES.items():
+            before = read()
+            with contextlib.suppress(ValueError), a_rank(directory):
+                change()
+                raise ValueError("the function's")
+            after = read()
+            problem = "" if after == before else f"{before!r} has become {after!r}"
+            kept.clear()
+            print(json.dumps([name, problem]), file=sys.__stdout__, flush=True)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """What comes of each change. The process of the tests has event loops that go on meanwhile."""
+    call = "from tests.cluster.test_settings import try_all; try_all()"
+    done = subprocess.run(
+        [sys.executable, "-c", call],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_is_put_back(name: str, outcomes: dict[str, str]) -> None:
+    assert outcomes[name] == ""
 
 
 def test_the_last_of_several_ranks_puts_back(tmp_path: Any) -> None:
