@@ -333,7 +333,7 @@ def test_micro_batches_are_shown_with_each_rank_and_why_they_are_not_exact():
     late = dataclasses.replace(rank_status(2), micro_batches=(8, 8))
     shown = {"ranks": (*ranks, late, rank_status(3)), "micro_batches": 8}
     found = page(JobSnapshot(job_status(**shown)))
-    assert "8 micro-batches a step, exact</caption>" in found
+    assert "8 micro-batches a step, exact</span></caption>" in found
     for block in ("0 to 3", "4 to 7", "none", "–"):
         assert f"<td>{block}</td>" in found
     reason = "rank <2> computes other bits"
