@@ -77,5 +77,5 @@ def test_as_html_it_shows_the_final_state_without_a_script(cells):
     notebook = nbformat.v4.new_notebook(cells=cells)
     html, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
     assert html.count('aria-label="nbelastic job') == 2
-    assert "✓</i>finished" in html
+    assert "✓</i> finished" in html
     assert WIDGET not in html
