@@ -64,6 +64,35 @@ def test_a_rank_prints_in_every_way_and_its_child_processes_too(crew):
     assert sorted(job.logs(rank=0).splitlines()) == ["a child", "bytes ü"]
 
 
+def test_the_output_of_child_processes_is_there_when_the_job_is_over(crew):
+    def talk(raises):
+        import subprocess
+        import sys
+        import time
+
+        from nbelastic.cluster.worker.output import _Pipe
+
+        run = _Pipe._run
+
+        def late(self):
+            time.sleep(0.5)
+            run(self)
+
+        _Pipe._run = late
+        try:
+            subprocess.run(["echo", "a child"], stdout=sys.stdout, check=True)
+        finally:
+            _Pipe._run = run
+        if raises:
+            raise ValueError("after the child")
+
+    assert crew.fit(talk, args=[False], np=1).logs(rank=0).splitlines() == ["a child"]
+    job = crew.fit(talk, args=[True], np=1, block=False)
+    with pytest.raises(ValueError, match="after the child"):
+        job.result()
+    assert "a child" in job.logs(rank=0).splitlines()
+
+
 @pytest.mark.parametrize("how", ["breakpoint", "pdb", "input"])
 def test_a_rank_without_a_console_says_how_to_debug(crew, how):
     def stop():

@@ -16,6 +16,7 @@ import contextlib
 import contextvars
 import io
 import os
+import select
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     Sink = Callable[[str], None]
 
-__all__ = ["NO_CONSOLE", "captured"]
+__all__ = ["NO_CONSOLE", "captured", "drain_pipes"]
 
 NO_CONSOLE = (
     "breakpoint(), pdb and input() need a console, and a rank has none. To debug the function, "
@@ -203,20 +204,33 @@ class _Pipe:
     """Passes on to a rank's sink what its child processes write."""
 
     def __init__(self, sink: Sink) -> None:
-        source, self.end = os.pipe()
-        self._thread = threading.Thread(
-            target=self._pass_on, args=(source, sink), name="nbelastic-output", daemon=True
-        )
+        self._source, self.end = os.pipe()
+        self._sink = sink
+        self._decoder = _decoder()
+        self._reading = threading.Lock()
+        self._at_end = False
+        self._thread = threading.Thread(target=self._run, name="nbelastic-output", daemon=True)
         self._thread.start()
 
-    @staticmethod
-    def _pass_on(source: int, sink: Sink) -> None:
-        decoder = _decoder()
-        try:
-            while data := os.read(source, _PIPE_BYTES):
-                sink(decoder.decode(data))
-        finally:
-            os.close(source)
+    def _run(self) -> None:
+        while not self._at_end:
+            self._wait()
+            self.drain()
+        os.close(self._source)
+
+    def drain(self) -> None:
+        """Pass on what is in the pipe now, from any thread."""
+        with self._reading:
+            while not self._at_end and self._wait(0):
+                data = os.read(self._source, _PIPE_BYTES)
+                self._at_end = not data
+                self._sink(self._decoder.decode(data, final=not data))
+
+    def _wait(self, milliseconds: int | None = None) -> bool:
+        """Return whether there is something to read, or the end; wait for it."""
+        poll = select.poll()
+        poll.register(self._source, select.POLLIN)
+        return bool(poll.poll(milliseconds))
 
     def close(self) -> None:
         """Let go of the pipe; a child that goes on writing keeps it until its own end."""
@@ -229,6 +243,17 @@ def _pipe_to(sink: Sink, name: str) -> int:
         if (sink, name) not in _pipes:
             _pipes[sink, name] = _Pipe(sink)
         return _pipes[sink, name].end
+
+
+def drain_pipes(sink: Sink) -> None:
+    """Pass on what child processes have written for `sink` so far.
+
+    A child that has ended has written all of its output, but the thread that reads it may be late.
+    """
+    with _lock:
+        pipes = [pipe for (of, _), pipe in _pipes.items() if of == sink]
+    for pipe in pipes:
+        pipe.drain()
 
 
 def _decoder() -> codecs.IncrementalDecoder:

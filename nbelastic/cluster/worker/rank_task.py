@@ -29,7 +29,7 @@ from nbelastic.pickling import dumps
 from .allocator import steady_memory
 from .environment import ForksEnded, prepared
 from .modules import installed
-from .output import NO_CONSOLE, captured
+from .output import NO_CONSOLE, captured, drain_pipes
 from .partitions import PartitionFetcher
 from .torch_hooks import advise, hooked_torch, trainers_of
 
@@ -91,6 +91,7 @@ class _Rank:
         self, event: Event, result: bytes | None = None, error: PackedError | None = None
     ) -> None:
         """Send the last event of this rank; one that comes after it is not sent."""
+        drain_pipes(self._print)  # the job may be over, and its output read, with this event
         if not self._over:
             self._agent.report(self._key, event, result, error)
             self._over = True
