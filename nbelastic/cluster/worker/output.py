@@ -88,7 +88,8 @@ class _Router(io.TextIOBase):
 
     def fileno(self) -> int:
         sink = self.sink()
-        if sink is not None and sys._getframe(1).f_globals.get("__name__") == "subprocess":
+        of_child = sys._getframe(1).f_globals.get("__name__") == "subprocess"
+        if sink is not None and of_child and hasattr(select, "poll"):  # not on Windows
             return _pipe_to(sink, self.name)
         return self.original.fileno()
 
