@@ -413,6 +413,8 @@ def _(reason: why.NotUsed) -> str:
 def _(reason: why.Sharing) -> str:
     slots = f"{reason.share} of {reason.slots} slots"
     others = _others(reason.others, reason.number)
+    if reason.suspended and not reason.share:
+        return f"suspended: its state is in its checkpoint, while others go first: {others}"
     if reason.suspended:
         return f"suspended: {slots} for its state, while others go first: {others}"
     return f"{slots}: shares with {others}"

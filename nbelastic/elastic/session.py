@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Session", "note", "warn"]
 
-_EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
+_EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "save": Leaving, "evict": Evicted}
 
 
 class Session(Context):
@@ -402,6 +402,11 @@ class Session(Context):
         if self._ask_all() if changed is None else changed:
             self._left = self.generation
             raise HostsUpdatedInterrupt
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank writes its last commit to disk before it ends, for a later rank."""
+        return self._end is not None and self._end[0] == "save"
 
     @property
     def leaves(self) -> bool:

@@ -69,7 +69,8 @@ class EndRank(Effect):
         Its slot.
     how : str
         ``leave`` (at the agreed step), ``stop`` (where it waits, or at its next commit or
-        operation), ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it).
+        operation), ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it),
+        ``save`` (where it waits for a plan, once its last commit is a checkpoint).
     reason : Reason
         The reason.
     """

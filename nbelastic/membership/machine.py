@@ -886,7 +886,8 @@ class Machine:
             if not rank.leaving or rank in holders:
                 continue
             if rank.stage == Stage.READY:
-                self._end_rank(rank, "leave", why.EndOrder(rank.leave_reason))
+                how = "save" if rules.saves(roster, rank) else "leave"
+                self._end_rank(rank, how, why.EndOrder(rank.leave_reason))
             elif not rank.leave_sent and roster.phase != Phase.FINISHING:  # there it returns anyway
                 rank.leave_sent = True
                 self._send_end(rank, "leave", why.EndOrder(rank.leave_reason))

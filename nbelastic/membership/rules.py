@@ -61,7 +61,7 @@ def last_holders(roster: Roster) -> list[Rank]:
         return []
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
     holders = [rank for rank in ranks if rank.version != FRESH]
-    if roster.stopping or any(not rank.leaving for rank in holders):
+    if roster.stopping or yields(roster) or any(not rank.leaving for rank in holders):
         return []
     return [
         rank
@@ -109,9 +109,30 @@ def most_ranks(roster: Roster) -> int | None:
 
 
 def suspended(roster: Roster) -> bool:
-    """Return whether the job waits with its state, because it has given way to other jobs."""
-    preempted = roster.share is not None and roster.share < roster.limits.min_np
-    return preempted and roster.limits.preemptible and roster.ran
+    """Return whether the job waits with its state, because it has given way to other jobs.
+
+    It does not if the cluster has too few slots for it, whatever the others have, or if it is to
+    yield its last slot and cannot: then it lacks workers like any other job.
+    """
+    share, limits = roster.share, roster.limits
+    if share is None or share >= limits.min_np or not (limits.preemptible and roster.ran):
+        return False
+    enough = roster.sharing is None or roster.sharing.slots >= limits.min_np
+    return enough and (share > 0 or limits.resumable)
+
+
+def yields(roster: Roster) -> bool:
+    """Return whether the last ranks end, too, and the job goes on from its checkpoint later."""
+    limits = roster.limits
+    may = limits.preemptible and limits.resumable and roster.ran
+    return may and roster.share == 0 and roster.phase == Phase.GATHERING
+
+
+def saves(roster: Roster, rank: Rank) -> bool:
+    """Return whether a rank that ends writes its state before, because no other one has it."""
+    others = [other for other in roster.in_stage(Stage.READY) if other is not rank]
+    newest = all(other.version < rank.version for other in others)
+    return yields(roster) and newest and rank.version != FRESH
 
 
 def slots_to_start(roster: Roster) -> list[Slot]:
@@ -246,8 +267,10 @@ def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
 def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
     """Return the members that leave because they are more than the job may have.
 
-    One always stays, because it has the state.
+    One stays, because it has the state, unless the job yields.
     """
+    if yields(roster):
+        return members
     most = max(most_ranks(roster) or 1, 1)
     if most_ranks(roster) is None or len(members) <= most:
         return []

@@ -36,6 +36,8 @@ class Want:
         Its part of what a priority has, relative to others; above 0.
     preemptible : bool
         Whether a job of a higher priority may take slots of its floor.
+    resumable : bool
+        Whether it can yield what it keeps without a loss, because it writes its state to disk.
     per_host : int or None
         Most slots on one host.
     """
@@ -51,6 +53,7 @@ class Want:
     priority: int = 0
     weight: float = 1.0
     preemptible: bool = False
+    resumable: bool = False
     per_host: int | None = None
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from .deadlock import jobs_to_yield
 from .fair_share import shares
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class _Memory:
     changed: float = -math.inf
     growing_since: float | None = None
     shrinking_since: float | None = None
+    yielding_since: float | None = None
 
 
 class SharePolicy:
@@ -53,7 +55,8 @@ class SharePolicy:
 
     A job is admitted, and others shrink for that, at once. All other changes wait for `settle`
     seconds, and a job shrinks only to be fair no sooner than `protect` seconds after its last
-    change. A job that is alone has no share: it may have all slots.
+    change. A job that is alone has no share: it may have all slots. Suspended jobs that keep each
+    other from their floors for `patience` yield what they keep, as :func:`jobs_to_yield` says.
 
     Parameters
     ----------
@@ -88,6 +91,7 @@ class SharePolicy:
             return dict.fromkeys(self._jobs)
         if len(wants) < 2:
             return {want.job: self._alone(want, now) for want in wants}
+        wants = self._without_deadlock(wants, capacity, now)
         aims = shares(wants, capacity, now, self.rules.patience)
         admitting = any(want.has < want.least <= aims[want.job] for want in wants)
         keeping = {
@@ -102,6 +106,22 @@ class SharePolicy:
         if memory.share is not None and want.has >= want.least and not self._may_grow(memory, now):
             return memory.share
         return self._note(want.job, None, now)
+
+    def _without_deadlock(
+        self, wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float
+    ) -> Sequence[Want]:
+        """Return the wants, without what jobs keep that have to yield it by now."""
+        patience = self.rules.patience
+        yielding = jobs_to_yield(wants, capacity, now, patience)
+        for job, memory in self._jobs.items():
+            if job not in yielding:
+                memory.yielding_since = None
+            elif memory.yielding_since is None:
+                memory.yielding_since = now
+        since = [self._jobs[job].yielding_since for job in yielding]
+        if any(time is None or now < time + patience for time in since):
+            return wants
+        return [replace(want, kept=0) if want.job in yielding else want for want in wants]
 
     def _keeps(self, want: Want, aim: int, now: float, *, admitting: bool) -> int:
         """Return the share that a job keeps, because it is too early to take slots from it."""

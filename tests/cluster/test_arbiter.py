@@ -189,6 +189,39 @@ def test_a_job_that_is_without_its_kernel_shrinks_and_does_not_grow():
     asyncio.run(scene())
 
 
+IMPATIENT = {"nbelastic.sharing": {"settle": 0, "protect": 0, "patience": 0}}
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_of_suspended_jobs_that_have_lost_workers_the_younger_yields(resumable):
+    async def scene():
+        async with a_cluster(4, config=IMPATIENT) as cluster:
+            options = {"min_np": 2, "max_np": 2, "preemptible": True, "resumable": resumable}
+            await cluster.open("old", **options)
+            await cluster.open("young", **options)
+            await settle(cluster)
+            assert cluster.sizes() == {"old": 2, "young": 2}
+            for name in ("old", "young"):
+                slot = next(iter(cluster.plugin.jobs[name].ranks.values()))
+                cluster.kill_worker(cluster.plugin._workers[slot].address)
+            await settle(cluster)
+            if not resumable:  # its time runs; nothing else can be done without a loss
+                assert cluster.held() == {"old": 1, "young": 1}
+                assert cluster.roster("young").short_since is not None
+                assert cluster.roster("old").share == 2
+                cluster.stop("young")
+                await settle(cluster)
+            assert cluster.sizes()["old"] == 2
+            assert cluster.held()["young"] == 0
+            if resumable:
+                assert cluster.roster("young").short_since is None
+                cluster.stop("old")
+                await settle(cluster)
+                assert cluster.sizes()["young"] == 2
+
+    asyncio.run(scene())
+
+
 def test_all_jobs_together_are_asked_for_of_an_adaptive_cluster():
     async def scene():
         async with a_cluster(3) as cluster:

@@ -73,6 +73,10 @@ SENTENCES = [
         why.Sharing(1, 6, ("bert",), 1, suspended=True),
         "suspended: 1 of 6 slots for its state, while others go first: bert",
     ),
+    (
+        why.Sharing(0, 6, ("bert",), 1, suspended=True),
+        "suspended: its state is in its checkpoint, while others go first: bert",
+    ),
     (why.ShareChanged(6, 3, ("bert",), 1), "6 → 3: shares with bert"),
     (why.ShareChanged(3, None), "3 → all"),
     (why.Connected(2, "shm"), "2 ranks over shared memory"),

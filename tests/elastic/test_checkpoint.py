@@ -14,7 +14,7 @@ from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.manager import checkpointing
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import State
-from nbelastic.errors import Evicted, NbelasticError, OptionError, Stopped
+from nbelastic.errors import Evicted, Leaving, NbelasticError, OptionError, Stopped
 from nbelastic.membership import FRESH
 from tests.elastic.members import begin, files_in, make_member, written
 from tests.support.world import run_ranks
@@ -208,6 +208,24 @@ def test_a_job_that_stops_at_a_commit_leaves_that_commit_on_disk(tmp_path):
     with pytest.raises(Stopped):
         run_ranks(1, rank)
     assert [Path(name).stem[-10:] for name in files_in(tmp_path)] == ["0000000001"]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_rank_that_yields_its_slot_writes_its_last_commit(tmp_path, saves):
+    def rank(context):
+        plan = make_member(context, tmp_path, every=1000)
+        state = ObjectState(count=0)
+        with checkpointing(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            state.count = 5
+            state.save()
+            context.committed()
+            context.rank, context.saves = 3, saves  # of the generation before
+            raise Leaving("by the test")
+
+    with pytest.raises(Leaving):
+        run_ranks(1, rank)
+    assert [Path(name).stem[-10:] for name in files_in(tmp_path)] == ["0000000001"] * saves
 
 
 def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):

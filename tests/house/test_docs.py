@@ -48,3 +48,12 @@ def test_files_that_the_architecture_names_exist():
         name for name in sorted(names) if not any((ROOT / base / name).is_file() for base in BASES)
     ]
     assert not missing
+
+
+def test_tests_that_show_a_promise_exist():
+    text = (ROOT / "docs/reliability.md").read_text()
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    defined = set(re.findall(r"^def (test_\w+)", "\n".join(sources), re.MULTILINE))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 10
+    assert not named - defined

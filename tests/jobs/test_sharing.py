@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import dask
@@ -206,6 +210,79 @@ def test_a_kernel_that_dies_while_its_job_waits_locks_no_other_out(cluster, tmp_
             kept_all(first)
             until(lambda: trains(last, 3), "the last trains")
         kept_all(last)
+
+
+KERNEL = """
+import sys
+from distributed import Client
+import nbelastic
+from tests.jobs.test_sharing import train
+client = Client(sys.argv[1])
+options = {"min_np": int(sys.argv[4]), "elastic_timeout": 600}
+nbelastic.fit(train, cluster=client, args=(sys.argv[2],), name=sys.argv[3], **options)
+"""
+
+
+@contextlib.contextmanager
+def a_kernel(crew, folder, name, min_np):
+    """Start a job from a process of its own."""
+    address = crew.cluster.scheduler_address
+    command = [sys.executable, "-c", KERNEL, address, str(folder / name), name, str(min_np)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_jobs_whose_kernels_are_killed_lock_no_other_out(cluster, tmp_path):
+    def seen():
+        return {info.name: info for info in nbelastic.jobs(cluster.client)}
+
+    with a_kernel(cluster, tmp_path, "wide", 1) as wide:
+        until(lambda: held(cluster).get("wide") == 4, "all four", 90)
+        with a_kernel(cluster, tmp_path, "waiting", 4) as waiting:
+            until(lambda: "waiting" in seen() and seen()["waiting"].share == 0, "it waits", 90)
+            for kernel in (wide, waiting):
+                kernel.send_signal(signal.SIGKILL)
+                kernel.wait()
+            until(lambda: not any(info.attached for info in seen().values()), "both are gone")
+    with started(cluster, tmp_path, "late", min_np=3) as late:
+        until(lambda: trains(late, 3), "three for the other")
+        assert held(cluster) == {"wide": 1, "waiting": 0, "late": 3}
+    kept_all(late)
+
+
+def test_suspended_jobs_that_lack_workers_run_one_after_the_other(tmp_path):
+    """Each keeps a slot that the other needs: the younger one writes its state, and yields."""
+    options = {"np": 2, "preemptible": True}
+    with (
+        dask.config.set({"nbelastic.sharing": {**SHARING, "patience": "0.5 s"}}),
+        a_crew(n_workers=4) as crew,
+        started(crew, tmp_path, "old", **options) as old,
+    ):
+        until(lambda: trains(old, 2), "it trains")
+        saved = {"checkpoint": str(tmp_path / "saved"), "checkpoint_every": 10**6}
+        with started(crew, tmp_path, "young", **options, **saved) as young:
+            until(lambda: trains(young, 2) and young.status.commits > 20, "both train")
+            leaving = [job.status.ranks[1].worker for job in (old, young)]
+            crew.client.retire_workers(leaving)
+            until(lambda: trains(old, 2), "the older has two again")
+            assert held(crew)["young"] == 0
+            assert young.status.state == "waiting"
+            assert young.status.reason == (
+                "suspended: its state is in its checkpoint, while others go first: old"
+            )
+            commits = old.status.commits
+            until(lambda: old.status.commits > commits, "it goes on")
+            finish(old, tmp_path / "old")
+            kept_all(old)
+            until(lambda: trains(young, 2), "the younger goes on")
+        steps = young.result(60)
+        assert steps == list(range(len(steps))), "from its last commit"
+        assert "lost" not in kinds(young)
+        assert kinds(young).count("restarted") == 1
 
 
 def test_first_come_first_served_is_as_before(tmp_path):

@@ -87,6 +87,7 @@ class FaultyWorld(RuleBasedStateMachine):
             ahead=st.sampled_from([0.0, 0.0, 0.5]),
         ),
         preemptible=flags,
+        resumable=flags,
         slow=st.sampled_from([False, False, False, True]),
         jitter=st.sampled_from([0.0, 0.0, 0.05]),
         seed=numbers,
@@ -102,6 +103,7 @@ class FaultyWorld(RuleBasedStateMachine):
         reset_limit: int | None,
         script: Script,
         preemptible: bool,
+        resumable: bool,
         slow: bool,
         jitter: float,
         seed: int,
@@ -120,6 +122,7 @@ class FaultyWorld(RuleBasedStateMachine):
             cooldown=cooldown,
             slots_per_host=per_host,
             preemptible=preemptible,
+            resumable=resumable,
         )
         if slow:
             script.step, script.batches = 10.0, 5

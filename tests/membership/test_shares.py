@@ -178,6 +178,56 @@ def test_a_suspended_job_that_gathers_gives_up_all_ranks_but_one(lost: bool) -> 
     assert not world.records("restarted")
 
 
+def suspended(*, resumable: bool):
+    limits = {"np": 3, "min_np": 2, "preemptible": True, "elastic_timeout": 30.0}
+    world = trained(job("A0", "B0", "C0", resumable=resumable, script=LONG, **limits), 20)
+    share(world, 1)
+    world.run_for(50.0)
+    assert len(world.machine.roster.ranks) == 1
+    return world
+
+
+def test_a_suspended_job_that_yields_saves_its_state_and_starts_again() -> None:
+    world = suspended(resumable=True)
+    share(world, 0)
+    world.run_for(50.0)
+    (how,) = {effect.how for effect in world.of(EndRank)} - {"leave"}
+    assert how == "save"
+    assert not world.machine.roster.ranks
+    seen = view(world.machine.machine, world.now)
+    assert (seen.state, seen.sharing) == ("waiting", Sharing(0, 4, ("bert",), 1, suspended=True))
+    share(world, 2)
+    offer(world, "A0", "B0")
+    world.run_for(5.0)
+    assert world.sizes()[-1] == 2
+    assert world.outcome is None
+
+
+def test_a_suspended_job_that_cannot_yield_fails_in_time_with_its_state() -> None:
+    world = suspended(resumable=False)
+    share(world, 0)
+    world.run_for(20.0)
+    assert len(world.machine.roster.ranks) == 1
+    share(world, 1)
+    world.run_for(50.0)
+    assert world.outcome is None, "its time stands still again"
+    share(world, 0)
+    world.run_for(40.0)
+    assert world.outcome.error == "not_enough_workers"
+
+
+def test_the_time_of_a_suspended_job_runs_while_the_cluster_is_too_small() -> None:
+    world = suspended(resumable=True)
+    world.tell(ShareSet(1, 1, ("bert",), 1))
+    world.run_for(20.0)
+    share(world, 1)
+    world.run_for(50.0)
+    assert world.outcome is None
+    world.tell(ShareSet(1, 1, ("bert",), 1))
+    world.run_for(40.0)
+    assert world.outcome.error == "not_enough_workers"
+
+
 def test_a_job_that_is_not_preemptible_fails_in_time_without_its_floor() -> None:
     world = trained(job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=LONG))
     share(world, 1)

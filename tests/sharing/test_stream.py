@@ -15,6 +15,10 @@ SLOTS = 12
 TICK = 0.5
 LONGEST = 40.0
 """Seconds that a job of the stream trains, at most."""
+FEWEST = 5
+"""Slots that are never lost."""
+TIMEOUT = 200.0
+"""Seconds that a job waits for workers that it lacks."""
 
 
 @dataclass
@@ -29,6 +33,7 @@ class Job:
     weight: float
     preemptible: bool
     seconds: float
+    resumable: bool = False
     held: int = 0
     share: int | None = 0
     running: bool = False
@@ -36,6 +41,7 @@ class Job:
     ends: float = math.inf
     changes: int = 0
     seen: int = 0
+    short_since: float | None = None
 
     @property
     def suspended(self) -> bool:
@@ -54,6 +60,7 @@ class Job:
             priority=self.priority,
             weight=self.weight,
             preemptible=self.preemptible,
+            resumable=self.resumable,
         )
 
 
@@ -61,12 +68,13 @@ class Cluster:
     """Jobs on slots that are alike; who gives slots up does so some ticks later, at a commit."""
 
     def __init__(self, seed: int) -> None:
+        self.slots = SLOTS
         self.random = random.Random(seed)
         self.policy = SharePolicy(RULES)
         self.jobs: list[Job] = []
         self.now = 0.0
         self.quiet_since = 0.0
-        self.number = self.started = 0
+        self.number = self.started = self.failed = 0
 
     def arrive(self) -> None:
         chance, self.number = self.random, self.number + 1
@@ -106,7 +114,7 @@ class Cluster:
     def act(self) -> None:
         """Have shares decided, and jobs follow them."""
         wants = [job.want() for job in self.jobs]
-        given = self.policy.decide(wants, [SlotGroup(SLOTS)], self.now)
+        given = self.policy.decide(wants, [SlotGroup(self.slots)], self.now)
         for job in self.jobs:
             self._follow(job, given[job.name])
         self.check(wants)
@@ -115,8 +123,8 @@ class Cluster:
         if share != job.share:
             job.share, job.changes = share, job.changes + 1
             self.quiet_since = self.now
-        aim = min(SLOTS if share is None else share, job.most)
-        free = SLOTS - sum(each.held for each in self.jobs)
+        aim = min(self.slots if share is None else share, job.most)
+        free = self.slots - sum(each.held for each in self.jobs)
         if job.held > aim and self.random.random() < 0.7:
             job.held = int(aim)
         elif aim >= job.least and job.held < aim and job.held + free >= job.least:
@@ -130,6 +138,14 @@ class Cluster:
             self.started += 1
             job.ends = self.now + job.seconds
             self.check_door(job)
+
+    def drain(self) -> None:
+        """Let all jobs end."""
+        limit = self.now + 1000.0
+        while self.jobs and self.now < limit:
+            self.wait()
+        assert not self.jobs, f"starvation: {self.jobs}"
+        assert self.started == self.number - self.failed
 
     # -- promises ------------------------------------------------------------------------------
 
@@ -159,9 +175,71 @@ class Cluster:
                 assert self.now < since + RULES.patience + TICK, f"{job} starts before {other}"
 
 
-def play(seed: int, jobs: int) -> Cluster:
+class LosingCluster(Cluster):
+    """Workers are lost, and come back or do not; a job that lacks them for too long fails."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.changes = True
+
+    def arrive(self) -> None:
+        super().arrive()
+        self.jobs[-1].resumable = self.random.random() < 0.7
+        self.jobs[-1].preemptible = self.random.random() < 0.7
+
+    def wait(self) -> None:
+        if self.changes and self.random.random() < 0.02:
+            self.lose(self.random.randint(1, SLOTS))
+        elif self.changes and self.random.random() < 0.02:
+            self.slots = SLOTS
+        super().wait()
+
+    def drain(self) -> None:
+        self.lose(SLOTS)
+        self.changes = False
+        super().drain()
+
+    def lose(self, number: int) -> None:
+        for _ in range(min(number, self.slots - FEWEST)):
+            holders = [job for job in self.jobs for _ in range(job.held)]
+            which = self.random.randrange(self.slots)
+            self.slots -= 1
+            if which < len(holders):
+                holders[which].held -= 1
+
+    def depart(self) -> None:
+        late = [job for job in self.jobs if self._is_late(job)]
+        over = [job for job in self.jobs if self.now >= job.ends and job.held >= job.least]
+        self.failed += sum(not job.running for job in late)
+        self.jobs = [job for job in self.jobs if job not in late and job not in over]
+
+    def _is_late(self, job: Job) -> bool:
+        """Return whether a job's time is over; it stands still while the job is suspended."""
+        waits = job.suspended and job.running and (job.share != 0 or job.resumable)
+        if job.held >= job.least or (waits and self.slots >= job.least):
+            job.short_since = None
+            return False
+        if job.short_since is None:
+            job.short_since = self.now
+        return self.now >= job.short_since + TIMEOUT
+
+    def _follow(self, job: Job, share: int | None) -> None:
+        held = job.held
+        super()._follow(job, share)
+        if held and not job.held and not job.resumable:
+            job.held = 1  # its state is nowhere else
+
+    def check(self, wants: list[Want]) -> None:
+        assert sum(job.held for job in self.jobs) <= self.slots
+        assert all(job.running or job.held == 0 for job in self.jobs), "gang"
+
+    def check_door(self, job: Job) -> None:
+        """What is lost moves jobs behind others."""
+
+
+def play(seed: int, jobs: int, kind: type[Cluster] = Cluster) -> Cluster:
     """Have so many jobs come and go; each must have had its turn."""
-    cluster = Cluster(seed)
+    cluster = kind(seed)
     chance = cluster.random
     while cluster.number < jobs:
         for _ in range(chance.choice((1, 1, 2, 3))):
@@ -171,11 +249,7 @@ def play(seed: int, jobs: int) -> Cluster:
         end = cluster.now + (pause if len(cluster.jobs) < 8 else max(pause, LONGEST))
         while cluster.now < end:
             cluster.wait()
-    limit = cluster.now + 1000.0
-    while cluster.jobs and cluster.now < limit:
-        cluster.wait()
-    assert not cluster.jobs, "starvation"
-    assert cluster.started == cluster.number
+    cluster.drain()
     return cluster
 
 
@@ -183,3 +257,10 @@ def play(seed: int, jobs: int) -> Cluster:
 @pytest.mark.parametrize("seed", range(2))
 def test_promises_hold_after_each_arrival_and_departure(seed: int) -> None:
     play(seed, 1000)
+
+
+@pytest.mark.slow
+def test_no_job_waits_for_ever_when_workers_are_lost() -> None:
+    """Not even suspended jobs, whose time stands still."""
+    for seed in range(20):
+        play(seed, 25, LosingCluster)

@@ -223,6 +223,7 @@ class Arbiter:
             priority=limits.priority,
             weight=limits.weight,
             preemptible=soft,
+            resumable=limits.resumable,
             per_host=limits.slots_per_host,
         )
 

@@ -14,7 +14,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from distributed import Scheduler
 
@@ -52,13 +52,7 @@ class ScalingHooks:
             }
             chosen.pop("attribute", None)
             workers = self._scheduler.workers_to_close(**chosen)
-        wanted = None if names is None else {str(name) for name in names}
-        addresses = [
-            address
-            for address, state in list(self._scheduler.workers.items())
-            if (workers is not None and address in workers)
-            or (wanted is not None and str(state.name) in wanted)
-        ]
+        addresses = self._addresses(workers or (), names or ())
         ranks = [rank for address in addresses for rank in self._plugin.mark_leaving(address)]
         waited = 0.0
         while any(self._plugin.holds(rank) for rank in ranks) and waited < RETIRE_GRACE:
@@ -70,6 +64,21 @@ class ScalingHooks:
             kwargs["workers"] = workers
         return await self._retire(**kwargs)
 
+    def _addresses(self, workers: Iterable[Any], names: Iterable[Any]) -> list[str]:
+        """Return the addresses of the workers that are meant.
+
+        `SpecCluster.scale` gives names where Dask expects addresses, so Dask retires none of them,
+        and the cluster ends their processes. A batch job of several workers has a name of its own,
+        with which theirs begin. If these are all workers, the cluster is being closed, and no rank
+        could stay.
+        """
+        given, named = {str(each) for each in workers}, {str(each) for each in names}
+        states = list(self._scheduler.workers.items())
+        meant = [each for each, state in states if each in given or str(state.name) in named]
+        others = [(each, str(state.name)) for each, state in states if each not in meant]
+        by_name = [each for each, name in others if _is_named(name, given)]
+        return meant + by_name if len(by_name) < len(states) else meant
+
     async def retire(self, addresses: list[str]) -> None:
         """Retire workers at once, as an adaptive cluster does; their ranks were asked to leave."""
         await self._retire(workers=addresses, close_workers=True, remove=True)
@@ -77,3 +86,9 @@ class ScalingHooks:
     def adaptive_target(self, target_duration: float | None = None) -> int:
         """Return how many workers an adaptive cluster should have: also those that jobs want."""
         return max(self._target(target_duration=target_duration), self._plugin.demand())
+
+
+def _is_named(name: str, given: set[str]) -> bool:
+    """Return whether a worker's name, or that of its batch job, is among those given."""
+    job, _, number = name.rpartition("-")
+    return name in given or (number.isdecimal() and job in given)

@@ -26,7 +26,7 @@ from nbelastic.elastic.checkpoint.writer import Writer
 from nbelastic.elastic.redaction import hide_secrets, without_secrets
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.transfer import allgather_object
-from nbelastic.errors import NbelasticError, OptionError, StateMismatch, Stopped
+from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
 from nbelastic.membership import FRESH, RankNote
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ LAST_WAIT = 600.0
 """Most seconds that the end of a loop waits for its last checkpoint."""
 
 STOP_WAIT = 5.0
-"""Most seconds that a rank which is stopped at a commit takes to write it."""
+"""Most seconds that a rank which is stopped at a commit, or yields its slot, takes to write it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,8 @@ class checkpointing:  # noqa: N801 (a generator would set the traceback of users
         try:
             if kind is not None and issubclass(kind, Stopped):
                 self._checkpoints.stop()
+            elif kind is not None and issubclass(kind, Leaving) and self._session.saves:
+                self._checkpoints.suspend()
             elif kind is not None:
                 self._checkpoints.abandon()
         finally:
@@ -268,6 +270,12 @@ class CheckpointManager:
     def stop(self) -> None:
         """End the loop; write the last commit if the loop ends there, for a job that resumes."""
         if self._active and self._session.rank == 0 and self._has_left:
+            self._write_last(STOP_WAIT)
+        self.abandon()
+
+    def suspend(self) -> None:
+        """Write the last commit, from which another rank goes on later, and end the loop."""
+        if self._active and self._session.version != FRESH:
             self._write_last(STOP_WAIT)
         self.abandon()
 
