@@ -19,7 +19,9 @@ from benchmarks.training_rank import Member
 from nbelastic.cluster.worker.allocator import steady_memory
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic.context import activate
+from nbelastic.errors import CollectiveError
 from nbelastic.torch import DistributedOptimizer
+from nbelastic.torch.elastic import TorchState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,6 +88,28 @@ class Ours(Candidate):
         self.optimizer = DistributedOptimizer(self.optimizer, self.model.named_parameters())
 
 
+class InJob(Ours):
+    """The same, with a state that survives failures."""
+
+    def prepare(self, data: TensorDataset) -> None:
+        super().prepare(data)
+        self.state = TorchState(self.model, self.optimizer, loader=self.loader)
+
+    def train_in(self, context: Member, steps: int, *, fails: bool = False) -> None:
+        """Train in a generation. With `fails`, the rank ends it before its next update."""
+        with activate(context):
+            left = self._endless()  # after the last commit
+            for _ in range(steps):
+                self.optimizer.zero_grad()
+                self.backward(next(left))
+                self.optimizer.step()
+                self.state.commit()
+            if fails:
+                self.optimizer.zero_grad()
+                self.backward(next(left))
+                context.communicator().abort("this rank fails")
+
+
 class Plain(Ours):
     """The same, added in the order of ranks."""
 
@@ -115,6 +139,12 @@ class Ddp(Candidate):
                 (functional.cross_entropy(self.forward(inputs), labels) * share).backward()
 
 
+def digest_of(model: torch.nn.Module) -> str:
+    """Return a hash of a model's parameters."""
+    parameters: Any = parameters_of(model).numpy()
+    return hashlib.sha256(parameters.tobytes()).hexdigest()[:12]
+
+
 class Trainer:
     """One rank of all candidates."""
 
@@ -123,23 +153,65 @@ class Trainer:
         self._memory = contextlib.ExitStack()
         self._memory.enter_context(steady_memory())
         torch.use_deterministic_algorithms(True)
+        self._rank, self._size, self._place = rank, size, place
         self._dist = meet_over_gloo(rank, size, place)
         self._communicators = {each: meet(rank, size, each, place) for each in backends}
         self._candidates: dict[str, Candidate] = {}
+        self._generations = 1
 
-    def prepare(self, name: str) -> int:
-        """Build a model for all candidates; return its number of parameters."""
+    def prepare(self, name: str, backend: str) -> int:
+        """Build a model for all candidates over a backend; return its number of parameters."""
         self._candidates.clear()
         gc.collect()
-        for backend, communicator in self._communicators.items():
-            kinds: dict[str, type[Candidate]] = {"exact": Ours, "plain": Plain}
-            if MICRO_BATCHES % communicator.size == 0:
-                kinds["one pass"] = OnePass
-            for kind, candidate in kinds.items():
-                self._candidates[f"{kind}, {backend}"] = candidate(name, Member(communicator))
-        member = Member(next(iter(self._communicators.values())))
-        self._candidates["ddp"] = Ddp(name, member)
-        return parameters_of(self._candidates["ddp"].model).numel()
+        communicator = self._communicators[backend]
+        kinds: dict[str, type[Candidate]] = {"exact": Ours, "plain": Plain, "ddp": Ddp}
+        if MICRO_BATCHES % communicator.size == 0:
+            kinds["one pass"] = OnePass
+        for kind, candidate in kinds.items():
+            self._candidates[f"{kind}, {backend}"] = candidate(name, Member(communicator))
+        return parameters_of(self._candidates[f"exact, {backend}"].model).numel()
+
+    def digest_after_faults(self, name: str, backend: str, steps: int) -> str:
+        """Train while a rank fails and another joins; return a hash of the parameters.
+
+        After a third of the steps, the last rank fails between its gradients and its update. The
+        others go back to their commit and train on. After another third a rank without state joins.
+        """
+        self._candidates.clear()
+        part, last = steps // 3, self._size - 1
+        fails = self._rank == last
+        with self._generation(self._size, backend) as context:
+            trained = InJob(name, context)
+            if fails:
+                trained.train_in(context, part, fails=True)
+            else:
+                with contextlib.suppress(CollectiveError):
+                    trained.train_in(context, part + 1)
+                trained.state.restore()
+        if fails:
+            self._generations += 1
+        else:
+            with self._generation(last, backend) as context:
+                trained.train_in(context, part)
+        with self._generation(self._size, backend) as context:
+            if fails:
+                trained = InJob(name, context)
+            with activate(context):
+                trained.state.align([last])
+                trained.state.save()
+            trained.train_in(context, steps - 2 * part)
+        return digest_of(trained.model)
+
+    @contextlib.contextmanager
+    def _generation(self, size: int, backend: str) -> Iterator[Member]:
+        self._generations += 1
+        communicator = meet(self._rank, size, backend, self._place, self._generations)
+        try:
+            context = Member(communicator)
+            context.generation = self._generations
+            yield context
+        finally:
+            communicator.close()
 
     def names(self) -> list[str]:
         return [*self._candidates]
@@ -149,8 +221,7 @@ class Trainer:
 
     def digest(self, name: str) -> str:
         """Return a hash of the parameters."""
-        parameters: Any = parameters_of(self._candidates[name].model).numpy()
-        return hashlib.sha256(parameters.tobytes()).hexdigest()[:12]
+        return digest_of(self._candidates[name].model)
 
     def close(self) -> None:
         self._candidates.clear()

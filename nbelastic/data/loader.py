@@ -92,6 +92,12 @@ class Loader:
         Whether to leave out rows that do not fill a step.
     collate_fn : callable, optional
         As for ``DataLoader``; it gets the rows of one micro-batch.
+    buffers : mapping of str to callable, optional
+        Functions for buffers of models in the same state that are no running means, by their names
+        in the model, or by patterns such as ``"*.min_val"``. A function gets the buffer's value at
+        the step's start, and a tensor of its values after each micro-batch of the step, stacked in
+        their order; each micro-batch has begun with the value at the start. It returns the new
+        value, and must depend on nothing else. All values of a step are in memory at once.
     **options
         Further options of ``DataLoader``: ``num_workers``, ``pin_memory``, ``persistent_workers``,
         ``prefetch_factor`` and others. Their unit of work is one micro-batch, so none of them
@@ -105,6 +111,8 @@ class Loader:
         Steps of it that are done: with the next commit, if the last one is still under way.
     batch : Batch
         As given, with its micro-batch.
+    buffers : dict of str to callable
+        As given.
     why_not_exact : str
         What keeps the training from being exact; empty if nothing does.
 
@@ -133,6 +141,7 @@ class Loader:
         seed: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        buffers: Mapping[str, Callable[..., Any]] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(batch, Batch):
@@ -151,6 +160,13 @@ class Loader:
             )
         if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
+        self.buffers = dict(buffers or {})
+        for name, function in self.buffers.items():
+            if not isinstance(name, str) or not name or not callable(function):
+                raise OptionError(
+                    f"Loader(buffers={{{name!r}: {function!r}}}): must be a function by the name "
+                    "of a buffer"
+                )
         context = _context()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)

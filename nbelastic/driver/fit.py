@@ -51,6 +51,7 @@ def fit(
     np: int | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
+    check_every: int | None = None,
     workers: str | Iterable[str] | None = None,
     resources: Mapping[str, float] | None = None,
     slots_per_host: int | None = None,
@@ -90,6 +91,10 @@ def fit(
     min_np, max_np : int, optional
         Fewest and most ranks that may train. They default to ``np``; without ``np``, to 1 and to
         all that the cluster ever offers.
+    check_every : int, default 1
+        Fewest commits from one reset to the next that lets new ranks join. Larger values make
+        resets rarer on a cluster that grows slowly. Ranks leave at any commit. After a failure,
+        new ranks that are ready join at once.
     workers : str or iterable of str, optional
         Addresses, names or hosts of the workers to use, as in ``Client.submit``.
     resources : mapping of str to float, optional

@@ -40,6 +40,7 @@ _OTHER_NAMES = {
     "np resources": "num_gpus n_gpus gpus gpus_per_node gpus_per_worker use_gpu devices",
     "cluster": "client scheduler address scheduler_address dask",
     "workers": "hosts hostfile nodes machines",
+    "check_every": "check_hosts_added_delay host_check_interval",
     "reset_limit": "max_restarts max_failures max_retries retries",
     "elastic_timeout": "timeout start_timeout rdzv_timeout",
     "blacklist_cooldown": "cooldown cooldown_range blacklist_cooldown_range",

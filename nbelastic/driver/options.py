@@ -138,6 +138,12 @@ class Options:
         "most ranks that may train; without it, np or all that the cluster offers",
         "--min-np 2 --max-np 8",
     )
+    check_every: int = _option(
+        Count(),
+        _MANY,
+        "commits before new ranks may join, counted from the last reset; ranks leave at any commit",
+        "--max-np 8 --check-every 100",
+    )
     workers: tuple[str, ...] | None = _option(
         Names(),
         _WHERE,
@@ -352,6 +358,7 @@ class Options:
             stall_timeout=self.stall_timeout,
             forming_timeout=max(self.heartbeat_timeout, 1.0),
             reset_limit=self.reset_limit,
+            check_every=self.check_every,
             cooldown=self.blacklist_cooldown,
             slots_per_host=self.slots_per_host,
             priority=self.priority,

@@ -94,6 +94,8 @@ class Limits:
         Longest time that ranks may take to end; then their workers are restarted.
     reset_limit : int or None
         Most changes of membership.
+    check_every : int
+        Fewest commits of a generation before newcomers join. Ranks leave at any commit.
     cooldown : tuple of (float, float) or None
         Shortest and longest exclusion of a worker that failed; None excludes its process for
         good. Hosts are never excluded for good: without a range, for 10 to 600 s.
@@ -117,6 +119,7 @@ class Limits:
     forming_timeout: float = 10.0
     ending_timeout: float = 10.0
     reset_limit: int | None = None
+    check_every: int = 1
     cooldown: tuple[float, float] | None = None
     slots_per_host: int | None = None
     priority: int = 0

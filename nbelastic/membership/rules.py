@@ -6,6 +6,7 @@ the answer. The machine acts on the answers.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from . import events as ev
@@ -322,10 +323,21 @@ def surplus(roster: Roster) -> list[Rank]:
     return new[max(len(new) - number, 0) :]
 
 
+def admits(roster: Roster) -> bool:
+    """Return whether the next commit is one at which the owner lets newcomers join.
+
+    The last holders of the state do not wait for that, because they can stay for a while only.
+    """
+    plan, every = roster.plan, roster.limits.check_every
+    if every == 1 or plan is None or last_holders(roster):
+        return True
+    return roster.version + 1 >= math.ceil(max(plan.version, 0)) + every
+
+
 def newcomers_should_join(roster: Roster, members: list[Rank]) -> bool:
     """Return whether the generation should end so that newcomers can join."""
     limits, waiting = roster.limits, ready(roster)
-    if not waiting:
+    if not waiting or not admits(roster):
         return False
     most = most_ranks(roster)
     larger = choose([*members, *waiting], most=most, per_host=limits.slots_per_host)
@@ -472,6 +484,8 @@ def needs_nothing(roster: Roster, event: ev.Event) -> bool:
             return False  # a rank may wait for one whose loop has ended
         if different_operations(roster) or roster.any_leaving:
             return False  # a leaving rank may stay until another has the state
+        if roster.limits.check_every > 1 and roster.any_in(Stage.READY) and not roster.pending:
+            return False  # newcomers wait for a commit of the members
         in_generation = roster.phase in (Phase.RUNNING, Phase.FINISHING)
         return in_generation and roster.now < roster.still_since + roster.limits.stall_timeout
     if kind is ev.SlotsFound:

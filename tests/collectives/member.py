@@ -17,6 +17,7 @@ import threading
 import torch
 
 from nbelastic.collectives import Op, Rendezvous
+from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.collectives.shm import handshake
 from tests.collectives.worlds import MAKERS
 
@@ -42,6 +43,18 @@ class Member:
         self.communicator.allreduce(tensor, Op.SUM)
         assert (tensor == tensor[0]).all()
         return tensor[0].item()
+
+    def sum_along_tree(self, length, leaves):
+        """Return the sum of the leaves' numbers, of which this rank has those of its block."""
+        blocks = Blocks.even(leaves, self.communicator.size)
+        nodes = [
+            [torch.full((length,), float(sum(range(*node))))]
+            for node in blocks.covers[self.communicator.rank]
+        ]
+        output = torch.full((length,), -1.0)
+        self.communicator.allreduce_tree(nodes, blocks, [output])
+        assert (output == output[0]).all()
+        return output[0].item()
 
     def die_when_forming(self):
         """Be killed, in time to come, in the middle of forming a segment."""

@@ -211,6 +211,32 @@ def test_processes_end_cleanly_whatever_is_under_way(crew):
     assert idle.leave() == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_killed_in_sums_along_a_tree_leave_nothing_for_the_next(fork_server, kind):
+    """Before its first message, or in the middle: the next generation adds what is its own."""
+    crew = Crew(kind, 4, fork_server)
+    try:
+        for takes_part in (False, True):
+            crew.form()
+            victim = crew.members[1]
+            survivors = [member for member in crew.members if member is not victim]
+            answers = [each.ask("sum_along_tree", length=3_000_000, leaves=9) for each in survivors]
+            for member in survivors:
+                eventually(lambda member=member: ok(member.ask("waiting")), "waiting")
+            if takes_part:
+                victim.ask("sum_along_tree", length=3_000_000, leaves=9)
+            crew.dismiss(victim)
+            for member in survivors:
+                ok(member.ask("abort", reason="a rank is gone"))
+            outcomes = [answer.result(PATIENCE_S) for answer in answers]
+            assert all(how == "error" or (takes_part and value == 36.0) for how, value in outcomes)
+            crew.form()
+            sums = crew.ask("sum_along_tree", length=70_001, leaves=5)
+            assert [ok(answer) for answer in sums] == [10.0] * len(survivors)
+    finally:
+        crew.close()
+
+
 @needs_core
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("kind", ["shm", "hierarchical"])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nbelastic.collectives import Communicator, buffers
+from nbelastic.collectives import Communicator, RendezvousServer, buffers
 from nbelastic.collectives.gloo import tree
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.reduction_tree import IDENTITY, Blocks, Node, additions, fold
 from nbelastic.errors import CollectiveError, RanksDisagree
 from tests.collectives.test_operations import REDUCED
-from tests.collectives.worlds import MAKERS, PATIENCE_S, World, needs_core
+from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, World, needs_core
+from tests.support.bits import any_bits, numpy_sum
+from tests.support.bits import bits as bits_of
 
 SHAPES = [(3, 5), (0,), (1,), (7,)]
 LARGE = [(70_001,), (31,)]
@@ -46,13 +51,7 @@ def node_sum(node, leaves, make):
 
 def bits(tensors):
     """Return the bits of tensors, with one pattern for all that is not a number."""
-    found = []
-    for tensor in tensors:
-        plain = tensor.clone(memory_format=torch.contiguous_format)
-        if plain.dtype.is_floating_point:
-            plain[plain.isnan()] = torch.nan
-        found.append(plain.view(-1).view(torch.uint8).numpy().tobytes())
-    return found
+    return [bits_of(tensor) for tensor in tensors]
 
 
 def blocks_for(size, leaves):
@@ -111,6 +110,93 @@ def test_sums_have_the_bits_of_the_tree(world, at_once):
     for found in world.run(rank_main):
         for case, actual, expected in zip(cases, found, wanted, strict=True):
             assert actual == expected, case
+
+
+@st.composite
+def tree_sums(draw):
+    """Some sums that are begun one after the other: leaves of each, types, and cuts of a vector."""
+    sums = []
+    for _ in range(draw(st.integers(1, 3))):
+        count = draw(st.sampled_from([0, 1, 15, 16, 17, 1000, 4999, 70_001]))
+        most = st.integers(0, 4 if count > 5000 else 40)
+        quotas = draw(st.lists(most, min_size=5, max_size=5).filter(any))
+        cuts = draw(st.lists(st.integers(0, count), max_size=3))
+        name = draw(st.sampled_from([str(dtype).removeprefix("torch.") for dtype in REDUCED]))
+        apart, seed = draw(st.booleans()), draw(st.integers(0, 2**32))
+        sums.append((quotas, name, sorted({0, *cuts, count}), apart, seed))
+    return sums
+
+
+@settings(max_examples=12, deadline=None)
+@given(sums=tree_sums(), chunk=st.sampled_from([1024, 4 << 20]))
+def test_any_sums_in_a_row_are_numpys(world, sums, chunk):
+    """Any blocks, also empty ones; any types, lengths and bits; into nodes or into outputs."""
+    size = world.size
+    cases, wanted = [], []
+    for quotas, name, cuts, apart, seed in sums:
+        blocks = Blocks((*quotas[: size - 1], sum(quotas[size - 1 :])))
+        leaves = [
+            any_bits(np.random.default_rng([seed, leaf]), cuts[-1], name)
+            for leaf in range(blocks.leaves)
+        ]
+        alone = [Node(leaf, leaf + 1) for leaf in range(blocks.leaves)]
+        (total,) = fold(leaves, additions(alone, blocks.leaves), numpy_sum)
+        cases.append((blocks, leaves, cuts, apart))
+        wanted.append(bits_of(total))
+
+    def rank_main(communicator):
+        begun = []
+        for blocks, leaves, cuts, apart in cases:
+            nodes = []
+            for node in blocks.covers[communicator.rank]:
+                alone = [Node(leaf, leaf + 1) for leaf in range(*node)]
+                (value,) = fold(leaves[slice(*node)], additions(alone, blocks.leaves), numpy_sum)
+                parts = [value[begin:end].clone() for begin, end in itertools.pairwise(cuts)]
+                nodes.append(parts or [value.clone()])
+            outputs = None
+            if apart or not nodes:
+                lengths = [end - begin for begin, end in itertools.pairwise(cuts)] or [0]
+                outputs = [torch.ones(length).to(leaves[0].dtype) for length in lengths]
+            handle = communicator.allreduce_tree_async(nodes, blocks, outputs)
+            begun.append((handle, nodes[0] if outputs is None else outputs))
+        for handle, _ in begun:
+            handle.wait()
+        return [bits_of(torch.cat([part.view(-1) for part in parts])) for _, parts in begun]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "_CHUNK_BYTES", chunk)
+        assert world.run(rank_main) == [wanted] * size
+
+
+def test_subnormal_numbers_are_flushed_if_the_rank_flushes_them(world):
+    """By whichever thread adds: a training on one rank would flush them, too."""
+    blocks = Blocks.even(6, world.size)
+    dtype = torch.float32
+    make = functools.partial(small_leaf, dtype=dtype)
+
+    def expected():
+        return bits(node_sum(Node(0, 6), 6, make))
+
+    def flushing(function):
+        torch.set_flush_denormal(True)
+        try:
+            return function()
+        finally:
+            torch.set_flush_denormal(False)
+
+    wanted = world.do(0, lambda _: flushing(expected))
+    assert wanted != expected()
+    found = world.run(lambda c: flushing(lambda: bits(summed(c, blocks, make))))
+    assert found == [wanted] * world.size
+    found = world.run(lambda c: bits(summed(c, blocks, make)))
+    assert found == [expected()] * world.size
+
+
+def small_leaf(v, dtype):
+    """What micro-batch `v` has: normal numbers whose sums are subnormal, or are not."""
+    tiny = torch.finfo(dtype).tiny
+    generator = torch.Generator().manual_seed(v)
+    return [(1.0 + torch.rand(9000, generator=generator)) * tiny * (-1) ** v]
 
 
 def test_sums_mix_with_other_operations_in_flight(world):
@@ -197,6 +283,27 @@ def test_a_share_of_many_chunks_needs_memory_for_two(world, monkeypatch):
     assert world.run(lambda c: bits(summed(c, blocks, make))) == [expected] * world.size
 
 
+def test_many_nodes_need_no_more_memory_than_a_few(monkeypatch):
+    """Blocks at odd places of a large tree have many nodes, and each has a chunk on its way."""
+    monkeypatch.setattr(tree, "_ROOM_BYTES", 1 << 20)
+    monkeypatch.setattr(tree, "_LEAST_BYTES", 1 << 10)
+    taken = []
+    original = tree._Incoming.__init__
+
+    def noted(self, its, chunk):
+        original(self, its, chunk)
+        taken.append(sum(v.nbytes for vectors in self._memory.values() for v in vectors))
+
+    monkeypatch.setattr(tree._Incoming, "__init__", noted)
+    blocks = Blocks((31, 62, 35))
+    assert len(blocks.order) > 12
+    make = functools.partial(leaf, shapes=[(200_003,)], dtype=torch.float32)
+    expected = bits(node_sum(Node(0, 128), 128, make))
+    with World(MAKERS["gloo"], 3) as world:
+        assert world.run(lambda c: bits(summed(c, blocks, make))) == [expected] * 3
+    assert max(taken) <= (1 << 20) // 2
+
+
 def test_a_transport_without_an_operation_of_its_own(world):
     """Two exchanges that all communicators have come to the same bits."""
     blocks = Blocks.even(5, world.size)
@@ -265,3 +372,66 @@ def test_a_peer_that_is_cut_off_fails_the_sum(pair, moment):
         assert isinstance(error, CollectiveError)
         again = pair.start(0, lambda c: c.allreduce(torch.ones(3)))
         assert isinstance(again.exception(PATIENCE_S), CollectiveError)
+
+
+@pytest.mark.parametrize("sends", [0, 1, 3, 10, 25])
+def test_a_rank_that_fails_in_a_sum_over_messages_leaves_nothing_behind(monkeypatch, sends):
+    """Whichever message is its last, and whatever is still in the sockets of that generation."""
+    monkeypatch.setattr(tree, "_CHUNK_BYTES", 1 << 16)
+    original, left = tree.TreeSum._send, [sends]
+
+    def send(self, tensor, to, tag):
+        if self._rank == 1:
+            if left[0] == 0:
+                self._abort_signal.abort("in the middle")
+            left[0] -= 1
+        return original(self, tensor, to, tag)
+
+    blocks = Blocks((2, 3, 1))
+    make = functools.partial(leaf, shapes=[(200_003,)], dtype=torch.float32)
+    expected = bits(node_sum(Node(0, 6), 6, make))
+    server = RendezvousServer(BIND)
+    try:
+        with World(MAKERS["gloo"], 3, store=server.address) as broken:
+            with monkeypatch.context() as patch:
+                patch.setattr(tree.TreeSum, "_send", send)
+                futures = [broken.start(r, lambda c: summed(c, blocks, make)) for r in range(3)]
+                error = futures[1].exception(PATIENCE_S)
+                assert isinstance(error, CollectiveError), error
+                broken.abort("as the driver does")
+                for future in futures:
+                    future.exception(PATIENCE_S)
+            # The next generation forms while the last one is taken down.
+            with World(MAKERS["gloo"], 3, store=server.address) as world:
+                assert world.run(lambda c: bits(summed(c, blocks, make))) == [expected] * 3
+    finally:
+        server.close()
+
+
+@needs_core
+@pytest.mark.parametrize("stage", ["before", "after"])
+@pytest.mark.parametrize("victim", [0, 2, 3])
+def test_an_abort_between_the_stages_of_a_sum_frees_all_ranks(stage, victim):
+    blocks = Blocks((2, 1, 3, 1))
+    make = functools.partial(leaf, shapes=LARGE, dtype=torch.float32)
+    expected = bits(node_sum(Node(0, 7), 7, make))
+    with World(MAKERS["hierarchical"], 4) as broken:
+        across = broken[victim]._stages._cross
+        original = across.allreduce_tree
+
+        def allreduce_tree(*args):
+            if stage == "after":
+                original(*args)
+            broken[victim].abort("between two stages")
+            if stage == "before":
+                original(*args)
+
+        across.allreduce_tree = allreduce_tree
+        futures = [broken.start(r, lambda c: summed(c, blocks, make)) for r in range(4)]
+        assert isinstance(futures[victim].exception(PATIENCE_S), CollectiveError)
+        broken.abort("as the driver does")
+        for future in futures:
+            error = future.exception(PATIENCE_S)
+            assert error is None or isinstance(error, CollectiveError), error
+        with World(MAKERS["hierarchical"], 4) as world:
+            assert world.run(lambda c: bits(summed(c, blocks, make))) == [expected] * 4

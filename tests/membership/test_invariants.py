@@ -76,6 +76,7 @@ class FaultyWorld(RuleBasedStateMachine):
         cooldown=st.none() | st.sampled_from([(1.0, 8.0), (5.0, 5.0)]),
         per_host=st.none() | st.integers(1, 2),
         reset_limit=st.none() | st.integers(0, 4),
+        check_every=st.sampled_from([1, 1, 4, 1000]),
         script=st.builds(
             Script,
             setup=st.sampled_from([0.0, 0.2, 3.0]),
@@ -101,6 +102,7 @@ class FaultyWorld(RuleBasedStateMachine):
         cooldown: tuple[float, float] | None,
         per_host: int | None,
         reset_limit: int | None,
+        check_every: int,
         script: Script,
         preemptible: bool,
         resumable: bool,
@@ -119,6 +121,7 @@ class FaultyWorld(RuleBasedStateMachine):
             forming_timeout=6.0,
             ending_timeout=3.0,
             reset_limit=reset_limit,
+            check_every=check_every,
             cooldown=cooldown,
             slots_per_host=per_host,
             preemptible=preemptible,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,6 +129,54 @@ def test_newcomers_ready_together_join_in_one_reset() -> None:
     world.add("C0")
     world.run_for(2.0)
     assert [len(plan.members) for plan in world.plans] == [1, 3]
+
+
+# -- newcomers every so many commits -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 7, 40])
+def test_newcomers_join_after_so_many_commits_of_a_generation(every: int) -> None:
+    world = job("A0", np=1, min_np=1, max_np=3, check_every=every, script=LONG)
+    for name in ("B0", "C0"):
+        trained(world, len(world.trail) + 3)
+        world.add(name)
+        world.run(until=lambda name=name: name in workers(world.plans[-1]))
+    versions = [max(plan.version, 0) for plan in world.plans]
+    assert [len(plan.members) for plan in world.plans] == [1, 2, 3]
+    for before, after in itertools.pairwise(versions):
+        assert after - before >= every
+    if every == 40:  # not much later, either: a heartbeat, a notice, and the step under way
+        assert versions[-1] < 2 * 40 + 60
+
+
+def test_ranks_leave_at_any_commit_and_newcomers_join_with_that() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, max_np=3, check_every=10_000, script=LONG))
+    world.add("C0")
+    world.run_for(3.0)
+    assert len(world.plans) == 1
+    world.retire("A0", grace=20.0)
+    world.run(until=lambda: len(world.plans) > 1)
+    assert workers(world.plans[-1]) == ["B0", "C0"]
+
+
+def test_a_failure_lets_newcomers_in_who_are_ready() -> None:
+    world = job("A0", "B0", np=2, min_np=1, max_np=3, check_every=10_000, script=LONG)
+    trained(world)
+    world.add("C0")
+    world.run_for(3.0)
+    assert len(world.plans) == 1
+    world.kill("A0")
+    world.run(until=lambda: len(world.plans) > 1)
+    assert workers(world.plans[-1]) == ["B0", "C0"]
+
+
+def test_the_last_holder_of_the_state_does_not_wait_for_commits() -> None:
+    world = trained(job("A0", np=1, min_np=1, max_np=2, check_every=10_000, script=LONG))
+    world.add("B0")
+    world.run_for(3.0)
+    world.retire("A0", grace=20.0)
+    world.run(until=lambda: workers(world.plans[-1]) == ["B0"])
+    assert world.plans[-1].version > 0
 
 
 # -- scaling -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from this process, which has one thread; it plays the part of their agents.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections import Counter
 
+from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.native import core
 
 SIZES = (1, 256, 5_000, 100_000, 1_500_000)
@@ -93,7 +95,9 @@ def serve(fd, rank, size, sockets, seed, write):
             count = chosen.choice(SIZES)
             value = chosen.randrange(100)
             inside = (chosen.randrange(2) + rank) % 2
-            wrong = wrong or not reduce(group, rank, size, count, float(value), inside)
+            leaves = chosen.choice((0, 0, 1, size, 2 * size + 1))
+            how = reduce if leaves == 0 else functools.partial(reduce_along_tree, leaves)
+            wrong = wrong or not how(group, rank, size, count, float(value), inside)
             steps += 1
     except core.Broken as error:
         at = time.monotonic()
@@ -105,14 +109,38 @@ def serve(fd, rank, size, sockets, seed, write):
 
 def reduce(group, rank, size, count, value, inside):
     """Sum `value + rank` over all ranks; return whether each element of the sum is right."""
-    own = struct.pack("f", value + rank) * count
-    block = group.empty(4 * count) if inside else bytearray(4 * count)
-    memory = memoryview(block).cast("B")
-    memory[:] = own
+    memory = filled(group, count, value + rank, inside)
     ticket = group.allreduce_async(address(memory), count, core.TYPES["float32"], core.OPS["sum"])
     group.wait(ticket)
     expected = size * value + size * (size - 1) / 2
     return memory == memoryview(struct.pack("f", expected) * count)
+
+
+def reduce_along_tree(leaves, group, rank, size, count, value, inside):
+    """Sum `value + leaf` over all leaves, which ranks have one, several or none of."""
+    blocks = Blocks.even(leaves, size)
+    nodes = [sum(value + leaf for leaf in range(*node)) for node in blocks.covers[rank]]
+    memories = [filled(group, count, each, inside) for each in nodes or [-1.0]]
+    places = [[(address(memory), count)] for memory in memories]
+    ticket = group.allreduce_tree_async(
+        places[: len(nodes)], places[0], tree_of(blocks), core.TYPES["float32"]
+    )
+    group.wait(ticket)
+    expected = sum(value + leaf for leaf in range(leaves))
+    return memories[0] == memoryview(struct.pack("f", expected) * count)
+
+
+def tree_of(blocks):
+    """Return the native core's tree; that of the package's own imports torch."""
+    return core.Tree([*blocks.quotas], [len(each) for each in blocks.covers], [*blocks.order])
+
+
+def filled(group, count, value, inside):
+    """Return memory with a value, in the segment or outside."""
+    block = group.empty(4 * count) if inside else bytearray(4 * count)
+    memory = memoryview(block).cast("B")
+    memory[:] = struct.pack("f", value) * count
+    return memory
 
 
 def address(memory):

@@ -115,6 +115,10 @@ for name in FLOATS + WHOLE:
         own = values(0, 3_001, getattr(torch, name))
         group.allreduce(own.data_ptr(), own.numel(), core.TYPES[name], code)
         digest.update(own.view(torch.uint8).numpy().tobytes())
+    nodes = [values(each, 3_001, getattr(torch, name)) for each in range(4)]
+    places = [[(node.data_ptr(), node.numel())] for node in nodes]
+    group.allreduce_tree(places, places[0], core.Tree([4], [4], [0, 1, 0, 2]), core.TYPES[name])
+    digest.update(nodes[0].view(torch.uint8).numpy().tobytes())
 print(core.ISA, digest.hexdigest())
 group.close()
 """

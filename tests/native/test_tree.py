@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from nbelastic.collectives.reduction_tree import Blocks, fold
 from nbelastic.collectives.shm.segment import tree_of
 from nbelastic.native import core
+from tests.support.bits import any_bits, bits, numpy_sum
 
 from .test_core import FLOATS, WHOLE, on_all, tensor_in
 
-SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0]
 # 16 KB travel with the post; a window of staging memory is 512 KB, less if ranks have many nodes.
 COUNTS = (1, 37, 1_025, 5_000, 140_000, 300_001)
 
@@ -34,35 +34,6 @@ def teams():
     for groups in teams.values():
         for group in groups:
             group.close()
-
-
-def any_bits(generator, count, name):
-    """Values of any bits: subnormal ones, infinities and what is no number among them."""
-    dtype = getattr(torch, name)
-    raw = generator.integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
-    values = torch.from_numpy(raw).view(dtype)
-    if dtype.is_floating_point:
-        places = torch.from_numpy(generator.random(count) < 0.3)
-        chosen = torch.tensor(generator.choice(SPECIAL, count), dtype=torch.float64).to(dtype)
-        values = torch.where(places, chosen, values)
-        small = torch.from_numpy(generator.random(count) < 0.2)
-        values = torch.where(small, values * torch.finfo(dtype).tiny, values)
-    return values
-
-
-def numpy_sum(left, right):
-    """Add as numpy does; a bfloat16, which it has not, as the rounded sum of wider values."""
-    wide = left.dtype is torch.bfloat16
-    with np.errstate(all="ignore"):
-        values = [(part.float() if wide else part).numpy() for part in (left, right)]
-        return torch.from_numpy(np.add(*values)).to(left.dtype)
-
-
-def bits(tensor):
-    plain = tensor.clone()
-    if plain.dtype.is_floating_point:
-        plain[plain.isnan()] = torch.nan
-    return plain.view(torch.uint8).numpy().tobytes()
 
 
 blocks_of = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any).map(tuple).map(Blocks)

@@ -31,9 +31,9 @@ def test_every_option_of_fit_is_there_and_no_other():
 
 def test_every_option_of_fit_is_read_as_fit_takes_it():
     line = (
-        "--cluster client --np 3 --min-np 2 --max-np 4 --workers alice bob --resources GPU=1 "
-        "MEM=2.5 --slots-per-host 2 --priority -1 --weight 2 --preemptible --reset-limit 0 "
-        "--elastic-timeout 60 --stall-timeout 0.5 "
+        "--cluster client --np 3 --min-np 2 --max-np 4 --check-every 9 --workers alice bob "
+        "--resources GPU=1 MEM=2.5 --slots-per-host 2 --priority -1 --weight 2 --preemptible "
+        "--reset-limit 0 --elastic-timeout 60 --stall-timeout 0.5 "
         "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --lease 600 --notices off "
         "--checkpoint runs/resnet --checkpoint-every 50 --resume --backend shm --name resnet"
     )
@@ -43,6 +43,7 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "np": 3,
         "min_np": 2,
         "max_np": 4,
+        "check_every": 9,
         "workers": ("alice", "bob"),
         "resources": {"GPU": 1.0, "MEM": 2.5},
         "slots_per_host": 2,

@@ -27,8 +27,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one's seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--trace", action="store_true", help="print what happens in each")
+    parser.add_argument("--exact", action="store_true", help="storms over an exact training")
     options = parser.parse_args()
     seeds = range(options.seed, options.seed + options.number)
+    if options.exact:
+        return play_storms(seeds, tracing=options.trace)
     if options.trace:
         for seed in seeds:
             print(story(seed))
@@ -48,6 +51,22 @@ def main() -> int:
     if failing:
         print(f"{len(failing)} failing; the first, as it happened:\n")
         print(story(failing[0][0]))
+    return 1 if failing else 0
+
+
+def play_storms(seeds: range, *, tracing: bool) -> int:
+    """Play storms over an exact training, one after the other; print how each ended."""
+    from .exact import check, storm  # imports torch
+
+    failing = 0
+    for seed in seeds:
+        if tracing:
+            print(story(seed, storm, "--exact "))
+        try:
+            print(f"seed {seed}: {check(storm(seed))}", flush=True)
+        except Exception as error:
+            failing += 1
+            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
     return 1 if failing else 0
 
 

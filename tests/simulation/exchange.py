@@ -33,10 +33,12 @@ class Exchange:
     ----------
     network : Network
         What messages travel on.
+    kind : type, optional
+        Of the communicators.
     """
 
-    def __init__(self, network: Network) -> None:
-        self.network, self.hub = network, network.hub
+    def __init__(self, network: Network, kind: type[SimCommunicator] = SimCommunicator) -> None:
+        self.network, self.hub, self.kind = network, network.hub, kind
         self.stores: dict[tuple[str, int], SimStore] = {}
         self.groups: dict[tuple[str, int, tuple[str, int]], Group] = {}
         self.open: dict[Fiber, Communicator] = {}
@@ -53,7 +55,7 @@ class Exchange:
         if rendezvous.size == 1:
             communicator: Communicator = SoloCommunicator(rendezvous.generation)
         else:
-            communicator = SimCommunicator(self, rendezvous)
+            communicator = self.kind(self, rendezvous)
         self._one_generation(communicator)
         return communicator
 
@@ -108,7 +110,7 @@ class Group:
         self.generation = rendezvous.generation
         self.members: dict[int, SimCommunicator] = {}
         self.operations: dict[int, Operation] = {}
-        self.mail: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        self.mail: dict[tuple[int, int, int], dict[int, torch.Tensor]] = {}
 
     def enter(self, member: SimCommunicator) -> None:
         """A member has come to the store; with the last of them, all are connected."""

@@ -14,7 +14,6 @@ from nbelastic.driver.takeover import _Inbox
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, Detached, OptionError
 
-from . import user
 from .client import SimClient
 from .fibers import Fiber, Inbox
 
@@ -90,7 +89,7 @@ class Kernels:
         client, driver = self.client, self.driver
         job_client = JobClient(client, "job", driver.receive)  # type: ignore[arg-type]
         try:
-            job_client.open(terms_of(pack_function(user.train, (), {})[0], self.options))
+            job_client.open(terms_of(pack_function(self.world.function, (), {})[0], self.options))
         except (*UNREACHABLE, OptionError) as error:  # its user sees that, and begins anew
             known = not isinstance(error, OptionError) or "already" in str(error)
             self.world.hub.require(known, f"not opened: {error!r}")

@@ -33,6 +33,13 @@ class SimHandle:
         self._fill = fill
         self._done = self._counted = False
 
+    @classmethod
+    def ended(cls, member: SimCommunicator) -> SimHandle:
+        """Return the handle of an operation that has succeeded."""
+        handle = cls(member, lambda: None)
+        handle._done = True
+        return handle
+
     def done(self) -> bool:
         return self._done or self.member.broken is not None
 
@@ -75,8 +82,8 @@ class SimCommunicator(Communicator):
         self.orderly = True
         self._ready = self._waiting = False
         self._completed = self._begun = 0
-        self._sent: dict[int, int] = {}
-        self._received: dict[int, int] = {}
+        self._sent: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[int, int], int] = {}
         self.process.mourners.append(self._die)
 
     # -- connecting ---------------------------------------------------------------------------
@@ -229,15 +236,19 @@ class SimCommunicator(Communicator):
     def barrier_async(self) -> Handle:
         return self._begin("barrier", None, lambda _: None)
 
-    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
+    def send_async(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Handle:
         self.check()
         assert self._group is not None
         receiver = self._group.members[to]
         copy = tensor.clone()
-        box = self._group.mail.setdefault((self.rank, to), {})
-        number = self._sent[to] = self._sent.get(to, -1) + 1
+        box = self._group.mail.setdefault((self.rank, to, tag), {})
+        number = self._sent[to, tag] = self._sent.get((to, tag), -1) + 1
+
+        # A message of an operation arrives before its sender's orderly end.
+        receiver.landing += tag > 0
 
         def arrive() -> None:
+            receiver.landing -= tag > 0
             box[number] = copy
             receiver.wake()
 
@@ -246,11 +257,12 @@ class SimCommunicator(Communicator):
         self.later(handle.finish)
         return handle
 
-    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
+    def receive_async(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Handle:
         self.check()
         assert self._group is not None
-        number = self._received[source] = self._received.get(source, -1) + 1
-        return _Receipt(self, tensor, self._group.mail.setdefault((source, self.rank), {}), number)
+        number = self._received[source, tag] = self._received.get((source, tag), -1) + 1
+        box = self._group.mail.setdefault((source, self.rank, tag), {})
+        return _Receipt(self, tensor, box, number)
 
 
 class _Receipt:

@@ -7,16 +7,28 @@ from typing import TYPE_CHECKING, Any
 from .world import simulate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .world import World
 
 __all__ = ["story"]
 
 
-def story(seed: int) -> str:
-    """Play a schedule once more and tell what happens, and what does not hold."""
+def story(seed: int, play: Callable[..., World] = simulate, option: str = "") -> str:
+    """Play a schedule once more and tell what happens, and what does not hold.
+
+    Parameters
+    ----------
+    seed : int
+        The schedule's.
+    play : callable, optional
+        Plays it.
+    option : str, optional
+        What the command needs to play it so.
+    """
     problem: BaseException | None = None
     try:
-        world: Any = simulate(seed, tracing=True)
+        world: Any = play(seed, tracing=True)
     except Exception as error:  # what is wrong with the schedule is what the story ends with
         problem, world = error, getattr(error, "world", None)
     lines = [f"seed {seed}"]
@@ -25,7 +37,7 @@ def story(seed: int) -> str:
         lines += world.hub.trace or []
     if problem is not None:
         lines.append(f"BROKEN: {type(problem).__name__}: {problem}")
-    lines.append(f"again with: python -m tests.simulation 1 --seed {seed} --trace")
+    lines.append(f"again with: python -m tests.simulation 1 {option}--seed {seed} --trace")
     return "\n".join(lines)
 
 

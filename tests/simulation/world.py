@@ -14,13 +14,13 @@ from . import user
 from .calm import Calm
 from .dask import SimScheduler
 from .exchange import Exchange
-from .faults import PLANNED, make_faults
+from .faults import PLANNED, Fault, make_faults
 from .fibers import Condition
 from .invariants import WatchedMachine, check_outcome, is_endless, leftovers
 from .kernels import Kernels
 from .loop import Hub, Process, Stuck
 from .network import Network
-from .script import make_script
+from .script import Script, make_script
 from .shares import have_others
 from .stage import staged
 from .worker import SimNanny, SimWorker
@@ -40,20 +40,37 @@ SETTLING = 45.0
 
 
 class World:
-    """Everything in one schedule."""
+    """Everything in one schedule.
+
+    Attributes
+    ----------
+    function : callable
+        The user's, which is sent to the workers.
+    known_errors : tuple of str
+        How errors begin that ranks may raise, beside those of all schedules.
+    hub_type : type
+        The hub's.
+    hesitations : tuple of float
+        Chances that a thread waits before it takes a lock, of which the seed chooses one.
+    """
+
+    function: Callable[[], Any] = staticmethod(user.train)
+    known_errors: tuple[str, ...] = ()
+    hub_type: type[Hub] = Hub
+    hesitations: tuple[float, ...] = (0.0, 0.1, 0.5)
 
     def __init__(
         self, seed: int, *, tracing: bool = False, planned: bool = False, shared: bool = False
     ) -> None:
         self.seed = seed
         self.random = chance = random.Random(seed)
-        self.hub = Hub(chance)
+        self.hub = self.hub_type(chance)
         if tracing:
             self.hub.trace = []
         self.god = Process(self.hub, "world", "W")
         again = chance.choice((0.0, 0.0, 0.02, 0.2))
         self.network = Network(self.hub, chance.choice((0.0005, 0.002, 0.01)), again)
-        self.exchange = Exchange(self.network)
+        self.exchange = self._make_exchange()
         self.processes: list[Process] = []
         self.busy: set[Process] = set()
         self.slow: dict[Process, float] = {}
@@ -65,7 +82,7 @@ class World:
         self.ledger: dict[tuple[int, int, int], Any] = {}
         self.beginnings: dict[int, Any] = {}
         self.stopped = self.scaled = False
-        hesitation = chance.choice((0.0, 0.1, 0.5))
+        hesitation = chance.choice(self.hesitations)
         self.runtime = RankRuntime(
             connect=self.exchange.connect,
             open_store=self.exchange.open_store,
@@ -77,15 +94,24 @@ class World:
         self.same_address = chance.random() < 0.2
         self.threads = 2 if chance.random() < 0.15 else 1
         self._build_cluster()
-        self.script = make_script(chance)
+        self.script = self._make_script()
         self.options = self._make_options()
-        self.faults = make_faults(chance, chance.choice((0.3, 2.0, 6.0)), planned=planned)
+        self.faults = self._make_faults(planned)
         self.kernels = Kernels(self, self.options)
         self.calm = Calm(self)
         if shared:
             have_others(self)
 
     # -- building -----------------------------------------------------------------------------
+
+    def _make_exchange(self) -> Exchange:
+        return Exchange(self.network)
+
+    def _make_script(self) -> Script:
+        return make_script(self.random)
+
+    def _make_faults(self, planned: bool) -> list[Fault]:
+        return make_faults(self.random, self.random.choice((0.3, 2.0, 6.0)), planned=planned)
 
     def _build_cluster(self) -> None:
         chance = self.random

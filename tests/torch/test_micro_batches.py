@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import re
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +20,7 @@ import nbelastic.torch as hvd
 from nbelastic.collectives.reduction_tree import Node, cover
 from nbelastic.data import Batch, Loader
 from nbelastic.data.dealing import block_of
+from nbelastic.elastic.context import current
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
 from nbelastic.torch.gradients.micro_batches import (
@@ -376,6 +379,138 @@ def test_a_buffer_that_is_no_mean_is_refused_or_told(exact: Any) -> None:
         assert all(said in why for why in run_ranks(2, train))
 
 
+class Observer(nn.Module):
+    """Buffers of several kinds, as quantisation and spectral norms have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.least: torch.Tensor
+        self.register_buffer("least", torch.full((6,), torch.inf))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("any_large", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("moving", torch.zeros(6, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            torch.minimum(self.least, x.detach().amin(0), out=self.least)
+            self.seen += len(x)
+            self.any_large |= x.detach().gt(2.5).any()
+            self.moving.mul_(0.5).add_(x.detach().mean(0))
+        return x
+
+
+FUNCTIONS = {
+    "*.least": lambda start, values: values.amin(0),
+    "0.seen": lambda start, values: start + (values - start).sum(),
+    "*.any_*": lambda start, values: values.any(0),
+    "*.moving": lambda start, values: values.float().mean(0),
+    "*.parametrizations.weight.0._*": lambda start, values: values[-1],
+}
+
+
+def observed(micro: int = 2, **options: Any) -> tuple[nn.Module, Any, Loader]:
+    model = nn.Sequential(Observer(), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
+    fill(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("._u", "._v")):  # torch draws these from the generator of all ranks
+            buffer.copy_(nn.functional.normalize(torch.ones_like(buffer), dim=0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    return model, optimizer, Loader(data(), Batch(16, micro=micro, exact=True), **options)
+
+
+def test_buffers_with_functions_have_the_same_bits() -> None:
+    x = data().tensors[0]
+
+    def train(_: StaticContext) -> str:
+        model, optimizer, loader = observed(buffers=FUNCTIONS)
+        state = TorchState(model, optimizer, loader=loader, epoch=0)
+        for step in loader:
+            optimizer.zero_grad()
+            for rows, y in step:
+                loss_of(model(rows), y).backward()
+            optimizer.step()
+            state.commit()
+        assert loader.exact
+        observer = model[0]
+        assert observer.seen == ROWS
+        assert torch.equal(observer.least, x.amin(0))
+        assert observer.any_large.tolist() == [bool(x.gt(2.5).any())] * 2
+        return digest([*model.parameters(), *model.buffers()])
+
+    one_digest(train, (2, 3, 9))
+
+
+@pytest.mark.parametrize("micro", [2, 16])
+def test_a_function_gets_the_values_of_all_micro_batches_in_order(micro: int) -> None:
+    def train(_: StaticContext) -> None:
+        given = []
+
+        def least(start: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            given.append((start, values))
+            return values.amin(0)
+
+        functions = {**FUNCTIONS, "*.least": least}
+        model, _optimizer, loader = observed(micro, buffers=functions)
+        _state = TorchState(model, _optimizer, loader=loader)
+        for step in loader:
+            rows = [loader.rows(step.number, v) for v in range(16 // micro)]
+            for batch, _ in step:
+                model(batch)
+            start, values = given[-1]
+            wanted = [data()[r][0].amin(0).minimum(start) for r in rows if r]
+            assert torch.equal(values, torch.stack(wanted))
+
+    run_ranks(3, train)
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (
+            {"*.lest": FUNCTIONS["*.least"]},
+            r"no buffer of .* '\*\.lest'; there are: 0\.least, ",
+        ),
+        ({"*.least": lambda start, values: values}, r"for 0\.least returned \(8, 6\)"),
+        ({"*.least": lambda start, values: 3.0}, r"for 0\.least returned <class 'float'>"),
+        ({"*.least": 3.0}, r"buffers=\{'\*\.least': 3\.0\}\): must be a function"),
+        ({"": FUNCTIONS["*.least"]}, "by the name of a buffer"),
+    ],
+)
+def test_functions_that_do_not_fit_are_named(functions: dict[str, Any], message: str) -> None:
+    def train(_: StaticContext) -> None:
+        model, optimizer, loader = observed(buffers={**FUNCTIONS, **functions})
+        _state = TorchState(model, optimizer, loader=loader)
+        for x, _y in next(iter(loader)):
+            model(x)
+
+    with pytest.raises(OptionError, match=message):
+        run_ranks(1, train)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_step_that_is_passed_over_leaves_buffers_as_they_are(size: int) -> None:
+    def train(_: StaticContext) -> None:
+        model = nn.Sequential(Observer(), normed())
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        functions = {name: FUNCTIONS[name] for name in ("*.least", "0.seen", "*.any_*", "*.moving")}
+        loader = Loader(data(), Batch(16, micro=2), buffers=functions)
+        _state = TorchState(model, optimizer, loader=loader)
+        before = ""
+        for step in loader:
+            if step.number == 1:
+                before = digest(model.buffers())
+                continue
+            if step.number == 2:
+                assert digest(model.buffers()) == before
+            optimizer.zero_grad()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            optimizer.step()
+        assert digest(model.buffers()) != before
+
+    run_ranks(size, train)
+
+
 def test_a_rollback_repeats_the_steps_since_the_commit() -> None:
     def train(_: StaticContext) -> str:
         model = normed()
@@ -434,6 +569,33 @@ def test_a_newcomer_with_another_batch_is_refused_by_name() -> None:
 
     with pytest.raises(NbelasticError, match="batch of loader: expected 8 rows in 2 micro-batches"):
         run_ranks(2, main)
+
+
+@pytest.mark.parametrize("exact", [True, "auto", False])
+def test_a_newcomer_that_computes_other_bits(exact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by its processor's kind, or counted in with a warning, or not looked at."""
+    monkeypatch.setattr(
+        "nbelastic.data.loader.kernel_fingerprint", lambda: f"torch 2 avx-{current().rank}"
+    )
+
+    def main(context: StaticContext) -> str:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=2, exact=exact))
+        TorchState(model, optimizer, loader=loader).align([1])
+        return loader.why_not_exact
+
+    if exact is True:
+        said = "kernels of loader: expected torch 2 avx-1, came torch 2 avx-0"
+        with pytest.raises(NbelasticError, match=said):
+            run_ranks(2, main)
+    elif exact == "auto":
+        others, newcomer = run_ranks(2, main)
+        assert others == ""
+        said = "this process computes other bits (torch 2 avx-1) than others (torch 2 avx-0)"
+        assert newcomer == said
+    else:
+        assert run_ranks(2, main) == ["Batch(exact=False)"] * 2
 
 
 def test_a_state_with_a_loader_needs_a_distributed_optimizer() -> None:
@@ -711,6 +873,36 @@ def test_ranks_with_other_parameters_are_named() -> None:
         check_witness([7.0, 8.0, 7.0], 2)
     with pytest.raises(RanksDisagree, match="rank 0: 0000000000007, rank 1: 0000000000008"):
         check_witness([7.0, 8.0], 0)
+
+
+def test_all_ranks_name_the_one_that_differs() -> None:
+    done = threading.Barrier(3)  # a rank that has raised would break the operation of the others
+
+    def main(context: StaticContext) -> BaseException | None:
+        model = net()
+        if context.rank == 1:
+            model[2].weight.data.view(torch.int32)[1, 1] ^= 1
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            for step in Loader(data(), Batch(8, micro=2)):
+                optimizer.zero_grad()
+                for x, y in step:
+                    loss_of(model(x), y).backward()
+                optimizer.step()
+        except NbelasticError as error:
+            return error
+        finally:
+            done.wait(30)
+        return None
+
+    errors = run_ranks(3, main)
+    assert [type(error) for error in errors] == [CollectiveError, NbelasticError, CollectiveError]
+    (text,) = {
+        str(error)[str(error).index("the parameters of rank 1 are not") :] for error in errors
+    }
+    found = re.findall(r"rank (\d): ([0-9a-f]{13})", text)
+    assert [rank for rank, _ in found] == ["0", "1", "2"]
+    assert found[0][1] == found[2][1] != found[1][1]
 
 
 def test_ranks_that_differ_find_out_in_their_first_step() -> None:

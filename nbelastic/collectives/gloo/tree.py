@@ -37,6 +37,12 @@ _CHUNK_BYTES = 4 << 20
 _CHUNKS_AHEAD = 2
 """Chunks for which a rank has memory: one that it adds, and one on its way."""
 
+_ROOM_BYTES = 64 << 20
+"""Most memory for chunks of all nodes. Many micro-batches on uneven blocks make many nodes."""
+
+_LEAST_BYTES = 64 << 10
+"""Length of a chunk below which messages are mostly overhead."""
+
 
 class TreeSum:
     """A sum along a tree, for an executor.
@@ -107,7 +113,9 @@ class TreeSum:
         return sent
 
     def _chunks(self, begin: int, end: int) -> list[slice]:
-        length = _CHUNK_BYTES // self._output.itemsize
+        nodes = len(self._blocks.order)  # of all ranks, so that all cut alike
+        room = max(_ROOM_BYTES // (_CHUNKS_AHEAD * nodes), _LEAST_BYTES)
+        length = min(_CHUNK_BYTES, room) // self._output.itemsize
         return [slice(first, min(first + length, end)) for first in range(begin, end, length)]
 
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:

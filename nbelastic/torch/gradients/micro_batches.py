@@ -58,7 +58,7 @@ class PreviousSteps:
         if generation != self._generation:
             self._generation, self._steps = generation, 0
         self._steps += 1
-        return self._steps % WITNESS_EVERY == 1
+        return (self._steps - 1) % WITNESS_EVERY == 0
 
 
 def parameter_digest(parameters: Iterable[torch.Tensor]) -> int:

@@ -5,11 +5,15 @@ micro-batches a rank has computed, and in which order. Here each micro-batch beg
 of the step's start, and the new values are averaged along the tree of the gradients. A running mean
 is linear in the statistics of its batch, so that is the running mean over the whole step, the same
 on all ranks and for every number of ranks.
+
+Other buffers have no such rule. A user may give a function for one, which gets its values after all
+micro-batches of the step. Without a function, each rank would have its own value, so a change is
+reported.
 """
 
 from __future__ import annotations
 
-import math
+import fnmatch
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,14 +23,19 @@ from torch.nn.parameter import is_lazy
 from nbelastic.collectives import Op
 from nbelastic.data.dealing import block_of
 from nbelastic.elastic.context import current
+from nbelastic.errors import OptionError
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from nbelastic.collectives import Communicator
     from nbelastic.elastic.step_share import StepShare
 
 __all__ = ["BufferMeans"]
+
+_MOST_NAMES = 5
+"""Buffers that an error names."""
 
 
 class BufferMeans:
@@ -38,15 +47,20 @@ class BufferMeans:
         Returns the models.
     forgo_exactness : callable
         Called with a reason when a buffer changes that is no running mean.
+    functions : mapping of str to callable
+        Functions for buffers, by names or patterns; see :class:`~nbelastic.data.Loader`.
     """
 
     def __init__(
         self,
         models: Callable[[], Sequence[torch.nn.Module]],
         forgo_exactness: Callable[[str], None],
+        functions: Mapping[str, Callable[..., torch.Tensor]],
     ) -> None:
         self._models = models
         self._forgo = forgo_exactness
+        self._functions = functions
+        self._checked = not functions
         self._share: StepShare | None = None
         self._found = False
         self._means: list[torch.Tensor] = []
@@ -57,17 +71,22 @@ class BufferMeans:
         self._count_starts: list[torch.Tensor] = []
         self._largest: list[torch.Tensor] = []
         self._sums: list[MicroBatchSum] = []
+        self._given: list[torch.Tensor] = []
+        self._given_names: list[str] = []
+        self._given_starts: list[torch.Tensor] = []
+        self._values = _ValuesOfStep([], 0)
 
     def begin(self, share: StepShare) -> None:
         """Begin a step. Buffers are looked for later, because the model's mode may still change."""
         self._share, self._found = share, False
 
     def before(self, number: int) -> None:
-        """Set all means and counts to what they were when the step began."""
+        """Set all means, counts and buffers with functions to their values at the step's start."""
         del number
         self._find()
         _copy(self._means, self._mean_starts)
         _copy(self._counts, self._count_starts)
+        _copy(self._given, self._given_starts)
 
     @torch.no_grad()
     def after(self, number: int) -> None:
@@ -75,8 +94,13 @@ class BufferMeans:
         share = self._share
         assert share is not None
         weight = share.row_weights[number]
-        for buffer, total in zip(self._means, self._sums, strict=True):
-            total.add(number, buffer * weight)
+        taken = torch.tensor(weight, dtype=torch.float32)
+        for value, total in zip(
+            [*(b * weight for b in self._means), taken], self._sums, strict=True
+        ):
+            total.add(number, value)
+        if self._given:
+            self._values.take(number, self._given)
         if self._counts:
             torch._foreach_maximum_(self._largest, self._counts)
         if share.exact:
@@ -85,7 +109,7 @@ class BufferMeans:
                     self._versions[name] = buffer._version
                     self._forgo(
                         f"the buffer {name} of a model changes in training and is no running mean, "
-                        "so each rank has its own"
+                        "so each rank has its own; Loader(buffers=…) takes a function for it"
                     )
 
     @torch.no_grad()
@@ -94,20 +118,44 @@ class BufferMeans:
         self._find()
         share = self._share
         assert share is not None
-        if not self._means:
+        if self._means:
+            self._average(current().communicator(), share)
+        if self._given:
+            self._apply_functions(current().communicator())
+
+    def _average(self, communicator: Communicator, share: StepShare) -> None:
+        like = [*self._means, torch.empty((), dtype=torch.float32)]
+        *totals, weight = sum_over_ranks(communicator, share, self._sums, like)
+        self._sums = []
+        if not weight:  # the step was passed over
+            _copy(self._means, self._mean_starts)
+            _copy(self._counts, self._count_starts)
             return
-        context = current()
-        communicator = context.communicator()
-        totals = sum_over_ranks(communicator, share, self._sums, self._means)
-        torch._foreach_div_(totals, math.fsum(share.row_weights))
+        torch._foreach_div_(totals, float(weight))
         _copy(self._means, totals)
         largest = self._largest
-        if largest and _has_idle_ranks(share, context.size):
+        if largest and _has_idle_ranks(share, communicator.size):
             flat = torch.stack([count.to("cpu", torch.int64) for count in largest])
             communicator.allreduce(flat, Op.MAX)
             largest = list(flat.unbind())
         _copy(self._counts, largest)
-        self._sums = []
+
+    def _apply_functions(self, communicator: Communicator) -> None:
+        """Set buffers to what their functions return, which is the same on all ranks."""
+        columns = self._values.gather(communicator)
+        rows = zip(self._given_names, self._given, self._given_starts, columns, strict=True)
+        for name, buffer, start, values in rows:
+            if not len(values):
+                buffer.copy_(start)  # the step was passed over
+                continue
+            found = self._functions[self._pattern_of(name)](start, values.to(buffer.device))
+            if not isinstance(found, torch.Tensor) or found.shape != buffer.shape:
+                shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found)
+                raise OptionError(
+                    f"Loader(buffers=…): the function for {name} returned {shape}; it must return "
+                    f"a tensor of shape {tuple(buffer.shape)}, as the buffer has"
+                )
+            buffer.copy_(found)
 
     def _find(self) -> None:
         """Look for the buffers, once in a step."""
@@ -119,18 +167,24 @@ class BufferMeans:
         means: dict[int, torch.Tensor] = {}
         counts: dict[int, torch.Tensor] = {}
         others: dict[str, torch.Tensor] = {}
-        for model in self._models():
+        given: dict[int, tuple[str, torch.Tensor]] = {}  # several models may have equal names
+        models, names = self._models(), []
+        for model in models:
             for path, module in model.named_modules():
-                for name, buffer in module._buffers.items():
+                for key, buffer in module._buffers.items():
                     if buffer is None:
                         continue
+                    name = f"{path}.{key}".lstrip(".")
+                    names.append(name)
                     if is_lazy(buffer):
                         raise RuntimeError(
-                            f"the buffer {path}.{name} of a model is not initialised; call the "
-                            "model on a batch before the first step of a loader"
+                            f"the buffer {name} of a model is not initialised; call the model on "
+                            "a batch before the first step of a loader"
                         )
-                    if not isinstance(module, _NormBase):
-                        others[f"{path}.{name}".lstrip(".")] = buffer
+                    if self._pattern_of(name) and module.training:
+                        given[id(buffer)] = (name, buffer)
+                    elif not isinstance(module, _NormBase):
+                        others[name] = buffer
                     elif not module.training:
                         continue
                     elif buffer.is_floating_point():
@@ -143,7 +197,74 @@ class BufferMeans:
         self._mean_starts = [buffer.detach().clone() for buffer in self._means]
         self._count_starts = [buffer.detach().clone() for buffer in self._counts]
         self._largest = [buffer.detach().clone() for buffer in self._counts]
-        self._sums = [MicroBatchSum(share) for _ in self._means]
+        self._sums = [MicroBatchSum(share) for _ in [*self._means, "weights"]]
+        self._given_names = [name for name, _ in given.values()]
+        self._given = [buffer for _, buffer in given.values()]
+        self._given_starts = [buffer.detach().clone() for buffer in self._given]
+        self._values = _ValuesOfStep(self._given_starts, share.micro_batches)
+        if models and not self._checked:
+            self._check_patterns(names)
+
+    def _pattern_of(self, name: str) -> str:
+        """Return the first pattern that matches a buffer's name, or an empty text."""
+        return next((each for each in self._functions if fnmatch.fnmatchcase(name, each)), "")
+
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        """Refuse a pattern that matches nothing, once the models are known.
+
+        Raises
+        ------
+        OptionError
+            There is one.
+        """
+        self._checked = True
+        for pattern in self._functions:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                shown = ", ".join(names[:_MOST_NAMES]) or "none"
+                more = ", …" if len(names) > _MOST_NAMES else ""
+                raise OptionError(
+                    f"Loader(buffers=…): no buffer of the state's models matches {pattern!r}; "
+                    f"there are: {shown}{more}"
+                )
+
+
+class _ValuesOfStep:
+    """Values of buffers after each micro-batch of a step, as bytes: a row per micro-batch.
+
+    Each row is of one rank, and zeros on all others, so a sum of bytes gathers all of them exactly,
+    whatever their types.
+
+    Parameters
+    ----------
+    like : sequence of torch.Tensor
+        For each buffer a tensor of its type and shape.
+    micro_batches : int
+        Number of micro-batches of a step on all ranks.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor], micro_batches: int) -> None:
+        self._like = like
+        width = 1 + sum(each.nbytes for each in like)  # the first byte says that there is a value
+        self._rows = torch.zeros((micro_batches, width), dtype=torch.uint8)
+
+    def take(self, number: int, buffers: Iterable[torch.Tensor]) -> None:
+        """Take the values after a micro-batch."""
+        parts = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in buffers]
+        self._rows[number] = torch.cat([torch.ones(1, dtype=torch.uint8), *parts])
+
+    def gather(self, communicator: Communicator) -> list[torch.Tensor]:
+        """Return for each buffer its values on all ranks, stacked in the order of micro-batches."""
+        if communicator.size > 1:
+            communicator.allreduce(self._rows, Op.SUM)
+        rows = self._rows[self._rows[:, 0] > 0]
+        columns = torch.split(rows[:, 1:], [each.nbytes for each in self._like], dim=1)
+        return [
+            column.clone(memory_format=torch.contiguous_format)  # else it may not be aligned
+            .view(-1)
+            .view(like.dtype)
+            .view(len(rows), *like.shape)
+            for column, like in zip(columns, self._like, strict=True)
+        ]
 
 
 def _has_idle_ranks(share: StepShare, size: int) -> bool:

@@ -136,7 +136,8 @@ class TorchState(ObjectState):
         for loader in loaders:
             if "epoch" in self._names:
                 loader.follow(self)
-            loader.add_participant(BufferMeans(_models_of(self), loader.forgo_exactness))
+            means = BufferMeans(_models_of(self), loader.forgo_exactness, loader.buffers)
+            loader.add_participant(means)
         return loaders
 
     def on_reset(self) -> None:

@@ -1,0 +1,45 @@
+"""Two hundred storms, all of which end with the bits of a training on one rank without faults."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from nbelastic.torch.gradients import micro_batches
+
+from .exact import BadMemory, check, storm
+
+STORMS, SHARDS = 200, 4
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_storm_changes_no_bit(shard: int) -> None:
+    finished = 0
+    for seed in range(shard, 2 * STORMS, SHARDS):
+        try:
+            finished += check(storm(seed)) == "finished"
+        except Exception as error:
+            pytest.fail(
+                f"{type(error).__name__}: {error}\n"
+                f"again with: python -m tests.simulation 1 --exact --seed {seed} --trace"
+            )
+        if finished == STORMS // SHARDS:
+            return
+    pytest.fail(f"of {2 * STORMS // SHARDS} storms, only {finished} left a result")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_whose_memory_fails_is_named_and_left_out(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would change all parameters by its gradients, if it was not noticed in that step."""
+    monkeypatch.setattr(micro_batches, "WITNESS_EVERY", 1)
+    world = storm(seed, kind=BadMemory)
+    assert check(world) == "finished"
+    assert world.struck
+    errors = [failure.summary for failure in world.driver.log.failures.values()]
+    (named,) = {error for error in errors if "are not those of most" in error}
+    assert re.search(
+        r"the parameters of rank \d are not those of most \(rank 0: [0-9a-f]{13}, ", named
+    )

@@ -1,0 +1,139 @@
+"""A small training whose bits depend on the data, the steps and the order of every sum."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import nbelastic
+import nbelastic.torch as hvd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["EPOCHS", "STEPS", "ExactTraining", "Ledger", "one_thread", "train_alone"]
+
+ROWS, GLOBAL_BATCH, MICRO, EPOCHS = 26, 10, 2, 2
+STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)
+
+Ledger = dict[tuple[int, int, int], list[int]]
+"""Rows by epoch, step and number of the micro-batch."""
+
+
+class _Rows(Dataset[tuple[int, torch.Tensor, int]]):
+    """Rows, which may be augmented by random numbers as they are read."""
+
+    def __init__(self, noise: float) -> None:
+        self._noise = noise
+        self._values = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[int, torch.Tensor, int]:
+        values = self._values[row]
+        return row, values + self._noise * torch.randn(6) if self._noise else values, row % 3
+
+
+class ExactTraining:
+    """Batch norm, AdamW, clipping and a scheduler, in steps of five micro-batches.
+
+    Parameters
+    ----------
+    ledger : dict
+        Gets the rows of each micro-batch. They may be computed again, by any rank, but not with
+        other rows.
+    random : bool, default True
+        Whether there are dropout and augmentation. They draw from generators of the process, so
+        not for ranks that are threads.
+    """
+
+    def __init__(self, ledger: Ledger, *, random: bool = True) -> None:
+        self._ledger = ledger
+        self.model = nn.Sequential(
+            nn.Linear(6, 9),
+            nn.BatchNorm1d(9),
+            nn.Tanh(),
+            nn.Dropout(0.3 if random else 0.0),
+            nn.Linear(9, 3),
+        )
+        dice = torch.Generator().manual_seed(1)
+        for parameter in self.model.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=dice)
+        self.optimizer = hvd.DistributedOptimizer(
+            torch.optim.AdamW(self.model.parameters(), lr=0.02), self.model.named_parameters()
+        )
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
+        self.loader = hvd.elastic.Loader(
+            _Rows(0.1 if random else 0.0),
+            hvd.elastic.Batch(GLOBAL_BATCH, micro=MICRO, exact=True),
+            seed=3,
+        )
+        self.state = hvd.elastic.TorchState(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            loader=self.loader,
+            epoch=0,
+            steps=0,
+        )
+
+    def backward(self, step: Any) -> None:
+        """Compute the gradients of this rank's micro-batches."""
+        self.optimizer.zero_grad()
+        for number, (rows, x, y) in zip(step.numbers, step, strict=True):
+            nn.functional.cross_entropy(self.model(x), y).backward()
+            place = (step.epoch, step.number, number)
+            known = self._ledger.setdefault(place, rows.tolist())
+            assert known == rows.tolist(), f"{place}: {rows.tolist()}, before {known}"
+
+    def update(self) -> None:
+        """Step with the mean over all ranks."""
+        self.optimizer.synchronize()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        self.scheduler.step()
+        self.state.steps += 1
+
+    def digest(self) -> str:
+        """Return a digest of parameters, statistics, moments and the rate."""
+        tensors = [*self.model.state_dict().values()]
+        tensors += [each for kept in self.optimizer.state.values() for each in kept.values()]
+        found = hashlib.sha256(repr(self.optimizer.param_groups[0]["lr"]).encode())
+        for tensor in tensors:
+            found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: several take a hundred times as long for so few numbers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
+def train_alone(*, random: bool = True) -> tuple[str, Ledger]:
+    """Train on one rank, without a job or a fault; return the digest, and all rows."""
+    ledger: Ledger = {}
+    nbelastic.init()
+    try:
+        training = ExactTraining(ledger, random=random)
+        for training.state.epoch in range(EPOCHS):
+            for step in training.loader:
+                training.backward(step)
+                training.update()
+        assert training.state.steps == STEPS
+        return training.digest(), ledger
+    finally:
+        nbelastic.shutdown()
