@@ -94,7 +94,7 @@ class BufferMeans:
         self._find()
         share = self._share
         assert share is not None
-        if not self._means:
+        if not self._means or not any(share.row_weights):
             return
         context = current()
         communicator = context.communicator()
