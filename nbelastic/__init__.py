@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from nbelastic import elastic, errors
     from nbelastic.driver import (
+        DataStatus,
         HistoryEvent,
         Job,
         JobInfo,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DataStatus",
     "HistoryEvent",
     "Job",
     "JobInfo",

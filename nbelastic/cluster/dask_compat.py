@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from distributed import Future, metrics, secede
+from distributed import Future, metrics, secede, wait
 from distributed.threadpoolexecutor import thread_state
 
 if TYPE_CHECKING:
@@ -247,14 +247,34 @@ def key_of(text: str) -> Any:
     return tuple(key) if isinstance(key, list) else key
 
 
+FORGOTTEN_CHECK_S = 5.0
+"""Seconds between two questions whether the scheduler still knows a key that is waited for."""
+
+
 def value_of(client: Client, key: Any) -> Any:
     """Return the value of a key, from whichever worker has it or computes it again.
 
     A new future waits for messages on its key, which the scheduler sends to clients that want it.
+    Of a key that it does not know, it sends none.
+
+    Raises
+    ------
+    LookupError
+        The scheduler does not know the key.
     """
     future: Future[Any] = Future(key, client)
     wish = {"op": "client-desires-keys", "keys": [key], "client": client.id}
     client._send_to_scheduler(wish)
+    scheduler: Any = client.scheduler
+    while not future.done():
+        states = client.sync(scheduler.get_task_status, keys=[key])
+        if states[key] is None:
+            raise LookupError(
+                "the scheduler has forgotten its key, as after client.restart(), so that no "
+                "worker can compute it; start the job again"
+            )
+        with contextlib.suppress(asyncio.TimeoutError):
+            wait(future, timeout=FORGOTTEN_CHECK_S)
     return future.result()
 
 

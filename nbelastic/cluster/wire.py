@@ -90,7 +90,7 @@ __all__ = [
     "unpack_machine",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of this protocol. To be raised with each change of a message."""
 
 PLUGIN = "nbelastic"

@@ -9,6 +9,7 @@ from .loader import Loader, Step, StepParticipant
 from .parquet import Arrow, Parquet
 from .partitions import Dask
 from .sources import MapSource, RowSource, WorkItem
+from .streams import Shards, Stateful, StreamSource
 from .units import UnitSource
 
 __all__ = [
@@ -19,8 +20,11 @@ __all__ = [
     "MapSource",
     "Parquet",
     "RowSource",
+    "Shards",
+    "Stateful",
     "Step",
     "StepParticipant",
+    "StreamSource",
     "UnitSource",
     "WorkItem",
 ]

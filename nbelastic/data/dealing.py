@@ -69,6 +69,11 @@ class Dealing:
         full, rest = divmod(self.length, self.global_batch)
         return full + (rest > 0 and not self.drop_last)
 
+    @property
+    def rows_of_epoch(self) -> int:
+        """Rows of all steps of the epoch."""
+        return min(self.length, self.steps * self.global_batch)
+
     @cached_property
     def _permutation(self) -> Permutation:
         return Permutation(self.length, mix(self.seed, self.epoch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,13 +13,16 @@ from torch.utils.data import IterableDataset
 from nbelastic.data.batch import Batch
 from nbelastic.data.dealing import Dealing, block_of, imbalance
 from nbelastic.data.kernels import kernel_fingerprint
+from nbelastic.data.ledger import RowLedger
 from nbelastic.data.permutation import mix
 from nbelastic.data.seeding import seed_generators
 from nbelastic.data.sources import MapSource
+from nbelastic.data.streams import StreamRows, StreamSource
 from nbelastic.data.units import UnitSource, WindowedRows
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import warn
 from nbelastic.elastic.step_share import StepShare
+from nbelastic.elastic.telemetry import DataProgress
 from nbelastic.errors import NotInitialized, OptionError, StateMismatch
 
 if TYPE_CHECKING:
@@ -80,8 +84,8 @@ class Loader:
 
     Parameters
     ----------
-    dataset : torch.utils.data.Dataset, Parquet, Arrow or Dask
-        A source of units, or a map-style dataset: anything with ``len()`` and ``[]``.
+    dataset : torch.utils.data.Dataset, Parquet, Arrow, Dask, Stateful or Shards
+        A source, or a map-style dataset: anything with ``len()`` and ``[]``.
     batch : Batch
         Rows of a step, and micro-batches.
     shuffle : bool, default True
@@ -148,16 +152,7 @@ class Loader:
             raise OptionError(
                 f"Loader(batch={batch!r}): must be a Batch, as in Batch(256, micro=32)"
             )
-        if not callable(getattr(dataset, "__len__", None)):
-            raise OptionError(
-                f"Loader({type(dataset).__name__}): the dataset has no length; a map-style dataset "
-                "with len() and [] is needed"
-            )
-        if isinstance(dataset, IterableDataset):
-            raise OptionError(
-                f"Loader({type(dataset).__name__}): an IterableDataset has no rows to choose from; "
-                "a map-style dataset with len() and [] is needed"
-            )
+        _check_dataset(dataset)
         if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
         self.buffers = dict(buffers or {})
@@ -170,8 +165,14 @@ class Loader:
         context = _context()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
+        is_open = self._source.is_open
+        if is_open and drop_last:
+            raise OptionError(
+                f"Loader({self._source.name}, drop_last=True): which step is the last is not known "
+                "before it has come; leave it out"
+            )
         self._dealing = Dealing(
-            len(dataset),
+            len(self._source),
             self.batch.global_batch // self.batch.micro_batches,
             self.batch.micro_batches,
             epoch=0,
@@ -179,9 +180,9 @@ class Loader:
             shuffle=bool(shuffle),
             drop_last=bool(drop_last),
         )
-        if self._dealing.steps == 0:
+        if self._dealing.steps == 0 and not is_open:
             raise OptionError(
-                f"Loader: {len(dataset)} rows make no step of {self.batch.global_batch}"
+                f"Loader: {len(self._source)} rows make no step of {self.batch.global_batch}"
             )
         self.step = 0
         self.why_not_exact = "" if batch.exact else "Batch(exact=False)"
@@ -190,13 +191,22 @@ class Loader:
         self._state: Callable[[], Any] = lambda: None
         self._participants: list[StepParticipant] = []
         self._share: StepShare | None = None
+        self._unsettled: tuple[Dealing, int, StepShare, list[int]] | None = None
         self._loops = 0
         self._completed_in: int | None = None
         self._told: set[str] = set()
+        self._ledger = RowLedger()
 
     def _source_of(
         self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
     ) -> RowSource:
+        if isinstance(dataset, StreamSource):
+            for name in options:
+                raise OptionError(
+                    f"Loader({dataset.name}, {name}=…): {dataset.name} reads rows in the thread of "
+                    "the rank; leave it out"
+                )
+            return StreamRows(dataset, self.batch.micro_batches, collate_fn)
         if not isinstance(dataset, UnitSource):
             return MapSource(dataset, collate_fn, **options)
         for name in options if collate_fn is None else ("collate_fn", *options):
@@ -207,7 +217,15 @@ class Loader:
         return WindowedRows(dataset, self.batch.micro_batches)
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch."""
+        """Return the number of steps of an epoch.
+
+        Raises
+        ------
+        TypeError
+            The source does not know it.
+        """
+        if self._source.is_open:
+            raise TypeError(f"the number of steps of {self._source.name} is not known")
         return self._dealing.steps
 
     @property
@@ -255,6 +273,7 @@ class Loader:
         RuntimeError
             ``state.epoch`` is that of an epoch which the loop before has completed.
         """
+        self.settle()
         state = self._state()
         epoch = getattr(state, "epoch", None)
         if isinstance(epoch, int):
@@ -265,7 +284,7 @@ class Loader:
                     f"{epoch}. Use `for state.epoch in range(state.epoch, epochs)`, and "
                     "leave a loader for validation out of the state"
                 )
-        elif self.step >= len(self):
+        elif not self._source.has_step(self._dealing, self.step):
             self.set_epoch(self.epoch + 1)
         return self._iterate(self._dealing, self.step)
 
@@ -281,11 +300,14 @@ class Loader:
         if context is not None and not context.telemetry.total[1]:
             context.telemetry.total = (context.telemetry.total[0], dealing.steps)
         self._report(context, block)
+        self._ledger.resume(dealing.epoch, first)
         batches = self._source.fetch(dealing, first, block)
         try:
-            for number in range(first, dealing.steps):
+            for number in itertools.count(first):
                 self.check_loop(loop)
-                weights = dealing.weights(number)
+                if not self._source.has_step(dealing, number):
+                    break
+                weights = self._source.counts(dealing, number, block)
                 share = StepShare(
                     dealing.micro_batches,
                     block,
@@ -298,15 +320,20 @@ class Loader:
                 )
                 self.step = number + 1  # done, as soon as a commit says so
                 self._share = share
+                if self._source.is_open:
+                    self._unsettled = dealing, number, share, weights
                 if context is not None:
                     context.share = share
-                step = Step(self, dealing, number, share, batches, loop)
+                if self._participants:  # else no commit says what is done
+                    self._ledger.begin((dealing.epoch, number), weights, share)
+                step = Step(self, dealing, number, share, weights, batches, loop)
                 for each in self._participants:
                     each.begin(share)
                 yield step
                 self.check_loop(loop)
                 step._skip()
                 share.over = True
+                self._ledger.close()
                 if share.others_deviate:
                     self.forgo_exactness("another rank is not exact")
                     self._report(context, block)
@@ -339,7 +366,20 @@ class Loader:
     def incomplete(self) -> bool:
         """Whether the step under way lacks micro-batches of this rank."""
         share = self._share
-        return share is not None and not share.over and share.missing > 0
+        if share is None or share.over:
+            return False
+        return share.missing > 0 or self._unsettled is not None
+
+    def settle(self) -> None:
+        """Have ranks agree on the rows of the step that has begun, if its source is open."""
+        if self._unsettled is None:
+            return
+        dealing, step, share, counts = self._unsettled
+        self._source.settle(dealing, step, counts, _context())
+        share.row_weights[:] = [count / dealing.micro for count in counts]
+        self._unsettled = None
+        if self._source.remark:
+            self._say(self._source.remark)
 
     def _report(self, context: Context | None, block: range) -> None:
         """Report this rank's share of a step, and whether it is exact."""
@@ -372,6 +412,15 @@ class Loader:
     def add_participant(self, participant: StepParticipant) -> None:
         """Have an object take part in each step."""
         self._participants.append(participant)
+
+    def rows_in_commit(self) -> DataProgress:
+        """Record that all steps so far are in a commit, and return the rows that it has."""
+        self._ledger.committed()
+        dealing, (seen, lost) = self._dealing, self._ledger.totals
+        rows, done = dealing.rows_of_epoch, self._source.rows_before(dealing, self.step)
+        return DataProgress(
+            self._source.name, dealing.epoch, rows, done, seen, self._ledger.redone, lost
+        )
 
     def forgo_exactness(self, reason: str) -> None:
         """Record what keeps the training from being exact.
@@ -416,6 +465,7 @@ class Loader:
             "threads": self._threads,
             "kernels": self._kernels,
             "source": self._source.state_dict(),
+            "ledger": self._ledger.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -440,7 +490,8 @@ class Loader:
                 raise StateMismatch(reason)
             self.forgo_exactness(reason)
         self._source.load_state_dict(state_dict.get("source", {}))
-        self._completed_in = None
+        self._ledger.load_state_dict(state_dict.get("ledger", {}))
+        self._completed_in = self._unsettled = None
         self._dealing = dataclasses.replace(
             self._dealing,
             epoch=int(state_dict["epoch"]),
@@ -465,7 +516,8 @@ class Step:
     epoch, number : int
         Its epoch, and its number in it, from 0.
     rows : int
-        Its rows, on all ranks.
+        Its rows, on all ranks. Of sources of unknown length they are known after the loop over its
+        micro-batches; before, all count as full.
     """
 
     def __init__(
@@ -474,12 +526,13 @@ class Step:
         dealing: Dealing,
         number: int,
         share: StepShare,
+        counts: list[int],
         batches: Iterator[Any],
         loop: int,
     ) -> None:
         self.epoch = dealing.epoch
         self.number = number
-        self.rows = dealing.rows_in(number)
+        self._counts = counts
         self._loader = loader
         self._dealing = dealing
         self._share = share
@@ -492,6 +545,11 @@ class Step:
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches."""
         return len(self._share.expected)
+
+    @property
+    def rows(self) -> int:
+        """Its rows, on all ranks."""
+        return sum(self._counts)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -533,6 +591,7 @@ class Step:
             self._taken += 1
             share.number = number
             share.weights[number] = self._weight(weight, batch, number)
+            share.taken += self._counts[number]
             for each in participants:
                 each.before(number)
             seed_generators(mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, number))
@@ -571,6 +630,7 @@ class Step:
         self._close()
         self._ended = True
         share = self._share
+        self._loader.settle()
         for each in self._loader._participants:
             each.end()
         # Ranks have ended with different micro-batches. What the optimizer draws is the same.
@@ -578,15 +638,35 @@ class Step:
         seed_generators(seed)
         context = _context()
         if context is not None:
-            done = share.weights.keys()
-            rows = sum(len(self._dealing.places(self.number, number)) for number in done)
-            context.telemetry.recorded(rows)
+            context.telemetry.recorded(share.taken)
 
     def _skip(self) -> None:
         """Pass over micro-batches that were not taken, so that the next step finds its own."""
         for _ in range(len(self) - self._taken):
             next(self._batches)
         self._finish()
+
+
+def _check_dataset(dataset: Any) -> None:
+    """Refuse datasets whose rows cannot be chosen.
+
+    Raises
+    ------
+    OptionError
+        It is one.
+    """
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise OptionError(
+            f"Loader({name}): an IterableDataset has no rows to choose from; pass "
+            "hvd.elastic.Stateful(make), whose make(stream, streams) returns the dataset of a "
+            "stream, or a map-style dataset with len() and []"
+        )
+    if not isinstance(dataset, StreamSource) and not callable(getattr(dataset, "__len__", None)):
+        raise OptionError(
+            f"Loader({name}): the dataset has no length; a map-style dataset with len() and [] is "
+            "needed, or hvd.elastic.Stateful or Shards"
+        )
 
 
 def _context() -> Context | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from nbelastic.data.dealing import Dealing
     from nbelastic.data.permutation import Rows
+    from nbelastic.elastic.context import Context
 
 __all__ = ["MapSource", "RowSource", "WorkItem"]
 
@@ -45,7 +46,17 @@ class RowSource(Protocol):
     """Rows that a loader deals to micro-batches.
 
     Which rows make up a micro-batch is decided by the loader alone. A source may fetch ahead.
+
+    Attributes
+    ----------
+    name : str
+        What the user calls it.
+    is_open : bool
+        Whether the end of an epoch is not known before it has come.
     """
+
+    name: str
+    is_open: bool = False
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -60,6 +71,32 @@ class RowSource(Protocol):
         seed, and nothing else. A second call may come before the iterator of the first has ended,
         which is not used any more.
         """
+
+    def has_step(self, dealing: Dealing, step: int) -> bool:
+        """Return whether the epoch has a step."""
+        return step < dealing.steps
+
+    def rows_before(self, dealing: Dealing, step: int) -> int:
+        """Return how many rows of the epoch come before a step."""
+        return min(step * dealing.global_batch, dealing.rows_of_epoch)
+
+    def counts(self, dealing: Dealing, step: int, block: range) -> list[int]:
+        """Return the rows of each micro-batch of a step, of other blocks as far as is known."""
+        return dealing.weights(step)
+
+    def settle(
+        self, dealing: Dealing, step: int, counts: list[int], context: Context | None
+    ) -> None:
+        """Agree with other ranks on the rows of a step whose micro-batches are done.
+
+        All ranks call this together, if the source is open. It completes `counts`.
+        """
+        return
+
+    @property
+    def remark(self) -> str:
+        """Warning for the history, if there is one."""
+        return ""
 
     def requirements(self) -> dict[str, str]:
         """Return what must be equal on ranks that share a state, as names and texts."""
@@ -77,7 +114,7 @@ class RowSource(Protocol):
         """
 
 
-class MapSource:
+class MapSource(RowSource):
     """Map-style dataset, read by a ``DataLoader`` whose unit of work is one micro-batch.
 
     Random generators are seeded before each row, so what a dataset draws for it does not depend on
@@ -109,6 +146,7 @@ class MapSource:
             **options,
         )
         self._dataset = dataset
+        self.name = type(dataset).__name__
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -11,6 +11,7 @@ import numpy as np
 
 from nbelastic.data.ranges import UnitStreams
 from nbelastic.data.row_block import RowBlock
+from nbelastic.data.sources import RowSource
 from nbelastic.data.windows import COPIES, LoadedWindow, WindowReader
 from nbelastic.errors import DataError, OptionError, StateMismatch
 
@@ -78,7 +79,7 @@ class UnitSource(abc.ABC):
         """Return what the rows depend on, as names and texts: a file and its digest."""
 
 
-class WindowedRows:
+class WindowedRows(RowSource):
     """Rows of a source of units, in the order that windows give them.
 
     Windows that are in memory when an iterator is given up are kept. After a reset only streams
@@ -98,6 +99,7 @@ class WindowedRows:
 
     def __init__(self, source: UnitSource, micro_batches: int) -> None:
         self._source = source
+        self.name = source.name
         length = len(source)
         if length < micro_batches:
             raise OptionError(

@@ -3,11 +3,21 @@
 from .display import set_display
 from .fit import fit
 from .job import Job
-from .status import HistoryEvent, JobInfo, JobStatus, JobTable, Output, Progress, RankStatus
+from .status import (
+    DataStatus,
+    HistoryEvent,
+    JobInfo,
+    JobStatus,
+    JobTable,
+    Output,
+    Progress,
+    RankStatus,
+)
 from .takeover import ask_to_scale, ask_to_stop, attach, jobs, look
 from .versions import show_versions
 
 __all__ = [
+    "DataStatus",
     "HistoryEvent",
     "Job",
     "JobInfo",

@@ -18,7 +18,9 @@ from nbelastic.membership import reasons as why
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["history_detail", "in_words", "over", "reset_detail"]
+    from .status import DataStatus
+
+__all__ = ["history_detail", "in_words", "over", "reset_detail", "rows_in_words"]
 
 _LOSSES = {
     LossReason.RAISED: "{detail}",
@@ -88,6 +90,17 @@ def in_micro_batches(count: int, why_not_exact: str) -> str:
         return ""
     exact = f"not exact: {why_not_exact}" if why_not_exact else "exact"
     return f"{count} micro-batch{'es' * (count != 1)} a step, {exact}"
+
+
+def rows_in_words(data: DataStatus, *, ended: bool) -> str:
+    """Return the rows of a source: of the job if it has ended, else also those of the epoch."""
+    counts = f"{data.redone:,} redone, {data.lost:,} lost"
+    rows = data.seen if ended else data.done
+    noun = f"{rows:,} row{'s' * (rows != 1)}"
+    if ended:
+        return f"{noun} once, {counts}"
+    left = "" if data.left is None else f", {data.left:,} left"
+    return f"{data.source}: {noun} of epoch {data.epoch + 1} done{left}, {counts}"
 
 
 def history_detail(reason: Reason | None, *, executing: str = "", raised: str = "") -> str:

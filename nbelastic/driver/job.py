@@ -316,6 +316,7 @@ class Job:
             warnings=self._driver.log.warnings(),
             micro_batches=micro_batches,
             why_not_exact=why_not_exact,
+            data=metrics.data(members),
         )
 
     def _rank_status(self, rank: RankView) -> RankStatus:

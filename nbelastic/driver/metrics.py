@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nbelastic.elastic.telemetry import TelemetrySnapshot
 
-from .status import Progress
+from .status import DataStatus, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -143,6 +143,32 @@ class MetricsAggregator:
             found = [self._ranks[start].latest for start in starts if start in self._ranks]
         count = max((each.micro_batches for each in found), default=0)
         return count, next((each.why_not_exact for each in found if each.why_not_exact), "")
+
+    def data(self, starts: Iterable[int]) -> tuple[DataStatus, ...]:
+        """Return the rows of each source, as the first of `starts` that is furthest reports them.
+
+        Without a report of any of these, as in a job that has ended, others count.
+        """
+        with self._lock:
+            every = [each.latest.data for each in self._ranks.values() if each.latest.data]
+            known = (self._ranks[start].latest.data for start in starts if start in self._ranks)
+            present = [each for each in known if each] or every
+        if not present:
+            return ()
+        furthest = max(present, key=lambda data: [each.seen for each in data])
+        return tuple(
+            DataStatus(
+                source=each.source,
+                epoch=each.epoch,
+                done=each.done,
+                left=each.rows - each.done if each.rows else None,
+                seen=each.seen,
+                # A rank that was lost since may have known of more that was rolled back.
+                redone=max(data[number].redone for data in every if number < len(data)),
+                lost=each.lost,
+            )
+            for number, each in enumerate(furthest)
+        )
 
     def note_pace(self, now: float, speed: float | None) -> None:
         """Add a point to the pace, thinning it where there are many."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass, field
 
-__all__ = ["HistoryEvent", "JobInfo", "JobStatus", "JobTable", "Output", "Progress", "RankStatus"]
+__all__ = [
+    "DataStatus",
+    "HistoryEvent",
+    "JobInfo",
+    "JobStatus",
+    "JobTable",
+    "Output",
+    "Progress",
+    "RankStatus",
+]
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,38 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class DataStatus:
+    """Rows of one source, as of the newest commit that the kernel knows.
+
+    Attributes
+    ----------
+    source : str
+        ``Parquet``, ``Dask`` and the like, or the class of the dataset.
+    epoch : int
+        The present epoch, from 0.
+    done : int
+        Rows of it that are done.
+    left : int or None
+        Rows of it that are left; None if its length is not known.
+    seen : int
+        Rows that went into the training, once each, over all epochs.
+    redone : int
+        Rows that were handed out, rolled back with a fault, and handed out again.
+    lost : int
+        Rows of steps that are done which no rank has taken. It is 0, unless the function passes
+        over steps.
+    """
+
+    source: str
+    epoch: int
+    done: int
+    left: int | None
+    seen: int
+    redone: int
+    lost: int
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """A job at one moment.
 
@@ -131,6 +172,8 @@ class JobStatus:
     why_not_exact : str
         What keeps the training from having the same bits for every number of ranks; empty if
         nothing does, or without a loader.
+    data : tuple of DataStatus
+        Rows of each loader in the state.
     """
 
     name: str
@@ -151,6 +194,7 @@ class JobStatus:
     warnings: tuple[str, ...] = ()
     micro_batches: int = 0
     why_not_exact: str = ""
+    data: tuple[DataStatus, ...] = ()
 
     @property
     def headlines(self) -> tuple[str, ...]:

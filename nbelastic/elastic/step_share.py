@@ -47,6 +47,10 @@ class StepShare:
         Whether the loop has left the step.
     deviates, others_deviate : bool
         Whether this rank is known to compute other bits than others, or another rank is.
+    taken : int
+        Rows of the micro-batches that have begun on this rank.
+    seen : int or None
+        Rows that all ranks together have taken; None until gradients were reduced.
     """
 
     micro_batches: int
@@ -63,6 +67,8 @@ class StepShare:
     over: bool = False
     deviates: bool = False
     others_deviate: bool = False
+    taken: int = 0
+    seen: int | None = None
 
     @property
     def is_last(self) -> bool:

@@ -19,6 +19,7 @@ from nbelastic.elastic.stack import user_line
 
 __all__ = [
     "CodeLine",
+    "DataProgress",
     "MetricsReport",
     "StepObserver",
     "Telemetry",
@@ -40,6 +41,37 @@ class CodeLine:
     file: str
     line: int
     function: str
+
+
+@dataclass(frozen=True)
+class DataProgress:
+    """Rows of one source in the steps that a commit has.
+
+    Attributes
+    ----------
+    source : str
+        Name of the source.
+    epoch : int
+        The present epoch.
+    rows : int
+        Rows of an epoch; 0 if that is not known.
+    done : int
+        Rows of the present epoch that are done.
+    seen : int
+        Rows that went into the training, over all epochs.
+    redone : int
+        Rows that were handed out, rolled back, and handed out again.
+    lost : int
+        Rows that should have been in steps that are done, and were not.
+    """
+
+    source: str
+    epoch: int
+    rows: int
+    done: int
+    seen: int
+    redone: int
+    lost: int
 
 
 @dataclass(frozen=True)
@@ -66,6 +98,8 @@ class TelemetrySnapshot:
         The first micro-batch that it computes, and the one after its last.
     why_not_exact : str
         What keeps its training from being exact.
+    data : tuple of DataProgress
+        For each loader of its state, the rows in its last commit.
     """
 
     step: int = 0
@@ -82,6 +116,7 @@ class TelemetrySnapshot:
     first: int = 0
     last: int = 0
     why_not_exact: str = ""
+    data: tuple[DataProgress, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,6 +173,8 @@ class Telemetry:
         Observer of every batch.
     share : tuple of (int, int, int, str)
         Micro-batches of a step, those that it computes, and what keeps it from being exact.
+    data : tuple of DataProgress
+        For each loader of its state, the rows in its last commit.
     """
 
     def __init__(self) -> None:
@@ -149,6 +186,7 @@ class Telemetry:
         self.memory = (0, 0)
         self.observer: StepObserver | None = None
         self.share = (0, 0, 0, "")
+        self.data: tuple[DataProgress, ...] = ()
         self._recording = False
         self._at_commit = (0, 0)
         self._thread = threading.get_ident()
@@ -214,6 +252,7 @@ class Telemetry:
             first=first,
             last=last,
             why_not_exact=why_not_exact,
+            data=self.data,
         )
         return snapshot, tuple(reports)
 

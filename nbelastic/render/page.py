@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 
-from nbelastic.driver.describe import in_micro_batches, over
+from nbelastic.driver.describe import in_micro_batches, over, rows_in_words
 
 from .changes import newest_event, recent_changes
 from .curves import HEIGHT, WIDTH, shown_curves
@@ -92,6 +92,12 @@ def progress(snapshot: JobSnapshot) -> str:
     )
 
 
+def data(snapshot: JobSnapshot) -> str:
+    """Return a line for the rows of each source, if there are loaders."""
+    lines = [rows_in_words(each, ended=snapshot.ended) for each in snapshot.status.data]
+    return str(_template.data(lines)) if lines else ""
+
+
 def figure(snapshot: JobSnapshot) -> str:
     """Return the timeline with its legend; nothing before the first event."""
     if not snapshot.history:
@@ -150,6 +156,7 @@ def live(snapshot: JobSnapshot) -> str:
 PARTS: dict[str, Callable[[JobSnapshot], str]] = {
     "head": head,
     "progress": progress,
+    "data": data,
     "timeline": figure,
     "curves": curves,
     "ranks": ranks,

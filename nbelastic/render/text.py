@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.driver.describe import over
+from nbelastic.driver.describe import over, rows_in_words
 
 from .formatting import count, duration, limits, rate, shorten
 
@@ -28,6 +28,7 @@ def text(snapshot: JobSnapshot) -> str:
             count(status.size, "rank"),
             count(status.resets, "reset"),
             count(status.commits, "commit"),
+            *(rows_in_words(each, ended=True) for each in status.data),
             *(f"warning: {shorten(headline, 120)}" for headline in status.headlines),
         ]
     elif snapshot.ended:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
 
-from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet
+from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState, State
@@ -25,7 +25,9 @@ __all__ = [
     "Loader",
     "ObjectState",
     "Parquet",
+    "Shards",
     "State",
+    "Stateful",
     "TorchState",
     "by_samples",
     "run",

@@ -95,6 +95,20 @@ def test_a_partition_that_was_computed_to_other_rows_is_refused() -> None:
             sum(len(list(step)) for step in loader)
 
 
+def test_a_partition_that_is_forgotten_is_named() -> None:
+    received = held(Dask(dd.from_pandas(frame(), npartitions=5)), {})
+
+    def fetch(key: str) -> Any:
+        raise LookupError("the scheduler has forgotten its key")
+
+    context = StaticContext(SoloCommunicator(generation=1))
+    context.fetch_partition = fetch
+    with activate(context):
+        loader = Loader(received, Batch(12, micro=3))
+        with pytest.raises(DataError, match=r"partition \d cannot be read: .* forgotten its key"):
+            next(iter(next(iter(loader))))
+
+
 def test_arrays_and_series_make_tensors_and_tuples() -> None:
     matrix = da.arange(ROWS * 4, chunks=32).reshape(ROWS, 4)
     numbers = dd.from_pandas(frame(), npartitions=matrix.npartitions)["id"]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from nbelastic.cluster import RankTelemetry
 from nbelastic.driver.metrics import MOST_POINTS, MetricsAggregator
-from nbelastic.elastic.telemetry import MetricsReport, TelemetrySnapshot
+from nbelastic.elastic.telemetry import DataProgress, MetricsReport, TelemetrySnapshot
 
 
 def rank(start, *rows, **figures):
@@ -105,3 +105,24 @@ def test_a_finished_job_is_all_done():
     metrics = MetricsAggregator()
     metrics.take(0.0, [rank(0, epoch=3, batch=7, epochs=4, batches=10)])
     assert metrics.progress(1.0, [0], finished=True).fraction == 1.0
+
+
+def rows(seen, *, redone=0, length=100):
+    return (DataProgress("Parquet", 1, length, seen - 100, seen, redone, 0),)
+
+
+def test_rows_are_those_of_the_rank_that_is_furthest():
+    metrics = MetricsAggregator()
+    assert metrics.data([0]) == ()
+    metrics.take(1.0, [rank(0, data=rows(140)), rank(1, data=rows(180)), rank(2)])
+    metrics.take(2.0, [rank(3, data=rows(199, redone=8))])  # which is lost
+    (found,) = metrics.data([0, 1, 2])
+    assert (found.source, found.epoch, found.done, found.left) == ("Parquet", 1, 80, 20)
+    assert (found.seen, found.redone, found.lost) == (180, 8, 0)
+    assert metrics.data([])[0].seen == 199
+
+
+def test_what_is_left_of_a_source_without_a_length_is_not_known():
+    metrics = MetricsAggregator()
+    metrics.take(1.0, [rank(0, data=rows(140, length=0))])
+    assert metrics.data([0])[0].left is None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from nbelastic.data import Batch, Dask, Loader, Parquet
+from nbelastic.data import Batch, Dask, Loader, Parquet, Shards, Stateful
 from nbelastic.errors import DataError, OptionError
 from tests.support.clusters import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROWS = 960
 
@@ -116,11 +119,72 @@ def test_rows_of_parquet_files_are_seen_once_in_a_storm(crew, tmp_path, marks):
     assert ledger(marks) == expected(source)
     seen_once(ledger(marks))
     assert (marks / "killed 1").exists()
+    (data,) = job.status.data
+    assert (data.source, data.epoch, data.done, data.left) == ("Parquet", 1, ROWS, 0)
+    assert (data.seen, data.lost) == (2 * ROWS, 0)
+    assert data.redone in (0, 48, 96)  # a step for each kill, unless it came between two steps
     crew.wait_until_whole(4)
 
     alone = tmp_path / "alone"
     alone.mkdir()
     undisturbed = crew.fit(train, args=(source, alone, 0), np=1)
+    assert undisturbed.results()[0] == job.results()[0]
+
+
+def rows_between(start: int, stop: int) -> Iterator[Any]:
+    for number in range(start, stop):
+        yield number, np.array([number * 10 + i for i in range(3)], dtype=np.float32)
+
+
+def bounds_of(unit: int, units: int) -> tuple[int, int]:
+    """Return the first row of a unit, and that of the next; units have uneven lengths."""
+    start, stop = (int(ROWS * (each / units) ** 1.3) for each in (unit, unit + 1))
+    return start, stop
+
+
+def read_unit(unit: int) -> Iterator[Any]:
+    return rows_between(*bounds_of(unit, 24))
+
+
+class Stream:
+    """Rows of a stream, with a state."""
+
+    def __init__(self, stream: int, streams: int) -> None:
+        self.next, self.stop = bounds_of(stream, streams)
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in rows_between(self.next, self.stop):
+            self.next += 1
+            yield row
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.next = state_dict["next"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("kind", ["Shards", "Stateful"])
+def test_rows_of_unknown_number_are_seen_once_in_a_storm(crew, tmp_path, marks, kind):
+    source = {
+        "Shards": Shards(range(24), read_unit),
+        "Stateful": Stateful(Stream, states_every=4),
+    }[kind]
+    job = crew.fit(train, args=(source, marks, 2), np=3, min_np=2, max_np=3)
+    assert {result["seen"] for result in job.results()} == {2 * ROWS}
+    seen_once(ledger(marks))
+    assert (marks / "killed 1").exists()
+    (data,) = job.status.data
+    assert (data.source, data.done, data.left) == (kind, ROWS, None)
+    assert (data.seen, data.lost) == (2 * ROWS, 0)
+    crew.wait_until_whole(4)
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    undisturbed = crew.fit(train, args=(source, alone, 0), np=1)
+    assert ledger(marks) == ledger(alone)
     assert undisturbed.results()[0] == job.results()[0]
 
 
@@ -167,6 +231,21 @@ def sum_up(data: Any, scale: float) -> list[Any]:
             first = parts[0] if isinstance(parts, tuple) else parts
             rows += float(first.sum()) * scale
     return [hvd.allreduce(torch.tensor(rows), average=False).item(), *kinds]
+
+
+def fetch(key: str) -> Any:
+    from distributed import get_worker
+
+    from nbelastic.cluster.worker.partitions import PartitionFetcher
+
+    return PartitionFetcher(get_worker())(key)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_a_partition_that_the_scheduler_has_forgotten_is_an_error(crew):
+    with pytest.raises(LookupError, match=r"forgotten its key, as after client\.restart"):
+        crew.client.submit(fetch, '["gone", 0]', pure=False).result()
 
 
 @pytest.mark.slow

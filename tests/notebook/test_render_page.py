@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nbelastic.driver.status import Progress
+from nbelastic.driver.status import DataStatus, Progress
 from nbelastic.render import PARTS, STYLE, JobSnapshot, page
 from nbelastic.render.theme import _COLOURS, SYMBOLS
 
@@ -340,3 +340,15 @@ def test_micro_batches_are_shown_with_each_rank_and_why_they_are_not_exact():
     found = page(JobSnapshot(job_status(**shown, why_not_exact=reason)))
     assert "not exact: rank &lt;2&gt; computes other bits" in found
     assert "Micro-batches" not in page(JobSnapshot(job_status()))
+
+
+def test_the_rows_of_each_source_are_a_line():
+    known, unknown = (
+        DataStatus("Parquet", 1, 960, 40, 1960, 48, 0),
+        DataStatus("Shards", 0, 1, None, 1, 0, 0),
+    )
+    running = Page(page(JobSnapshot(job_status(data=(known, unknown))))).text
+    assert "Parquet: 960 rows of epoch 2 done, 40 left, 48 redone, 0 lost" in running
+    assert "Shards: 1 row of epoch 1 done, 0 redone, 0 lost" in running
+    ended = Page(page(JobSnapshot(job_status(state="finished", data=(known,))))).text
+    assert "1,960 rows once, 48 redone, 0 lost" in ended

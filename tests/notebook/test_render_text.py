@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from nbelastic.driver.status import Progress
+from nbelastic.driver.status import DataStatus, Progress
 from nbelastic.render import JobSnapshot, line, text
 from nbelastic.render.formatting import count, duration, first_lines, limits, number, rate
 
@@ -23,6 +23,14 @@ def test_a_warning_is_in_the_line_by_its_first_line():
     assert text(JobSnapshot(status)).endswith("· warning: ranks never met: 2 trainings")
     running = line(JobSnapshot(job_status(warnings=status.warnings)))
     assert running.endswith("· warning: ranks never met: 2 trainings")
+
+
+def test_the_rows_of_a_finished_job_are_in_the_line():
+    data = (DataStatus("Parquet", 1, 960, 0, 1920, 48, 0),)
+    assert text(JobSnapshot(job_status(state="finished", data=data))).endswith(
+        "120 commits · 1,920 rows once, 48 redone, 0 lost"
+    )
+    assert "rows" not in text(JobSnapshot(job_status(data=data)))
 
 
 def test_one_of_something_is_not_plural():

@@ -214,6 +214,7 @@ class JsonView(WaitView):
             resets=status.resets,
             commits=status.commits,
             elapsed=status.elapsed,
+            data=[dataclasses.asdict(each) for each in status.data],
         )
 
 

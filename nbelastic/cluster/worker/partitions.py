@@ -35,6 +35,11 @@ class PartitionFetcher:
         """Return the value of a key, which is given as JSON.
 
         If no worker has it any more, Dask computes it again, and this waits for it.
+
+        Raises
+        ------
+        LookupError
+            The scheduler has forgotten the key.
         """
         key = key_of(text)
         found = self._worker.data.get(key, _MISSING)

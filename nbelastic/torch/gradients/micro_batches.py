@@ -246,7 +246,8 @@ class MicroBatchReduction:
 
         The trailer also has the flag of a coming change, the place of the step, and sometimes
         digests of parameters. All weights travel by themselves: each is a number of one rank and
-        zeros, so their sum is exact for every number of ranks.
+        zeros, so their sum is exact for every number of ranks. Rows that ranks have taken are
+        whole numbers, for the ledger.
         """
         context, share, size = self.context, self.share, self.communicator.size
         flag = context.change_flag()
@@ -254,19 +255,22 @@ class MicroBatchReduction:
         there = [bool(self._sums[id(parameter)]) for parameter in self.parameters]
         if size == 1:
             context.agree(flag)
+            share.seen = share.taken
             return [*map(int, there)], math.fsum(weights)
         compares = share.exact and self._previous.compare_now(self.generation)
         digests = [0] * size if compares else []
         if compares:
             digests[self.communicator.rank] = parameter_digest(self.parameters)
-        values = [float(flag), float(share.deviates), *weights, *map(float, there)]
+        values = [float(flag), float(share.deviates), float(share.taken), *weights]
+        values += map(float, there)
         places = [0.0] * (3 * size)
         places[3 * self.communicator.rank : 3 * self.communicator.rank + 3] = share.place
         values += [*places, *digests]
         trailer = torch.tensor(values, dtype=torch.float64)
         self.communicator.allreduce(trailer, Op.SUM)
-        changed, deviating, *numbers = trailer.tolist()
+        changed, deviating, seen, *numbers = trailer.tolist()
         context.agree(bool(changed))
+        share.seen = int(seen)
         share.others_deviate = deviating > share.deviates
         weights, numbers = numbers[: len(weights)], numbers[len(weights) :]
         counts, numbers = numbers[: len(there)], numbers[len(there) :]

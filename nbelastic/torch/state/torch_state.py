@@ -184,6 +184,7 @@ class TorchState(ObjectState):
         self._copies.take(commit.owners, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
+        self._report_rows()
 
     def _check_between_steps(self) -> None:
         loaders: list[Loader] = self.__dict__.get("_loaders", [])
@@ -205,6 +206,13 @@ class TorchState(ObjectState):
             self._reported = reported
             copied = self._copies.nbytes + self._stepped_copies.nbytes
             context.telemetry.memory = (sum(map(nbytes_of, tensors)), copied)
+
+    def _report_rows(self) -> None:
+        """Report the rows of loaders, as they are in the commit."""
+        loaders: list[Loader] = self.__dict__.get("_loaders", [])
+        context = _context()
+        if loaders and context is not None:
+            context.telemetry.data = tuple(loader.rows_in_commit() for loader in loaders)
 
     def restore(self) -> None:
         """Go back to exactly the last commit, or to the step that has replaced it."""

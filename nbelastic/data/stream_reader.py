@@ -1,0 +1,245 @@
+"""Reader of the rows of one unit of unknown length, from any position on."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nbelastic.data.permutation import mix
+from nbelastic.data.seeding import seed_generators
+from nbelastic.errors import DataError, NbelasticError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["Mark", "StreamReader", "row_digest"]
+
+_DIGEST_BYTES = 12
+_OPENING = -1  # takes the place of a row in the seed of what `make` draws
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Place in a unit from which its reading can go on.
+
+    Attributes
+    ----------
+    rows : int
+        Rows before it.
+    state : bytes or None
+        The pickled state of what is iterated over; None if it has none.
+    digest : bytes
+        Digest of the row that follows.
+    """
+
+    rows: int
+    state: bytes | None
+    digest: bytes
+
+
+class StreamReader:
+    """Rows of one unit.
+
+    Random generators are seeded before each row is read, by its number. The reader knows one row
+    ahead, so that it knows the end of the unit with its last row. The rows of the last call of
+    :meth:`take` are kept: a rollback by one step reads nothing again.
+
+    Parameters
+    ----------
+    name : str
+        What the unit is called, for errors.
+    make : callable
+        Returns what is iterated over. If that, or its iterator, has ``state_dict`` and
+        ``load_state_dict``, reading goes on from a mark.
+    seed : int
+        What random numbers of its rows depend on.
+
+    Attributes
+    ----------
+    position : int
+        Number of the next row.
+    mark : Mark or None
+        The last mark that was made or given.
+    has_states : bool
+        Whether marks have states, as far as is known.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Iterable[Any]], seed: int) -> None:
+        self.name = name
+        self.position = 0
+        self.mark: Mark | None = None
+        self.has_states = True
+        self._make = make
+        self._seed = seed
+        self._rows: Iterator[Any] | None = None
+        self._holder: Any = None
+        self._read = 0
+        self._ended = False
+        self._ahead: deque[Any] = deque()
+        self._before: list[Any] = []
+
+    def seek(self, position: int) -> None:
+        """Go to a row.
+
+        Raises
+        ------
+        DataError
+            The unit ends before it, or is not the one that the mark was made in.
+        """
+        if position == self.position - len(self._before):
+            self._ahead.extendleft(reversed(self._before))
+            self.position, self._before = position, []
+        if position < self.position:
+            self.close()
+        if self._rows is None:
+            self._open(position)
+        while self.position < position:
+            if not self._look_ahead():
+                raise DataError(
+                    f"{self.name} has only {self.position} rows, and had at least {position}: it "
+                    "has changed since, or is not the same each time"
+                )
+            self._ahead.popleft()
+            self.position += 1
+            self._before = []
+
+    def take(self, count: int, *, mark: bool = False) -> list[Any]:
+        """Return the next rows: `count`, or fewer where the unit ends.
+
+        Parameters
+        ----------
+        count : int
+        mark : bool
+            Whether to make a mark after them.
+        """
+        rows: list[Any] = []
+        while len(rows) < count and self._look_ahead():
+            rows.append(self._ahead.popleft())
+        self.position += len(rows)
+        self._before = rows
+        if mark and not self._ahead and not self._ended:
+            self._make_mark()
+        return rows
+
+    @property
+    def at_end(self) -> bool:
+        """Whether there are no more rows."""
+        return not self._look_ahead()
+
+    def close(self) -> None:
+        """Stop reading; :meth:`seek` begins again."""
+        rows, self._rows, self._holder = self._rows, None, None
+        close = getattr(rows, "close", None)
+        if close is not None:
+            close()
+        self._ahead.clear()
+        self._before, self.position, self._ended = [], 0, False
+
+    def _make_mark(self) -> None:
+        state = None
+        if self.has_states:
+            try:
+                state = pickle.dumps(self._holder.state_dict())
+            except Exception as error:
+                self.close()
+                raise self._error("the state of", error) from error
+        if self._look_ahead():
+            self.mark = Mark(self.position, state, row_digest(self._ahead[0]))
+
+    def _look_ahead(self) -> bool:
+        """Read one row if none is there; return whether there is one."""
+        if self._ahead:
+            return True
+        if self._ended:
+            return False
+        assert self._rows is not None
+        seed_generators(mix(self._seed, self._read))
+        try:
+            row = next(self._rows)
+        except StopIteration:
+            self._ended = True
+            return False
+        except Exception as error:
+            what = f"row {self._read} of"
+            self.close()  # what is left of a generator that has raised looks like its end
+            raise self._error(what, error) from error
+        if self.mark is not None and self.mark.rows == self._read:
+            self._check(row, self.mark)
+        self._ahead.append(row)
+        self._read += 1
+        return True
+
+    def _open(self, position: int) -> None:
+        """Begin to read: at the mark, if there is one with a state, and not after `position`."""
+        if self.mark is not None and self.mark.rows > position:
+            self.mark = None
+        mark = self.mark
+        seed_generators(mix(self._seed, _OPENING))
+        try:
+            made: Any = self._make()
+            in_iterator = not _keeps_state(made)
+            self._holder = iter(made) if in_iterator else made
+            self.has_states = _keeps_state(self._holder)
+            self._read = 0
+            if mark is not None and mark.state is not None and self.has_states:
+                self._holder.load_state_dict(pickle.loads(mark.state))
+                self._read = mark.rows
+            self._rows = self._holder if in_iterator else iter(made)
+        except Exception as error:
+            self.close()
+            raise self._error("", error) from error
+        self.position = self._read
+
+    def _check(self, row: Any, mark: Mark) -> None:
+        if row_digest(row) == mark.digest:
+            return
+        if mark.state is not None and self.has_states:
+            raise DataError(
+                f"{self.name} goes on with another row than before, from the state that it had "
+                f"after {mark.rows} rows. Its state_dict() is not complete: a shuffle buffer, for "
+                "one, is not in the states of Hugging Face's datasets. Pass "
+                "Stateful(..., states_every=None), so that streams are read from their start"
+            )
+        raise DataError(
+            f"{self.name} has another row {mark.rows} than before: it is not the same each time. "
+            "Draw random numbers from the global generators only, or with fixed seeds"
+        )
+
+    def _error(self, what: str, error: Exception) -> NbelasticError:
+        if isinstance(error, NbelasticError):
+            return error
+        text = f"{what} {self.name} cannot be read: {type(error).__name__}: {error}"
+        return DataError(text.lstrip())
+
+
+def _keeps_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def row_digest(row: Any) -> bytes:
+    """Return a digest of the values in a row; equal rows have equal ones in all processes."""
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    stack = [row]
+    while stack:
+        value = stack.pop()
+        found.update(type(value).__name__.encode())
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and not value.is_quantized:
+                numbers = value.detach().cpu().contiguous().view(-1)
+                found.update(numbers.view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, (np.ndarray, np.generic)):
+            found.update(np.asarray(value).tobytes() if value.dtype != object else b"")
+        elif isinstance(value, dict):
+            stack += [*value, *value.values()]
+        elif isinstance(value, (list, tuple)):
+            found.update(len(value).to_bytes(8, "little"))
+            stack += value
+        elif isinstance(value, (str, int, float, bool, bytes, type(None))):
+            found.update(repr(value).encode())
+    return found.digest()

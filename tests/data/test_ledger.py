@@ -1,0 +1,117 @@
+"""The ledger of rows: what steps should have had, what they have had, what was done again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+import nbelastic.torch as hvd
+from nbelastic.collectives import SoloCommunicator
+from nbelastic.data import Batch, Loader
+from nbelastic.elastic.context import activate
+from nbelastic.torch.state.torch_state import TorchState
+from tests.support.world import StaticContext, run_ranks
+
+ROWS = 44
+
+
+class Anything:
+    """Participant of steps, as a state adds one."""
+
+    def begin(self, share: Any) -> None: ...
+
+    def before(self, number: int) -> None: ...
+
+    def after(self, number: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@given(
+    schedule=st.lists(
+        st.tuples(st.integers(1, 4), st.sampled_from(["commit", "roll back"])),
+        max_size=12,
+    )
+)
+@settings(deadline=None)
+def test_rows_are_counted_once_whatever_is_rolled_back(schedule: list[tuple[int, str]]) -> None:
+    with activate(StaticContext(SoloCommunicator(generation=1))):
+        loader = Loader(range(ROWS), Batch(8, micro=2))
+        loader.add_participant(Anything())
+        saved, seen, redone = loader.state_dict(), 0, 0
+        for steps, what in [*schedule, (99, "commit"), (99, "commit")]:
+            begun = 0
+            for number, step in enumerate(loader, 1):
+                list(step)
+                begun += step.rows
+                if number == steps:
+                    break
+            if what == "commit":
+                assert loader.rows_in_commit().seen == seen + begun
+                saved = loader.state_dict()
+                seen += begun
+            else:
+                loader.load_state_dict(saved)
+                redone += begun
+        step = next(iter(loader))
+        list(step)
+        seen += step.rows
+        found = loader.rows_in_commit()
+    assert (found.seen, found.redone, found.lost) == (seen, redone, 0)
+    assert (found.source, found.rows) == ("range", ROWS)
+
+
+def train(context: StaticContext, *, epochs: int = 2, passed_over: int = -1) -> list[Any]:
+    """Train, and return what each commit reports."""
+    data = TensorDataset(torch.linspace(-1, 1, ROWS * 3).view(ROWS, 3))
+    model = torch.nn.Linear(3, 1)
+    for parameter in model.parameters():  # ranks are threads, which share torch's generators
+        torch.nn.init.constant_(parameter, 0.5)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = Loader(data, Batch(8, micro=2))
+    state = TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0)
+    found = []
+    for state.epoch in range(epochs):
+        for step in loader:
+            if step.number == passed_over:
+                continue
+            optimizer.zero_grad()
+            for (x,) in step:
+                model(x).square().mean().backward()
+            optimizer.step()
+            state.commit()
+            found.append(context.telemetry.data)
+    return found
+
+
+def test_what_ranks_have_taken_together_is_in_the_commit() -> None:
+    for size in (1, 3):
+        for found in run_ranks(size, train):
+            seen = [(each.epoch, each.done, each.seen, each.lost) for (each,) in found]
+            ends = [8, 16, 24, 32, 40, 44]
+            assert seen == [(epoch, end, 44 * epoch + end, 0) for epoch in range(2) for end in ends]
+
+
+def test_rows_of_steps_that_are_passed_over_are_lost() -> None:
+    for found in run_ranks(2, lambda context: train(context, passed_over=1)):
+        ((last,),) = found[-1:]
+        assert (last.done, last.seen, last.lost) == (44, 2 * 36, 2 * 8)
+
+
+def test_a_newcomer_has_the_counts_of_the_others() -> None:
+    def main(context: StaticContext) -> Any:
+        loader = Loader(range(ROWS), Batch(8, micro=2), seed=context.rank)
+        state = TorchState(loader=loader)
+        if context.rank == 0:
+            list(next(iter(loader)))
+            state.save()
+        state.sync()
+        return loader.rows_in_commit()
+
+    first, second = run_ranks(2, main)
+    assert (first.seen, first.done) == (8, 8)
+    assert second == first

@@ -1,0 +1,409 @@
+"""Sources of unknown length: the same micro-batches for any ranks, and exactly the rest."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+import nbelastic.torch as hvd
+from nbelastic.data import Batch, Loader, Shards, Stateful
+from nbelastic.data.stream_reader import row_digest
+from nbelastic.errors import DataError, OptionError, StateMismatch
+from nbelastic.torch.state.torch_state import TorchState
+from tests.data.lockstep import run_in_turns
+from tests.support.world import StaticContext, run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LENGTHS = [13, 0, 32, 7, 8, 2, 18, 24, 3, 12]
+STREAMS = [29, 17, 0, 40, 33, 12]  # rows of each stream
+EPOCHS = 2
+reads: Counter[str] = Counter()
+"""Rows that were read of each kind of data set."""
+
+
+def noisy(unit: int, row: int) -> tuple[int, float]:
+    """Return a row, and a number drawn for it from each generator, as augmentation does."""
+    return unit * 1000 + row, random.random() + float(np.random.random()) + float(torch.rand(()))
+
+
+def rows_of(unit: int) -> Iterator[tuple[int, float]]:
+    for row in range(LENGTHS[unit]):
+        yield noisy(unit, row)
+
+
+class Resumable(IterableDataset):
+    """A stream that keeps its place, as data sets of torchdata and Hugging Face do."""
+
+    def __init__(self, stream: int, streams: int) -> None:
+        assert streams == len(STREAMS)
+        self.stream, self.row, self.epoch = stream, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        while self.row < STREAMS[self.stream]:
+            reads["states"] += 1
+            row = self.row
+            self.row += 1
+            yield noisy(self.stream, row)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.row = state_dict["row"]
+
+
+class StateInIterator:
+    """The same, with the state in the iterator."""
+
+    def __init__(self, stream: int, streams: int) -> None:
+        self.arguments = stream, streams
+
+    def __iter__(self) -> Any:
+        return _Rows(Resumable(*self.arguments))
+
+
+class _Rows:
+    def __init__(self, source: Resumable) -> None:
+        self.source, self.rows = source, iter(source)
+        self.state_dict, self.load_state_dict = source.state_dict, source.load_state_dict
+
+    def __iter__(self) -> _Rows:
+        return self
+
+    def __next__(self) -> tuple[int, float]:
+        return next(self.rows)
+
+
+class Plain(IterableDataset):
+    """The same without states."""
+
+    def __init__(self, stream: int, streams: int) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        for row in range(STREAMS[self.stream]):
+            reads["plain"] += 1
+            yield noisy(self.stream, row)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "shards": lambda: Shards(range(len(LENGTHS)), rows_of),
+    "states": lambda: Stateful(Resumable, states_every=3),
+    "iterator": lambda: Stateful(StateInIterator, states_every=2),
+    "plain": lambda: Stateful(Plain, states_every=4),
+    "unmarked": lambda: Stateful(Resumable, states_every=None),
+}
+
+
+def loader_of(kind: str) -> Loader:
+    micro_batches = 4 if kind == "shards" else len(STREAMS)
+    return Loader(SOURCES[kind](), Batch(5 * micro_batches, micro=5), seed=3)
+
+
+@dataclass
+class World:
+    """Generations of ranks, each from the last commit of the one before.
+
+    Attributes
+    ----------
+    seen : dict
+        Micro-batches by epoch, step and number: whenever they were read, they were equal.
+    saved : dict
+        The last commit.
+    """
+
+    kind: str
+    seen: dict[tuple[int, int, int], Any]
+    loaders: list[Loader]
+    saved: dict[str, Any]
+
+    @classmethod
+    def of(cls, kind: str) -> World:
+        return cls(kind, {}, [], loader_of(kind).state_dict())
+
+    def train(self, size: int, *, steps: int, commit_every: int) -> bool:
+        """Train for so many steps, then lose what is not committed; return whether all is done."""
+        kept, self.loaders = self.loaders, []
+
+        def main(context: StaticContext) -> tuple[bool, Any, Loader]:
+            rank = context.rank
+            loader = kept[rank] if rank < len(kept) else loader_of(self.kind)
+            saved = self.saved
+            loader.load_state_dict(copy.deepcopy(saved))
+            number = 0
+            while loader.epoch < EPOCHS:
+                for step in loader:
+                    if loader.epoch == EPOCHS:
+                        break
+                    for micro_batch, batch in zip(step.numbers, step, strict=True):
+                        drawn = float(torch.rand(())) + random.random()
+                        found = (*(part.tolist() for part in batch), drawn)
+                        key = (step.epoch, step.number, micro_batch)
+                        assert self.seen.setdefault(key, found) == found
+                    number += 1
+                    if number % commit_every == 0:
+                        saved = copy.deepcopy(loader.state_dict())
+                    if number == steps:
+                        return False, saved, loader
+            return True, saved, loader
+
+        results = run_in_turns(size, main)
+        states = [saved for _, saved, _ in results]
+        assert all(saved == states[0] for saved in states)
+        self.saved = states[0]
+        self.loaders = [loader for _, _, loader in results]
+        return results[0][0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    found = {}
+    for kind in SOURCES:
+        world = World.of(kind)
+        assert world.train(1, steps=1000, commit_every=1)
+        found[kind] = world.seen
+    return found
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_each_row_is_once_in_each_epoch(undisturbed: dict[str, Any], kind: str) -> None:
+    lengths = LENGTHS if kind == "shards" else STREAMS
+    right = [unit * 1000 + row for unit, length in enumerate(lengths) for row in range(length)]
+    for epoch in range(EPOCHS):
+        batches = [found for key, found in undisturbed[kind].items() if key[0] == epoch]
+        assert sorted(row for rows, _, _ in batches for row in rows) == right
+    assert undisturbed["states"] == undisturbed["plain"] == undisturbed["unmarked"]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)
+def test_no_schedule_of_ranks_changes_a_micro_batch(
+    undisturbed: dict[str, Any], kind: str, data: Any
+) -> None:
+    world = World.of(kind)
+    for _ in range(6):
+        size = data.draw(st.integers(1, 5), label="ranks")
+        random.Random(size).shuffle(world.loaders)  # survivors get other numbers, others are new
+        world.loaders = world.loaders[: data.draw(st.integers(0, 5), label="survivors")]
+        steps = data.draw(st.integers(1, 9), label="steps")
+        if world.train(size, steps=steps, commit_every=data.draw(st.integers(1, 3))):
+            break
+    else:
+        assert world.train(3, steps=1000, commit_every=1)
+    assert world.seen == undisturbed[kind]
+
+
+def test_a_stream_that_is_taken_over_goes_on_from_its_last_state() -> None:
+    def rows_read(kind: str, steps: int) -> int:
+        world = World.of(kind)
+        world.train(1, steps=steps, commit_every=1)
+        world.loaders = []
+        reads.clear()
+        world.train(2, steps=1, commit_every=1)
+        return sum(reads.values())
+
+    # Streams of 29, 17, 0, 40, 33, 12 rows; after 4 steps of 5 rows three are left.
+    assert rows_read("states", 3) == 3 * (5 + 1) + 2 + 0  # from step 3, with the row after it
+    assert rows_read("states", 4) == 3 * (5 + 5 + 1)
+    assert rows_read("plain", 4) == 3 * (20 + 5 + 1)
+
+
+def test_a_rollback_by_one_step_reads_nothing_again() -> None:
+    world = World.of("plain")
+    world.train(2, steps=4, commit_every=3)
+    reads.clear()
+    world.train(2, steps=1, commit_every=1)
+    assert sum(reads.values()) == 0
+
+
+class Forgetful(Resumable):
+    """A stream whose states lack a shuffle buffer."""
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.row = state_dict["row"] + 2
+
+
+class Unsteady(Plain):
+    """A stream with other rows each time."""
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        start = int.from_bytes(random.SystemRandom().randbytes(4), "little")
+        return ((start + row, 0.0) for row in range(STREAMS[self.stream]))
+
+
+class Shrinking(Plain):
+    opened = 0
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        Shrinking.opened += 1
+        length = 4 if Shrinking.opened > len(STREAMS) else 40
+        return ((row, 0.0) for row in range(length))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            Forgetful,
+            r"Stateful: stream 0 goes on with another row .* Pass Stateful\(\.\.\., states",
+        ),
+        (Unsteady, "Stateful: stream 0 has another row 5 than before: it is not the same"),
+        (Shrinking, "stream 0 has only 4 rows, and had at least 10: it has changed since"),
+    ],
+)
+def test_a_stream_that_goes_on_elsewhere_is_refused_by_name(make: Any, message: str) -> None:
+    every = None if make is Shrinking else 1
+    Shrinking.opened = 0
+
+    def loader() -> Loader:
+        return Loader(Stateful(make, states_every=every), Batch(30, micro=5))
+
+    first = loader()
+    for step in first:
+        list(step)
+        if step.number == (1 if make is Shrinking else 0):
+            break
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match=message):
+        next(iter(second))
+
+
+def test_an_error_while_rows_are_read_names_the_unit_and_leaves_nothing_out() -> None:
+    broken = [True]
+
+    def read(path: str) -> Iterator[int]:
+        yield from range(3)
+        if path == "b" and broken:
+            raise OSError("disk")
+        yield from range(3, 6)
+
+    loader = Loader(Shards(["a", "b", "c"], read), Batch(6, micro=2), shuffle=False)
+    steps = iter(loader)
+    rows = [batch.tolist() for batch in next(steps)]
+    with pytest.raises(DataError, match=r"row 3 of Shards: unit 'b' cannot be read: OSError: disk"):
+        next(steps)
+    broken.clear()  # a generator that has raised looks like one that has ended
+    rows += [batch.tolist() for step in loader for batch in step]
+    assert sorted(row for batch in rows for row in batch) == sorted([*range(6)] * 3)
+
+
+def train(kind: str, context: StaticContext) -> str:
+    """Train on rows that are uneven at the end, and return the bits of all tensors."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    loader = loader_of(kind)
+    state = TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0)
+    rows = 0
+    for step in loader:
+        optimizer.zero_grad()
+        for ids, _ in step:
+            model(ids[:, None] / 1000).square().mean().backward()
+        optimizer.step()
+        state.commit()
+        rows += step.rows
+        (found,) = context.telemetry.data
+        assert (found.rows, found.done, found.seen, found.lost) == (0, rows, rows, 0)
+    assert rows == sum(LENGTHS if kind == "shards" else STREAMS)
+    return "".join(each.numpy().tobytes().hex() for each in model.state_dict().values())
+
+
+@pytest.mark.parametrize("kind", ["shards", "states"])
+def test_parameters_have_the_same_bits_on_any_number_of_ranks(kind: str) -> None:
+    found = {size: set(run_ranks(size, lambda c: train(kind, c))) for size in (1, 2, 3)}
+    assert len(found[1]) == 1
+    assert found == dict.fromkeys(found, found[1])
+
+
+def test_a_commit_before_ranks_have_agreed_on_a_step_is_refused() -> None:
+    loader = Loader(Shards(range(len(LENGTHS)), rows_of), Batch(20, micro=5))
+    model = torch.nn.Linear(1, 1)
+    hvd.init()
+    try:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        state = TorchState(model=model, optimizer=optimizer, loader=loader)
+        for step in loader:
+            taken = iter(step)
+            for _ in range(len(step)):
+                next(taken)
+            with pytest.raises(RuntimeError, match=r"commit\(\) was called in a step of the"):
+                state.commit()
+            break
+    finally:
+        hvd.shutdown()
+
+
+def test_what_is_not_known_before_the_end_is_refused() -> None:
+    loader = loader_of("shards")
+    with pytest.raises(TypeError, match="the number of steps of Shards is not known"):
+        len(loader)
+    with pytest.raises(OptionError, match="rows of a stream have no indices"):
+        loader.rows(0, 0)
+    for make, message in (
+        (lambda: Loader(Shards(range(3), rows_of), Batch(8, micro=2)), "3 units for 4 micro-b"),
+        (lambda: Loader(SOURCES["plain"](), Batch(8, micro=2), drop_last=True), "drop_last=True"),
+        (lambda: Loader(SOURCES["plain"](), Batch(8, micro=2), num_workers=2), "num_workers=…"),
+        (lambda: Stateful(Plain(0, 6)), r"Stateful\(Plain\): must be a function"),
+        (lambda: Stateful(Plain, states_every=0), "a whole number of steps"),
+        (lambda: Shards("corpus.txt", open), "must be a sequence of units"),
+        (lambda: Shards(["corpus.txt"], None), "read=None"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            make()
+    empty = Loader(Shards(range(4), lambda _: ()), Batch(8, micro=2))
+    with pytest.raises(DataError, match="Shards: no unit has a row"):
+        list(empty)
+
+
+def test_other_units_are_refused() -> None:
+    saved = Loader(Shards(["a", "b"], lambda _: [1]), Batch(2, micro=1)).state_dict()
+    other = Loader(Shards(["a", "c"], lambda _: [1]), Batch(2, micro=1))
+    with pytest.raises(StateMismatch, match="the units of Shards have changed"):
+        other.load_state_dict(saved)
+
+
+def test_streams_that_are_read_again_are_told() -> None:
+    told = []
+    loader = Loader(SOURCES["plain"](), Batch(30, micro=5))
+    loader._say = told.append  # type: ignore[method-assign]
+    next(iter(next(iter(loader))))
+    list(loader)
+    assert "a dataset has no state_dict" in told[0]
+    quiet = loader_of("states")
+    quiet._say = told.clear  # type: ignore[method-assign, assignment]
+    list(quiet)
+    assert told
+
+
+def test_equal_rows_have_equal_digests() -> None:
+    def row() -> dict[str, Any]:
+        return {"x": torch.arange(6).view(2, 3), "y": [1, (2.0, None)], "z": np.ones(3), "w": "é"}
+
+    assert row_digest(row()) == row_digest(row())
+    for name, value in (
+        ("x", torch.arange(6) + 1),
+        ("y", [1, 2.0]),
+        ("z", np.zeros(3)),
+        ("w", "e"),
+    ):
+        assert row_digest({**row(), name: value}) != row_digest(row())
+    assert row_digest(torch.zeros((), dtype=torch.bfloat16)) != row_digest(torch.ones(()))
