@@ -613,6 +613,9 @@ class Step:
         self._close()
         self._ended = True
         share = self._share
+        # With the last step ends what it was fetched from, such as worker processes: no cycle of
+        # references may keep that until garbage is collected.
+        self._batches, share.finish = iter(()), lambda: None
         self._note_pace()
         for each in self._loader._participants:
             each.end()

@@ -35,6 +35,7 @@ from benchmarks.side_by_side import ROOT
             {"mlp-1m": {"parameters", "digests", "rounds"}},
         ),
         ("straggler", [], {"rounds", "quotas"}),
+        ("sampler", [], {"samples", "reset", "torch"}),
         (
             "resizing",
             [],

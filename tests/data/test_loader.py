@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,20 @@ def test_numbers_drawn_in_a_micro_batch_do_not_depend_on_the_number_of_ranks() -
 
 def test_workers_of_the_data_loader_change_nothing() -> None:
     assert batches_of(1, num_workers=2, persistent_workers=True) == batches_of(1)
+
+
+def test_worker_processes_end_with_the_epoch() -> None:
+    loader = Loader(Noisy(), Batch(24, micro=3), num_workers=1)
+    gc.collect()
+    before = {*multiprocessing.active_children()}
+    gc.disable()
+    try:
+        for step in loader:
+            assert len(list(step)) == len(step)
+            assert {*multiprocessing.active_children()} - before
+        assert not {*multiprocessing.active_children()} - before
+    finally:
+        gc.enable()
 
 
 def shares_in_turn(rank: int, data: Any, **options: Any) -> dict[tuple[int, int], Any]:
