@@ -170,6 +170,10 @@ class Blocks:
         """First leaf of each rank, and V."""
         return tuple(itertools.accumulate(self.quotas, initial=0))
 
+    def block(self, rank: int) -> range:
+        """Return the leaves of a rank."""
+        return range(self.bounds[rank], self.bounds[rank + 1])
+
     @functools.cached_property
     def covers(self) -> tuple[tuple[Node, ...], ...]:
         """The nodes that cover each rank's block."""

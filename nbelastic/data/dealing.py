@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nbelastic.data.permutation import Permutation, Rows, mix
 
-__all__ = ["Dealing", "block_of", "imbalance"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["BlockSchedule", "Dealing", "block_of", "imbalance"]
 
 
 def block_of(rank: int, size: int, micro_batches: int) -> range:
@@ -28,6 +32,36 @@ def block_of(rank: int, size: int, micro_batches: int) -> range:
 def imbalance(size: int, micro_batches: int) -> float:
     """Return the time of a step, relative to one in which blocks could be equal."""
     return -(-micro_batches // size) * size / micro_batches
+
+
+@dataclass(frozen=True)
+class BlockSchedule:
+    """Micro-batches of a rank in each step: one block, and from a step on perhaps another.
+
+    Attributes
+    ----------
+    now : range
+        The block.
+    change : int or None
+        The step from which on it is another; None for none.
+    later : range
+        That one.
+    """
+
+    now: range
+    change: int | None = None
+    later: range = range(0)
+
+    def at(self, step: int) -> range:
+        """Return the block of a step."""
+        return self.now if self.change is None or step < self.change else self.later
+
+    def parts(self, first: int, end: int) -> Iterator[tuple[range, range]]:
+        """Yield runs of steps, from `first` until before `end`, each with the block of the run."""
+        middle = end if self.change is None else min(max(self.change, first), end)
+        for run in (range(first, middle), range(middle, end)):
+            if run:
+                yield run, self.at(run.start)
 
 
 @dataclass(frozen=True)

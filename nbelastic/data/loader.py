@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.utils.data import IterableDataset
 
 from nbelastic.data.batch import Batch
-from nbelastic.data.dealing import Dealing, block_of, imbalance
+from nbelastic.data.dealing import Dealing, imbalance
 from nbelastic.data.kernels import kernel_fingerprint
 from nbelastic.data.ledger import RowLedger
 from nbelastic.data.permutation import mix
+from nbelastic.data.quotas import Balance, Pace, is_straggler, slowness
 from nbelastic.data.seeding import seed_generators
 from nbelastic.data.sources import MapSource
+from nbelastic.data.stopwatch import Stopwatch
 from nbelastic.data.streams import StreamRows, StreamSource
 from nbelastic.data.units import UnitSource, WindowedRows
 from nbelastic.elastic.context import current
-from nbelastic.elastic.session import warn
+from nbelastic.elastic.session import note, warn
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.elastic.telemetry import DataProgress
 from nbelastic.errors import NotInitialized, OptionError, StateMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.data.sources import RowSource
     from nbelastic.elastic.context import Context
 
@@ -102,6 +106,10 @@ class Loader:
         the step's start, and a tensor of its values after each micro-batch of the step, stacked in
         their order; each micro-batch has begun with the value at the start. It returns the new
         value, and must depend on nothing else. All values of a step are in memory at once.
+    balance : {"even", "speed"}, default "even"
+        Which ranks compute how many micro-batches. With ``"speed"``, slower ranks compute fewer, by
+        the time of their forward and backward passes. Other quotas are taken at a commit, if they
+        make a step more than 5 % shorter. Rows, weights and exact bits do not depend on them.
     **options
         Further options of ``DataLoader``: ``num_workers``, ``pin_memory``, ``persistent_workers``,
         ``prefetch_factor`` and others. Their unit of work is one micro-batch, so none of them
@@ -146,6 +154,7 @@ class Loader:
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         buffers: Mapping[str, Callable[..., Any]] | None = None,
+        balance: Literal["even", "speed"] = "even",
         **options: Any,
     ) -> None:
         if not isinstance(batch, Batch):
@@ -162,6 +171,8 @@ class Loader:
                     f"Loader(buffers={{{name!r}: {function!r}}}): must be a function by the name "
                     "of a buffer"
                 )
+        if balance not in ("even", "speed"):
+            raise OptionError(f"Loader(balance={balance!r}): must be 'even' or 'speed'")
         context = _context()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
@@ -192,6 +203,11 @@ class Loader:
         self._participants: list[StepParticipant] = []
         self._share: StepShare | None = None
         self._unsettled: tuple[Dealing, int, StepShare, list[int]] | None = None
+        self._balances = balance == "speed"
+        self._balance: Balance | None = None
+        self._timed: StepShare | None = None  # the last step that this balance has seen
+        self._pace, self._watch = Pace(), Stopwatch()
+        self._straggles = False
         self._loops = 0
         self._completed_in: int | None = None
         self._told: set[str] = set()
@@ -245,10 +261,16 @@ class Loader:
 
     @property
     def block(self) -> range:
-        """Numbers of the micro-batches that this rank computes of each step."""
-        context = _context()
-        rank, size = (0, 1) if context is None else (context.rank, context.size)
-        return block_of(rank, size, self.batch.micro_batches)
+        """Numbers of the micro-batches that this rank computes of a step."""
+        return self._present_balance().schedule.now
+
+    def _present_balance(self) -> Balance:
+        """Return the quotas of this generation, which are even when it begins."""
+        place = _place()
+        if self._balance is None or self._balance.place != place:
+            self._balance = Balance(place, self.batch.micro_batches)
+            self._timed, self._straggles = None, False
+        return self._balance
 
     def rows(self, step: int, number: int) -> list[int]:
         """Return the rows of a micro-batch of this epoch, by their indices in the dataset."""
@@ -289,24 +311,28 @@ class Loader:
         return self._iterate(self._dealing, self.step)
 
     def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
-        context, block = _context(), self.block
+        context, balance = _context(), self._present_balance()
         self._loops += 1
         loop = self._loops
         self._leave(context, self._share)
         outer = None if context is None else context.share
-        order = mix(dealing.seed, dealing.length, dealing.shuffle, dealing.drop_last) % _ORDERS
         share: StepShare | None = None
         self._warn_if_uneven(context)
         if context is not None and not context.telemetry.total[1]:
             context.telemetry.total = (context.telemetry.total[0], dealing.steps)
-        self._report(context, block)
         self._ledger.resume(dealing.epoch, first)
-        batches = self._source.fetch(dealing, first, block)
+        balance.begin_epoch()
+        fetched, batches = -1, iter(())
         try:
             for number in itertools.count(first):
                 self.check_loop(loop)
                 if not self._source.has_step(dealing, number):
                     break
+                blocks = balance.begin(number)
+                if fetched != balance.changes:  # quotas for this step, or for the next
+                    fetched = balance.changes
+                    batches = self._source.fetch(dealing, number, balance.schedule)
+                block = blocks.block(balance.place[1])
                 weights = self._source.counts(dealing, number, block)
                 share = StepShare(
                     dealing.micro_batches,
@@ -314,18 +340,20 @@ class Loader:
                     tuple(each for each in block if weights[each]),
                     [weight / dealing.micro for weight in weights],
                     exact=bool(self.batch.exact),
-                    place=(dealing.epoch, number, order),
+                    place=(dealing.epoch, number, _order_of(dealing, blocks)),
                     outer=outer,
                     deviates=bool(self.batch.exact) and not self.exact,
+                    blocks=blocks,
                 )
                 self.step = number + 1  # done, as soon as a commit says so
-                self._share = share
+                self._share = self._timed = share
                 if self._source.is_open:
                     self._unsettled = dealing, number, share, weights
                 if context is not None:
                     context.share = share
                 if self._participants:  # else no commit says what is done
                     self._ledger.begin((dealing.epoch, number), weights, share)
+                self._report(context, block)
                 step = Step(self, dealing, number, share, weights, batches, loop)
                 for each in self._participants:
                     each.begin(share)
@@ -421,6 +449,34 @@ class Loader:
         return DataProgress(
             self._source.name, dealing.epoch, rows, done, seen, self._ledger.redone, lost
         )
+
+    def committed(self) -> None:
+        """Fix other quotas for the next but one step, if they are clearly better.
+
+        All ranks call this at the same commits. They come to the same quotas.
+        """
+        context, balance = _context(), self._present_balance()
+        share = self._timed
+        if not self._balances or context is None or share is None:
+            return
+        before = balance.consider(share.times, self.step)
+        if before:
+            self._name_straggler(context, balance, share.times, before)
+
+    def _name_straggler(
+        self, context: Context, balance: Balance, times: Sequence[float], before: Sequence[int]
+    ) -> None:
+        """Add an entry to the history, if this rank has become slow and others get its work."""
+        straggles = is_straggler(times, context.rank)
+        told, self._straggles = self._straggles, straggles
+        if straggles and not told:
+            figures = {
+                "times": slowness(times, context.rank),
+                "micro_batches": float(balance.coming[context.rank]),
+                "before": float(before[context.rank]),
+                "of": float(self.batch.micro_batches),
+            }
+            note(context, "straggler", figures=figures)
 
     def forgo_exactness(self, reason: str) -> None:
         """Record what keeps the training from being exact.
@@ -596,6 +652,7 @@ class Step:
                 each.before(number)
             seed_generators(mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, number))
             self._open = True
+            self._loader._watch.start()
             yield batch
         self._finish()
 
@@ -615,6 +672,7 @@ class Step:
         if not self._open:
             return
         self._open = False
+        self._loader._watch.stop()
         share = self._share
         at_end, share.at_end = share.at_end, ()
         for call in at_end:
@@ -631,6 +689,10 @@ class Step:
         self._ended = True
         share = self._share
         self._loader.settle()
+        # With the last step ends what it was fetched from, such as worker processes: no cycle of
+        # references may keep that until garbage is collected.
+        self._batches, share.finish = iter(()), lambda: None
+        self._note_pace()
         for each in self._loader._participants:
             each.end()
         # Ranks have ended with different micro-batches. What the optimizer draws is the same.
@@ -639,6 +701,17 @@ class Step:
         context = _context()
         if context is not None:
             context.telemetry.recorded(share.taken)
+
+    def _note_pace(self) -> None:
+        """Note the time of the micro-batches, of which a smaller last step tells too little."""
+        share, pace = self._share, self._loader._pace
+        seconds = self._loader._watch.take()
+        if self.rows == self._dealing.global_batch:
+            if not share.expected:
+                pace.note_idle()
+            elif seconds is not None:
+                pace.note(seconds)
+        share.seconds = pace.seconds
 
     def _skip(self) -> None:
         """Pass over micro-batches that were not taken, so that the next step finds its own."""
@@ -675,6 +748,19 @@ def _context() -> Context | None:
         return current()
     except NotInitialized:
         return None
+
+
+def _place() -> tuple[int, int, int]:
+    """Return the present generation, this rank, and the number of ranks."""
+    context = _context()
+    return (0, 0, 1) if context is None else (context.generation, context.rank, context.size)
+
+
+@functools.lru_cache(maxsize=8)
+def _order_of(dealing: Dealing, blocks: Blocks) -> int:
+    """Return a digest of what ranks must agree on: the order of rows, and who has which."""
+    words = (dealing.seed, dealing.length, dealing.shuffle, dealing.drop_last, *blocks.quotas)
+    return mix(*words) % _ORDERS
 
 
 def _generation() -> int:

@@ -24,7 +24,7 @@ from nbelastic.data.permutation import Permutation, Rows, mix
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from nbelastic.data.dealing import Dealing
+    from nbelastic.data.dealing import BlockSchedule, Dealing
 
 __all__ = ["RowRange", "UnitStreams", "Window", "cut"]
 
@@ -188,17 +188,33 @@ class UnitStreams:
         key = self._key(_WINDOW, stream, number) if self._dealing.shuffle else None
         return Window(stream, number, start, tuple(ranges), key)
 
-    def needed(self, first: int, block: Iterable[int]) -> Iterator[Window]:
-        """Yield the windows of a block's micro-batches from step `first` on, as they are needed."""
+    def needed(self, first: int, blocks: BlockSchedule) -> Iterator[Window]:
+        """Yield the windows of a rank's micro-batches from step `first` on, as they are needed.
+
+        A stream that leaves the block gives up its window.
+        """
+        before = range(0)
+        for steps, block in blocks.parts(first, self.steps):
+            yield from self._needed_in(steps, block, before)
+            before = block
+
+    def _needed_in(self, steps: range, block: range, before: range) -> Iterator[Window]:
+        """Yield the windows of a block in a run of steps; those of streams in `before` are there.
+
+        Such a stream has had a window until the first of these steps, which may go on.
+        """
 
         def of_stream(stream: int) -> Iterator[tuple[int, int, int, Window]]:
-            done = self.place(first, stream).start
+            done = self.place(steps.start, stream).start
             for window in self.windows(stream):
-                if window.stop > done:
+                is_there = stream in before and window.start < done
+                if window.stop > done and not is_there:
                     step = max(window.start, done) // self._dealing.micro
                     yield step, stream, window.number, window
 
-        for _, _, _, window in heapq.merge(*map(of_stream, block), key=lambda each: each[:3]):
+        for step, _, _, window in heapq.merge(*map(of_stream, block), key=lambda each: each[:3]):
+            if step >= steps.stop:
+                return
             yield window
 
     def rows(self, step: int, stream: int) -> Rows:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from nbelastic.data.dealing import BlockSchedule
 from nbelastic.data.permutation import mix
 from nbelastic.data.seeding import seed_generators
 from nbelastic.errors import OptionError
@@ -64,12 +67,13 @@ class RowSource(Protocol):
     def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
         """Return the rows of a micro-batch, by their indices in the source."""
 
-    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
-        """Yield a batch for each micro-batch of a block, in steps from `first` on.
+    def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
+        """Yield a batch for each micro-batch of a rank, in steps from `first` on.
 
         Micro-batches without rows are left out. The values of a batch depend on its rows and the
         seed, and nothing else. A second call may come before the iterator of the first has ended,
-        which is not used any more.
+        which is not used any more: after a reset, or when the rank's block changes in one of the
+        next steps. What has been fetched ahead and is still needed may be used again.
         """
 
     def has_step(self, dealing: Dealing, step: int) -> bool:
@@ -147,6 +151,8 @@ class MapSource(RowSource):
         )
         self._dataset = dataset
         self.name = type(dataset).__name__
+        # The iterators that are given out own it. With them, its worker processes end.
+        self._running: weakref.ref[_Fetching] | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -155,10 +161,14 @@ class MapSource(RowSource):
         """Return the rows of a micro-batch, by their indices in the dataset."""
         return dealing.rows(step, number)
 
-    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
-        """Yield a batch for each micro-batch of a block; see :class:`RowSource`."""
-        self._items.present = _items(dealing, first, block)
-        return iter(self._loader)
+    def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
+        """Yield a batch for each micro-batch of a rank; see :class:`RowSource`."""
+        running = None if self._running is None else self._running()
+        if running is None or not running.can_turn(dealing, first):
+            running = _Fetching(self._loader, self._items, dealing)
+            self._running = weakref.ref(running)
+        running.turn(first, blocks)
+        return running.batches(first, blocks)
 
     def requirements(self) -> dict[str, str]:
         """Return the number of rows, because nothing else is known of any dataset."""
@@ -172,16 +182,6 @@ class MapSource(RowSource):
         """Do nothing."""
 
 
-def _items(dealing: Dealing, first: int, block: range) -> Iterator[WorkItem]:
-    """Yield the micro-batches of a block in all steps from `first` on."""
-    seed = mix(dealing.seed, _FETCHING, dealing.epoch)
-    for step in range(first, dealing.steps):
-        for number in block:
-            rows: list[int] = dealing.rows(step, number).tolist()
-            if rows:
-                yield WorkItem(seed, rows)
-
-
 _DECIDED = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "shuffle"}
 
 
@@ -193,6 +193,124 @@ class _Items:
 
     def __iter__(self) -> Iterator[WorkItem]:
         return iter(self.present)
+
+
+_Key = tuple[int, int]
+"""Step and number of a micro-batch."""
+
+_END = object()
+
+
+class _Orders:
+    """Micro-batches in the order in which a ``DataLoader`` asks for them, and those that have come.
+
+    Attributes
+    ----------
+    dealing : Dealing
+        The epoch.
+    taken : tuple of (int, int)
+        The last one that was taken. They are taken in their order.
+    came : dict
+        Batches that have come and were not taken.
+    """
+
+    def __init__(self, dealing: Dealing) -> None:
+        self.dealing = dealing
+        self.taken: _Key = (-1, -1)
+        self.came: dict[_Key, Any] = {}
+        self._asked: deque[_Key] = deque()
+        self._missing: Iterator[WorkItem] = iter(())
+        self._blocks = BlockSchedule(range(0))
+
+    def turn(self, first: int, blocks: BlockSchedule) -> None:
+        """Ask for the micro-batches of a schedule, from a step on, that are not on their way."""
+        self._blocks = blocks
+        self._missing = self._missing_from(first)
+
+    def forget(self) -> None:
+        """Ask again for all that has not come."""
+        self._asked.clear()
+        self.turn(max(self.taken[0], 0), self._blocks)
+
+    def __iter__(self) -> Iterator[WorkItem]:
+        return self
+
+    def __next__(self) -> WorkItem:
+        """Return what to fetch next. The ``DataLoader`` calls this in the rank's thread."""
+        return next(self._missing)
+
+    def _missing_from(self, first: int) -> Iterator[WorkItem]:
+        dealing, blocks = self.dealing, self._blocks
+        seed = mix(dealing.seed, _FETCHING, dealing.epoch)
+        for step in range(first, dealing.steps):
+            for number in blocks.at(step):
+                key = (step, number)
+                if key > self.taken and key not in self.came and key not in self._asked:
+                    rows: list[int] = dealing.rows(step, number).tolist()
+                    if rows:
+                        self._asked.append(key)
+                        yield WorkItem(seed, rows)
+
+    def arrived(self, batch: Any) -> None:
+        """Keep the next batch, unless its micro-batch has left the block."""
+        step, number = key = self._asked.popleft()
+        if number in self._blocks.at(step):
+            self.came[key] = batch
+
+
+class _Fetching:
+    """Iteration of a ``DataLoader`` that goes on when the block of a rank changes.
+
+    The ``DataLoader`` asks for work items ahead, and yields batches in the same order. So each
+    batch is known by step and number. When the block changes, the micro-batches that are new in it
+    are asked for next, and those that have left it are dropped as they arrive.
+    """
+
+    def __init__(self, loader: DataLoader[Any], items: _Items, dealing: Dealing) -> None:
+        self._loader = loader
+        self._items = items
+        self._orders = _Orders(dealing)
+        self._iterator: Iterator[Any] | None = None
+        self._sound = True
+
+    def can_turn(self, dealing: Dealing, first: int) -> bool:
+        """Return whether to go on with another block from a step on, in the same epoch."""
+        orders = self._orders
+        return self._sound and dealing == orders.dealing and first > orders.taken[0]
+
+    def turn(self, first: int, blocks: BlockSchedule) -> None:
+        """Fetch the micro-batches of a schedule, from a step on, that are not on their way."""
+        self._orders.turn(first, blocks)
+        if self._iterator is None:
+            self._start()
+
+    def _start(self) -> None:
+        self._items.present = self._orders
+        self._iterator = iter(self._loader)
+        self._items.present = ()
+
+    def batches(self, first: int, blocks: BlockSchedule) -> Iterator[Any]:
+        """Yield the batches of a schedule."""
+        dealing = self._orders.dealing
+        for step in range(first, dealing.steps):
+            for number in blocks.at(step):
+                if dealing.places(step, number):
+                    yield self._take((step, number))
+
+    def _take(self, key: _Key) -> Any:
+        orders = self._orders
+        while key not in orders.came:
+            self._sound = False  # unless a batch comes
+            assert self._iterator is not None
+            batch = next(self._iterator, _END)
+            if batch is _END:  # it came to its end before the block changed
+                orders.forget()
+                self._start()
+            else:
+                orders.arrived(batch)
+            self._sound = True
+        orders.taken = key
+        return orders.came.pop(key)
 
 
 class _Rows:

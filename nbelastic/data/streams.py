@@ -23,7 +23,7 @@ from nbelastic.errors import DataError, OptionError, StateMismatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from nbelastic.data.dealing import Dealing
+    from nbelastic.data.dealing import BlockSchedule, Dealing
     from nbelastic.data.permutation import Rows
     from nbelastic.data.stream_reader import Mark
     from nbelastic.elastic.context import Context
@@ -311,7 +311,7 @@ class StreamRows(RowSource):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
+    def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
         """Yield the batches of steps for which :meth:`counts` was called."""
         self._ready.clear()
         return self._batches()

@@ -18,7 +18,7 @@ from nbelastic.errors import DataError, OptionError, StateMismatch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from nbelastic.data.dealing import Dealing
+    from nbelastic.data.dealing import BlockSchedule, Dealing
     from nbelastic.data.permutation import Rows
     from nbelastic.data.ranges import Window
 
@@ -134,25 +134,28 @@ class WindowedRows(RowSource):
         """Return the rows of a micro-batch, numbered through all units in their own order."""
         return self._streams(dealing, self.window_rows).rows(step, number)
 
-    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
-        """Yield a batch for each micro-batch of a block; see :class:`RowSource`."""
+    def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
+        """Yield a batch for each micro-batch of a rank; see :class:`RowSource`."""
         self._give_up()
         self._source.prepare()
         streams, order = self._streams(dealing, self.window_rows), (dealing, self.window_rows)
         kept = self._kept if order == self._order else {}
-        needed = {(each.stream, each.number) for each in streams.needed(first, block)}
+        needed = {(each.stream, each.number) for each in streams.needed(first, blocks)}
         kept = {key: loaded for key, loaded in kept.items() if key in needed}
         self._order, self._kept = order, {}
         reader = self._reader = WindowReader(
-            streams.needed(first, block), self._read, self._size_of, self._source.memory, kept
+            streams.needed(first, blocks), self._read, self._size_of, self._source.memory, kept
         )
-        return self._batches(streams, reader, first, block)
+        return self._batches(streams, reader, first, blocks)
 
     def _batches(
-        self, streams: UnitStreams, reader: WindowReader, first: int, block: range
+        self, streams: UnitStreams, reader: WindowReader, first: int, blocks: BlockSchedule
     ) -> Iterator[Any]:
         try:
             for step in range(first, streams.steps):
+                block = blocks.at(step)
+                for number in [each for each in self._present if each not in block]:
+                    reader.release(self._present.pop(number))
                 for number in block:
                     places = streams.place(step, number)
                     if places:

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
     from .status import DataStatus
 
-__all__ = ["history_detail", "in_words", "over", "reset_detail", "rows_in_words"]
+__all__ = [
+    "history_detail",
+    "in_words",
+    "over",
+    "reset_detail",
+    "rows_in_words",
+    "straggler_detail",
+]
 
 _LOSSES = {
     LossReason.RAISED: "{detail}",
@@ -130,6 +137,15 @@ def reset_detail(figures: Mapping[str, float]) -> str:
         return words
     again = f"{batches:,} {'batch' if batches == 1 else 'batches'}"
     return f"{words}; {again}{f' of {samples:,} samples' if samples else ''} redone"
+
+
+def straggler_detail(figures: Mapping[str, float]) -> str:
+    """Return the detail of a history entry about a rank that holds the others up."""
+    after, before, of = (int(figures.get(name, 0)) for name in ("micro_batches", "before", "of"))
+    return (
+        f"takes {figures.get('times', 0.0):.1f} times as long for a micro-batch as the others; "
+        f"computes {after} of {of} now, {before} before"
+    )
 
 
 def in_words(reason: Reason | None) -> str:

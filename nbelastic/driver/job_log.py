@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nbelastic.cluster import JobLog, Modules
 
 from . import display
-from .describe import history_detail, reset_detail
+from .describe import history_detail, reset_detail, straggler_detail
 from .metrics import MetricsAggregator
 from .output_log import OutputLog
 from .status import HistoryEvent, Output
@@ -105,6 +105,8 @@ class KernelLog(JobLog):
             )
         if record.kind == "phases" and record.figures:
             detail = reset_detail(record.figures)
+        elif record.kind == "straggler" and record.figures:
+            detail = straggler_detail(record.figures)
         event = HistoryEvent(
             record.time,
             record.kind,

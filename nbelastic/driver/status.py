@@ -65,6 +65,11 @@ class RankStatus:
     name: str = ""
     micro_batches: tuple[int, int] | None = None
 
+    @property
+    def quota(self) -> int | None:
+        """Number of a step's micro-batches that it computes; None without a loader."""
+        return None if self.micro_batches is None else self.micro_batches[1] - self.micro_batches[0]
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -295,8 +300,8 @@ class HistoryEvent:
         ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``phases`` (duration of each phase
         of a reset, on the rank that became 0), ``cooldown``, ``restarted``, ``backend``,
         ``checkpoint``, ``warning``, ``refused``, ``waiting``, ``share``, ``notice``, ``abandoned``,
-        ``attached``, ``alias`` (``import horovod`` found nbelastic), ``finished``, ``failed`` or
-        ``stopped``.
+        ``attached``, ``alias`` (``import horovod`` found nbelastic), ``straggler`` (a slow rank
+        whose micro-batches others compute), ``finished``, ``failed`` or ``stopped``.
     worker : str or None
         Address of the worker concerned.
     rank : int or None
@@ -312,7 +317,8 @@ class HistoryEvent:
     figures : dict of str to float
         Numbers that belong to it. For ``phases`` these are the milliseconds after which each phase
         ended, and the ``batches`` and ``samples`` that rank 0 did again because they followed the
-        last commit.
+        last commit. For ``straggler`` these are how many ``times`` as long as the others the rank
+        takes, its ``micro_batches``, those ``before``, and those ``of`` all ranks.
     """
 
     time: float

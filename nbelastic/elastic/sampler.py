@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbelastic.elastic.context import current
-from nbelastic.elastic.shards import Claim, Deal, Indices, Order, Wire, merge_claims
+from nbelastic.elastic.shards import Claim, Deal, Order, Wire, merge_claims
 from nbelastic.errors import NotInitialized, StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sized
 
+    from nbelastic.elastic.spans import Indices
+
 __all__ = ["SamplerSnapshot", "ShardSampler", "state_dict_of"]
+
+_AT_A_TIME = 4096
+"""Samples of a share that are looked up at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,15 +113,13 @@ class ShardSampler:
     @property
     def processed_indices(self) -> set[int]:
         """Samples of this epoch that all ranks did before the deal, and this rank since."""
-        return set(_ints(self._done()))
+        return {*_ints(self._deal.done), *_ints(self._deal.samples_of(self.claim()))}
 
     @property
     def processed_num(self) -> int:
         """Number of samples in :attr:`processed_indices`."""
-        return len(self._done())
-
-    def _done(self) -> Indices:
-        return np.flatnonzero(self._deal.done | self.claim().mask(self._deal))
+        deal = self._deal
+        return deal.order.length - deal.left + len(deal.samples_of(self.claim()))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: deal all samples, of which none are done.
@@ -135,7 +138,7 @@ class ShardSampler:
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the samples of a batch of this rank's share."""
         start = batch_idx * batch_size
-        return _ints(self._deal.shard(self._rank)[start : start + batch_size])
+        return _ints(self._deal.shard(self._rank, start, start + batch_size))
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that a batch is done.
@@ -173,13 +176,12 @@ class ShardSampler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state dict. Call it on all ranks alike, or before the elastic loop."""
         order = self._order(state_dict["epoch"])
-        done = np.zeros(order.length, dtype=np.bool_)
         if "processed_indices" in state_dict:
-            done[np.fromiter(state_dict["processed_indices"], dtype=np.int64)] = True
+            done = np.fromiter(state_dict["processed_indices"], dtype=np.int64)
         else:
-            done[order.indices[: state_dict["processed_num"]]] = True
+            done = order.indices[: state_dict["processed_num"]]
         self._rank, size = _place()
-        self._start(Deal(order, done, size, self._deal.merges))
+        self._start(Deal.after(order, done, size, self._deal.merges))
 
     def reset(self) -> None:
         """Deal the rest again, to the present number of ranks.
@@ -188,12 +190,12 @@ class ShardSampler:
         its ranks first agree on their progress. Here a rank knows only of itself: samples that it
         has done are dealt to other ranks again.
         """
-        own = np.flatnonzero(self.claim().mask(self._deal))
+        own = self._deal.samples_of(self.claim())
         self._rank, size = _place()
         if self._deal.size == size == 1:
             self._start(merge_claims(self._deal, [self.claim()], size))
             return
-        self._start(Deal(self._deal.order, self._deal.done, size, self._deal.merges))
+        self._start(Deal(self._deal.order, self._deal.rest, size, self._deal.merges))
         self._indices.extend(_ints(own))
 
     def __iter__(self) -> Iterator[int]:
@@ -201,7 +203,7 @@ class ShardSampler:
         self._resumed = False
         if (self._rank, self._deal.size) != _place():
             self.reset()
-        return iter(_ints(self._deal.shard(self._rank)))
+        return _iterate(self._deal, self._rank)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -273,8 +275,14 @@ class ShardSampler:
 def state_dict_of(wire: Wire) -> dict[str, Any]:
     """Return the state dict of a sampler that has this packed deal."""
     length, epoch, _, _, seed, shuffle = wire
-    done = np.flatnonzero(Deal.unpack(wire, Order(length, epoch, seed, shuffle), 1).done)
+    done = Deal.unpack(wire, Order(length, epoch, seed, shuffle), 1).done
     return {"epoch": epoch, "processed_indices": set(_ints(done))}
+
+
+def _iterate(deal: Deal, rank: int) -> Iterator[int]:
+    """Yield the samples of a share, some at a time: the first ones are needed at once."""
+    for start in range(0, deal.per_rank, _AT_A_TIME):
+        yield from _ints(deal.shard(rank, start, start + _AT_A_TIME))
 
 
 def _place() -> tuple[int, int]:

@@ -431,7 +431,9 @@ def warn(context: Context, detail: str) -> None:
     note(context, "warning", detail)
 
 
-def note(context: Context, about: str, detail: str) -> None:
+def note(
+    context: Context, about: str, detail: str = "", figures: dict[str, float] | None = None
+) -> None:
     """Add an entry to the history of a rank's job; outside a job, do nothing.
 
     Parameters
@@ -440,6 +442,8 @@ def note(context: Context, about: str, detail: str) -> None:
         That of the rank.
     about, detail : str
         The entry's kind, and a text for people.
+    figures : dict of str to float, optional
+        Numbers that belong to it. The text of some kinds is made of them.
     """
     if isinstance(context, Session):
-        context.port.report(RankNote(context.spec.start, about=about, detail=detail))
+        context.port.report(RankNote(context.spec.start, about, detail, figures or {}))

@@ -9,23 +9,24 @@ gone to have done the positions that all others have done, which is exact in loc
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from nbelastic.elastic.spans import Indices, Spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["Claim", "Deal", "Order", "Wire", "choose_root", "merge_claims"]
 
-Mask = NDArray[np.bool_]
-Indices = NDArray[np.int64]
 Wire = tuple[int, int, bytes, int, int, bool]
-"""Packed deal: number of samples, epoch, mask of samples done, merges, seed, shuffle."""
+"""Packed deal: number of samples, epoch, spans of samples left, merges, seed, shuffle."""
 
 _SEED_LIMIT = 1 << 32
 
@@ -50,68 +51,98 @@ class Order:
         indices.setflags(write=False)
         return indices
 
+    def positions_of(self, samples: Indices) -> Indices:
+        """Return the positions of samples, each once; in a time that grows with the epoch."""
+        chosen = np.zeros(self.length, dtype=np.bool_)
+        chosen[samples] = True
+        return np.flatnonzero(chosen[self.indices])
+
 
 @dataclass(frozen=True, eq=False)
 class Deal:
     """Epoch's samples dealt to `size` ranks; never modified.
 
+    The samples that are left have *places*, from 0, in the order of the epoch. Rank ``r`` has the
+    places ``r``, ``r + size``, and so on: a *row* of places is what all ranks have at the same
+    position of their shards. So ranks in lockstep leave what follows a certain place.
+
     Attributes
     ----------
     order : Order
         All samples of the epoch.
-    done : array of bool
-        For each sample, by index, whether it was done before the deal.
+    rest : Spans
+        Positions in the order of the samples that are left.
     size : int
         Number of ranks.
     merges : int
-        Number of merges of claims that have led to `done`.
+        Number of merges of claims that have led to `rest`.
     """
 
     order: Order
-    done: Mask
+    rest: Spans
     size: int
     merges: int = 0
 
     @staticmethod
     def new(order: Order, size: int, merges: int = 0) -> Deal:
         """Deal a full epoch."""
-        return Deal(order, np.zeros(order.length, dtype=np.bool_), size, merges)
+        return Deal(order, Spans.of([(0, order.length)]), size, merges)
+
+    @staticmethod
+    def after(order: Order, done: Indices, size: int, merges: int = 0) -> Deal:
+        """Deal an epoch of which samples are done, by index."""
+        rest = Spans.of_numbers(order.positions_of(done)).outside(order.length)
+        return Deal(order, rest, size, merges)
 
     @cached_property
     def left(self) -> int:
         """Return how many samples are dealt, before padding."""
-        return self.order.length - int(np.count_nonzero(self.done))
+        return len(self.rest)
 
-    @cached_property
+    @property
     def remaining(self) -> Indices:
         """Return the samples that are dealt, in their order."""
-        indices = self.order.indices
-        return indices[~self.done[indices]] if self.left < self.order.length else indices
+        return self._samples(np.arange(self.left))
+
+    @property
+    def done(self) -> Indices:
+        """Return the samples that were done before the deal, by index."""
+        return self.order.indices[self.rest.outside(self.order.length).numbers()]
 
     @property
     def per_rank(self) -> int:
         """Return the length of each shard."""
         return -(-self.left // self.size)
 
-    def shard(self, rank: int) -> Indices:
-        """Return the samples of `rank`; the deal is padded from its start to divide evenly."""
-        if self.per_rank * self.size == self.left:
-            return self.remaining[rank :: self.size]
-        positions = np.arange(rank, self.per_rank * self.size, self.size)
-        return self.remaining[positions % self.left]
+    def shard(self, rank: int, start: int = 0, stop: int | None = None) -> Indices:
+        """Return the samples of `rank`, or those at some positions of its shard.
+
+        The deal is padded from its start to divide evenly.
+        """
+        positions = range(self.per_rank)[start:stop]
+        places = np.arange(positions.start, positions.stop) * self.size + rank
+        if self.per_rank * self.size != self.left:
+            places %= max(self.left, 1)
+        return self._samples(places)
+
+    def _samples(self, places: Indices) -> Indices:
+        return self.order.indices[self.rest.at(places)]
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Return the identity of this deal: claims on equal deals can be merged."""
-        digest = hashlib.blake2b(np.packbits(self.done).tobytes(), digest_size=16).digest()
+        digest = hashlib.blake2b(self._packed_rest(), digest_size=16).digest()
         order = self.order
         return (order.length, order.epoch, order.seed, order.shuffle, self.size, digest)
+
+    def _packed_rest(self) -> bytes:
+        return np.stack([self.rest.starts, self.rest.stops]).astype("<i8").tobytes()
 
     def pack(self) -> Wire:
         """Return the deal as plain values, without the number of ranks."""
         order = self.order
-        done = np.packbits(self.done).tobytes()
-        return (order.length, order.epoch, done, self.merges, order.seed, order.shuffle)
+        rest = self._packed_rest()
+        return (order.length, order.epoch, rest, self.merges, order.seed, order.shuffle)
 
     @staticmethod
     def unpack(wire: Wire, known: Order, size: int) -> Deal:
@@ -127,9 +158,36 @@ class Deal:
             Number of ranks.
         """
         length, epoch, packed, merges, seed, shuffle = wire
-        bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=length)
+        starts, stops = np.frombuffer(packed, dtype="<i8").astype(np.int64).reshape(2, -1)
         order = Order(length, epoch, seed, shuffle)
-        return Deal(known if order == known else order, bits.astype(np.bool_), size, merges)
+        return Deal(known if order == known else order, Spans(starts, stops), size, merges)
+
+    # -- what is done of it ------------------------------------------------------------------------
+
+    def places_of(self, samples: Indices) -> Indices:
+        """Return the places of samples, by index. Those that were done before have none."""
+        return self.rest.places_of(self.order.positions_of(samples)) if len(samples) else samples
+
+    def places_in(self, rank: int, positions: Spans) -> Indices:
+        """Return the places that a rank has at some positions of its shard."""
+        return (positions.numbers() * self.size + rank) % max(self.left, 1)
+
+    def places_of_rows(self, positions: Spans) -> Spans:
+        """Return the places that all ranks have at some positions of their shards."""
+        starts, stops = positions.starts * self.size, positions.stops * self.size
+        padding = int(stops.max(initial=0)) - self.left  # done again, from the first place on
+        stops = np.minimum(stops, self.left)
+        return Spans.of([*zip(starts.tolist(), stops.tolist(), strict=True), (0, padding)])
+
+    def samples_of(self, claim: Claim) -> Indices:
+        """Return the samples that a claim covers, by index."""
+        own = self.places_in(claim.rank, Spans.of(claim.spans))
+        places = Spans.of_numbers(np.concatenate([own, self.places_of(claim.indices)]))
+        return self._samples(places.numbers())
+
+    def without(self, places: Spans, size: int, merges: int) -> Deal:
+        """Deal what is left without some places, to `size` ranks."""
+        return Deal(self.order, self.rest.within(places.outside(self.left)), size, merges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,15 +214,6 @@ class Claim:
     spans: tuple[tuple[int, int], ...] = ()
     indices: Indices = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
-    def mask(self, deal: Deal) -> Mask:
-        """Return for each sample whether this claim covers it."""
-        mask = np.zeros(deal.order.length, dtype=np.bool_)
-        mask[self.indices] = True
-        shard = deal.shard(self.rank)
-        for start, stop in self.spans:
-            mask[shard[start:stop]] = True
-        return mask
-
 
 def merge_claims(deal: Deal, claims: Iterable[Claim], size: int) -> Deal:
     """Add `claims` to a deal, and deal the rest to `size` ranks.
@@ -185,21 +234,21 @@ def merge_claims(deal: Deal, claims: Iterable[Claim], size: int) -> Deal:
     as fast as the slowest present rank, so that samples are repeated rather than lost. Samples are
     lost only if a rank that is gone was slower than all others.
     """
-    done = deal.done.copy()
-    merges = deal.merges
-    common = np.ones(deal.per_rank, dtype=np.bool_)
-    absent = set(range(deal.size))
-    for claim in claims:
-        if claim.key == deal.key:
-            mask = claim.mask(deal)
-            done |= mask
-            common &= mask[deal.shard(claim.rank)]
-            absent.discard(claim.rank)
-            merges = max(merges, claim.merges)
-    if len(absent) < deal.size:
-        for rank in absent:
-            done[deal.shard(rank)[common]] = True
-    return Deal(deal.order, done, size, merges + 1)
+    present = [claim for claim in claims if claim.key == deal.key]
+    if not present:
+        return Deal(deal.order, deal.rest, size, deal.merges + 1)
+    merges = max(deal.merges, *(claim.merges for claim in present))
+    by_index = [deal.places_of(claim.indices) for claim in present]
+    positions = []
+    for claim, places in zip(present, by_index, strict=True):
+        own = places[places % deal.size == claim.rank] // deal.size
+        positions.append(Spans.of(claim.spans) | Spans.of_numbers(own))
+    common = functools.reduce(operator.and_, positions)
+    done = deal.places_of_rows(common)
+    for claim, places, own_positions in zip(present, by_index, positions, strict=True):
+        ahead = deal.places_in(claim.rank, own_positions - common)
+        done |= Spans.of_numbers(np.concatenate([ahead, places]))
+    return deal.without(done, size, merges + 1)
 
 
 def choose_root(claims: Mapping[int, Sequence[Claim]], source: int) -> tuple[int, list[int]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbelastic.collectives.reduction_tree import Blocks
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -51,6 +53,12 @@ class StepShare:
         Rows of the micro-batches that have begun on this rank.
     seen : int or None
         Rows that all ranks together have taken; None until gradients were reduced.
+    blocks : Blocks or None
+        Numbers of micro-batches of all ranks, the same on all of them; None for even blocks.
+    seconds : float
+        Time that this rank takes for a micro-batch; 0 while that is not known.
+    times : tuple of float
+        That of all ranks, once the gradients of the step are reduced.
     """
 
     micro_batches: int
@@ -69,6 +77,13 @@ class StepShare:
     others_deviate: bool = False
     taken: int = 0
     seen: int | None = None
+    blocks: Blocks | None = None
+    seconds: float = 0.0
+    times: tuple[float, ...] = ()
+
+    def blocks_of(self, ranks: int) -> Blocks:
+        """Return the blocks of all ranks."""
+        return self.blocks or Blocks.even(self.micro_batches, ranks)
 
     @property
     def is_last(self) -> bool:

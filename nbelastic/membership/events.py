@@ -290,7 +290,7 @@ class RankNote(Event):
     start : int
         Start of the function.
     about : str
-        The history's ``kind``: ``checkpoint``, ``warning``, ``phases``.
+        The history's ``kind``: ``checkpoint``, ``warning``, ``phases``, ``straggler``.
     detail : str
         A text for people.
     figures : dict of str to float

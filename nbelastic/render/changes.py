@@ -32,6 +32,7 @@ HAPPENED = {
     "abandoned": "Without a kernel",
     "attached": "Taken over",
     "alias": "Alias",
+    "straggler": "Straggler",
 }
 """Kinds of event that are changes by themselves, and how a sentence on one begins."""
 
@@ -100,6 +101,8 @@ def sentence(snapshot: JobSnapshot, event: HistoryEvent) -> str:
 
 def _sentence(event: HistoryEvent) -> str:
     detail = f": {shorten(event.detail, 160)}" if event.detail else ""
+    if event.kind == "straggler":
+        return _slow(event)
     if event.kind in HAPPENED:
         which = f" ({worker(event.name, event.worker)})" if event.kind == "refused" else ""
         return f"{HAPPENED[event.kind]}{which}{detail}"
@@ -110,7 +113,13 @@ def _sentence(event: HistoryEvent) -> str:
     return f"{rank} {verb}{detail}"
 
 
+def _slow(event: HistoryEvent) -> str:
+    return f"{_rank(event)} {shorten(event.detail, 160)}"
+
+
 def _happened(event: HistoryEvent) -> str:
+    if event.kind == "straggler":
+        return _slow(event)
     which = f" ({worker(event.name, event.worker)})" if event.kind == "refused" else ""
     detail = f": {event.detail}" if event.detail else ""
     return f"{HAPPENED[event.kind]}{which if event.worker else ''}{detail}"

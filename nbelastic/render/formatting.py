@@ -89,13 +89,13 @@ def limits(min_np: int, max_np: int | None) -> str:
 
 
 def block(bounds: tuple[int, int] | None) -> str:
-    """Return the micro-batches of a rank, ``0 to 3``, from the first and the one after the last."""
+    """Return a rank's micro-batches: ``4 (0 to 3)`` from the first and the one after the last."""
     if bounds is None:
         return "–"
     first, after = bounds
     if after - first <= 1:
-        return str(first) if first < after else "none"
-    return f"{first} to {after - 1}"
+        return f"1 ({first})" if first < after else "none"
+    return f"{after - first} ({first} to {after - 1})"
 
 
 def worker(name: str, address: str | None) -> str:

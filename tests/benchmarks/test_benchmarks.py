@@ -34,6 +34,8 @@ from benchmarks.side_by_side import ROOT
             ["--models", "mlp-1m", "--backends", "gloo"],
             {"mlp-1m": {"parameters", "digests", "rounds"}},
         ),
+        ("straggler", [], {"rounds", "quotas"}),
+        ("sampler", [], {"samples", "reset", "torch"}),
         (
             "resizing",
             [],

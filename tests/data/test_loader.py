@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.data import Batch, Loader
+from nbelastic.data import Arrow, Batch, Loader
 from nbelastic.elastic.context import activate, current
 from nbelastic.errors import OptionError, StateMismatch
 from tests.support.world import StaticContext
@@ -29,6 +31,11 @@ class Noisy(Dataset):
     def __getitem__(self, row: int) -> tuple[int, torch.Tensor]:
         noise = [random.random(), float(np.random.random()), float(torch.rand(()))]
         return row, torch.tensor(noise, dtype=torch.float64)
+
+
+class Longer(Noisy):
+    def __len__(self) -> int:
+        return 320
 
 
 class Stream(IterableDataset):
@@ -87,6 +94,100 @@ def test_numbers_drawn_in_a_micro_batch_do_not_depend_on_the_number_of_ranks() -
 
 def test_workers_of_the_data_loader_change_nothing() -> None:
     assert batches_of(1, num_workers=2, persistent_workers=True) == batches_of(1)
+
+
+def test_worker_processes_end_with_the_epoch() -> None:
+    loader = Loader(Noisy(), Batch(24, micro=3), num_workers=1)
+    gc.collect()
+    before = {*multiprocessing.active_children()}
+    gc.disable()
+    try:
+        for step in loader:
+            assert len(list(step)) == len(step)
+            assert {*multiprocessing.active_children()} - before
+        assert not {*multiprocessing.active_children()} - before
+    finally:
+        gc.enable()
+
+
+def shares_in_turn(rank: int, data: Any, **options: Any) -> dict[tuple[int, int], Any]:
+    """Return the batches of a rank whose block changes twice in an epoch, by step and number."""
+    times = {1: (1.0, 1.0, 1.0, 3.0), 5: (6.0, 1.0, 1.0, 1.0)}
+    found = {}
+    with activate(rank_of(rank, 4)):
+        loader = Loader(data, Batch(32, micro=2), seed=5, balance="speed", **options)
+        for step in loader:
+            quotas = (4, 4, 4, 4) if step.number < 3 else (5, 5, 5, 1)
+            quotas = quotas if step.number < 7 else (1, 5, 5, 5)
+            assert len(loader.block) == quotas[rank]
+            for number, batch in zip(step.numbers, step, strict=True):
+                found[step.number, number] = batch
+                assert loader.block.start <= number < loader.block.stop
+            share = current().share
+            assert share is not None
+            share.times = times.get(step.number, ())  # as the reduction brings them
+            loader.committed()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_micro_batches_that_change_ranks_are_the_same(workers: int) -> None:
+    options: dict[str, Any] = {"num_workers": workers} | ({"prefetch_factor": 9} if workers else {})
+    found: dict[tuple[int, int], Any] = {}
+    for rank in range(4):
+        for key, (rows, noise) in shares_in_turn(rank, Longer(), **options).items():
+            assert key not in found
+            found[key] = (rows.tolist(), noise.tolist())
+    with activate(rank_of(0, 1)):
+        for step in Loader(Longer(), Batch(32, micro=2), seed=5):
+            for number, (rows, noise) in zip(step.numbers, step, strict=True):
+                assert found.pop((step.number, number)) == (rows.tolist(), noise.tolist())
+    assert not found
+
+
+def test_windows_that_change_ranks_are_the_same() -> None:
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"id": np.arange(333)})
+    source = Arrow(table.to_batches(max_chunksize=7), ["id"], shuffle_rows=64)
+    found: dict[tuple[int, int], Any] = {}
+    for rank in range(4):
+        found |= shares_in_turn(rank, source)
+    with activate(rank_of(0, 1)):
+        for step in Loader(source, Batch(32, micro=2), seed=5):
+            for number, (rows,) in zip(step.numbers, step, strict=True):
+                assert found.pop((step.number, number))[0].tolist() == rows.tolist()
+    assert not found
+
+
+def test_times_of_another_generation_change_nothing() -> None:
+    context = rank_of(0, 2)
+    with activate(context):
+        loader = Loader(range(64), Batch(8, micro=1), balance="speed")
+        for step in loader:
+            assert len(step) == 4
+            share = context.share
+            assert share is not None
+            share.times = (1.0, 3.0)
+            break
+        context.generation += 1
+        loader.committed()
+        assert [len(step) for step in loader] == [4] * 7
+
+
+def test_quotas_are_even_unless_asked_for() -> None:
+    context = rank_of(1, 2)
+    with activate(context):
+        for balance, most in (("even", 4), ("speed", 6)):
+            lengths = []
+            loader = Loader(range(64), Batch(8, micro=1), balance=balance)
+            for step in loader:
+                list(step)
+                assert context.share is not None
+                context.share.times = (3.0, 1.0)
+                loader.committed()
+                lengths.append(len(step))
+            assert lengths == [4, 4, *[most] * 6]
+            assert context.telemetry.share[1:3] == (8 - most, 8)
 
 
 def test_tensors_are_taken_at_once_as_one_by_one() -> None:
@@ -275,6 +376,7 @@ def test_rows_and_steps_are_counted() -> None:
         (lambda: Batch(8, exact=1), "must be True, False or 'auto'"),
         (lambda: Loader(range(8), 8), "must be a Batch"),
         (lambda: Loader(range(8), Batch(8, micro=2), seed=None), "must be a whole number"),
+        (lambda: Loader(range(8), Batch(8, micro=2), balance="fast"), "must be 'even' or 'speed'"),
         (lambda: Loader(Stream(), Batch(8, micro=2)), "an IterableDataset has no rows"),
         (lambda: Loader(iter(range(8)), Batch(8, micro=2)), "has no length"),
         (lambda: Loader(range(8), Batch(8, micro=2), batch_size=3), "leave it out"),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.data.dealing import Dealing, block_of
+from nbelastic.data.dealing import BlockSchedule, Dealing
 from nbelastic.data.ranges import RowRange, UnitStreams, cut
 
 sizes_of_units = st.lists(
@@ -67,25 +67,36 @@ def test_streams_are_even_and_windows_small(epoch: tuple[Dealing, UnitStreams, i
             assert all(len(each) for each in window.ranges)
 
 
-@given(streams_of_epochs(), st.integers(1, 10), st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@st.composite
+def schedules(draw: st.DrawFn, micro_batches: int, steps: int) -> BlockSchedule:
+    """One block, or another from some step on."""
+    bound = st.integers(0, micro_batches)
+    now, later = (range(*sorted((draw(bound), draw(bound)))) for _ in range(2))
+    return BlockSchedule(now, draw(st.one_of(st.none(), st.integers(0, steps + 1))), later)
+
+
+@given(streams_of_epochs(), st.integers(0, 10_000), st.data())
+@settings(max_examples=150, deadline=None)
 def test_windows_are_needed_in_the_order_of_the_micro_batches(
-    epoch: tuple[Dealing, UnitStreams, int], size: int, first: int
+    epoch: tuple[Dealing, UnitStreams, int], first: int, data: st.DataObject
 ) -> None:
     dealing, streams, _ = epoch
     first %= max(dealing.steps, 1)
-    for rank in range(size if dealing.steps else 0):
-        block = block_of(rank, size, dealing.micro_batches)
-        wanted: list[tuple[int, int]] = []
-        for step in range(first, dealing.steps):
-            for number in block:
-                places = streams.place(step, number)
-                for window in streams.windows(number):
-                    overlaps = window.start < places.stop and places.start < window.stop
-                    if overlaps and (number, window.number) not in wanted:
-                        wanted.append((number, window.number))
-        needed = [(window.stream, window.number) for window in streams.needed(first, block)]
-        assert needed == wanted
+    blocks = data.draw(schedules(dealing.micro_batches, dealing.steps))
+    wanted: list[tuple[int, int]] = []
+    held: dict[int, int] = {}  # as WindowedRows holds them: one of each stream of the block
+    for step in range(first, dealing.steps):
+        block = blocks.at(step)
+        held = {stream: number for stream, number in held.items() if stream in block}
+        for stream in block:
+            places = streams.place(step, stream)
+            for window in streams.windows(stream):
+                overlaps = window.start < places.stop and places.start < window.stop
+                if overlaps and held.get(stream) != window.number:
+                    held[stream] = window.number
+                    wanted.append((stream, window.number))
+    needed = [(window.stream, window.number) for window in streams.needed(first, blocks)]
+    assert needed == wanted
 
 
 def test_a_unit_at_a_cut_belongs_to_two_streams() -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.driver.describe import history_detail, in_words, over, reset_detail
+from nbelastic.driver.describe import (
+    history_detail,
+    in_words,
+    over,
+    reset_detail,
+    straggler_detail,
+)
 from nbelastic.membership import (
     FRESH,
     LossReason,
@@ -235,3 +241,10 @@ def test_ways_of_tensors() -> None:
 def test_a_reset_has_its_phases_and_the_repeated_work(redone: tuple[int, int], words: str) -> None:
     counts = dict(zip(("batches", "samples"), map(float, redone), strict=True))
     assert reset_detail({"noticed": 0.0, "stepped": 7.5, **counts}) == words
+
+
+def test_a_straggler_has_its_figures() -> None:
+    figures = {"times": 3.04, "micro_batches": 1.0, "before": 4.0, "of": 16.0}
+    assert straggler_detail(figures) == (
+        "takes 3.0 times as long for a micro-batch as the others; computes 1 of 16 now, 4 before"
+    )

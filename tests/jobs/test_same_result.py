@@ -69,6 +69,17 @@ def test_undisturbed_jobs_of_any_size_agree(crew, tmp_path, alone, size):
     check(crew.fit(work, np=size).results(), work, alone)
 
 
+def test_a_slow_rank_computes_less_and_changes_no_bit(crew, tmp_path, alone):
+    work = SameResult(tmp_path, EPOCHS, slow=1)
+    job = crew.fit(work, np=4)
+    check(job.results(), work, alone)
+    assert [result["quotas"] for result in job.results()] == [[2, 3], [1, 2], [2], [2]]
+    (event,) = (event for event in job.history if event.kind == "straggler")
+    assert event.rank == 1
+    assert event.figures == {"times": 3.0, "micro_batches": 1.0, "before": 2.0, "of": 8.0}
+    assert event.detail.startswith("takes 3.0 times as long")
+
+
 def test_a_job_that_resumes_at_another_size_ends_with_the_same_bits(crew, tmp_path, alone):
     work = SameResult(tmp_path, EPOCHS, seconds=0.05)
     options = {"checkpoint": tmp_path / "checkpoints", "checkpoint_every": 3}
@@ -83,7 +94,7 @@ def test_a_job_that_resumes_at_another_size_ends_with_the_same_bits(crew, tmp_pa
 
 @pytest.mark.parametrize("seed", [1])
 def test_a_storm_changes_no_bit(crew, tmp_path, alone, seed):
-    work = SameResult(tmp_path, EPOCHS, seconds=0.05, commit_every=1 + seed % 3)
+    work = SameResult(tmp_path, EPOCHS, seconds=0.05, commit_every=1 + seed % 3, slow=0)
     job = crew.fit(work, blacklist_cooldown=(0.2, 1.0), **PATIENT)
     kinds = ("kill", "stop", "close", "fail", "partition")
     chaos.inject(job, chaos.random(seed, every=0.6, kinds=kinds))

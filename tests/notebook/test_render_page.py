@@ -211,6 +211,13 @@ def test_a_planned_change_says_who_joined_and_who_left():
     ]
 
 
+def test_a_straggler_is_named():
+    slow = event("straggler", 9, rank=3, name="three", detail="takes 3.0 times as long as others")
+    assert lines(slow) == ["Rank 3 on worker three takes 3.0 times as long as others"]
+    live = PARTS["live"](JobSnapshot(job_status(), [slow], STARTED))
+    assert "0:09 Rank 3 on worker three takes 3.0 times as long" in live
+
+
 def test_changes_are_in_order_and_a_loss_precedes_its_reset():
     reset = event("reset", 20, size=3, detail="rank 1: ranks disagree → 3 ranks")
     lost = event("lost", 25, rank=0, detail="killed", name="zero")
@@ -334,7 +341,7 @@ def test_micro_batches_are_shown_with_each_rank_and_why_they_are_not_exact():
     shown = {"ranks": (*ranks, late, rank_status(3)), "micro_batches": 8}
     found = page(JobSnapshot(job_status(**shown)))
     assert "8 micro-batches a step, exact</span></caption>" in found
-    for block in ("0 to 3", "4 to 7", "none", "–"):
+    for block in ("4 (0 to 3)", "4 (4 to 7)", "none", "–"):
         assert f"<td>{block}</td>" in found
     reason = "rank <2> computes other bits"
     found = page(JobSnapshot(job_status(**shown, why_not_exact=reason)))

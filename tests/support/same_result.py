@@ -27,6 +27,9 @@ class SameResult:
         Steps between two commits.
     exact : bool
         As in ``Batch``.
+    slow : int or None
+        A rank whose micro-batches take three times as long as those of others, by the clock of the
+        loader. The ranks balance then.
     """
 
     marks: Path
@@ -34,13 +37,17 @@ class SameResult:
     seconds: float = 0.0
     commit_every: int = 1
     exact: bool = True
+    slow: int | None = None
 
     def __call__(self) -> dict[str, Any]:
         """Train, on every rank; return digests and what ranks have seen."""
+        from unittest import mock
+
         import torch
         from torch import nn
 
         import nbelastic.torch as hvd
+        from nbelastic.data import stopwatch
         from nbelastic.elastic.context import current
 
         hvd.init()
@@ -62,11 +69,20 @@ class SameResult:
         )
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
         batch = hvd.elastic.Batch(16, micro=2, exact=self.exact)
-        loader = hvd.elastic.Loader(_images(), batch, seed=3)
+        balance = "even" if self.slow is None else "speed"
+        loader = hvd.elastic.Loader(_images(), batch, seed=3, balance=balance)
         state = hvd.elastic.TorchState(
             model, optimizer, scheduler=scheduler, loader=loader, epoch=0, steps=0
         )
         resets: list[int] = []
+        quotas: set[int] = set()
+        ticks = 0.0
+
+        def tick() -> float:
+            nonlocal ticks
+            ticks += 3.0 if hvd.rank() == self.slow else 1.0
+            return ticks
+
         state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
         @hvd.elastic.run
@@ -75,6 +91,7 @@ class SameResult:
                 for step in loader:
                     began = time.monotonic()
                     optimizer.zero_grad()
+                    quotas.add(len(loader.block))
                     seen = {}
                     for number, (rows, x, y) in zip(step.numbers, step, strict=True):
                         nn.functional.cross_entropy(model(x), y).backward()
@@ -90,7 +107,8 @@ class SameResult:
                         state.commit()
                     time.sleep(max(0.0, self.seconds - (time.monotonic() - began)))
 
-        train(state)
+        with mock.patch.object(stopwatch, "clock", tick):
+            train(state)
         tensors = [*model.state_dict().values()]
         tensors += [each for kept in optimizer.state.values() for each in kept.values()]
         return {
@@ -98,6 +116,7 @@ class SameResult:
             "steps": state.steps,
             "rate": optimizer.param_groups[0]["lr"],
             "resets": resets,
+            "quotas": sorted(quotas),
             "exact": loader.why_not_exact,
         }
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import nbelastic.torch as hvd
 from nbelastic.collectives.reduction_tree import Node, cover
-from nbelastic.data import Batch, Loader
+from nbelastic.data import Batch, Loader, stopwatch
 from nbelastic.data.dealing import block_of
 from nbelastic.elastic.context import current
 from nbelastic.elastic.step_share import StepShare
@@ -296,6 +296,74 @@ def test_a_scaler_skips_the_same_steps_on_all_ranks() -> None:
         return digest(model.parameters())
 
     one_digest(train, (2, 3))
+
+
+# -- quotas ----------------------------------------------------------------------------------------
+
+
+class Ticks:
+    """Clock of ranks that are threads; a micro-batch takes three times as long on one of them."""
+
+    def __init__(self, slow: str) -> None:
+        self._slow = slow
+        self._now = threading.local()
+
+    def __call__(self) -> float:
+        slow = threading.current_thread().name == self._slow
+        self._now.time = getattr(self._now, "time", 0.0) + (3.0 if slow else 1.0)
+        return float(self._now.time)
+
+
+def test_quotas_change_who_computes_and_not_what_comes_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stopwatch, "clock", Ticks("rank-1"))
+
+    def train(context: StaticContext) -> tuple[str, list[int]]:
+        model = normed()
+        optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        loader = Loader(data(), Batch(16, micro=2, exact=True), seed=2, balance="speed")
+        state = TorchState(model, optimizer, loader=loader, epoch=0)
+        lengths = []
+        for state.epoch in range(4):
+            for step in loader:
+                optimizer.zero_grad()
+                for x, y in step:
+                    loss_of(model(x), y).backward()
+                optimizer.step()
+                state.commit()
+                lengths.append(len(loader.block))
+        return digest([*model.parameters(), *model.buffers()]), lengths
+
+    alone = run_ranks(1, train)[0][0]
+    for size, slow in ((2, 2), (4, 1)):
+        results = run_ranks(size, train)
+        assert {found for found, _ in results} == {alone}
+        lengths = [each for _, each in results]
+        assert [sum(quotas) for quotas in zip(*lengths, strict=True)] == [8] * 12
+        assert (lengths[1][0], lengths[1][-1]) == (8 // size, slow)
+
+
+def test_ranks_that_balance_and_ranks_that_do_not_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stopwatch, "clock", Ticks("rank-1"))
+
+    def train(context: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        balance: Any = "speed" if context.rank else "even"
+        loader = Loader(data(), Batch(8, micro=1), balance=balance)
+        state = TorchState(model, optimizer, loader=loader, epoch=0)
+        for step in loader:
+            optimizer.zero_grad()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            optimizer.step()
+            state.commit()
+
+    with pytest.raises(RanksDisagree, match="the same dataset, seed and balance"):
+        run_ranks(2, train)
 
 
 # -- buffers and states ----------------------------------------------------------------------------

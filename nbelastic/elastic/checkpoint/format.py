@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECKSUM", "FORMAT", "Checkpoint", "Header", "StoredTensor", "decode", "encode"]
 
-FORMAT = 3
+FORMAT = 4
 CHECKSUM = "nbelastic.checksum"
 """Name of the tensor that holds the digest."""
 

@@ -244,10 +244,11 @@ class MicroBatchReduction:
     def _exchange_trailer(self) -> tuple[list[int], float]:
         """Return on how many ranks each parameter has a gradient, and the sum of all weights.
 
-        The trailer also has the flag of a coming change, the place of the step, and sometimes
-        digests of parameters. All weights travel by themselves: each is a number of one rank and
-        zeros, so their sum is exact for every number of ranks. Rows that ranks have taken are
-        whole numbers, for the ledger.
+        The trailer also has the flag of a coming change, the place of the step, the time that each
+        rank takes for a micro-batch, and sometimes digests of parameters. All weights travel by
+        themselves: each is a number of one rank and zeros, so their sum is exact for every number
+        of ranks. So is that of the times. Rows that ranks have taken are whole numbers, for the
+        ledger.
         """
         context, share, size = self.context, self.share, self.communicator.size
         flag = context.change_flag()
@@ -265,7 +266,9 @@ class MicroBatchReduction:
         values += map(float, there)
         places = [0.0] * (3 * size)
         places[3 * self.communicator.rank : 3 * self.communicator.rank + 3] = share.place
-        values += [*places, *digests]
+        times = [0.0] * size
+        times[self.communicator.rank] = share.seconds
+        values += [*places, *times, *digests]
         trailer = torch.tensor(values, dtype=torch.float64)
         self.communicator.allreduce(trailer, Op.SUM)
         changed, deviating, seen, *numbers = trailer.tolist()
@@ -274,10 +277,12 @@ class MicroBatchReduction:
         share.others_deviate = deviating > share.deviates
         weights, numbers = numbers[: len(weights)], numbers[len(weights) :]
         counts, numbers = numbers[: len(there)], numbers[len(there) :]
-        places, digests = numbers[: len(places)], numbers[len(places) :]
+        places, numbers = numbers[: len(places)], numbers[len(places) :]
+        times, digests = numbers[:size], numbers[size:]
         check_places(list(zip(places[::3], places[1::3], places[2::3], strict=True)))
         if compares and not deviating:
             check_witness(digests, self.communicator.rank)
+        share.times = tuple(times)
         return [*map(int, counts)], math.fsum(weights)
 
 
@@ -287,7 +292,7 @@ def check_places(places: Sequence[tuple[float, float, float]]) -> None:
     Parameters
     ----------
     places : sequence of tuple
-        For each rank epoch, step, and a digest of the order of rows.
+        For each rank epoch, step, and a digest of the order of rows and of the blocks of all ranks.
 
     Raises
     ------
@@ -298,8 +303,9 @@ def check_places(places: Sequence[tuple[float, float, float]]) -> None:
         return
     if len({place[:2] for place in places}) == 1:
         raise RanksDisagree(
-            "the loaders of ranks deal rows in different orders; give all ranks the same dataset "
-            "and seed, and make the loader part of the state"
+            "the loaders of ranks deal rows in different orders, or to different ranks; give all "
+            "ranks the same dataset, seed and balance, make the loader part of the state, and "
+            "commit on all ranks in the same steps"
         )
     said = ", ".join(
         f"rank {rank}: step {int(step)} of epoch {int(epoch)}"

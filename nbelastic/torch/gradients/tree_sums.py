@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.reduction_tree import IDENTITY, Blocks, Node, cover
+from nbelastic.collectives.reduction_tree import IDENTITY, Node, cover
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -159,7 +159,7 @@ def _exchange(
     # A rank without micro-batches has room for the sums, and nothing to add.
     outputs = rows[0] if rows else [_on_wire(None, each) for each in like]
     if share.exact:
-        blocks = Blocks.even(share.micro_batches, communicator.size)
+        blocks = share.blocks_of(communicator.size)
         # By default the sums replace the first row, which is `outputs`.
         room = None if rows else _numbers(outputs)
         communicator.allreduce_tree([*map(_numbers, rows)], blocks, room)

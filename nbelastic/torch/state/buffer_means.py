@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from nbelastic.collectives import Op
-from nbelastic.data.dealing import block_of
 from nbelastic.elastic.context import current
 from nbelastic.errors import OptionError
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
@@ -269,7 +268,7 @@ class _ValuesOfStep:
 
 def _has_idle_ranks(share: StepShare, size: int) -> bool:
     """Return whether a rank has no micro-batch in this step, so that it has counted nothing."""
-    blocks = [block_of(rank, size, share.micro_batches) for rank in range(size)]
+    blocks = map(share.blocks_of(size).block, range(size))
     return any(not any(share.row_weights[number] for number in block) for block in blocks)
 
 

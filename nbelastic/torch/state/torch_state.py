@@ -170,6 +170,15 @@ class TorchState(ObjectState):
             return max(self._loaders[0].step - 1, 0)
         return super()._batch()
 
+    def commit(self) -> None:
+        """Save the state, check for changes, call functions that are due, and balance loaders.
+
+        See :meth:`State.commit`.
+        """
+        super().commit()
+        for loader in self._loaders:
+            loader.committed()
+
     def save(self) -> None:
         """Keep the present values as the last commit, in the memory of the one before.
 

@@ -1,0 +1,219 @@
+"""Quotas: how many micro-batches of a step each rank computes; pure.
+
+Ranks differ in speed, and all wait for the slowest. So the time that each takes for a micro-batch
+travels with every reduction, and all ranks derive the same quotas from it. Quotas decide who
+computes a micro-batch, and nothing else: rows, weights and the order of sums do not depend on them.
+
+=========  =========================================================================================
+even       a generation begins so, whatever the generation before had
+coming     a commit has fixed other quotas, from the next but one step on; that step's micro-batches
+           can be fetched meanwhile
+present    that step has begun, or an epoch has, in which nothing has been fetched yet
+=========  =========================================================================================
+
+Ranks cannot disagree. What they decide from is the same on all of them: quotas of the generation,
+which begin even, and times that one operation has summed. Where a rank joins, leaves or fails, the
+generation ends, and coming quotas with it. :class:`Balance` has these states, on each rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING
+
+from nbelastic.collectives.reduction_tree import Blocks
+from nbelastic.data.dealing import BlockSchedule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Balance", "Pace", "is_straggler", "plan", "predict", "slowness"]
+
+GAIN = 0.05
+"""Part of a step by which other quotas must shorten it to be taken."""
+
+STEPS = 5
+"""Steps of which the second shortest is the time of a rank. What disturbs some of them is noise, of
+which a machine that is shared has much."""
+
+LEAST_STEPS = 3
+"""Steps after which a time counts as known: the first ones are slow everywhere."""
+
+PATIENCE = 64
+"""Steps after which a rank without micro-batches is tried again; doubled each time."""
+
+STRAGGLER = 1.5
+"""Times as long as the others, from which on a rank counts as a straggler."""
+
+
+def predict(quotas: Sequence[int], times: Sequence[float]) -> float:
+    """Return the time of a step, which is that of the slowest rank."""
+    return max(quota * time for quota, time in zip(quotas, times, strict=True))
+
+
+def plan(quotas: tuple[int, ...], times: Sequence[float]) -> tuple[int, ...]:
+    """Return the quotas to take; `quotas` themselves, unless others make the step clearly shorter.
+
+    Parameters
+    ----------
+    quotas : tuple of int
+        Those of the present, by rank. Their sum is V.
+    times : sequence of float
+        Seconds that each rank takes for a micro-batch; 0 where that is not known.
+
+    Notes
+    -----
+    The next micro-batch goes to the rank that would be done with it first, and so on until all are
+    given away. No other quotas have a shorter step. A rank whose time is not known is supposed to
+    be as fast as the others are in the median. It gets no more than it has, or one micro-batch if
+    it has none: so its time becomes known at the least cost.
+    """
+    known = [time for time in times if time > 0.0]
+    if not known:
+        return quotas
+    supposed = [time or statistics.median_low(known) for time in times]
+    limit = (1.0 - GAIN) * predict(quotas, supposed)
+    count = sum(quotas)
+    if count / sum(1.0 / time for time in supposed) >= limit:  # micro-batches cannot be divided
+        return quotas
+    anyhow = [count] * len(quotas)
+    if predict(_deal(supposed, count, anyhow), supposed) >= limit:
+        return quotas
+    most = [
+        count if time > 0.0 else max(quota, 1) for quota, time in zip(quotas, times, strict=True)
+    ]
+    found = _deal(supposed, count, most)
+    tries = any(new > 0 == old for old, new in zip(quotas, found, strict=True))
+    return found if tries or predict(found, supposed) < limit else quotas
+
+
+def _deal(times: Sequence[float], count: int, most: Sequence[int]) -> tuple[int, ...]:
+    """Give micro-batches away one by one, each to the rank that would be done with it first."""
+    quotas = [0] * len(times)
+    # Of ranks that would be done at once, the one that has less: a slow one stays in practice.
+    done = [(time, 0, rank) for rank, time in enumerate(times)]
+    heapq.heapify(done)
+    for _ in range(count):
+        rank = done[0][2]
+        quotas[rank] += 1
+        if quotas[rank] < most[rank]:
+            entry = ((quotas[rank] + 1) * times[rank], quotas[rank], rank)
+            heapq.heapreplace(done, entry)
+        else:
+            heapq.heappop(done)
+    return tuple(quotas)
+
+
+def slowness(times: Sequence[float], rank: int) -> float:
+    """Return how many times as long as the others a rank takes; 0 if that is not known."""
+    others = [time for each, time in enumerate(times) if each != rank and time > 0.0]
+    return times[rank] / statistics.median_low(others) if others else 0.0
+
+
+def is_straggler(times: Sequence[float], rank: int) -> bool:
+    """Return whether a rank holds the others up."""
+    return slowness(times, rank) >= STRAGGLER
+
+
+class Pace:
+    """Time that one rank takes for a micro-batch. It outlives generations.
+
+    A rank that has had no micro-batches for a while forgets its time. Then it is given one, by
+    which it is timed again: whatever slowed it down may be over.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._patience = PATIENCE
+        self._busy = self._idle = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for a micro-batch; 0 while that is not known."""
+        return sorted(self._steps)[1] if len(self._steps) >= LEAST_STEPS else 0.0
+
+    def note(self, seconds: float) -> None:
+        """Add the time of a micro-batch in one step."""
+        self._steps.append(seconds)
+        self._idle = 0
+        self._busy += 1
+        if self._busy > PATIENCE:
+            self._patience = PATIENCE
+
+    def note_idle(self) -> None:
+        """Add a step in which the rank had no micro-batch."""
+        self._busy = 0
+        self._idle += 1
+        if self._steps and self._idle >= self._patience:
+            self._steps.clear()
+            self._patience *= 2
+
+
+class Balance:
+    """Quotas of one generation, as one of its ranks keeps them; equal on all.
+
+    Parameters
+    ----------
+    place : tuple of (int, int, int)
+        Generation, rank and size.
+    micro_batches : int
+        Micro-batches of a step: V.
+
+    Attributes
+    ----------
+    changes : int
+        How often quotas were fixed.
+    """
+
+    def __init__(self, place: tuple[int, int, int], micro_batches: int) -> None:
+        self.place = place
+        self.changes = 0
+        self._present = Blocks.even(micro_batches, place[2])
+        self._coming: tuple[int, Blocks] | None = None
+
+    def begin_epoch(self) -> None:
+        """Begin with steps of which nothing has been fetched; coming quotas are present."""
+        if self._coming is not None:
+            self._present, self._coming = self._coming[1], None
+
+    def begin(self, step: int) -> Blocks:
+        """Begin a step, and return the blocks of all ranks in it."""
+        if self._coming is not None and self._coming[0] <= step:
+            self.begin_epoch()
+        return self._present
+
+    def consider(self, times: Sequence[float], next_step: int) -> tuple[int, ...]:
+        """Fix other quotas, if `times` ask for it; return the quotas before, or nothing.
+
+        Parameters
+        ----------
+        times : sequence of float
+            Seconds for a micro-batch on each rank, as all ranks have them.
+        next_step : int
+            Number of the next step, for which micro-batches have been fetched already.
+        """
+        if len(times) != self.place[2] or self._coming is not None:
+            return ()
+        before = self._present.quotas
+        found = plan(before, times)
+        if found == before:
+            return ()
+        self._coming = (next_step + 1, Blocks(found))
+        self.changes += 1
+        return before
+
+    @property
+    def coming(self) -> tuple[int, ...]:
+        """Quotas that are fixed and not in force; empty if there are none."""
+        return () if self._coming is None else self._coming[1].quotas
+
+    @property
+    def schedule(self) -> BlockSchedule:
+        """Block of this rank in the next steps."""
+        rank = self.place[1]
+        if self._coming is None:
+            return BlockSchedule(self._present.block(rank))
+        step, blocks = self._coming
+        return BlockSchedule(self._present.block(rank), step, blocks.block(rank))
