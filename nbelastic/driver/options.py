@@ -357,6 +357,7 @@ class Options:
             priority=self.priority,
             weight=self.weight,
             preemptible=self.preemptible,
+            checkpoint=self.checkpoint is not None,
         )
 
 

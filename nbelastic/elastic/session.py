@@ -130,9 +130,13 @@ class Session(Context):
             self._released = max(self._released, generation)
             self._changed.notify_all()
 
-    def on_end(self, how: str, reason: str) -> None:
-        """Receive the order to end; the first one other than ``leave`` is final."""
+    def on_end(self, how: str, reason: str, save: float = 0.0) -> None:
+        """Receive the order to end; the first one other than ``leave`` is final.
+
+        With `save`, no other rank has the state, and there are so many seconds to write it.
+        """
         with self._changed:
+            self.time_to_save = max(self.time_to_save, save)
             if self._end is not None and self._end[0] != "leave":
                 return
             self._end = (how, reason)

@@ -72,12 +72,15 @@ class EndRank(Effect):
         operation), ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it).
     reason : Reason
         The reason.
+    save : float
+        Seconds that it may take to write a checkpoint before, because no other rank has the state.
     """
 
     start: int
     slot: Slot
     how: str
     reason: Reason
+    save: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,8 @@ class Limits:
         Its part of what jobs of one priority share, relative to theirs.
     preemptible : bool
         Whether a job of a higher priority may take its floor, down to one rank.
+    checkpoint : bool
+        Whether ranks can write the state to files.
     """
 
     np: int = 1
@@ -120,6 +122,7 @@ class Limits:
     priority: int = 0
     weight: float = 1.0
     preemptible: bool = False
+    checkpoint: bool = False
 
     def __post_init__(self) -> None:
         if self.max_np is not None and self.min_np > self.max_np:

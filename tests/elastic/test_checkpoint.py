@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.manager import checkpointing
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import State
-from nbelastic.errors import Evicted, NbelasticError, OptionError, Stopped
+from nbelastic.errors import Evicted, Leaving, NbelasticError, OptionError, Stopped
 from nbelastic.membership import FRESH
 from tests.elastic.members import begin, files_in, make_member, written
 from tests.support.world import run_ranks
@@ -208,6 +209,47 @@ def test_a_job_that_stops_at_a_commit_leaves_that_commit_on_disk(tmp_path):
     with pytest.raises(Stopped):
         run_ranks(1, rank)
     assert [Path(name).stem[-10:] for name in files_in(tmp_path)] == ["0000000001"]
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_the_last_rank_with_the_state_writes_it_before_it_leaves(tmp_path, others):
+    def rank(context):
+        plan = make_member(context, tmp_path, every=1000)
+        state = ObjectState(count=0)
+        with contextlib.suppress(Leaving), checkpointing(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            state.count = 5
+            state.save()
+            context.committed()
+            checkpoints.left()
+            context.time_to_save = 0.0 if others else 30.0
+            raise Leaving("its worker was asked to leave")
+        return list(context.port)
+
+    (notes,) = run_ranks(1, rank)
+    names = [Path(name).stem[-10:] for name in files_in(tmp_path)]
+    assert names == ([] if others else ["0000000001"])
+    assert ("commit 1 is written: no other rank had the state" in notes) is not others
+    assert not [t for t in threading.enumerate() if t.name == "nbelastic-checkpoint"]
+
+
+def test_a_rank_that_leaves_has_no_longer_than_it_has_to_write(tmp_path, monkeypatch):
+    Gate(monkeypatch)
+
+    def rank(context):
+        plan = make_member(context, tmp_path, every=1000)
+        state = ObjectState(count=0)
+        with contextlib.suppress(Leaving), checkpointing(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            state.save()
+            context.committed()
+            context.time_to_save = 0.05
+            raise Leaving("its worker was asked to leave")
+        return list(context.port)
+
+    (notes,) = run_ranks(1, rank)
+    assert "the last one was given up after 0.05 s" in notes
+    assert files_in(tmp_path) == []
 
 
 def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):

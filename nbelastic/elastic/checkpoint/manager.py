@@ -26,7 +26,7 @@ from nbelastic.elastic.checkpoint.writer import Writer
 from nbelastic.elastic.redaction import hide_secrets, without_secrets
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.transfer import allgather_object
-from nbelastic.errors import NbelasticError, OptionError, StateMismatch, Stopped
+from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
 from nbelastic.membership import FRESH, RankNote
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class checkpointing:  # noqa: N801 (a generator would set the traceback of users
         try:
             if kind is not None and issubclass(kind, Stopped):
                 self._checkpoints.stop()
+            elif kind is not None and issubclass(kind, Leaving) and self._session.time_to_save:
+                self._checkpoints.leave()
             elif kind is not None:
                 self._checkpoints.abandon()
         finally:
@@ -269,6 +271,18 @@ class CheckpointManager:
         """End the loop; write the last commit if the loop ends there, for a job that resumes."""
         if self._active and self._session.rank == 0 and self._has_left:
             self._write_last(STOP_WAIT)
+        self.abandon()
+
+    def leave(self) -> None:
+        """End the loop on the last rank that has the state; write the last commit.
+
+        That is also done after a failure: the samplers are then where this rank was.
+        """
+        if self._active and self._session.version > 0:
+            self._write_last(self._session.time_to_save)
+            version = self._session.version
+            if self._writer.written == (self._session.generation, version):
+                self._report(f"commit {version} is written: no other rank had the state")
         self.abandon()
 
     def abandon(self) -> None:
