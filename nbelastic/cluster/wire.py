@@ -232,7 +232,9 @@ class NoticeReport(Message):
     host : bool
         Whether this is about all workers of the host, or this one alone.
     revoked : bool
-        Whether an earlier notice does not hold any more.
+        Whether an earlier notice of this source does not hold any more, if there was any.
+    soft : bool
+        Whether the machine is at risk only: it should be left once there is another.
     """
 
     source: NoticeSource
@@ -240,6 +242,7 @@ class NoticeReport(Message):
     seconds: float
     host: bool
     revoked: bool = False
+    soft: bool = False
 
 
 # -- scheduler to agent ----------------------------------------------------------------------------
@@ -254,7 +257,10 @@ class ForgetOrder(Message):
 
 @dataclass(frozen=True)
 class WatchOrder(Message):
-    """Watch for notices of the own batch job, and those of the `host`; or stop that (not `on`)."""
+    """Watch for signals and the end of the own batch job, and for notices of the `host`.
+
+    Not `on`: stop all that.
+    """
 
     on: bool = False
     host: bool = False
@@ -303,6 +309,7 @@ class EndRankOrder(RankOrder):
 
     how: str
     reason: str
+    save: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The kernel's part of a job: ``fit``, the driver thread, and ``Job``."""
 
+from nbelastic.cluster.scheduler.spot_notices import SpotNotices
+
 from .display import set_display
 from .fit import fit
 from .job import Job
@@ -26,6 +28,7 @@ __all__ = [
     "Output",
     "Progress",
     "RankStatus",
+    "SpotNotices",
     "ask_to_scale",
     "ask_to_stop",
     "attach",

@@ -66,6 +66,7 @@ _NOTICES = {
     NoticeSource.AZURE: "Azure",
     NoticeSource.SLURM: "SLURM's time limit",
     NoticeSource.PBS: "PBS's time limit",
+    NoticeSource.SIGNAL: "signal",
     NoticeSource.CHAOS: "nbelastic.chaos",
 }
 
@@ -468,12 +469,32 @@ def _(reason: why.NoticeGiven) -> str:
     minutes, seconds = divmod(max(round(reason.seconds), 0), 60)
     source = _NOTICES[reason.source]
     action = "" if reason.action in ("", "end") else f" ({reason.action})"
+    if reason.soft:
+        return f"worker {reason.name} leaves once another is ready: {source}{action}"
     return f"worker {reason.name} leaves in {minutes}:{seconds:02}: {source}{action}"
 
 
 @_words.register
 def _(reason: why.NoticeRevoked) -> str:
     return f"worker {reason.name} stays: {_NOTICES[reason.source]} has revoked its notice"
+
+
+@_words.register
+def _(reason: why.GoneBeforeCommit) -> str:
+    return (
+        f"worker {reason.name} has gone before its rank came to a commit, "
+        f"{reason.seconds:.0f} s after it was asked to leave: steps since the last commit are "
+        "done again. Call state.check_host_updates() after each batch, where ranks leave, too, or "
+        "commit more often"
+    )
+
+
+@_words.register
+def _(_: why.NoneStays) -> str:
+    return (
+        "all workers with the state will go, and the job has no checkpoint: it starts over unless "
+        "another worker joins before. Pass checkpoint=, or add workers"
+    )
 
 
 @_words.register

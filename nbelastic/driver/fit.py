@@ -127,11 +127,14 @@ def fit(
         over from another one.
     notices : str, default "auto"
         With ``auto``, the agent of one worker of each host asks the cloud's metadata service for
-        a notice that the machine will go, and each agent knows when its SLURM or PBS job ends.
-        Ranks leave such workers at their next commit. ``off``: no agent asks.
+        a notice that the machine will go, and each agent knows when its SLURM or PBS job ends. It
+        takes SIGUSR1 and SIGUSR2 as notices where its process has no handlers of its own. Ranks
+        leave such workers at their next commit or ``check_host_updates()``. ``off``: no agent
+        asks, nor handles these signals.
     checkpoint : str or path-like, optional
         A directory that all workers see, or a URL that fsspec knows, in which rank 0 writes
-        commits in the background. A job that loses all its ranks at once goes on from there.
+        commits in the background. A job that loses all its ranks at once goes on from there. If
+        all machines with the state will go, a rank writes its last commit there before.
     checkpoint_every : int, default 100
         Commits between two checkpoints; the last commit of a loop is one, too.
     resume : bool, default False

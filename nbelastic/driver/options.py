@@ -364,7 +364,7 @@ class Options:
             priority=self.priority,
             weight=self.weight,
             preemptible=self.preemptible,
-            resumable=self.checkpoint is not None,
+            checkpoint=self.checkpoint is not None,
         )
 
 

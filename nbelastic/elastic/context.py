@@ -80,6 +80,8 @@ class Context(abc.ABC):
         None outside of a job.
     share : StepShare or None
         This rank's micro-batches of the step under way; None without a loader.
+    time_to_save : float
+        Seconds to write the state when this rank leaves, as no other rank has it; else 0.
     """
 
     rank: int
@@ -103,6 +105,7 @@ class Context(abc.ABC):
     max_np: int | None = None
     fetch_partition: Callable[[str], Any] | None = None
     share: StepShare | None = None
+    time_to_save = 0.0
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
 

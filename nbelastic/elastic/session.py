@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Session", "note", "warn"]
 
-_EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "save": Leaving, "evict": Evicted}
+_EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 
 
 class Session(Context):
@@ -130,9 +130,13 @@ class Session(Context):
             self._released = max(self._released, generation)
             self._changed.notify_all()
 
-    def on_end(self, how: str, reason: str) -> None:
-        """Receive the order to end; the first one other than ``leave`` is final."""
+    def on_end(self, how: str, reason: str, save: float = 0.0) -> None:
+        """Receive the order to end; the first one other than ``leave`` is final.
+
+        With `save`, no other rank has the state, and there are so many seconds to write it.
+        """
         with self._changed:
+            self.time_to_save = max(self.time_to_save, save)
             if self._end is not None and self._end[0] != "leave":
                 return
             self._end = (how, reason)
@@ -402,11 +406,6 @@ class Session(Context):
         if self._ask_all() if changed is None else changed:
             self._left = self.generation
             raise HostsUpdatedInterrupt
-
-    @property
-    def saves(self) -> bool:
-        """Whether this rank writes its last commit to disk before it ends, for a later rank."""
-        return self._end is not None and self._end[0] == "save"
 
     @property
     def leaves(self) -> bool:

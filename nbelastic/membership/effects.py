@@ -69,16 +69,18 @@ class EndRank(Effect):
         Its slot.
     how : str
         ``leave`` (at the agreed step), ``stop`` (where it waits, or at its next commit or
-        operation), ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it),
-        ``save`` (where it waits for a plan, once its last commit is a checkpoint).
+        operation), ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it).
     reason : Reason
         The reason.
+    save : float
+        Seconds that it may take to write a checkpoint before, because no other rank has the state.
     """
 
     start: int
     slot: Slot
     how: str
     reason: Reason
+    save: float = 0.0
 
 
 @dataclass(frozen=True)

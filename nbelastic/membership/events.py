@@ -21,6 +21,7 @@ __all__ = [
     "RankReady",
     "RankReturned",
     "ShareSet",
+    "SlotAtRisk",
     "SlotBusy",
     "SlotDied",
     "SlotGone",
@@ -91,8 +92,19 @@ class SlotLeaving(Event):
 
 
 @dataclass(frozen=True)
+class SlotAtRisk(Event):
+    """A worker's machine may go at any time: it should be left once another rank has its place.
+
+    Nothing happens while no newcomer can take it.
+    """
+
+    slot: str
+    notice: NoticeGiven
+
+
+@dataclass(frozen=True)
 class SlotStays(Event):
-    """A worker that was asked to leave because of a notice stays: the notice is revoked."""
+    """A worker with a notice stays, or is at risk no more: the notice is revoked."""
 
     slot: str
 

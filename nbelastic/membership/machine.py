@@ -137,10 +137,30 @@ class Machine:
             urgent = event.soon or rank.leave_reason == why.EndReason.SHARED
             asked = rank.leaving and not (urgent and not rank.leave_sent)
             if not asked and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                left = 0.0 if event.notice is None else event.notice.seconds
-                self._ask_to_leave(
-                    rank, why.EndReason.WORKER_LEAVING, soon=event.soon, stay=left - rules.STAY
-                )
+                stay, gone = self._time_of(event)
+                self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING, stay=stay, gone=gone)
+            elif rank.leaving:
+                stay, gone = self._time_of(event)  # it may have less time than it had
+                rank.leave_deadline = min(rank.leave_deadline, self._now + stay)
+                rank.gone_at = min(rank.gone_at, self._now + gone)
+        if event.notice is not None:
+            self._warn_if_none_stays()
+
+    def _time_of(self, event: ev.SlotLeaving) -> tuple[float, float]:
+        """Return how long last holders of the state stay, and until when their worker is there."""
+        if event.soon:
+            return 0.0, rules.SOON
+        if event.notice is None:
+            return rules.STAY, rules.STAY + rules.MARGIN
+        left = max(event.notice.seconds, 0.0)
+        return rules.time_to_stay(self.roster, left), max(left - rules.MARGIN, rules.SOON)
+
+    def _warn_if_none_stays(self) -> None:
+        """Warn that the state will be lost, if that is foreseeable."""
+        roster = self.roster
+        there = roster.counted.staying or roster.limits.checkpoint or roster.stopping
+        if not there and rules.last_holders(roster):
+            self._warn(why.NoneStays())
 
     def _note_notice(self, slot: str, notice: why.NoticeGiven) -> None:
         """Note until when a worker with ranks is there."""
@@ -151,11 +171,21 @@ class Machine:
             if not known:
                 self._record("notice", rank, notice)
 
+    def _on_slot_at_risk(self, event: ev.SlotAtRisk) -> None:
+        roster = self.roster
+        if event.slot in roster.departing:
+            return
+        known = event.slot in roster.at_risk
+        roster.at_risk[event.slot] = event.notice
+        for rank in [] if known else roster.on_slot(event.slot):
+            self._record("notice", rank, event.notice)
+
     def _on_slot_stays(self, event: ev.SlotStays) -> None:
         roster = self.roster
-        if roster.departing.pop(event.slot, None) is None:
+        risk = roster.at_risk.pop(event.slot, None)
+        if roster.departing.pop(event.slot, None) is None and risk is None:
             return  # it never was to leave
-        notice = roster.notices.pop(event.slot, None)
+        notice = roster.notices.pop(event.slot, risk)
         for rank in roster.on_slot(event.slot):
             if notice is not None:
                 revoked = why.NoticeRevoked(notice.name, notice.source)
@@ -169,8 +199,18 @@ class Machine:
         self.roster.depart(event.slot)
         self.roster.notices.pop(event.slot, None)
         for rank in self.roster.on_slot(event.slot):
+            self._warn_if_late(rank)
             if rank.stage != Stage.RETURNED:  # else its result is here already
                 self._lose(rank, event.reason, event.detail)
+
+    def _warn_if_late(self, rank: Rank) -> None:
+        """Warn, once, that a rank which had time to leave has not come to a commit."""
+        asked, waited = rank.leave_sent, self._now - rank.leave_since
+        if rank.stage != Stage.MEMBER or self.roster.phase != Phase.RUNNING:
+            return
+        known = any(isinstance(each, why.GoneBeforeCommit) for each in self.roster.warnings)
+        if asked and waited >= rules.SOON and not known:
+            self._warn(why.GoneBeforeCommit(rank.slot.name, waited))
 
     def _on_slot_died(self, event: ev.SlotDied) -> None:
         if event.slot in self.roster.departing:
@@ -553,6 +593,9 @@ class Machine:
         if roster.pending or (stay and not roster.stopping and not counted.ready):
             return
         members = roster.members()
+        for rank in rules.replaced(roster):
+            roster.depart(rank.slot.id)
+            self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING)
         staying = [rank for rank in members if not rank.leaving]
         for rank in rules.ranks_to_release(roster, staying):
             self._ask_to_leave(rank, self._why_fewer())
@@ -851,27 +894,34 @@ class Machine:
         for rank in newcomers:
             self._emit(StartRank(start=rank.start, slot=rank.slot, place=places[rank]))
 
-    def _end_rank(self, rank: Rank, how: str, reason: why.Reason) -> None:
+    def _end_rank(self, rank: Rank, how: str, reason: why.Reason, save: float = 0.0) -> None:
         """Order a rank to end. From now on it does not count."""
         if rank.stage != Stage.ENDING:
             rank.stage, rank.since = Stage.ENDING, self._now
-            self._send_end(rank, how, reason)
+            self._send_end(rank, how, reason, save)
 
-    def _send_end(self, rank: Rank, how: str, reason: why.Reason) -> None:
-        self._emit(EndRank(start=rank.start, slot=rank.slot, how=how, reason=reason))
+    def _send_end(self, rank: Rank, how: str, reason: why.Reason, save: float = 0.0) -> None:
+        self._emit(EndRank(start=rank.start, slot=rank.slot, how=how, reason=reason, save=save))
 
     def _ask_to_leave(
-        self, rank: Rank, reason: why.EndReason, *, soon: bool = False, stay: float = 0.0
+        self,
+        rank: Rank,
+        reason: why.EndReason,
+        *,
+        stay: float = rules.STAY,
+        gone: float = rules.STAY + rules.MARGIN,
     ) -> None:
         """Have a rank leave: with its generation if it is in one, else at once.
 
-        The last holder of the state may `stay` for so many seconds, if it knows that it has more.
+        The last holder of the state may `stay` for so many seconds; its worker is `gone` after as
+        many.
         """
         rank.leaving, rank.leave_reason = True, reason
         self.roster.gave_way |= reason == why.EndReason.SHARED
         # For other jobs the last holder of the state stays as long as it takes: they can wait.
-        stay = math.inf if reason == why.EndReason.SHARED else max(stay, rules.STAY)
-        rank.leave_deadline = self._now if soon else self._now + stay
+        stay = math.inf if reason == why.EndReason.SHARED else stay
+        rank.leave_since, rank.leave_deadline = self._now, self._now + stay
+        rank.gone_at = self._now + gone
         if rank.stage == Stage.STARTING:
             self._end_rank(rank, "leave", why.EndOrder(reason))
         self._end_leaving()
@@ -882,15 +932,22 @@ class Machine:
         if not roster.any_leaving:
             return
         holders = rules.last_holders(roster)
-        for rank in roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE):
-            if not rank.leaving or rank in holders:
-                continue
+        leaves = roster.phase != Phase.FINISHING  # there it returns anyway
+        going = [
+            rank
+            for rank in roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
+            if rank.leaving and rank not in holders
+            if rank.stage == Stage.READY or (leaves and not rank.leave_sent)
+        ]
+        heir = None if holders or not going else rules.heir(roster, going)
+        for rank in going:
+            save = rules.time_to_save(roster, rank) if rank is heir else 0.0
+            order = why.EndOrder(rank.leave_reason)
             if rank.stage == Stage.READY:
-                how = "save" if rules.saves(roster, rank) else "leave"
-                self._end_rank(rank, how, why.EndOrder(rank.leave_reason))
-            elif not rank.leave_sent and roster.phase != Phase.FINISHING:  # there it returns anyway
+                self._end_rank(rank, "leave", order, save)
+            else:
                 rank.leave_sent = True
-                self._send_end(rank, "leave", why.EndOrder(rank.leave_reason))
+                self._send_end(rank, "leave", order, save)
 
     def _drop(self, rank: Rank, cause: why.Reason) -> None:
         """Remove a rank from the job, because it has ended or does not count any more.

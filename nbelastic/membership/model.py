@@ -107,8 +107,8 @@ class Limits:
         Its part of what jobs of one priority share, relative to theirs.
     preemptible : bool
         Whether a job of a higher priority may take its floor, down to one rank.
-    resumable : bool
-        Whether ranks write checkpoints, so that the job can go on when no rank is left.
+    checkpoint : bool
+        Whether ranks can write the state to files.
     """
 
     np: int = 1
@@ -125,7 +125,7 @@ class Limits:
     priority: int = 0
     weight: float = 1.0
     preemptible: bool = False
-    resumable: bool = False
+    checkpoint: bool = False
 
     def __post_init__(self) -> None:
         if self.max_np is not None and self.min_np > self.max_np:

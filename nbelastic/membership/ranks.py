@@ -62,9 +62,10 @@ class Rank:
     """One start of the function.
 
     `planned` is the newest generation that the rank was planned into. A rank that was asked to
-    leave (`leaving`, because of `leave_reason`) stays until `leave_deadline` if no other rank holds
-    the state. `leave_sent` says whether the order to leave was sent, and `by_share` whether the
-    rank was started in a job that shares its cluster.
+    leave (`leaving`, because of `leave_reason`, since `leave_since`) stays until `leave_deadline`
+    if no other rank holds the state; its worker is gone at `gone_at`. `leave_sent` says whether the
+    order to leave was sent, and `by_share` whether the rank was started in a job that shares its
+    cluster.
 
     Every change of a counted field updates the counts in :class:`Ranks`.
     """
@@ -82,7 +83,9 @@ class Rank:
     leaving: bool = False
     leave_sent: bool = False
     leave_reason: EndReason = EndReason.WORKER_LEAVING
+    leave_since: float = 0.0
     leave_deadline: float = 0.0
+    gone_at: float = 0.0
     progress: int = 0
     waiting: bool = False
     operations: int = 0

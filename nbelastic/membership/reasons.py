@@ -20,6 +20,7 @@ __all__ = [
     "EndReason",
     "Exclusion",
     "GenerationLeft",
+    "GoneBeforeCommit",
     "KernelAttached",
     "KernelLost",
     "LoopsDiffer",
@@ -28,6 +29,7 @@ __all__ = [
     "NeverMet",
     "NoCommit",
     "NoLoop",
+    "NoneStays",
     "NotConnected",
     "NotUsed",
     "NoticeGiven",
@@ -546,12 +548,13 @@ class NoticeSource(str, enum.Enum):
     AZURE = "azure"
     SLURM = "slurm"
     PBS = "pbs"
+    SIGNAL = "signal"
     CHAOS = "chaos"
 
 
 @dataclass(frozen=True)
 class NoticeGiven(Reason):
-    """A worker's machine, or its batch job, ends in some seconds.
+    """A worker's machine, or its batch job, ends in some seconds, or is at risk.
 
     Attributes
     ----------
@@ -563,12 +566,16 @@ class NoticeGiven(Reason):
         What will happen, in the source's own word.
     seconds : float
         Seconds until then.
+    soft : bool
+        Whether it is at risk only, for a time that is not known: it is left once another rank can
+        take its place.
     """
 
     name: str
     source: NoticeSource
     action: str
     seconds: float
+    soft: bool = False
 
 
 @dataclass(frozen=True)
@@ -577,6 +584,19 @@ class NoticeRevoked(Reason):
 
     name: str
     source: NoticeSource
+
+
+@dataclass(frozen=True)
+class GoneBeforeCommit(Reason):
+    """A worker has gone before its rank came to a commit, so many seconds after it was asked to."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NoneStays(Reason):
+    """All workers with the state will go, and the job has no checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class Roster:
         Slots that are leaving or gone, and since when. Nothing is ever started on them again.
     notices : dict of str to NoticeGiven
         Notices of workers with a rank, by slot, each with the moment in the place of `seconds`.
+    at_risk : dict of str to NoticeGiven
+        Notices without a time, by slot: of workers that another should take the place of.
     isolated : dict of int to tuple of str
         Starts that returned without an exchange with another rank, with what trained in them.
     samples : dict of int to WeightsSampled
@@ -119,6 +121,7 @@ class Roster:
     slots: dict[str, Slot] = field(default_factory=dict)
     departing: dict[str, float] = field(default_factory=dict)
     notices: dict[str, NoticeGiven] = field(default_factory=dict)
+    at_risk: dict[str, NoticeGiven] = field(default_factory=dict)
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
     samples: dict[int, WeightsSampled] = field(default_factory=dict)
     warnings: list[Reason] = field(default_factory=list)
@@ -197,6 +200,7 @@ class Roster:
     def depart(self, slot: str) -> None:
         """Note that nothing can be started on a slot any more."""
         self.drop_slot(slot)
+        self.at_risk.pop(slot, None)
         self.departing.setdefault(slot, self.now)
 
     def enter(self, phase: Phase) -> None:

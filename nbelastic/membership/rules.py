@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .model import Slot
     from .roster import Roster
 
-__all__ = ["JOIN_WINDOW", "MOST_NAMES", "QUIET", "STAY", "VAIN_WAIT"]
+__all__ = ["JOIN_WINDOW", "MARGIN", "MOST_NAMES", "QUIET", "SOON", "STAY", "VAIN_WAIT"]
 
 JOIN_WINDOW = 1.0
 """Seconds that a newcomer waits for others that are starting, so that they join in one reset."""
@@ -27,8 +27,14 @@ JOIN_WINDOW = 1.0
 STAY = 20.0
 """Seconds that the last holders of the state stay for others to take it, when asked to leave.
 
-Dask's workers are given longer, so that they reach their next commit then.
+Dask's workers are given longer, by MARGIN, so that they reach their next commit then.
 """
+
+MARGIN = 10.0
+"""Seconds before the end of a machine at which its workers are retired, whatever ranks do."""
+
+SOON = 5.0
+"""Seconds that ranks have in any case when their worker closes, or its machine goes."""
 
 VAIN_WAIT = 1.0
 """Seconds that a rank must wait for an operation that can never finish before that counts."""
@@ -69,6 +75,39 @@ def last_holders(roster: Roster) -> list[Rank]:
         for rank in holders
         if rank.loop == 1 and not rank.leave_sent and roster.now < rank.leave_deadline
     ]
+
+
+def time_to_stay(roster: Roster, left: float) -> float:
+    """Return how long the last holders of the state stay on a machine that goes in `left` s.
+
+    With a checkpoint half of the time is left to write it. Without one, the state goes with them.
+    """
+    if roster.limits.checkpoint:
+        return max(left - MARGIN, 0.0) / 2
+    return max(left - STAY, left / 2)
+
+
+def heir(roster: Roster, going: list[Rank]) -> Rank | None:
+    """Return the one of the ranks that are `going` which should save the state, if any.
+
+    That is so if no other rank would keep it.
+    """
+    ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
+    if roster.stopping or any(rank.version != FRESH and not rank.leaving for rank in ranks):
+        return None
+    able = [rank for rank in going if rank.version != FRESH]
+    return min(able, key=lambda rank: (-rank.version, rank.start), default=None)
+
+
+def time_to_save(roster: Roster, rank: Rank) -> float:
+    """Return how many seconds a rank may take to save the state before it ends.
+
+    A rank that waits begins at once; a member first has to come to a commit.
+    """
+    left = max(rank.gone_at - roster.now, 0.0)
+    if rank.stage == Stage.READY:
+        return 0.9 * min(left, roster.limits.ending_timeout)
+    return min(left, roster.limits.stall_timeout) / 2
 
 
 def can_start(roster: Roster) -> bool:
@@ -119,34 +158,58 @@ def suspended(roster: Roster) -> bool:
     if share is None or share >= limits.min_np or not (limits.preemptible and roster.ran):
         return False
     enough = roster.sharing is None or roster.sharing.slots >= limits.min_np
-    return enough and (share > 0 or limits.resumable)
+    return enough and (share > 0 or limits.checkpoint)
 
 
 def yields(roster: Roster) -> bool:
     """Return whether the last ranks end, too, and the job goes on from its checkpoint later."""
     limits = roster.limits
-    may = limits.preemptible and limits.resumable and roster.ran
+    may = limits.preemptible and limits.checkpoint and roster.ran
     return may and roster.share == 0 and roster.phase == Phase.GATHERING
-
-
-def saves(roster: Roster, rank: Rank) -> bool:
-    """Return whether a rank that ends writes its state before, because no other one has it."""
-    others = [other for other in roster.in_stage(Stage.READY) if other is not rank]
-    newest = all(other.version < rank.version for other in others)
-    return yields(roster) and newest and rank.version != FRESH
 
 
 def slots_to_start(roster: Roster) -> list[Slot]:
     """Return the slots on which ranks are to be started now, as many as the job may have."""
-    staying, most = roster.counted.staying, most_ranks(roster)
+    most = most_ranks(roster)
+    room = None if most is None else most - roster.counted.staying
+    extra = _on_top(roster)
     if not can_start(roster):
         return []
     if not roster.launched and within_reach(roster) < needed(roster):
         return []
-    if not roster.counted.vacant or (most is not None and staying >= most):
+    if not roster.counted.vacant or (room is not None and room + extra <= 0):
         return []
     free = free_slots(roster)
-    return free if most is None else free[: most - staying]
+    if room is None or not roster.at_risk:
+        return free if room is None else free[:room]
+    safe = [slot for slot in free if slot.id not in roster.at_risk][: max(room + extra, 0)]
+    return safe + [slot for slot in free if slot.id in roster.at_risk][: max(room - len(safe), 0)]
+
+
+def replaceable(roster: Roster) -> list[Rank]:
+    """Return the ranks that newcomers may replace, as their machines are at risk; oldest first."""
+    if not roster.at_risk:
+        return []
+    found = [rank for slot in roster.at_risk for rank in roster.on_slot(slot)]
+    staying = [r for r in found if not r.leaving and r.stage in (Stage.MEMBER, Stage.READY)]
+    return sorted(staying, key=_start)
+
+
+def _on_top(roster: Roster) -> int:
+    """Return how many newcomers may prepare on top of the ranks that a job may have, to replace.
+
+    A job that shares its cluster starts none on top of its share.
+    """
+    return len(replaceable(roster)) if roster.share is None else 0
+
+
+def replaced(roster: Roster) -> list[Rank]:
+    """Return the ranks in whose place newcomers are ready to join."""
+    risky = replaceable(roster)
+    if not risky:
+        return []
+    waiting = [rank for rank in ready(roster) if rank.slot.id not in roster.at_risk]
+    return risky[: len(waiting)] if _should_join(roster, waiting) else []
 
 
 def within_reach(roster: Roster) -> int:
@@ -315,7 +378,7 @@ def left_behind(roster: Roster) -> list[Rank]:
 def surplus(roster: Roster) -> list[Rank]:
     """Return newcomers that are more than the job may have, the latest of them."""
     most = most_ranks(roster)
-    number = 0 if most is None else roster.counted.staying - most
+    number = 0 if most is None else roster.counted.staying - most - _on_top(roster)
     if number <= 0:
         return []
     waiting = roster.in_stage(Stage.STARTING, Stage.READY)
@@ -341,9 +404,15 @@ def newcomers_should_join(roster: Roster, members: list[Rank]) -> bool:
         return False
     most = most_ranks(roster)
     larger = choose([*members, *waiting], most=most, per_host=limits.slots_per_host)
+    return len(larger) > len(members) and _should_join(roster, waiting)
+
+
+def _should_join(roster: Roster, waiting: list[Rank]) -> bool:
+    """Return whether ranks that wait to join wait for no others that are starting."""
+    if not waiting:
+        return False
     waited = roster.now >= min(rank.since for rank in waiting) + JOIN_WINDOW
-    alone = not roster.any_in(Stage.STARTING)
-    return len(larger) > len(members) and (alone or waited)
+    return waited or not roster.any_in(Stage.STARTING)
 
 
 # -- ranks that hold up the others -----------------------------------------------------------------
@@ -517,3 +586,7 @@ def _others_will_report(roster: Roster) -> bool:
 
 def _operations(rank: Rank) -> int:
     return rank.operations
+
+
+def _start(rank: Rank) -> int:
+    return rank.start

@@ -137,10 +137,11 @@ def _sharing(roster: Roster) -> Reason | None:
 
 
 def _noticed(roster: Roster, now: float) -> Noticed:
-    """Return which workers will go, with the time that each has left."""
-    notices = sorted(roster.notices.values(), key=lambda notice: notice.seconds)
-    shown = (replace(each, seconds=max(each.seconds - now, 0.0)) for each in notices[:MOST_NOTICES])
-    return Noticed(tuple(shown), len(notices))
+    """Return which workers will go, with the time that each has left, and which are at risk."""
+    firm = sorted(roster.notices.values(), key=lambda notice: notice.seconds)
+    shown = [replace(each, seconds=max(each.seconds - now, 0.0)) for each in firm]
+    shown += [notice for slot, notice in roster.at_risk.items() if roster.on_slot(slot)]
+    return Noticed(tuple(shown[:MOST_NOTICES]), len(shown))
 
 
 def _reason(roster: Roster, now: float) -> Reason | None:
@@ -150,7 +151,7 @@ def _reason(roster: Roster, now: float) -> Reason | None:
     if roster.phase != Phase.GATHERING:
         if roster.stopping:
             return StopPending()
-        if roster.notices:
+        if roster.notices or any(map(roster.on_slot, roster.at_risk)):
             return _noticed(roster, now)
         if roster.phase != Phase.RUNNING or (most is not None and roster.counted.staying >= most):
             return None

@@ -196,7 +196,7 @@ IMPATIENT = {"nbelastic.sharing": {"settle": 0, "protect": 0, "patience": 0}}
 def test_of_suspended_jobs_that_have_lost_workers_the_younger_yields(resumable):
     async def scene():
         async with a_cluster(4, config=IMPATIENT) as cluster:
-            options = {"min_np": 2, "max_np": 2, "preemptible": True, "resumable": resumable}
+            options = {"min_np": 2, "max_np": 2, "preemptible": True, "checkpoint": resumable}
             await cluster.open("old", **options)
             await cluster.open("young", **options)
             await settle(cluster)

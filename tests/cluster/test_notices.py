@@ -1,280 +1,20 @@
-"""Notices: read as the clouds write them, watched for by one agent a host, and acted on."""
+"""Notices, as the scheduler acts on them: who watches, who leaves, who is retired, and when."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from nbelastic.cluster.scheduler import notices as desk
+from nbelastic.cluster.scheduler.spot_notices import SpotNotices
 from nbelastic.cluster.wire import NoticeReport, WatchOrder, pack, unpack
-from nbelastic.cluster.worker import notice_watcher
-from nbelastic.cluster.worker.notice_watcher import MetadataPoller, NoticeWatcher
-from nbelastic.cluster.worker.notices import (
-    GOOGLE_SECONDS,
-    Notice,
-    Unanswered,
-    batch_job_end,
-    read_aws,
-    read_azure,
-    read_google,
-)
 from nbelastic.membership import NoticeGiven, NoticeSource, view
 from nbelastic.membership.reasons import Noticed, NoticeRevoked
-from tests.support.clusters import until
-from tests.support.metadata import FakeMetadata, aws_notice, azure_events, metadata
 
 from .shared_cluster import SharedCluster
 from .test_arbiter import settle
-
-# -- reading ---------------------------------------------------------------------------------------
-
-
-def test_each_cloud_s_notice_is_read():
-    aws = b'{"action": "stop", "time": "2017-09-18T08:22:00Z"}'
-    assert read_aws(aws) == Notice(NoticeSource.AWS, "stop", 1505722920.0)
-    assert read_google(b"TRUE\n", 5.0) == Notice(NoticeSource.GOOGLE, "preempt", 35.0)
-    assert GOOGLE_SECONDS == 30.0
-    assert read_google(b"FALSE", 5.0) is None
-    events = azure_events("vm-0", "vm-1", before="Mon, 19 Sep 2016 18:29:47 GMT")
-    assert read_azure(events, "vm-1", 5.0) == Notice(NoticeSource.AZURE, "Preempt", 1474309787.0)
-    started = azure_events("vm-1", kind="Terminate")
-    assert read_azure(started, "vm-1", 5.0) == Notice(NoticeSource.AZURE, "Terminate", 5.0)
-
-
-def test_events_of_others_and_events_that_pass_are_none():
-    assert read_azure(azure_events("vm-10"), "vm-1", 0.0) is None
-    assert read_azure(azure_events("vm-1", kind="Freeze"), "vm-1", 0.0) is None
-    assert read_azure(b'{"DocumentIncarnation": 7, "Events": []}', "vm-1", 0.0) is None
-
-
-@given(st.one_of(st.binary(max_size=40), st.sampled_from([b"null", b"[]", b"7", b'{"Events": 3}'])))
-@example(b'{"Events": [{"EventType": "Preempt", "Resources": ["vm-1"], "NotBefore": "soon"}]}')
-@example(b'{"Events": [{"EventType": [], "Resources": ["vm-1"]}]}')
-@example(b'{"action": "stop", "time": "9999-99-99T00:00:00Z"}')
-@example(b'{"action": "stop", "time": null}')
-@example(b"[" * 5000)
-def test_what_is_no_notice_says_nothing(body):
-    for read in (read_aws, lambda b: read_azure(b, "vm-1", 0.0), lambda b: read_google(b, 0.0)):
-        try:
-            found = read(body)
-        except Unanswered:
-            continue
-        assert found is None or isinstance(found, Notice)
-
-
-@pytest.mark.parametrize(
-    ("environ", "end"),
-    [
-        ({}, None),
-        ({"SLURM_JOB_END_TIME": "1700000600"}, Notice(NoticeSource.SLURM, "end", 1700000600.0)),
-        ({"PBS_WALLTIME": "3600"}, Notice(NoticeSource.PBS, "end", 1700003600.0)),
-        ({"PBS_WALLTIME": "-1"}, None),
-        ({"SLURM_JOB_END_TIME": "nan"}, None),
-        ({"SLURM_JOB_END_TIME": "UNLIMITED"}, None),
-    ],
-)
-def test_a_batch_job_says_when_it_ends(environ, end):
-    assert batch_job_end(environ, started=1700000000.0) == end
-
-
-# -- asking ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def watch(monkeypatch):
-    """Return a function that watches a made-up service, and what it was told."""
-    pollers = []
-
-    def start(service):
-        told = []
-        monkeypatch.setenv("NBELASTIC_METADATA_URL", service.url)
-        pollers.append(MetadataPoller(told.append, interval=0.01))
-        return told
-
-    yield start
-    for poller in pollers:
-        poller.stop()
-        until(lambda poller=poller: not poller.running, "the thread has ended")
-
-
-def polls(service: FakeMetadata) -> int:
-    return sum("token" not in path and "/id" not in path for path, _ in service.asked)
-
-
-def test_aws_says_no_then_yes_then_takes_it_back(watch):
-    with metadata("aws") as service:
-        told = watch(service)
-        until(lambda: polls(service) > 2, "404s")
-        assert told == []
-        service.notice = aws_notice(120)
-        until(lambda: told, "the notice")
-        assert (told[0].source, told[0].action) == (NoticeSource.AWS, "terminate")
-        service.notice = None
-        until(lambda: len(told) > 1, "that it is revoked")
-        assert told[1] is None
-
-
-def test_a_token_that_has_expired_is_replaced(watch):
-    with metadata("aws") as service:
-        told = watch(service)
-        until(lambda: polls(service) > 1, "404s")
-        service.token, service.notice = "second", aws_notice(120)
-        until(lambda: told, "the notice")
-        assert 401 in {status for _, status in service.asked}
-        tokens = [path for path, _ in service.asked if "token" in path]
-        assert len(tokens) == 2
-
-
-@pytest.mark.parametrize(
-    ("cloud", "notice", "source"),
-    [
-        ("google", b"TRUE", NoticeSource.GOOGLE),
-        ("azure", azure_events("vm-1"), NoticeSource.AZURE),
-    ],
-)
-def test_the_other_clouds_are_found_and_asked(watch, cloud, notice, source):
-    with metadata(cloud) as service:
-        told = watch(service)
-        until(lambda: polls(service) > 2, "answers")
-        assert told == []
-        service.notice = notice
-        until(lambda: told, "the notice")
-        assert told[0].source == source
-
-
-def test_an_event_of_another_machine_is_not_ours(watch):
-    with metadata("azure") as service:
-        service.notice = azure_events("vm-2")
-        told = watch(service)
-        until(lambda: polls(service) > 4, "answers")
-        assert told == []
-
-
-def test_silence_and_errors_revoke_nothing(watch):
-    with metadata("google") as service:
-        told = watch(service)
-        service.notice = b"TRUE"
-        until(lambda: told, "the notice")
-        for service.broken in (500, 404, 401):
-            before = polls(service)
-            until(lambda before=before: polls(service) > before + 2, "errors")
-    assert [each is not None for each in told] == [True]
-
-
-def test_a_machine_without_a_service_is_not_asked_again(monkeypatch):
-    monkeypatch.setenv("NBELASTIC_METADATA_URL", "http://127.0.0.1:9")
-    poller = MetadataPoller(lambda _: None, interval=0.01)
-    until(lambda: not poller.running, "the thread has ended")
-
-
-def test_a_service_that_is_too_slow_is_none(monkeypatch):
-    with metadata("aws") as service:
-        service.slow = 0.3
-        monkeypatch.setattr(notice_watcher, "PROBE_LIMIT", 0.05)
-        monkeypatch.setenv("NBELASTIC_METADATA_URL", service.url)
-        poller = MetadataPoller(lambda _: None, interval=0.01)
-        until(lambda: not poller.running, "the thread has ended")
-
-
-def test_a_thread_ends_in_the_middle_of_a_request(monkeypatch):
-    asked = threading.Event()
-    with metadata("google") as service:
-        monkeypatch.setenv("NBELASTIC_METADATA_URL", service.url)
-        monkeypatch.setattr(notice_watcher, "REQUEST_LIMIT", 3600.0)
-        poller = MetadataPoller(lambda _: None, interval=0.01)
-        until(lambda: polls(service) > 1, "answers")
-        release = threading.Event()
-        monkeypatch.setattr(
-            service, "answer", lambda *_: (asked.set(), release.wait(), (404, b""))[2]
-        )
-        assert asked.wait(60)
-        poller.stop()
-        until(lambda: not poller.running, "the thread has ended")
-        release.set()
-
-
-def test_proxies_are_bypassed(watch, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with metadata("google") as service:
-        service.notice = b"TRUE"
-        told = watch(service)
-        until(lambda: told, "the notice")
-
-
-# -- the agent -------------------------------------------------------------------------------------
-
-
-class FakeLoop:
-    """A loop whose timers wait for a test."""
-
-    def __init__(self):
-        self.timers = {}
-
-    def call_later(self, delay, function, *args):
-        self.timers[len(self.timers)] = (delay, lambda: function(*args))
-        return len(self.timers) - 1
-
-    def remove_timeout(self, timer):
-        self.timers.pop(timer, None)
-
-    def add_callback(self, function, *args):
-        function(*args)
-
-
-def test_the_end_of_a_batch_job_is_told_in_time_and_for_this_worker_alone(monkeypatch):
-    now = 1700000000.0
-    monkeypatch.setattr(notice_watcher, "time", SimpleNamespace(time=lambda: now))
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700003600")
-    loop, sent = FakeLoop(), []
-    watcher = NoticeWatcher(loop, sent.append)
-    watcher.heed(WatchOrder(on=True))
-    watcher.heed(WatchOrder(on=True))
-    ((delay, act),) = loop.timers.values()
-    assert delay == 3600.0 - notice_watcher.BATCH_SECONDS
-    now += delay
-    act()
-    assert sent == [NoticeReport(NoticeSource.SLURM, "end", 120.0, host=False)]
-    watcher.heed(WatchOrder())
-    assert not loop.timers
-
-
-def test_a_batch_job_that_is_over_is_an_earlier_one(monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
-    loop = FakeLoop()
-    NoticeWatcher(loop, lambda _: None).heed(WatchOrder(on=True))
-    assert not loop.timers
-
-
-def test_an_agent_reports_a_notice_and_that_it_is_revoked(monkeypatch):
-    sent = []
-    monkeypatch.setattr(notice_watcher, "POLL_INTERVAL", 0.01)
-    monkeypatch.setattr(MetadataPoller.__init__, "__defaults__", (0.01,))
-    with metadata("aws") as service:
-        monkeypatch.setenv("NBELASTIC_METADATA_URL", service.url)
-        watcher = NoticeWatcher(FakeLoop(), sent.append)
-        watcher.heed(WatchOrder(on=True, host=True))
-        service.notice = aws_notice(120)
-        until(lambda: sent, "the report")
-        service.notice = None
-        until(lambda: len(sent) > 1, "the second report")
-        watcher.heed(WatchOrder())
-        asyncio.run(watcher.stopped())
-    assert [(each.host, each.revoked) for each in sent] == [(True, False), (True, True)]
-    assert 100 < sent[0].seconds <= 120
-    assert not [each for each in threading.enumerate() if each.name == "nbelastic-notices"]
-
-
-def test_a_report_travels():
-    report = NoticeReport(NoticeSource.AZURE, "Preempt", 12.5, host=True)
-    assert unpack(pack(report)) == report
-
-
-# -- the scheduler ---------------------------------------------------------------------------------
 
 
 class Cloud(SharedCluster):
@@ -283,11 +23,17 @@ class Cloud(SharedCluster):
     def __init__(self) -> None:
         super().__init__()
         self.retired = []
+        self.refused = 0  # of so many calls nothing comes, as the data has nowhere to go
         self.watching = {}
+        self.plugins = {}
+        self.installed = []
         self.handlers["retire_workers"] = self._retire
 
     async def _retire(self, workers, **kwargs):
         assert kwargs == {"close_workers": True, "remove": True}
+        if self.refused:
+            self.refused -= 1
+            return
         self.retired.append(sorted(self.workers[each].name for each in workers))
         for address in workers:
             self.kill_worker(address)
@@ -298,13 +44,28 @@ class Cloud(SharedCluster):
             self.watching[address] = order
         super().worker_send(address, message)
 
-    def report(self, address, **fields):
+    async def broadcast(self, *, msg, workers, **_):
+        self.installed += [self.workers[each].name for each in workers]
+        return {}
+
+    def report(self, address, source=NoticeSource.AWS, **fields):
         fields = {"action": "terminate", "seconds": 120.0, "host": True, **fields}
-        report = NoticeReport(NoticeSource.AWS, **fields)
+        report = NoticeReport(source, **fields)
         self.stream_handlers["nbelastic-agent"](worker=address, message=pack(report))
 
     def watchers(self):
         return {self.workers[each].name for each, order in self.watching.items() if order.host}
+
+
+def kinds(cloud):
+    return [record.kind for record in cloud.plugin.jobs["one"].log.contents().history]
+
+
+def busy(cloud):
+    """Have no rank come to a commit: nothing is retired, as there is time."""
+    for rank in cloud.ranks.values():
+        rank.aborted = -1
+    cloud.actions = list
 
 
 def play(scene):
@@ -434,15 +195,246 @@ def test_a_revoked_notice_offers_the_slots_again():
     play(scene)
 
 
-def test_at_the_end_of_the_time_workers_are_retired_whatever_their_ranks_do():
+def test_at_the_end_of_the_time_workers_are_retired_whatever_their_ranks_do(monkeypatch):
     async def scene(cloud):
         gone = cloud.hire("w0", "a")
         await cloud.open("one")
         await settle(cloud)
+        monkeypatch.setattr(desk, "LEAST", 0.0)
         cloud.report(gone, seconds=desk.MARGIN)
         cloud.step_all()
         assert cloud.held() == {"one": 1}
         await retired(cloud)
         assert cloud.retired == [["w0"]]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -600.0, 1e12])
+def test_ranks_have_a_little_time_whatever_a_notice_says(seconds):
+    """A machine that should be gone already still speaks; its clock may be wrong."""
+
+    async def scene(cloud):
+        cloud.hire("w0", "a")
+        cloud.hire("w1", "b")
+        await cloud.open("one")
+        await settle(cloud)
+        cloud.report(next(iter(cloud.workers)), seconds=seconds)
+        (worker,) = (each for each in cloud.plugin._workers.values() if each.notices)
+        now = asyncio.get_running_loop().time()
+        assert worker.notice.retire_at == pytest.approx(now + desk.LEAST, abs=1.0)
+        await retired(cloud)
+        assert cloud.retired == [["w0"]]
+        assert "lost" not in kinds(cloud)
+
+    play(scene)
+
+
+def test_one_notice_revoked_leaves_the_other_in_force():
+    """The end of a batch job is not revoked by the cloud, nor the other way round."""
+
+    async def scene(cloud):
+        first = cloud.hire("w0", "a")
+        cloud.hire("w1", "a")
+        await cloud.open("one", preemptible=False)
+        await settle(cloud)
+        busy(cloud)
+        cloud.report(first, NoticeSource.SLURM, action="end", host=False)
+        cloud.report(first, seconds=60.0)
+        cloud.report(first, revoked=True)
+        record = {each.slot.name: each for each in cloud.plugin._workers.values()}
+        assert record["w0"].leaving and not record["w1"].leaving
+        cloud.report(first, NoticeSource.SLURM, host=False, revoked=True)
+        assert not record["w0"].leaving
+
+    play(scene)
+
+
+def test_a_worker_that_is_being_retired_is_not_offered_again():
+    """Somebody retires it; that its notice is revoked does not matter then."""
+
+    async def scene(cloud):
+        stays = cloud.hire("w0", "a")
+        cloud.hire("w1", "b")
+        await cloud.open("one")
+        await settle(cloud)
+        busy(cloud)
+        cloud.report(stays)
+        cloud.plugin.mark_leaving(stays)
+        cloud.report(stays, revoked=True)
+        (worker,) = (each for each in cloud.plugin._workers.values() if each.address == stays)
+        assert worker.leaving
+        assert stays not in cloud.plugin.free_workers()
+
+    play(scene)
+
+
+def test_only_the_agent_that_watches_is_believed_about_its_host():
+    """A process that stood still for an hour may report what was so an hour ago."""
+
+    async def scene(cloud):
+        first, second = cloud.hire("w0", "a"), cloud.hire("w1", "a")
+        await cloud.open("one")
+        await settle(cloud)
+        busy(cloud)
+        assert cloud.watchers() == {"w0"}
+        cloud.report(first)
+        cloud.report(second, revoked=True)
+        assert all(each.notices for each in cloud.plugin._workers.values())
+
+    play(scene)
+
+
+def test_an_agent_that_is_silent_or_closes_watches_no_more():
+    async def scene(cloud):
+        cloud.hire("w0", "a")
+        second = cloud.hire("w1", "a")
+        await cloud.open("one")
+        await settle(cloud)
+        records = {each.slot.name: each for each in cloud.plugin._workers.values()}
+        records["w0"].silence = desk.SILENT
+        cloud.plugin._review_all()
+        assert cloud.watchers() == {"w1"}
+        records["w0"].silence = 0.0
+        cloud.plugin.mark_leaving(second, soon=True)
+        cloud.plugin._review_all()
+        assert cloud.watchers() == {"w0"}
+
+    play(scene)
+
+
+def test_a_notice_that_comes_nearer_counts_and_one_that_goes_away_does_not():
+    async def scene(cloud):
+        gone = cloud.hire("w0", "a")
+        await cloud.open("one")
+        await settle(cloud)
+        busy(cloud)
+        ends = []
+        for seconds in (600.0, 900.0, 60.0):
+            cloud.report(gone, seconds=seconds)
+            cloud.step_all()
+            (shown,) = view(cloud.plugin.jobs["one"].machine, cloud.now).reason.notices
+            ends.append(round(shown.seconds, -1))
+        assert ends == [600.0, 600.0, 60.0]
+        assert kinds(cloud).count("notice") == 1
+
+    play(scene)
+
+
+def test_workers_that_cannot_be_retired_are_tried_again(monkeypatch):
+    monkeypatch.setattr(desk, "RETRY", 0.01)
+
+    async def scene(cloud):
+        gone = cloud.hire("w0", "a")
+        cloud.hire("w1", "b")
+        await cloud.open("one")
+        await settle(cloud)
+        cloud.refused = 2
+        cloud.report(gone)
+        await retired(cloud)
+        assert cloud.retired == [["w0"]]
+        assert cloud.refused == 0
+
+    play(scene)
+
+
+# -- machines at risk ------------------------------------------------------------------------------
+
+
+def test_a_worker_at_risk_stays_until_another_has_its_place():
+    async def scene(cloud):
+        risky = cloud.hire("w0", "a")
+        cloud.hire("w1", "b")
+        await cloud.open("one", np=2, min_np=1, max_np=2)
+        await settle(cloud)
+        cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
+        assert cloud.plugin.demand() == 3, "one more, from this moment on"
+        await settle(cloud)
+        assert cloud.sizes() == {"one": 2}
+        assert cloud.retired == []
+        cloud.hire("w2", "c")
+        await settle(cloud)
+        assert {rank.worker.split("/")[2][:2] for rank in cloud.ranks.values()} == {"w1", "w2"}
+        await retired(cloud)
+        assert cloud.retired == [["w0"]]
+        assert cloud.plugin.demand() == 2
+        assert kinds(cloud).count("notice") == 1
+        assert "lost" not in kinds(cloud)
+
+    play(scene)
+
+
+def test_a_worker_is_at_risk_no_more():
+    async def scene(cloud):
+        risky = cloud.hire("w0", "a")
+        await cloud.open("one", np=1, min_np=1, max_np=1)
+        await settle(cloud)
+        cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
+        cloud.report(risky, action="rebalance", seconds=0.0, soft=True, revoked=True)
+        cloud.hire("w1", "b")
+        await settle(cloud)
+        assert {rank.worker.split("/")[2][:2] for rank in cloud.ranks.values()} == {"w0"}
+        assert cloud.plugin.demand() == 1
+
+    play(scene)
+
+
+def test_a_recommendation_before_a_job_and_a_notice_after_it():
+    async def scene(cloud):
+        cloud.plugins[SpotNotices.name] = None
+        cloud.plugin.watch_machines()
+        risky = cloud.hire("w0", "a")
+        cloud.plugin._review_all()
+        cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
+        await settle(cloud)
+        assert cloud.retired == [], "it stays while nothing says when it goes"
+        await cloud.open("one", np=1, min_np=1, max_np=1)
+        await settle(cloud)
+        assert cloud.sizes() == {"one": 1}
+        cloud.hire("w1", "b")
+        await settle(cloud)
+        await retired(cloud)
+        assert cloud.retired == [["w0"]]
+
+    play(scene)
+
+
+# -- Dask without jobs -----------------------------------------------------------------------------
+
+
+def test_workers_are_watched_and_retired_without_a_job():
+    async def scene(cloud):
+        cloud.plugins[SpotNotices.name] = None
+        cloud.plugin.watch_machines()
+        gone = cloud.hire("w0", "a")
+        cloud.hire("w1", "a")
+        cloud.hire("w2", "b")
+        cloud.workers["tcp://w3:9"] = SimpleNamespace(**{**vars(cloud.workers[gone]), "name": "w3"})
+        cloud.plugin._review_all()
+        await settle(cloud)
+        assert cloud.installed == ["w3"], "it had no agent"
+        assert cloud.watchers() == {"w0", "w2"}
+        cloud.report(gone)
+        await retired(cloud)
+        assert cloud.retired == [["w0", "w1"]]
+        assert cloud.plugin._review.running
+
+    play(scene)
+
+
+def test_nothing_is_watched_when_the_plugin_is_gone():
+    async def scene(cloud):
+        cloud.plugins[SpotNotices.name] = None
+        cloud.plugin.watch_machines()
+        cloud.hire("w0", "a")
+        cloud.plugin._review_all()
+        await cloud.open("one")
+        cloud.plugin.drop("one")
+        assert cloud.watchers() == {"w0"}
+        assert cloud.plugin._review.running
+        del cloud.plugins[SpotNotices.name]
+        cloud.plugin._review_all()
+        assert not cloud.watchers()
+        assert not cloud.plugin._review.running
 
     play(scene)

@@ -1,15 +1,25 @@
-"""SIGINT in the processes of workers: ignored while there is an agent, and as before without it."""
+"""Signals in workers' processes: handled while there is an agent, and as before without it."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import subprocess
 import sys
 import threading
 from types import SimpleNamespace
 
+import pytest
+
 from nbelastic.cluster.worker import signals
-from nbelastic.cluster.worker.signals import ignore_interrupts, start_processes_shielded
+from nbelastic.cluster.worker.signals import (
+    ignore_interrupts,
+    leave_on_user_signals,
+    pass_on_user_signals,
+    start_processes_shielded,
+)
+from tests.support.clusters import until
 
 SHOW = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
 
@@ -49,3 +59,82 @@ def test_what_an_event_loops_thread_starts_is_shielded_and_the_main_thread_is_no
     thread.start()
     thread.join()
     assert seen == ["False\n", "True\n"]
+
+
+# -- SIGUSR1 and SIGUSR2 ---------------------------------------------------------------------------
+
+
+def test_signals_of_batch_systems_are_handled_until_that_is_undone():
+    heard = []
+    undo = leave_on_user_signals(heard.append)
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGUSR1)
+    undo()
+    assert heard == ["SIGUSR2", "SIGUSR1"]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_user_s_stays_and_so_does_one_that_comes_later():
+    heard, own = [], []
+    before = signal.signal(signal.SIGUSR1, lambda *_: own.append("first"))
+    try:
+        undo = leave_on_user_signals(heard.append)
+        signal.raise_signal(signal.SIGUSR1)
+        later = signal.signal(signal.SIGUSR2, lambda *_: own.append("second"))
+        assert callable(later), "ours"
+        undo()
+        signal.raise_signal(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    assert own == ["first", "second"]
+    assert heard == []
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux shows them only")
+def test_a_handler_in_c_stays():
+    """As that of faulthandler, which Python's own table of handlers does not have."""
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.register(signal.SIGUSR1, file=nowhere)
+        try:
+            leave_on_user_signals(lambda _: None)()
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+            heard = []
+            undo = leave_on_user_signals(heard.append)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            undo()
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert heard == []
+
+
+def test_another_thread_s_process_is_left_alone():
+    done = []
+    thread = threading.Thread(target=lambda: done.append(leave_on_user_signals(lambda _: None)))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    done[0]()
+
+
+def test_nannies_of_one_process_pass_a_signal_on_to_each_worker():
+    class Nanny:
+        def __init__(self):
+            command = [sys.executable, "-c", "input()"]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    nannies = [Nanny(), Nanny()]
+    for nanny in nannies:
+        pass_on_user_signals(True, nanny)
+        pass_on_user_signals(True, nanny)
+    pass_on_user_signals(False, nannies[0])
+    signal.raise_signal(signal.SIGUSR1)
+    assert nannies[1].process.wait(60) == -signal.SIGUSR1
+    assert nannies[0].process.poll() is None
+    pass_on_user_signals(True, nannies[0])
+    signal.raise_signal(signal.SIGUSR1)
+    until(lambda: nannies[0].process.poll() is not None, "it has got it")
+    for nanny in nannies:
+        pass_on_user_signals(False, nanny)
+        nanny.process.stdin.close()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -70,6 +70,25 @@ SENTENCES = [
         "worker w3 leaves in 1:54: AWS spot (terminate)",
     ),
     (
+        why.NoticeGiven("w3", why.NoticeSource.SIGNAL, "SIGUSR1", 60.0),
+        "worker w3 leaves in 1:00: signal (SIGUSR1)",
+    ),
+    (
+        why.NoticeGiven("w3", why.NoticeSource.AWS, "rebalance", 0.0, soft=True),
+        "worker w3 leaves once another is ready: AWS spot (rebalance)",
+    ),
+    (
+        why.GoneBeforeCommit("w3", 109.7),
+        "worker w3 has gone before its rank came to a commit, 110 s after it was asked to leave: "
+        "steps since the last commit are done again. Call state.check_host_updates() after each "
+        "batch, where ranks leave, too, or commit more often",
+    ),
+    (
+        why.NoneStays(),
+        "all workers with the state will go, and the job has no checkpoint: it starts over unless "
+        "another worker joins before. Pass checkpoint=, or add workers",
+    ),
+    (
         why.Noticed((why.NoticeGiven("w3", why.NoticeSource.SLURM, "end", 59.6),), 3),
         "worker w3 leaves in 1:00: SLURM's time limit; and 2 more",
     ),

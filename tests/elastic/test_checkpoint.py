@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -210,22 +211,45 @@ def test_a_job_that_stops_at_a_commit_leaves_that_commit_on_disk(tmp_path):
     assert [Path(name).stem[-10:] for name in files_in(tmp_path)] == ["0000000001"]
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_rank_that_yields_its_slot_writes_its_last_commit(tmp_path, saves):
+@pytest.mark.parametrize("others", [True, False])
+def test_the_last_rank_with_the_state_writes_it_before_it_leaves(tmp_path, others):
     def rank(context):
         plan = make_member(context, tmp_path, every=1000)
         state = ObjectState(count=0)
-        with checkpointing(context, state, 1) as checkpoints:
+        with contextlib.suppress(Leaving), checkpointing(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             state.count = 5
             state.save()
             context.committed()
-            context.rank, context.saves = 3, saves  # of the generation before
-            raise Leaving("by the test")
+            checkpoints.left()
+            context.time_to_save = 0.0 if others else 30.0
+            raise Leaving("its worker was asked to leave")
+        return list(context.port)
 
-    with pytest.raises(Leaving):
-        run_ranks(1, rank)
-    assert [Path(name).stem[-10:] for name in files_in(tmp_path)] == ["0000000001"] * saves
+    (notes,) = run_ranks(1, rank)
+    names = [Path(name).stem[-10:] for name in files_in(tmp_path)]
+    assert names == ([] if others else ["0000000001"])
+    assert ("commit 1 is written: no other rank had the state" in notes) is not others
+    assert not [t for t in threading.enumerate() if t.name == "nbelastic-checkpoint"]
+
+
+def test_a_rank_that_leaves_has_no_longer_than_it_has_to_write(tmp_path, monkeypatch):
+    Gate(monkeypatch)
+
+    def rank(context):
+        plan = make_member(context, tmp_path, every=1000)
+        state = ObjectState(count=0)
+        with contextlib.suppress(Leaving), checkpointing(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            state.save()
+            context.committed()
+            context.time_to_save = 0.05
+            raise Leaving("its worker was asked to leave")
+        return list(context.port)
+
+    (notes,) = run_ranks(1, rank)
+    assert "the last one was given up after 0.05 s" in notes
+    assert files_in(tmp_path) == []
 
 
 def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):

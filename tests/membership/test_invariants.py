@@ -34,6 +34,7 @@ from nbelastic.membership import (
     RankReturned,
     ShareSet,
     Slot,
+    SlotAtRisk,
     SlotBusy,
     SlotDied,
     SlotGone,
@@ -63,6 +64,7 @@ def _nothing_else_to_collect() -> Iterator[None]:
 numbers = st.integers(0, 50)
 flags = st.booleans()
 NOTICE = NoticeGiven("A0", NoticeSource.AWS, "terminate", 120.0)
+RISK = NoticeGiven("A0", NoticeSource.AWS, "rebalance", 0.0, soft=True)
 HARM = ["kill", "kill", "freeze", "thaw", "retire", "cut", "hang", "deafen", "raise", "collective"]
 names = st.builds("{}{}".format, st.sampled_from("ABC"), st.integers(0, 2))
 
@@ -88,7 +90,7 @@ class FaultyWorld(RuleBasedStateMachine):
             ahead=st.sampled_from([0.0, 0.0, 0.5]),
         ),
         preemptible=flags,
-        resumable=flags,
+        checkpoint=flags,
         slow=st.sampled_from([False, False, False, True]),
         jitter=st.sampled_from([0.0, 0.0, 0.05]),
         seed=numbers,
@@ -105,7 +107,7 @@ class FaultyWorld(RuleBasedStateMachine):
         check_every: int,
         script: Script,
         preemptible: bool,
-        resumable: bool,
+        checkpoint: bool,
         slow: bool,
         jitter: float,
         seed: int,
@@ -125,7 +127,7 @@ class FaultyWorld(RuleBasedStateMachine):
             cooldown=cooldown,
             slots_per_host=per_host,
             preemptible=preemptible,
-            resumable=resumable,
+            checkpoint=checkpoint,
         )
         if slow:
             script.step, script.batches = 10.0, 5
@@ -183,6 +185,14 @@ class FaultyWorld(RuleBasedStateMachine):
             else:
                 rank.raise_error(f"KeyError: {which}", collective=what == "collective")
         self.play(then)
+
+    @precondition(lambda self: self.alive())
+    @rule(which=numbers, over=flags)
+    def risk(self, which: int, over: bool) -> None:
+        """A machine is at risk, or is not any more."""
+        workers = self.alive()
+        slot = workers[which % len(workers)].slot.id
+        self.world.tell(SlotStays(slot) if over else SlotAtRisk(slot, RISK))
 
     @rule(rarely=st.integers(0, 4))
     def kill_all(self, rarely: int) -> None:
@@ -253,6 +263,7 @@ class FaultyWorld(RuleBasedStateMachine):
             lambda: SlotGone(slot),
             lambda: SlotLeaving(slot),
             lambda: SlotLeaving(slot, notice=NOTICE),
+            lambda: SlotAtRisk(slot, RISK),
             lambda: SlotStays(slot),
             lambda: SlotBusy(slot),
             lambda: SlotDied(slot, "was killed"),

@@ -180,7 +180,7 @@ def test_a_suspended_job_that_gathers_gives_up_all_ranks_but_one(lost: bool) -> 
 
 def suspended(*, resumable: bool):
     limits = {"np": 3, "min_np": 2, "preemptible": True, "elastic_timeout": 30.0}
-    world = trained(job("A0", "B0", "C0", resumable=resumable, script=LONG, **limits), 20)
+    world = trained(job("A0", "B0", "C0", checkpoint=resumable, script=LONG, **limits), 20)
     share(world, 1)
     world.run_for(50.0)
     assert len(world.machine.roster.ranks) == 1
@@ -191,8 +191,8 @@ def test_a_suspended_job_that_yields_saves_its_state_and_starts_again() -> None:
     world = suspended(resumable=True)
     share(world, 0)
     world.run_for(50.0)
-    (how,) = {effect.how for effect in world.of(EndRank)} - {"leave"}
-    assert how == "save"
+    saving = [effect for effect in world.of(EndRank) if effect.save > 0]
+    assert [effect.how for effect in saving] == ["leave"]
     assert not world.machine.roster.ranks
     seen = view(world.machine.machine, world.now)
     assert (seen.state, seen.sharing) == ("waiting", Sharing(0, 4, ("bert",), 1, suspended=True))

@@ -6,7 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from nbelastic.driver.describe import in_words
 from nbelastic.driver.status import DataStatus, Progress
+from nbelastic.membership import reasons
 from nbelastic.render import PARTS, STYLE, JobSnapshot, page
 from nbelastic.render.theme import _COLOURS, SYMBOLS
 
@@ -80,6 +82,13 @@ def test_every_state_has_a_well_formed_page_with_word_and_symbol(state):
 def test_warnings_are_on_the_page_with_what_to_do(state):
     shown = Page(page(full(state=state, warnings=("ranks <never> met\nwrap it", "second"))))
     assert "Warning: ranks <never> met wrap it Warning: second" in shown.text
+
+
+def test_a_worker_that_leaves_is_on_the_page_with_its_time():
+    notice = reasons.NoticeGiven("w3", reasons.NoticeSource.AWS, "terminate", 114.2)
+    words = in_words(reasons.Noticed((notice,), 1))
+    shown = Page(page(full(state="running", reason=words)))
+    assert "worker w3 leaves in 1:54: AWS spot (terminate)" in shown.text
 
 
 def test_the_page_needs_no_script_and_nothing_from_elsewhere():

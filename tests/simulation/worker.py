@@ -31,6 +31,9 @@ class SimWatcher:
     def heed(self, order: Any) -> None:
         """Take an order."""
 
+    def close(self) -> None:
+        """Take none any more."""
+
     async def stopped(self) -> None:
         """Wait for nothing."""
 

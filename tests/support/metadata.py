@@ -1,4 +1,4 @@
-"""A metadata service on loopback, which answers as a cloud's does, by a script."""
+"""A metadata service that answers as a cloud's does: over loopback, or in virtual time."""
 
 from __future__ import annotations
 
@@ -6,72 +6,201 @@ import contextlib
 import json
 import threading
 import time
+from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, MachineWatch
+from nbelastic.cluster.worker.notices import Answer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+Reply = tuple[int, dict[str, str], bytes]
+
+ROLES = {
+    "aws": "/latest/meta-data/spot/instance-action",
+    "google": "/computeMetadata/v1/instance/preempted",
+    "azure": "/metadata/scheduledevents",
+}
+"""What each cloud is asked for notices."""
+
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 
+@dataclass
 class FakeMetadata:
     """The service of one cloud: ``aws``, ``google`` or ``azure``.
 
     Attributes
     ----------
-    notice : bytes or None
-        The notice in force, as the cloud writes it.
+    notice, advice : bytes or None
+        The notice in force, as the cloud writes it, and AWS's recommendation.
     token : str
         The token that AWS's wants.
     broken : int
         A status that all polls get; 0 for none.
+    body : bytes or None
+        What all answers say instead, with status 200, as a network's login page does.
     slow : float
         Seconds that each answer takes.
+    clock : float or None
+        The time that its answers are dated by.
     asked : list of (str, int)
         Path and status of each request.
     """
 
-    def __init__(self, cloud: str) -> None:
-        self.cloud = cloud
-        self.notice: bytes | None = None
-        self.token = "first"
-        self.broken = 0
-        self.slow = 0.0
-        self.asked: list[tuple[str, int]] = []
-        self.url = ""
+    cloud: str
+    notice: bytes | None = None
+    advice: bytes | None = None
+    token: str = "first"
+    broken: int = 0
+    body: bytes | None = None
+    slow: float = 0.0
+    clock: float | None = None
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    url: str = ""
+    closed: bool = False
 
-    def answer(self, method: str, path: str, headers: Any) -> tuple[int, bytes]:
-        path = path.partition("?")[0]
+    def answer(self, method: str, target: str, headers: Any) -> Reply:
+        """Answer a request, by its headers in lower case."""
+        path = urlsplit(target).path
+        more = {} if self.clock is None else {"date": formatdate(self.clock, usegmt=True)}
+        if self.cloud == "google":
+            more.update({"metadata-flavor": "Google", "etag": self.etag})
+        status, body = self._answer(method, path, headers)
+        if self.body is not None:
+            status, body, more = 200, self.body, {}
+        self.asked.append((path, status))
+        return status, more, body
+
+    def _answer(self, method: str, path: str, headers: Any) -> tuple[int, bytes]:
         if self.cloud == "aws":
-            if path == "/latest/api/token" and method == "PUT":
-                lasts = headers.get("X-aws-ec2-metadata-token-ttl-seconds")
-                return (200, self.token.encode()) if lasts else (400, b"")
-            if headers.get("X-aws-ec2-metadata-token") != self.token:
+            if path == "/latest/api/token":
+                lasts = headers.get("x-aws-ec2-metadata-token-ttl-seconds")
+                allowed = lasts and method == "PUT"
+                return (200, self.token.encode()) if allowed else (400, b"")
+            if headers.get("x-aws-ec2-metadata-token") != self.token:
                 return 401, b""
-            if path == "/latest/meta-data/spot/instance-action" and self.notice is not None:
-                return self.broken or 200, self.notice
-        elif self.cloud == "google" and headers.get("Metadata-Flavor") == "Google":
-            if path == "/computeMetadata/v1/instance/id":
-                return 200, b"1"
-            if path == "/computeMetadata/v1/instance/preempted":
-                return self.broken or 200, self.notice or b"FALSE"
-        elif self.cloud == "azure" and headers.get("Metadata") == "true":
-            if path == "/metadata/instance/compute/name":
-                return 200, b"vm-1"
-            if path == "/metadata/scheduledevents":
-                return self.broken or 200, self.notice or b'{"Events": []}'
-        return self.broken or 404, b"no"
+            item = {ROLES["aws"]: self.notice, REBALANCE: self.advice}.get(path)
+            return (self.broken or 404, b"no") if item is None else (self.broken or 200, item)
+        wanted = ("metadata-flavor", "Google") if self.cloud == "google" else ("metadata", "true")
+        if headers.get(wanted[0]) != wanted[1] or method != "GET":
+            return 403, b"which header?"
+        found = {
+            "/computeMetadata/v1/instance/id": b"1",
+            "/metadata/instance/compute/name": b"vm-1",
+            ROLES["google"]: self.notice or b"FALSE",
+            ROLES["azure"]: self.notice or b'{"Events": []}',
+        }
+        if not path.startswith("/computeMeta" if self.cloud == "google" else "/metadata/"):
+            return 404, b"no"
+        return (200 if path not in ROLES.values() else self.broken or 200), found[path]
+
+    @property
+    def etag(self) -> str:
+        """What Google's service calls the present answer."""
+        return f"{hash(self.notice) & 0xFFFFFF:x}"
+
+    def holds(self, target: str) -> float:
+        """Return how long the answer to a request is held back at most, unless there is news."""
+        asked = parse_qs(urlsplit(target).query)
+        if self.cloud != "google" or self.closed or asked.get("last_etag") != [self.etag]:
+            return 0.0
+        return float(asked["timeout_sec"][0])
+
+
+# -- in virtual time -------------------------------------------------------------------------------
+
+
+class Machine:
+    """A machine with the real watch, its cloud's service, and a time that a test lets pass.
+
+    Parameters
+    ----------
+    service : FakeMetadata
+        The service.
+    script : iterable of (float, callable)
+        What happens to the service, and when; ``callable(service)``.
+    start : float
+        The time at which the machine starts.
+    """
+
+    def __init__(
+        self,
+        service: FakeMetadata,
+        script: Iterable[tuple[float, Callable[[FakeMetadata], object]]] = (),
+        start: float = 0.0,
+    ) -> None:
+        self.service = service
+        self.script = sorted(script, key=lambda each: each[0])
+        self.now = start
+        self.next: float | None = start
+        self.dead = False
+        self.requests: list[float] = []
+        self.told: list[tuple[float, Any, Any]] = []
+        self.watch = MachineWatch(self, self._tell, lambda: self.now, lambda: self.now)
+
+    def _tell(self, source: Any, notice: Any, soft: Any) -> None:
+        assert source.value == self.service.cloud
+        self.told.append((self.now, notice, soft))
+
+    def pass_time(self, until: float) -> None:
+        """Let things happen as the script has them."""
+        while self.script and self.script[0][0] <= until:
+            self.now, act = self.script.pop(0)
+            act(self.service)
+        self.now = max(until, self.now)
+
+    def run(self, until: float) -> Machine:
+        """Have the watch do all that it does until then."""
+        while self.next is not None and self.next <= until:
+            self.pass_time(self.next)
+            self.next = self.now + POLL_INTERVAL if self.watch.step() else None
+        self.pass_time(until)
+        return self
+
+    # the service, as the watch sees it
+
+    def reach(self, seconds: float) -> tuple[str, int] | None:
+        if self.dead:
+            self.pass_time(self.now + seconds)
+        return None if self.dead else ("169.254.169.254", 80)
+
+    def ask(
+        self, address: Any, method: str, path: str, headers: dict[str, str], seconds: float
+    ) -> Answer:
+        self.requests.append(self.now)
+        most = self.now + min(self.service.holds(path), seconds)
+        while self.service.holds(path) and self.now < most:
+            soon = self.script[0][0] if self.script else most
+            self.pass_time(min(max(soon, self.now), most))
+        if self.dead or self.service.slow > seconds:
+            self.pass_time(self.now + seconds)
+            raise TimeoutError("timed out")
+        self.pass_time(self.now + self.service.slow)
+        lower = {name.lower(): value for name, value in headers.items()}
+        return Answer(*self.service.answer(method, path, lower))
+
+
+# -- over loopback ---------------------------------------------------------------------------------
 
 
 def handler_of(service: FakeMetadata) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             time.sleep(service.slow)
-            status, body = service.answer(self.command, self.path, self.headers)
-            service.asked.append((self.path.partition("?")[0], status))
+            until = time.monotonic() + service.holds(self.path)
+            while service.holds(self.path) and time.monotonic() < until:
+                time.sleep(0.005)
+            lower = {name.lower(): value for name, value in self.headers.items()}
+            status, headers, body = service.answer(self.command, self.path, lower)
             with contextlib.suppress(OSError):  # the asker has gone
-                self.send_response(status)
-                if service.cloud == "google":
-                    self.send_header("Metadata-Flavor", "Google")
+                self.send_response_only(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -95,18 +224,23 @@ def metadata(cloud: str) -> Iterator[FakeMetadata]:
     try:
         yield service
     finally:
+        service.closed = True
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-def aws_notice(seconds: float, action: str = "terminate") -> bytes:
+# -- notices ---------------------------------------------------------------------------------------
+
+
+def aws_notice(seconds: float, action: str = "terminate", now: float | None = None) -> bytes:
     """Return EC2's ``instance-action``, some seconds before."""
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
+    at = (time.time() if now is None else now) + seconds
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
     return json.dumps({"action": action, "time": when}).encode()
 
 
-def azure_events(*resources: str, kind: str = "Preempt", before: str = "") -> bytes:
+def azure_events(*resources: str, kind: str = "Preempt", before: str = "", **more: Any) -> bytes:
     """Return Azure's ``scheduledevents`` with one event."""
     event = {
         "EventId": "1",
@@ -115,5 +249,15 @@ def azure_events(*resources: str, kind: str = "Preempt", before: str = "") -> by
         "ResourceType": "VirtualMachine",
         "Resources": list(resources),
         "NotBefore": before,
+        **more,
     }
     return json.dumps({"DocumentIncarnation": 1, "Events": [event]}).encode()
+
+
+def notice_of(cloud: str, seconds: float, now: float) -> bytes:
+    """Return the notice of a cloud that a machine ends in some seconds."""
+    if cloud == "aws":
+        return aws_notice(seconds, now=now)
+    if cloud == "google":
+        return b"TRUE"
+    return azure_events("vm-1", before=formatdate(now + seconds, usegmt=True))

@@ -223,7 +223,7 @@ class Arbiter:
             priority=limits.priority,
             weight=limits.weight,
             preemptible=soft,
-            resumable=limits.resumable,
+            resumable=limits.checkpoint,
             per_host=limits.slots_per_host,
         )
 

@@ -174,7 +174,7 @@ class JobController:
         elif isinstance(effect, Release):
             self._ops.order(record, ReleaseOrder(job, 0, effect.generation), effect.starts)
         elif isinstance(effect, EndRank):
-            end = EndRankOrder(job, effect.start, effect.how, str(effect.reason))
+            end = EndRankOrder(job, effect.start, effect.how, str(effect.reason), effect.save)
             self._ops.order(record, end, [effect.start])
         elif isinstance(effect, RestartWorker):
             self._ops.restart_worker(effect.slot, str(effect.reason))

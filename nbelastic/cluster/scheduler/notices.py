@@ -1,31 +1,59 @@
 """Leave machines that say they will go, and retire their workers before they do.
 
 Runs in the scheduler, in its event loop. One agent of each host watches for notices of the host,
-and each agent for the end of its own batch job, while there is a job that wants it.
+and each agent for signals and the end of its own batch job, while there is a job that wants it, or
+:class:`~.spot_notices.SpotNotices` is registered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
-from nbelastic.cluster.wire import NoticeReport, WatchOrder
-from nbelastic.membership import NoticeGiven
+from distributed.core import Status
+
+from nbelastic.cluster.wire import WatchOrder
+from nbelastic.membership import NoticeGiven, rules
+
+from .records import NoticeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from distributed import Scheduler
 
+    from nbelastic.cluster.wire import NoticeReport
+
     from .plugin import ElasticPlugin
     from .records import JobRecord, WorkerRecord
 
-__all__ = ["NoticeDesk"]
+__all__ = ["STANDING", "NoticeDesk"]
 
-MARGIN = 10.0
+logger = logging.getLogger(__name__)
+
+STANDING = "nbelastic-spot-notices"
+"""Name of the scheduler plugin that has notices watched for without a job."""
+
+MARGIN = rules.MARGIN
 """Seconds before the end of a machine at which its workers are retired, with ranks or without."""
 
+LEAST = rules.SOON
+"""Seconds that ranks have in any case, also if a machine should be gone already."""
+
+MOST = 86400.0
+"""Most seconds that a notice is taken to leave."""
+
+SILENT = 3.0
+"""Seconds without a heartbeat of a rank after which another worker of the host watches."""
+
 POLL = 0.05
+
+RETRY = 5.0
+"""Seconds after which workers that could not be retired, because of their data, are tried again.
+
+After the first time it is twice as long.
+"""
 
 
 class NoticeDesk:
@@ -56,89 +84,209 @@ class NoticeDesk:
         self._jobs = jobs
         self._workers = workers
         self._retire_now = retire
-        self._hosts: dict[str, tuple[NoticeReport, float]] = {}
+        self._hosts: dict[str, NoticeRecord] = {}
+        self._risks: dict[str, NoticeReport] = {}
+        self._under_way: set[str] = set()
+
+    @property
+    def standing(self) -> bool:
+        """Whether notices are watched for without a job."""
+        return STANDING in getattr(self._scheduler, "plugins", ())
 
     @property
     def going(self) -> int:
-        """How many workers are there that will go, by a notice."""
-        return sum(worker.deadline is not None for worker in self._workers.values())
+        """How many workers are to be replaced, because of a notice."""
+        workers = self._workers.values()
+        return sum(bool(each.notices) or _could_be_left(each) for each in workers)
+
+    # -- watchers ----------------------------------------------------------------------------------
 
     def review(self) -> None:
-        """Have one agent of each host watch for its notices: the lowest address, if there is none.
+        """Have one agent of each host watch for its notices; retire workers that were replaced.
 
-        Without a job that wants it no agent watches.
+        That is the agent which does already, unless it is silent or closes; else the one with the
+        lowest address. Without a job that wants it no agent watches.
         """
-        on = any(job.notices for job in self._jobs.values())
+        on = self.standing or any(job.notices for job in self._jobs.values())
+        self._hosts = {h: each for h, each in self._hosts.items() if self._now < each.deadline}
         hosts: dict[str, WorkerRecord] = {}
         for worker in self._workers.values():
             other = hosts.setdefault(worker.slot.host, worker)
-            if (not worker.watch.host, worker.address) < (not other.watch.host, other.address):
+            if _fitness(worker) < _fitness(other):
                 hosts[worker.slot.host] = worker
         for worker in self._workers.values():
             order = WatchOrder(on, on and hosts[worker.slot.host] is worker)
             if order != worker.watch:
                 worker.watch = order
                 self._plugin.tell_agent(worker, order)
+        self._risks = {host: each for host, each in self._risks.items() if host in hosts}
+        self._retire_replaced()
+
+    # -- notices -----------------------------------------------------------------------------------
 
     def take(self, worker: WorkerRecord, report: NoticeReport) -> None:
         """Have ranks leave the workers that a notice is about, or stay if it is revoked."""
+        if report.host and not worker.watch.host:
+            return  # it has watched once: another one knows better
         host = worker.slot.host
-        deadline = self._now + max(report.seconds, 0.0)
-        if report.host and report.revoked:
-            self._hosts.pop(host, None)
-        elif report.host:
-            self._hosts[host] = report, deadline
         concerned = [
             each
             for each in self._workers.values()
             if each is worker or (report.host and each.slot.host == host)
         ]
-        if report.revoked:
-            self._stay(concerned)
+        if report.soft:
+            self._risks.pop(host, None)
+            if not report.revoked:
+                self._risks[host] = report
+            self._set_risk(concerned, None if report.revoked else report)
+        elif report.revoked:
+            if report.host:
+                self._hosts.pop(host, None)
+            self._stay(concerned, report)
         else:
-            self._leave(concerned, report, deadline)
+            notice = self._record(report)
+            if report.host:
+                self._hosts[host] = notice
+            self._leave(concerned, notice)
+
+    def _record(self, report: NoticeReport) -> NoticeRecord:
+        left = report.seconds if 0 <= report.seconds <= MOST else 0.0
+        deadline = self._now + left
+        retire_at = max(deadline - MARGIN, self._now + LEAST)
+        return NoticeRecord(report.source, report.action, deadline, retire_at)
 
     def arrived(self, worker: WorkerRecord) -> None:
-        """Note a new worker: its host may be about to go."""
-        report, deadline = self._hosts.get(worker.slot.host, (None, 0.0))
-        if report is not None and self._now < deadline:
-            self._leave([worker], report, deadline)
+        """Note a new worker: its host may be about to go, or at risk."""
+        host = worker.slot.host
+        notice = self._hosts.get(host)
+        if notice is not None and self._now < notice.deadline:
+            self._leave([worker], notice)
         else:
-            self._hosts.pop(worker.slot.host, None)
+            self._hosts.pop(host, None)
+            self._set_risk([worker], self._risks.get(host))
 
-    def _leave(
-        self, workers: Iterable[WorkerRecord], report: NoticeReport, deadline: float
-    ) -> None:
-        fresh = [worker for worker in workers if not worker.leaving]
-        for worker in fresh:
-            worker.deadline = deadline
-            left = deadline - self._now
-            notice = NoticeGiven(worker.slot.name, report.source, report.action, left)
-            self._plugin.mark_leaving(worker.address, notice=notice)
-        if fresh:
-            self._plugin.spawn(self._retire(fresh, deadline))
+    def inform(self, job: str) -> None:
+        """Tell a new job which workers are at risk; those that will go it is not offered."""
+        for worker in self._workers.values():
+            risk = self._risks.get(worker.slot.host)
+            if risk is not None and worker.risk is not None:
+                self._plugin.mark_at_risk(worker.address, _given(worker, risk))
 
-    def _stay(self, workers: Iterable[WorkerRecord]) -> None:
+    def _leave(self, workers: Iterable[WorkerRecord], notice: NoticeRecord) -> None:
+        hosts = set()
         for worker in workers:
-            if worker.deadline is not None:
-                worker.deadline = None
-                self._plugin.mark_staying(worker.address)
+            known, before = worker.notices.get(notice.source), worker.notice
+            if known is not None and known.deadline <= notice.deadline:
+                continue  # nothing is more urgent than it was
+            worker.notices[notice.source] = notice
+            hosts.add(worker.slot.host)
+            if worker.notice is not before and not worker.retiring:
+                self._mark_leaving(worker)
+        for host in hosts - self._under_way:
+            self._under_way.add(host)
+            self._plugin.spawn(self._see_off(host))
 
-    async def _retire(self, workers: list[WorkerRecord], deadline: float) -> None:
-        """Retire workers when their ranks have left, so that cluster managers replace them."""
-        while self._now < deadline - MARGIN and any(_holds(worker) for worker in workers):
-            await asyncio.sleep(POLL)
-        known = self._scheduler.workers
-        going = [each.address for each in workers if each.deadline is not None]
-        going = [address for address in going if address in known]
-        if going:
-            await self._retire_now(going)
+    def _mark_leaving(self, worker: WorkerRecord) -> None:
+        notice = worker.notice
+        assert notice is not None
+        left = max(notice.deadline - self._now, 0.0)
+        given = NoticeGiven(worker.slot.name, notice.source, notice.action, left)
+        self._plugin.mark_leaving(worker.address, notice=given)
+
+    def _stay(self, workers: Iterable[WorkerRecord], report: NoticeReport) -> None:
+        """Let workers stay whose notice is revoked, if nothing else has them leave."""
+        for worker in workers:
+            if worker.notices.pop(report.source, None) is None or worker.retiring:
+                continue
+            if worker.notices:
+                self._mark_leaving(worker)
+            else:
+                self._plugin.mark_staying(worker.address)
+                self._set_risk([worker], self._risks.get(worker.slot.host))
+
+    async def _see_off(self, host: str) -> None:
+        """Retire the workers of a host when their ranks have left, or when it is time.
+
+        They are retired together, so that the data of one does not move to another. A cluster
+        manager then replaces them.
+        """
+        wait = RETRY
+        try:
+            while True:
+                going = [w for w in self._workers.values() if w.slot.host == host and w.notices]
+                if not going:
+                    return
+                due = [worker for worker in going if self._is_due(worker)]
+                if due and (len(due) == len(going) or any(map(self._is_late, due))):
+                    await self._retire(due)
+                    await asyncio.sleep(wait)
+                    wait = 2 * RETRY
+                else:
+                    await asyncio.sleep(POLL)
+        finally:
+            self._under_way.discard(host)
+
+    def _is_due(self, worker: WorkerRecord) -> bool:
+        return worker.holder is None or self._is_late(worker)
+
+    def _is_late(self, worker: WorkerRecord) -> bool:
+        notice = worker.notice
+        return notice is not None and self._now >= notice.retire_at
+
+    async def _retire(self, workers: list[WorkerRecord]) -> None:
+        """Retire workers; those that Dask keeps, because their data can go nowhere, stay."""
+        there = [worker for worker in workers if worker.address in self._scheduler.workers]
+        for worker in there:
+            worker.retiring = True  # a notice that is revoked from now on is revoked too late
+        try:
+            if there:
+                await self._retire_now([worker.address for worker in there])
+        except Exception:  # it is tried again
+            logger.exception("workers whose machine will go cannot be retired")
+        for worker in there:
+            state = self._scheduler.workers.get(worker.address)
+            if state is not None and state.status in (Status.running, Status.paused):
+                worker.retiring = False
+                if not worker.notices:
+                    self._plugin.mark_staying(worker.address)
+
+    # -- machines at risk --------------------------------------------------------------------------
+
+    def _set_risk(self, workers: Iterable[WorkerRecord], report: NoticeReport | None) -> None:
+        """Note that workers are at risk, or not any more."""
+        for worker in workers:
+            before, worker.risk = worker.risk, None if report is None else report.source
+            if worker.leaving or worker.risk is before:
+                continue
+            if report is None:
+                self._plugin.mark_staying(worker.address)
+            else:
+                self._plugin.mark_at_risk(worker.address, _given(worker, report))
+
+    def _retire_replaced(self) -> None:
+        """Retire workers at risk that a job has left, because others have taken their place."""
+        for worker in self._workers.values():
+            if worker.risk is None or worker.leaving or worker.holder is not None:
+                continue
+            if any(worker.slot.id in job.machine.roster.departing for job in self._jobs.values()):
+                worker.retiring = True
+                self._plugin.spawn(self._retire([worker]))
 
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
 
-def _holds(worker: WorkerRecord) -> bool:
-    """Return whether a worker that will go has a rank."""
-    return worker.deadline is not None and worker.holder is not None
+def _could_be_left(worker: WorkerRecord) -> bool:
+    """Return whether a worker is at risk and has a rank, which another one could have."""
+    return worker.risk is not None and worker.holder is not None
+
+
+def _given(worker: WorkerRecord, report: NoticeReport) -> NoticeGiven:
+    return NoticeGiven(worker.slot.name, report.source, report.action, 0.0, soft=True)
+
+
+def _fitness(worker: WorkerRecord) -> tuple[bool, bool, str]:
+    """Return how fit a worker is to watch for its host: the lowest value watches."""
+    unfit = worker.retiring or worker.silence >= SILENT
+    return unfit, not worker.watch.host, worker.address

@@ -49,6 +49,7 @@ from nbelastic.errors import VersionMismatch
 from nbelastic.membership import (
     LossReason,
     RankRaised,
+    SlotAtRisk,
     SlotBusy,
     SlotDied,
     SlotGone,
@@ -142,6 +143,7 @@ class ElasticPlugin(SchedulerPlugin):
         if job in self.jobs:
             self.jobs[job].opening = False
             self.arbiter.decide()
+            self._notices.inform(job)
             self.announce_all(job)
             self._review_job(job, self.jobs[job])
 
@@ -179,9 +181,14 @@ class ElasticPlugin(SchedulerPlugin):
     def _settle(self) -> None:
         if not self.jobs:
             self._heartbeats.stop()
-            self._review.stop()
             self.arbiter.stop()
             self._notices.review()
+            if not self._notices.standing:
+                self._review.stop()
+
+    def watch_machines(self) -> None:
+        """Watch for notices also without a job, while :class:`SpotNotices` is registered."""
+        self._review.start()
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -192,7 +199,8 @@ class ElasticPlugin(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Put an agent on a new worker if any job wants it."""
         state = scheduler.workers[worker]
-        if worker not in self._addresses and any(fits(j, state) for j in self.jobs.values()):
+        wanted = self._notices.standing or any(fits(j, state) for j in self.jobs.values())
+        if worker not in self._addresses and wanted:
             self.spawn(self._agents.install(worker))
 
     def _refuse(self, address: str, reason: str) -> None:
@@ -228,9 +236,21 @@ class ElasticPlugin(SchedulerPlugin):
 
     def _review_all(self) -> None:
         self._notices.review()
-        self.arbiter.decide()
+        if self._notices.standing:
+            self._install_everywhere()
+        elif not self.jobs:
+            self._settle()  # the plugin is gone for which machines were watched
+        if self.jobs:
+            self.arbiter.decide()
         for name, record in list(self.jobs.items()):
             self._review_job(name, record)
+
+    def _install_everywhere(self) -> None:
+        """Put agents on all workers, so that their notices are watched for."""
+        for address, state in self._scheduler.workers.items():
+            known = address in self._addresses or address in self._refused
+            if not known and state.status is Status.running and not self._agents.installs(address):
+                self.spawn(self._agents.install(address))
 
     def _review_job(self, job: str, record: JobRecord) -> None:
         """Tell a driver which workers its job is not offered, and why, where that has changed.
@@ -324,16 +344,21 @@ class ElasticPlugin(SchedulerPlugin):
         if slot is None:
             return []
         host = self._workers[slot]
-        host.leaving = True
+        host.retiring |= notice is None
         for name in self.jobs:
             self._event(name, SlotLeaving(slot, soon, notice))
         self.arbiter.look()
         return [] if host.holder is None else [host.holder]
 
+    def mark_at_risk(self, address: str, notice: NoticeGiven) -> None:
+        """Note that a worker should be left once there is another."""
+        slot = self._addresses[address]
+        for name in self.jobs:
+            self._event(name, SlotAtRisk(slot, notice))
+
     def mark_staying(self, address: str) -> None:
         """Note that a worker which was asked to leave stays, and offer it again."""
         slot = self._addresses[address]
-        self._workers[slot].leaving = False
         for name in self.jobs:
             self._event(name, SlotStays(slot))
             self._announce(name, [slot])

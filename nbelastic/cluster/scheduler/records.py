@@ -14,7 +14,7 @@ from distributed.core import Status
 from nbelastic.cluster.job_log import JobLog
 from nbelastic.cluster.wire import JobPayload, WatchOrder
 from nbelastic.cluster.worker.environment import MUST_MATCH
-from nbelastic.membership import UnusedReason, UnusedWorker
+from nbelastic.membership import NoticeSource, UnusedReason, UnusedWorker
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
@@ -25,10 +25,41 @@ if TYPE_CHECKING:
 
     from .controller import JobController
 
-__all__ = ["RANK_KEY", "JobRecord", "WorkerRecord", "differing", "fits", "misfit", "obstacle"]
+__all__ = [
+    "RANK_KEY",
+    "JobRecord",
+    "NoticeRecord",
+    "WorkerRecord",
+    "differing",
+    "fits",
+    "misfit",
+    "obstacle",
+]
 
 RANK_KEY = "nbelastic-rank-"
 """How the keys of ranks' tasks begin."""
+
+
+@dataclass(frozen=True)
+class NoticeRecord:
+    """A notice in force.
+
+    Attributes
+    ----------
+    source : NoticeSource
+        Who says so.
+    action : str
+        What will happen, in the source's own word.
+    deadline : float
+        When, by the event loop's clock.
+    retire_at : float
+        When workers are retired at the latest, whatever their ranks do.
+    """
+
+    source: NoticeSource
+    action: str
+    deadline: float
+    retire_at: float
 
 
 @dataclass
@@ -56,10 +87,12 @@ class WorkerRecord:
         Observers of its process that have not answered.
     last_beats : dict of (str, int) to Beat
         The last heartbeats of its ranks, by job and start.
-    leaving : bool
-        Whether it was asked to leave.
-    deadline : float or None
-        When it will go, by the event loop's clock, if it was asked to leave because of a notice.
+    retiring : bool
+        Whether it is about to be retired, or to close: nothing revokes that.
+    notices : dict of NoticeSource to NoticeRecord
+        Notices that it will go.
+    risk : NoticeSource or None
+        Who recommends to leave it once there is another.
     watch : WatchOrder
         What it was last told about watching for notices.
     """
@@ -74,9 +107,20 @@ class WorkerRecord:
     probes: ProbeHistory | None = None
     being_asked: set[tuple[str, bool]] = field(default_factory=set)
     last_beats: dict[tuple[str, int], Beat] = field(default_factory=dict)
-    leaving: bool = False
-    deadline: float | None = None
+    retiring: bool = False
+    notices: dict[NoticeSource, NoticeRecord] = field(default_factory=dict)
+    risk: NoticeSource | None = None
     watch: WatchOrder = field(default_factory=WatchOrder)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was asked to leave."""
+        return self.retiring or bool(self.notices)
+
+    @property
+    def notice(self) -> NoticeRecord | None:
+        """The notice by which it goes first."""
+        return min(self.notices.values(), key=lambda each: each.deadline, default=None)
 
     @property
     def address(self) -> str:

@@ -14,6 +14,7 @@ import asyncio
 import gc
 import logging
 import multiprocessing
+import pickle
 from typing import TYPE_CHECKING, Any
 
 from distributed.comm.addressing import get_address_host
@@ -59,7 +60,7 @@ from .environment import own_interface, versions
 from .fault_injector import FaultInjector
 from .notice_watcher import NoticeWatcher
 from .output_buffer import OutputBuffer
-from .signals import ignore_interrupts, leave_on_termination
+from .signals import ignore_interrupts, leave_on_termination, pass_on_user_signals
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -108,7 +109,7 @@ class Agent(WorkerPlugin):
         self._output = OutputBuffer(worker.loop, self._send_output, self._messages_waiting)
         self._connection = ConnectionCheck()
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
-        self._notices = NoticeWatcher(worker.loop, self._send)
+        self._notices = NoticeWatcher(worker.loop, self._send, self._shield_nanny)
         worker.stream_handlers[PLUGIN] = self._handle
         shorten_batching(worker.batched_stream)
         slot = Slot(worker.id, worker.address, str(worker.name), host_identity())
@@ -118,7 +119,7 @@ class Agent(WorkerPlugin):
         """Let ranks leave at their next commit, then end them: the worker is closing."""
         self._beats.stop()
         self._heed_termination()
-        self._notices.heed(WatchOrder())
+        self._notices.close()
         await self._leave("its worker is closing")
         await self._notices.stopped()
         if self._sessions:
@@ -129,6 +130,20 @@ class Agent(WorkerPlugin):
             self._heed_interrupts()
         elif _ends_with(worker):
             gc.freeze()  # a last search for garbage through all of torch would take it a second
+
+    def _shield_nanny(self, on: bool) -> None:
+        """Have the nanny pass on signals that would end it, or not any more."""
+        nanny: Any = self._worker.nanny  # its address, whatever Dask declares
+
+        async def tell() -> None:
+            function, values = pickle.dumps(pass_on_user_signals), pickle.dumps({"on": on})
+            try:
+                await self._worker.rpc(nanny).run(function=function, kwargs=values)
+            except OSError:
+                pass  # it is gone, and the worker with it
+
+        if nanny is not None and self._worker.status is not Status.closing:
+            self._worker.loop.add_callback(tell)
 
     def _terminate(self, go_on: Callable[[], None]) -> None:
         """Have ranks leave before the process ends; called in a signal handler."""
@@ -352,4 +367,4 @@ def deliver(session: Session, order: RankOrder) -> None:
     elif isinstance(order, ReleaseOrder):
         session.on_release(order.generation)
     elif isinstance(order, EndRankOrder):
-        session.on_end(order.how, order.reason)
+        session.on_end(order.how, order.reason, order.save)

@@ -9,20 +9,36 @@ under a nanny has no use for SIGINT.
 
 A nanny that gets SIGTERM closes its worker in good order. A ``dask worker`` without one only ends
 its event loop, and its ranks with it. So there, ranks leave before Dask's handler is called.
+
+Batch systems send SIGUSR1 or SIGUSR2 some time before they end a job, to all processes of a step
+or to one. Both would end a worker and its nanny at once. So while notices are watched for, a worker
+takes them as one, and a nanny passes them on to its workers; each only where the process has no
+handler of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import signal
 import threading
+import weakref
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ignore_interrupts", "leave_on_termination", "start_processes_shielded"]
+    from distributed import Nanny
+
+__all__ = [
+    "ignore_interrupts",
+    "leave_on_termination",
+    "leave_on_user_signals",
+    "pass_on_user_signals",
+    "start_processes_shielded",
+]
 
 HANDLERS_OF_DASK = "distributed._signals"
 """Module of the signal handler of a ``dask worker`` without a nanny."""
@@ -70,6 +86,82 @@ def leave_on_termination(leave: Callable[[Callable[[], None]], None]) -> Callabl
 
     signal.signal(signal.SIGTERM, handle)
     return undo
+
+
+def leave_on_user_signals(leave: Callable[[str], None]) -> Callable[[], None]:
+    """Have SIGUSR1 and SIGUSR2 call ``leave(name)`` in a worker's process; return the undoing.
+
+    Parameters
+    ----------
+    leave : callable
+        It is called in the signal handler, in the main thread, with the name of the signal.
+    """
+    process = os.getpid()
+
+    def handle(signum: int, _: Any) -> None:
+        if os.getpid() == process:  # a fork inherits the handler, and is no worker
+            leave(signal.Signals(signum).name)
+
+    return _handle_user_signals(handle)
+
+
+_nannies: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""The nannies of this process that pass on signals; what undoes that is with one of them."""
+
+
+def pass_on_user_signals(on: bool, dask_worker: Nanny) -> None:
+    """Have a nanny's process pass SIGUSR1 and SIGUSR2 on to its workers, or do so no more.
+
+    Run in the nanny (`dask_worker`, as Dask calls the argument). Several nannies may share a
+    process. A process that runs them in another thread than the main one, as that of a
+    ``LocalCluster`` does, is left alone.
+    """
+    if not _in_main_thread():
+        return
+
+    def handle(signum: int, _: Any) -> None:
+        for nanny in list(_nannies):
+            pid = getattr(nanny.process, "pid", None)
+            if pid is not None:
+                with contextlib.suppress(OSError):  # it is gone
+                    os.kill(pid, signum)
+
+    if on and dask_worker not in _nannies:
+        _nannies[dask_worker] = _nothing if _nannies else _handle_user_signals(handle)
+    elif not on and dask_worker in _nannies:
+        undo = _nannies.pop(dask_worker)
+        if undo is not _nothing and _nannies:  # another one keeps the handler
+            _nannies[next(iter(_nannies))] = undo
+        else:
+            undo()
+
+
+def _handle_user_signals(handle: Callable[[int, Any], None]) -> Callable[[], None]:
+    """Handle the two signals where nothing else does; return what undoes that."""
+    if not _in_main_thread() or not hasattr(signal, "SIGUSR1"):
+        return _nothing
+    ours = [each for each in (signal.SIGUSR1, signal.SIGUSR2) if _ends_process(each)]
+    for each in ours:
+        signal.signal(each, handle)
+
+    def undo() -> None:
+        for each in ours:
+            if signal.getsignal(each) is handle:
+                signal.signal(each, signal.SIG_DFL)
+
+    return undo
+
+
+def _ends_process(signum: int) -> bool:
+    """Return whether a signal has no handler in this process, neither in Python nor in C."""
+    if signal.getsignal(signum) is not signal.SIG_DFL:
+        return False
+    try:
+        with open("/proc/self/status") as file:
+            caught = next(line for line in file if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return True  # not Linux
+    return not int(caught.split()[1], 16) >> (signum - 1) & 1
 
 
 def start_processes_shielded() -> None:

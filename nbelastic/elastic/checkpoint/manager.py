@@ -45,7 +45,7 @@ LAST_WAIT = 600.0
 """Most seconds that the end of a loop waits for its last checkpoint."""
 
 STOP_WAIT = 5.0
-"""Most seconds that a rank which is stopped at a commit, or yields its slot, takes to write it."""
+"""Most seconds that a rank which is stopped at a commit takes to write it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ class checkpointing:  # noqa: N801 (a generator would set the traceback of users
         try:
             if kind is not None and issubclass(kind, Stopped):
                 self._checkpoints.stop()
-            elif kind is not None and issubclass(kind, Leaving) and self._session.saves:
-                self._checkpoints.suspend()
+            elif kind is not None and issubclass(kind, Leaving) and self._session.time_to_save:
+                self._checkpoints.leave()
             elif kind is not None:
                 self._checkpoints.abandon()
         finally:
@@ -273,10 +273,16 @@ class CheckpointManager:
             self._write_last(STOP_WAIT)
         self.abandon()
 
-    def suspend(self) -> None:
-        """Write the last commit, from which another rank goes on later, and end the loop."""
-        if self._active and self._session.version != FRESH:
-            self._write_last(STOP_WAIT)
+    def leave(self) -> None:
+        """End the loop on the last rank that has the state; write the last commit.
+
+        That is also done after a failure: the samplers are then where this rank was.
+        """
+        if self._active and self._session.version > 0:
+            self._write_last(self._session.time_to_save)
+            version = self._session.version
+            if self._writer.written == (self._session.generation, version):
+                self._report(f"commit {version} is written: no other rank had the state")
         self.abandon()
 
     def abandon(self) -> None:
