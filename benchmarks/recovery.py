@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help="without torchrun and torchft")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.kills = 1, 2
+        options.rounds, options.kills = 1, 1
     return run(options.ranks, options.json, functools.partial(measure, options), show, aims)
 
 

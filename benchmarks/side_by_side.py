@@ -35,6 +35,13 @@ HEAD_START_S = 0.004
 """Seconds between an order and the moment at which all ranks begin."""
 
 
+def spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a rank in a session of its own, which ends with all that the rank has started."""
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+
 class Failed(RuntimeError):
     """A benchmark cannot be done; the message has the reason."""
 
@@ -126,10 +133,7 @@ class Crew:
             path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
             for each in commands:
-                process = subprocess.Popen(
-                    each, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-                )
-                self._processes.append(process)
+                self._processes.append(spawn(each, environment))
             met: dict[int, Connection] = {}
             deadline = time.monotonic() + START_S
             while len(met) < size:

@@ -65,6 +65,8 @@ LONGEST = (
     "tests/chaos/test_chaos.py",
     "tests/benchmarks/test_benchmarks.py",
     "tests/jobs/",
+    "tests/cli/test_ssh.py",
+    "tests/cli/test_terminal.py",
 )
 """Minutes each, one test after the other: whoever begins them last is waited for by all."""
 

@@ -160,22 +160,23 @@ def logs(
 @_NAME
 @click.option("--min-np", type=click.IntRange(1), metavar="N", help="Fewest ranks.")
 @click.option("--max-np", type=click.IntRange(1), metavar="N", help="Most ranks.")
+@click.option("--priority", type=int, metavar="N", help="Its priority among the jobs.")
+@click.option("--weight", type=float, metavar="X", help="Its part of what equal jobs share.")
 @_with_scheduler
 def scale(
-    name: str | None,
-    min_np: int | None,
-    max_np: int | None,
-    scheduler: str | None,
-    scheduler_file: str | None,
+    name: str | None, scheduler: str | None, scheduler_file: str | None, **limits: Any
 ) -> None:
-    """Change how many ranks a job may have, from its next commit on."""
+    """Change how many ranks a job may have, and its place among others.
+
+    It holds from the next commit on.
+    """
     address = _address(scheduler, scheduler_file)
-    if min_np is None and max_np is None:
-        raise click.UsageError("give --min-np, --max-np or both")
+    if all(value is None for value in limits.values()):
+        raise click.UsageError("give --min-np, --max-np, --priority or --weight")
 
     def ask() -> int:
         found = _job_name(name, address)
-        driver.ask_to_scale(found, cluster=address, min_np=min_np, max_np=max_np)
+        driver.ask_to_scale(found, cluster=address, **limits)
         click.echo(f"{found}: the new limits hold from the next commit on")
         return 0
 

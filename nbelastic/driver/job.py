@@ -12,13 +12,12 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import JobInterrupted, JobStopped, OptionError
-from nbelastic.membership import LimitsChanged, StopReason, StopRequested
+from nbelastic.membership import StopReason, StopRequested
 
 from . import display
 from .describe import in_words
 from .hints import with_hints
-from .option_kinds import Number, Whole
-from .options import count_option
+from .options import changed_limits, count_option
 from .report import save_report
 from .status import JobStatus, RankStatus
 
@@ -180,16 +179,7 @@ class Job:
         OptionError
             ``min_np`` would be above ``max_np``, or a value is not possible.
         """
-        min_np = count_option("min_np", min_np, least=1)
-        max_np = count_option("max_np", max_np, least=1)
-        status = self.status
-        low = status.min_np if min_np is None else min_np
-        high = status.max_np if max_np is None else max_np
-        if high is not None and low > high:
-            raise OptionError(f"min_np={low} would be above max_np={high}")
-        priority = None if priority is None else Whole().check("priority", priority)
-        weight = None if weight is None else Number().check("weight", weight)
-        change = LimitsChanged(min_np=min_np, max_np=max_np, priority=priority, weight=weight)
+        change = changed_limits(self.status, min_np, max_np, priority, weight)
         self._driver.tell(change)
 
     @with_hints

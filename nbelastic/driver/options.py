@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask.config
 import yaml
@@ -22,7 +22,7 @@ from nbelastic.collectives import BACKENDS
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.runtime import RankSpec
 from nbelastic.errors import OptionError
-from nbelastic.membership import Limits, Place
+from nbelastic.membership import Limits, LimitsChanged, Place
 
 from .option_kinds import (
     Amounts,
@@ -39,12 +39,16 @@ from .option_kinds import (
     shown,
 )
 
+if TYPE_CHECKING:
+    from .status import JobStatus
+
 __all__ = [
     "DEFAULTS",
     "TABLE",
     "OptionRow",
     "Options",
     "call_arguments",
+    "changed_limits",
     "check_name",
     "count_option",
 ]
@@ -401,6 +405,31 @@ def count_option(name: str, value: Any, least: int) -> int | None:
         It is neither, or below `least`.
     """
     return Count(least).check(name, value)
+
+
+def changed_limits(
+    present: JobStatus,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    priority: int | None = None,
+    weight: float | None = None,
+) -> LimitsChanged:
+    """Return the event that changes what a job may have; None leaves a value as it is.
+
+    Raises
+    ------
+    OptionError
+        ``min_np`` would be above ``max_np``, or a value is not possible.
+    """
+    min_np = count_option("min_np", min_np, least=1)
+    max_np = count_option("max_np", max_np, least=1)
+    low = present.min_np if min_np is None else min_np
+    high = present.max_np if max_np is None else max_np
+    if high is not None and low > high:
+        raise OptionError(f"min_np={low} would be above max_np={high}")
+    priority = None if priority is None else Whole().check("priority", priority)
+    weight = None if weight is None else Number().check("weight", weight)
+    return LimitsChanged(min_np=min_np, max_np=max_np, priority=priority, weight=weight)
 
 
 def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

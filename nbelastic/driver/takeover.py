@@ -16,13 +16,13 @@ from nbelastic.cluster import (
     send_wish,
 )
 from nbelastic.errors import OptionError
-from nbelastic.membership import LimitsChanged, StopReason, StopRequested
+from nbelastic.membership import StopReason, StopRequested
 
 from .attachment import attach_client
 from .fit import hand_out
 from .hints import with_hints
 from .job import Job
-from .options import Options
+from .options import Options, changed_limits
 from .status import JobInfo, JobTable
 from .thread import Driver
 
@@ -165,7 +165,13 @@ def ask_to_stop(name: str, *, cluster: Any, now: bool = False) -> None:
 
 
 def ask_to_scale(
-    name: str, *, cluster: Any, min_np: int | None = None, max_np: int | None = None
+    name: str,
+    *,
+    cluster: Any,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    priority: int | None = None,
+    weight: float | None = None,
 ) -> None:
     """Ask a job to change its limits from the next commit on. Its kernel keeps it.
 
@@ -175,18 +181,18 @@ def ask_to_scale(
         As for :func:`look`.
     min_np, max_np : int, optional
         The new limits; what is left out stays.
+    priority : int, optional
+        Its priority among the jobs of the cluster.
+    weight : float, optional
+        Its part of what jobs of its priority share.
 
     Raises
     ------
     OptionError
-        ``min_np`` would be above ``max_np``; or there is no such job.
+        ``min_np`` would be above ``max_np``, or a value is not possible; or there is no such job.
     """
     status = look(name, cluster=cluster).status
-    low = status.min_np if min_np is None else min_np
-    high = status.max_np if max_np is None else max_np
-    if high is not None and low > high:
-        raise OptionError(f"min_np={low} would be above max_np={high}")
-    _send(name, cluster, LimitsChanged(min_np=min_np, max_np=max_np))
+    _send(name, cluster, changed_limits(status, min_np, max_np, priority, weight))
 
 
 def _send(name: str, cluster: Any, event: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import subprocess
 import sys
 
@@ -37,6 +38,14 @@ def test_every_entry_point_exists():
     for target in (target for group in groups for target in group.values()):
         module, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(module), name)), target
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["nbelastic", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("nbelastic.cli", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("Usage: nbelastic")
 
 
 def test_dask_has_the_commands(tmp_path):

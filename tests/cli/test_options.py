@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import re
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 import nbelastic
 from nbelastic.cli import clusters
 from nbelastic.cli import run as running
-from nbelastic.cli.entry import elastic
+from nbelastic.cli.entry import COMMANDS, elastic
 from nbelastic.cli.options import HOROVODS, TERMINAL, RunCommand, flags_of, run_command
 from nbelastic.driver.options import TABLE
 from nbelastic.errors import OptionError
@@ -43,15 +44,31 @@ def help_text() -> str:
     return made.get_help(click.Context(made, terminal_width=100))
 
 
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text, re.IGNORECASE))
+
+
+def flags_of_the_page() -> set[str]:
+    return {flag for code in re.findall(r"`([^`\n]+)`", page()) for flag in flags_in(code)}
+
+
+def page() -> str:
+    return (DOCS / "terminal.md").read_text()
+
+
 def test_every_option_is_in_the_help_and_in_the_documents():
-    text, page = help_text(), (DOCS / "terminal.md").read_text()
-    for row in TABLE:
-        for flag in flags_of(row):
-            assert flag in text, flag
-            assert f"`{flag}`" in page, flag
+    expected = {flag for row in TABLE for flag in flags_of(row)}
     for row in TERMINAL:
-        assert row.flags[-1].partition("/")[0] in text
-        assert all(f"`{flag}`" in page for flag in row.flags)
+        expected.update(flag for flags in row.flags for flag in flags.split("/"))
+    assert expected <= flags_in(help_text())
+    assert expected <= flags_of_the_page()
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
+def test_every_option_of_the_other_commands_is_in_the_documents(name):
+    found = elastic.get_command(click.Context(elastic), name)
+    options = [param for param in found.params if isinstance(param, click.Option)]
+    assert {flag for param in options for flag in param.opts} <= flags_of_the_page()
 
 
 def test_every_option_of_fit_is_an_option_or_made_of_the_command():

@@ -18,7 +18,9 @@ A, B = "localhost", "127.0.0.1"
 
 def test_A1_hosts_come_and_go_while_a_script_trains(stage: Stage):
     hosts = stage.hosts(f"{A}:1", f"{A}:1 {B}:1", f"{B}:1")
-    ended = stage.run("-np", "1", "--min-np", "1", "--max-np", "4", *hosts, sizes="1,2,1")
+    more = ("--workers", "1", "--context", "spawn")
+    options = ("-np", "1", "--min-np", "1", "--max-np", "4", *hosts)
+    ended = stage.run(*options, sizes="1,2,1", more=more)
     assert ended.code == 0
     assert stage.epochs() == [1, 2, 1]
     assert ended.sizes == [1, 2, 1]
@@ -84,10 +86,10 @@ def test_a_discovery_script_that_fails_at_first_ends_the_run(stage: Stage):
 
 def test_B1_a_run_without_updates_whose_discovery_fails_later(stage: Stage):
     hosts = stage.hosts(f"{A}:2", "'is this a host?'", f"{A}:2")
-    more = ("--workers", "1", "--context", "spawn")
-    ended = stage.run("-np", "2", *hosts, sizes="2,2,2", more=more)
+    ended = stage.run("-np", "2", *hosts, sizes="2,2,2", more=("--broadcast",))
     assert ended.code == 0
-    assert ended.sizes == [2]
+    assert ended.sizes == [2, 2]  # before the elastic loop, and in it
+    assert not ended.events("reset")
     assert stage.epochs() == [2, 2, 2]
     assert ended.lines[-1]["state"] == "finished"
 

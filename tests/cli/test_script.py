@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from nbelastic.cli.script import (
     ScriptExit,
     bundle,
     bundle_of,
+    missing,
     rank,
     run_script,
     script_command,
@@ -274,12 +276,6 @@ assert hvd.elastic.run is nbelastic.torch.elastic.run
 assert horovod.torch.allreduce is nbelastic.torch.allreduce
 assert ElasticSampler is nbelastic.torch.elastic.ElasticSampler
 assert hvd.nccl_built() == 0
-try:
-    import horovod.tensorflow
-except ModuleNotFoundError as error:
-    assert error.name == 'horovod.tensorflow'
-else:
-    raise AssertionError('there is no TensorFlow here')
 """
 
 
@@ -287,6 +283,37 @@ def test_horovods_names_find_nbelastic(folder):
     run_script(call(script(folder, IMPORTS)))
     assert not [name for name in sys.modules if name.partition(".")[0] == "horovod"]
     assert not [finder for finder in sys.meta_path if "Alias" in type(finder).__name__]
+
+
+@pytest.mark.parametrize(
+    "line", ["import horovod.tensorflow.keras as hvd", "from horovod.tensorflow import elastic"]
+)
+def test_a_missing_module_of_horovod_says_what_to_use(folder, line):
+    says = "'horovod.tensorflow': nbelastic stands in for Horovod.*Use horovod.torch"
+    with pytest.raises(ModuleNotFoundError, match=says) as caught:
+        run_script(call(script(folder, line)))
+    assert caught.value.name == "horovod.tensorflow"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("from horovod import run; run(print, np=2)", r"horovod.run starts a job.*nbelastic.fit"),
+        ("import horovod; horovod.runner.run(print)", r"horovod.runner.run starts a job"),
+        ("import horovod.torch as hvd; hvd.join()", r"horovod.torch.join is missing"),
+        ("from horovod.torch.mpi_ops import join; join()", r"horovod.torch.mpi_ops.join is"),
+        ("import horovod.torch as hvd; hvd.ProcessSet([0])", "Leave process_set out"),
+    ],
+)
+def test_a_missing_function_of_horovod_says_what_to_do(folder, line, says):
+    with pytest.raises(NotImplementedError, match=says):
+        run_script(call(script(folder, line)))
+
+
+def test_names_of_horovod_that_nbelastic_has_are_not_missing():
+    for name in missing._FUNCTIONS:
+        module, _, last = f"nbelastic.{name}".rpartition(".")
+        assert not hasattr(importlib.import_module(module), last), name
 
 
 def test_an_installed_horovod_comes_first(folder, tmp_path, monkeypatch):

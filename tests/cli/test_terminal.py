@@ -22,7 +22,9 @@ from .stage import SCRIPT
 
 pytestmark = pytest.mark.slow
 
-RUN = [sys.executable, "-m", "nbelastic.cli", "run", "-H", "localhost:2", "-np", "2"]
+# Its two workers are forked from one process that has imported torch.
+MAIN = "import tests.support.forking; from nbelastic.cli.entry import main; main()"
+RUN = [sys.executable, "-c", MAIN, "run", "-H", "localhost:2", "-np", "2"]
 
 
 def command(tmp_path, *options: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import nn
+from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.errors import OptionError
 from nbelastic.torch.elastic import ElasticSampler
@@ -56,6 +57,36 @@ def test_F1_sync_change_restore_change_commit_restore() -> None:
     synced = ([[1.0, 1.0]], 0.1, 20, 10)
     modified = ([[5.0, 5.0]], 7.0, 21, 11)
     assert run_ranks(3, main) == [[synced, synced, modified, modified]] * 3
+
+
+class Rows(torch.utils.data.Dataset):
+    """A dataset too large to be copied or sent."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("it was copied")
+
+
+def test_torchs_own_sampler_has_its_epoch_set_and_keeps_its_rows() -> None:
+    """Horovod's example for CIFAR-10 has two of them in its state."""
+
+    def main(context: StaticContext) -> object:
+        sampler = DistributedSampler(Rows(), num_replicas=2, rank=context.rank)
+        sampler.set_epoch(3 + context.rank)
+        state = TorchState(train_sampler=sampler)
+        state.sync()
+        assert state.train_sampler is sampler
+        seen = [sampler.epoch]
+        for epoch in (4, 5):
+            sampler.set_epoch(epoch)
+            if epoch == 4:
+                state.commit()
+        state.restore()
+        return [*seen, sampler.epoch, sampler.rank]
+
+    assert run_ranks(2, main) == [[3, 4, 0], [3, 4, 1]]
 
 
 def test_F2_sampler_over_two_epochs_commit_restore_sync_next_epoch() -> None:

@@ -23,6 +23,8 @@ from nbelastic.elastic.context import current
 from nbelastic.elastic.session import note
 from nbelastic.errors import NbelasticError
 
+from .missing import missing_function, missing_module
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -93,8 +95,12 @@ class _Alias(ModuleType):
         except AttributeError:
             pass
         if not name.startswith("__"):
+            full, target = f"{self.__name__}.{name}", f"{self._target.__name__}.{name}"
+            refuse = missing_function(full, target)
+            if refuse is not None:
+                return refuse
             with contextlib.suppress(ModuleNotFoundError):
-                return importlib.import_module(f"{self.__name__}.{name}")
+                return importlib.import_module(full)
         raise AttributeError(
             f"module {self.__name__!r} has no attribute {name!r}: it stands in for "
             f"{self._target.__name__!r}, which has none"
@@ -111,8 +117,13 @@ class _AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         top, _, rest = fullname.partition(".")
-        if top != "horovod" or not rest or _target_of(rest) is None:
+        if top != "horovod" or not rest:
             return None
+        if _target_of(rest) is None:
+            missing = missing_module(fullname)
+            if missing is None:
+                return None
+            raise missing
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.data import Loader
 from nbelastic.elastic.sampler import ShardSampler
@@ -343,6 +344,31 @@ class GeneratorAdapter:
         return cast("Node", content)
 
 
+class EpochAdapter:
+    """torch's ``DistributedSampler``: its epoch. Dataset, rank and size are a rank's own.
+
+    The sampler stays the one that a ``DataLoader`` has, and its dataset is neither copied nor sent.
+    """
+
+    def capture(self, flattener: Flattener, obj: DistributedSampler[Any]) -> Node:
+        """Capture the epoch."""
+        return flattener.flatten({"epoch": obj.epoch})
+
+    def restore(self, unflattener: Unflattener, obj: DistributedSampler[Any], content: Any) -> None:
+        """Set the epoch."""
+        obj.set_epoch(unflattener.unflatten(content)["epoch"])
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Describe nothing."""
+        del label, content, names
+        return {}
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return the epoch in a dict."""
+        del whole
+        return cast("Node", content)
+
+
 _OPTIMIZERS = OptimizerAdapter()
 _ADAPTERS: list[tuple[type, Adapter]] = [
     (ShardSampler, SamplerAdapter()),
@@ -353,6 +379,7 @@ _ADAPTERS: list[tuple[type, Adapter]] = [
     (torch.Generator, GeneratorAdapter()),
 ]
 _STATE_DICT = StateDictAdapter()
+_EPOCH = EpochAdapter()
 _PLAIN = (torch.Tensor, type)
 
 
@@ -365,7 +392,7 @@ def adapter_of(value: object) -> Adapter | None:
             return adapter
     if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
         return _STATE_DICT
-    return None
+    return _EPOCH if type(value) is DistributedSampler else None  # a user's may have more
 
 
 def capture_object(flattener: Flattener, obj: object) -> Any:

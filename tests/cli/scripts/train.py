@@ -1,5 +1,9 @@
 """A training script in the shape of Horovod's elastic examples: all of it at module level.
 
+It makes the calls of all three: the state has a schedule and a sampler, some batches only check for
+changes, a metric is averaged in each epoch. With ``--broadcast`` ranks also exchange a value before
+their elastic loop, so none can join later.
+
 It trains so many epochs as ``--sizes`` has numbers. An epoch lasts until the job has that size.
 Rank 0 adds a line to ``--log`` at the end of each epoch; discovery scripts of the tests read it.
 """
@@ -22,6 +26,7 @@ parser.add_argument("--sizes", default="1", help="size of the job in each epoch"
 parser.add_argument("--die", default="", help="HOW:EPOCH, HOW being raise, kill or all")
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--context", default=None)
+parser.add_argument("--broadcast", action="store_true")
 args = parser.parse_args()
 sizes = [int(size) for size in args.sizes.split(",")]
 
@@ -39,6 +44,11 @@ class Samples(torch.utils.data.Dataset):
 def run():
     hvd.init()
     torch.manual_seed(42)
+    resume_from_epoch = 0
+    if args.broadcast:
+        resume_from_epoch = hvd.broadcast(
+            torch.tensor(hvd.rank()), root_rank=0, name="resume_from_epoch"
+        ).item()
     samples = Samples()
     sampler = torch.utils.data.distributed.DistributedSampler(
         samples, num_replicas=hvd.size(), rank=hvd.rank()
@@ -56,20 +66,29 @@ def run():
         op=hvd.Average,
     )
 
-    def on_state_reset():
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 * hvd.size()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
 
-    state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0)
+    def on_state_reset():
+        scheduler.base_lrs = [0.01 * hvd.size() for _ in scheduler.base_lrs]
+
+    state = hvd.elastic.TorchState(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        train_sampler=sampler,
+        epoch=resume_from_epoch,
+        batch=0,
+    )
     state.register_reset_callbacks([on_state_reset])
-    train(state, loader, sampler)
+    train(state, loader)
     print("trained", state.epoch, "epochs")
 
 
 @hvd.elastic.run
-def train(state, loader, sampler):
+def train(state, loader):
     while state.epoch < len(sizes):
-        sampler.set_epoch(state.epoch)
+        state.train_sampler.set_epoch(state.epoch)
+        loss = torch.tensor(0.0)
         # Processes of a loader take seconds to start, so one epoch of it is enough.
         batches = iter(loader if state.epoch == 0 or not args.workers else ())
         while state.batch < 3 or hvd.size() != sizes[state.epoch]:
@@ -83,10 +102,16 @@ def train(state, loader, sampler):
             state.batch += 1
             die_if_due(state)
             time.sleep(0.01)
-            state.commit()
+            if state.batch % 2:
+                state.check_host_updates()
+            else:
+                state.commit()
+        hvd.allreduce(loss.detach(), name="loss")
         if hvd.rank() == 0:
             with open(args.log, "a") as log:
                 print(json.dumps({"epoch": state.epoch, "size": hvd.size()}), file=log, flush=True)
+        state.scheduler.step()
+        assert state.scheduler.last_epoch == state.epoch + 1
         state.epoch += 1
         state.batch = 0
         state.commit()

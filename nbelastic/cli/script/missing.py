@@ -1,0 +1,90 @@
+"""Names of Horovod without an equal in nbelastic, and what to use instead.
+
+A script may import such a name and never call it. So importing it is no error, but calling it is.
+A module is missing as a whole: importing it is the error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["missing_function", "missing_module"]
+
+_MODULES = ("keras", "mxnet", "ray", "spark", "tensorflow")
+
+_START = (
+    "starts a job, and this script runs in a rank of one. Call the function itself; from outside a "
+    "job, nbelastic.fit(fn, np=4) runs a function on ranks"
+)
+_SETS = "is for process sets, and operations are between all ranks here. Leave process_set out"
+_TIMELINE = "is missing. See the history and the metrics of the job"
+_EACH = "is missing. Call {} for each tensor"
+
+_FUNCTIONS = {
+    "run": _START,
+    "torch.ProcessSet": _SETS,
+    "torch.SyncBatchNorm": (
+        "is missing, and torch.nn.SyncBatchNorm needs torch.distributed. Use torch.nn.GroupNorm, "
+        "or BatchNorm with larger batches"
+    ),
+    "torch.add_process_set": _SETS,
+    "torch.alltoall_async": _EACH.format("alltoall"),
+    "torch.grouped_allgather": _EACH.format("allgather"),
+    "torch.grouped_allgather_async": _EACH.format("allgather_async"),
+    "torch.grouped_allreduce_async": _EACH.format("allreduce_async"),
+    "torch.grouped_allreduce_async_": _EACH.format("allreduce_async_"),
+    "torch.grouped_reducescatter": _EACH.format("reducescatter"),
+    "torch.grouped_reducescatter_async": _EACH.format("reducescatter"),
+    "torch.join": (
+        "is missing, because all ranks do the same number of steps. "
+        "Use hvd.elastic.ElasticSampler, or DistributedSampler, which give all ranks as many rows"
+    ),
+    "torch.reducescatter_async": _EACH.format("reducescatter"),
+    "torch.remove_process_set": _SETS,
+    "torch.sparse_allreduce_async": (
+        "is missing. Use DistributedOptimizer(sparse_as_dense=True), or allreduce of a dense tensor"
+    ),
+    "torch.start_timeline": _TIMELINE,
+    "torch.stop_timeline": _TIMELINE,
+}
+"""What a missing function is, and what to do instead; by its name after ``nbelastic.``."""
+
+
+def missing_module(name: str) -> ModuleNotFoundError | None:
+    """Return the error for a module of Horovod that nbelastic has not; None for any other name.
+
+    Parameters
+    ----------
+    name : str
+        Full name of the module, such as ``horovod.keras``.
+    """
+    if name.partition(".")[2] not in _MODULES:
+        return None
+    return ModuleNotFoundError(
+        f"No module named {name!r}: nbelastic stands in for Horovod here, and trains PyTorch "
+        "models. Use horovod.torch, or install Horovod and run the script by horovodrun",
+        name=name,
+    )
+
+
+def missing_function(name: str, target: str) -> Callable[..., NoReturn] | None:
+    """Return a function that says what to do instead; None for a name that is not known.
+
+    Parameters
+    ----------
+    name : str
+        Full name of the function, such as ``horovod.run``.
+    target : str
+        Full name in nbelastic, where there is none: ``nbelastic.run``.
+    """
+    advice = _FUNCTIONS.get(target.partition(".")[2])
+    if advice is None:
+        return None
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} {advice}")
+
+    return refuse
