@@ -33,6 +33,7 @@ from nbelastic.membership import (
     StartRank,
     Tick,
     from_dict,
+    rules,
     to_dict,
 )
 from nbelastic.membership.ranks import Ranks
@@ -230,7 +231,8 @@ class Checked:
             if isinstance(effect, EndRank) and effect.how == "leave" and effect.start in holders:
                 rank = roster.ranks[effect.start]
                 early = roster.now < rank.leave_deadline and rank.loop == 1  # others can join there
-                assert others or not early, f"start {effect.start} holds the state alone"
+                saved = effect.save > 0 and rules.yields(roster)
+                assert others or saved or not early, f"start {effect.start} holds the state alone"
 
     def check_6_deadline(self, now: float) -> None:
         """Every state but the end has a deadline, and it lies ahead."""
