@@ -212,10 +212,10 @@ def test_no_schedule_of_ranks_changes_a_micro_batch(
 def test_a_stream_that_is_taken_over_goes_on_from_its_last_state() -> None:
     def rows_read(kind: str, steps: int) -> int:
         world = World.of(kind)
-        world.train(1, steps=steps, commit_every=1)
+        world.train(2, steps=steps, commit_every=1)
         world.loaders = []
         reads.clear()
-        world.train(2, steps=1, commit_every=1)
+        world.train(3, steps=1, commit_every=1)
         return sum(reads.values())
 
     # Streams of 29, 17, 0, 40, 33, 12 rows; after 4 steps of 5 rows three are left.
