@@ -241,13 +241,17 @@ def merge_claims(deal: Deal, claims: Iterable[Claim], size: int) -> Deal:
     by_index = [deal.places_of(claim.indices) for claim in present]
     positions = []
     for claim, places in zip(present, by_index, strict=True):
-        own = places[places % deal.size == claim.rank] // deal.size
-        positions.append(Spans.of(claim.spans) | Spans.of_numbers(own))
+        spans = Spans.of(claim.spans)
+        if len(places):
+            spans |= Spans.of_numbers(places[places % deal.size == claim.rank] // deal.size)
+        positions.append(spans)
     common = functools.reduce(operator.and_, positions)
     done = deal.places_of_rows(common)
     for claim, places, own_positions in zip(present, by_index, positions, strict=True):
-        ahead = deal.places_in(claim.rank, own_positions - common)
-        done |= Spans.of_numbers(np.concatenate([ahead, places]))
+        if len(places):
+            done |= Spans.of_numbers(places)
+        if len(own_positions) > len(common):  # in lockstep on none
+            done |= Spans.of_numbers(deal.places_in(claim.rank, own_positions - common))
     return deal.without(done, size, merges + 1)
 
 
