@@ -670,7 +670,7 @@ def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):
         (True, True),
         (False, False),
     ]
-    assert 100 < sent[5].seconds <= 120
+    assert 0 < sent[5].seconds <= 120
     assert not [each for each in threading.enumerate() if each.name == "nbelastic-notices"]
 
 

@@ -364,6 +364,25 @@ def test_a_worker_at_risk_stays_until_another_has_its_place():
     play(scene)
 
 
+def test_a_worker_that_was_replaced_gets_no_rank_while_its_data_keeps_it(monkeypatch):
+    monkeypatch.setattr(desk, "RETRY", 0.01)
+
+    async def scene(cloud):
+        risky = cloud.hire("w0", "a")
+        cloud.hire("w1", "b")
+        await cloud.open("one", np=1, min_np=1, max_np=1)
+        await settle(cloud)
+        cloud.refused = 3
+        cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
+        await settle(cloud)
+        await retired(cloud)
+        assert cloud.refused == 0
+        assert cloud.retired == [["w0"]]
+        assert {rank.worker.split("/")[2][:2] for rank in cloud.ranks.values()} == {"w1"}
+
+    play(scene)
+
+
 def test_a_worker_is_at_risk_no_more():
     async def scene(cloud):
         risky = cloud.hire("w0", "a")

@@ -60,7 +60,7 @@ def test_a_free_worker_has_none():
             "GPU 1 of 2",
         ),
         ({}, {}, {"holder": ("other", 3)}, UnusedReason.TAKEN, "other"),
-        ({}, {}, {"leaving": True}, UnusedReason.LEAVING, ""),
+        ({}, {}, {"retiring": True}, UnusedReason.LEAVING, ""),
         (
             {},
             {},

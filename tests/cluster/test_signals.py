@@ -123,6 +123,9 @@ def test_nannies_of_one_process_pass_a_signal_on_to_each_worker():
             command = [sys.executable, "-c", "input()"]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
+        def is_alive(self):
+            return self.process.poll() is None
+
     nannies = [Nanny(), Nanny()]
     for nanny in nannies:
         pass_on_user_signals(True, nanny)

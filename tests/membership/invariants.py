@@ -227,6 +227,9 @@ class Checked:
         if roster.ended or roster.stopping:
             return
         others = [r.start for r in roster.ranks.values() if r.version != FRESH and not r.leaving]
+        saving = [e.start for e in effects if isinstance(e, EndRank) and e.save > 0]
+        assert len(saving) <= 1, f"starts {saving} are all to save the state"
+        assert not (saving and others), f"start {saving} saves what {others} have"
         for effect in effects:
             if isinstance(effect, EndRank) and effect.how == "leave" and effect.start in holders:
                 rank = roster.ranks[effect.start]

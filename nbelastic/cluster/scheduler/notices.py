@@ -218,7 +218,7 @@ class NoticeDesk:
                     return
                 due = [worker for worker in going if self._is_due(worker)]
                 if due and (len(due) == len(going) or any(map(self._is_late, due))):
-                    await self._retire(due)
+                    self._keep(await self._retire(due))
                     await asyncio.sleep(wait)
                     wait = 2 * RETRY
                 else:
@@ -233,8 +233,8 @@ class NoticeDesk:
         notice = worker.notice
         return notice is not None and self._now >= notice.retire_at
 
-    async def _retire(self, workers: list[WorkerRecord]) -> None:
-        """Retire workers; those that Dask keeps, because their data can go nowhere, stay."""
+    async def _retire(self, workers: list[WorkerRecord]) -> list[WorkerRecord]:
+        """Retire workers; return those that Dask keeps, because their data can go nowhere."""
         there = [worker for worker in workers if worker.address in self._scheduler.workers]
         for worker in there:
             worker.retiring = True  # a notice that is revoked from now on is revoked too late
@@ -243,12 +243,21 @@ class NoticeDesk:
                 await self._retire_now([worker.address for worker in there])
         except Exception:  # it is tried again
             logger.exception("workers whose machine will go cannot be retired")
-        for worker in there:
-            state = self._scheduler.workers.get(worker.address)
-            if state is not None and state.status in (Status.running, Status.paused):
-                worker.retiring = False
-                if not worker.notices:
-                    self._plugin.mark_staying(worker.address)
+        states = {worker.address: self._scheduler.workers.get(worker.address) for worker in there}
+        usable = (Status.running, Status.paused)
+        return [w for w in there if getattr(states[w.address], "status", None) in usable]
+
+    def _keep(self, workers: Iterable[WorkerRecord]) -> None:
+        """Offer workers again that could not be retired, if their notices were revoked since."""
+        for worker in workers:
+            worker.retiring = False
+            if not worker.notices:
+                self._plugin.mark_staying(worker.address)
+
+    async def _part_with(self, worker: WorkerRecord) -> None:
+        """Retire a worker that another has replaced."""
+        while await self._retire([worker]):
+            await asyncio.sleep(RETRY)
 
     # -- machines at risk --------------------------------------------------------------------------
 
@@ -270,7 +279,7 @@ class NoticeDesk:
                 continue
             if any(worker.slot.id in job.machine.roster.departing for job in self._jobs.values()):
                 worker.retiring = True
-                self._plugin.spawn(self._retire([worker]))
+                self._plugin.spawn(self._part_with(worker))
 
     @property
     def _now(self) -> float:

@@ -121,10 +121,9 @@ def pass_on_user_signals(on: bool, dask_worker: Nanny) -> None:
 
     def handle(signum: int, _: Any) -> None:
         for nanny in list(_nannies):
-            pid = getattr(nanny.process, "pid", None)
-            if pid is not None:
-                with contextlib.suppress(OSError):  # it is gone
-                    os.kill(pid, signum)
+            if nanny.is_alive():  # else its number may be another process's by now
+                with contextlib.suppress(OSError):
+                    os.kill(nanny.process.pid, signum)
 
     if on and dask_worker not in _nannies:
         _nannies[dask_worker] = _nothing if _nannies else _handle_user_signals(handle)
