@@ -48,7 +48,7 @@ from benchmarks.side_by_side import ROOT
             [],
             {"machine": {"100", "1000"}, "driver": {"2"}, "forming": {"gloo", "shm"}},
         ),
-        ("sharing", [], {"first", "newcomers", "decisions"}),
+        ("sharing", [], {"first", "newcomers", "decisions", "jobs"}),
         ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
     ],
 )
