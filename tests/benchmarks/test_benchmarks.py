@@ -65,7 +65,7 @@ def _this_process(monkeypatch) -> Iterator[None]:
         ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
         ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
         ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours"}}),
-        ("sharing", [], {"first", "newcomers", "decisions"}),
+        ("sharing", [], {"first", "newcomers", "decisions", "jobs"}),
         ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
         ("terminal", [], {"commands", "helps"}),
     ],

@@ -23,8 +23,7 @@ echo "Submitted batch job $number"
 """
 
 CANCEL = """#!/bin/sh
-touch "{folder}/$1/cancelled"
-kill -TERM -- "-$(cat "{folder}/$1/pid")"
+kill -TERM "-$(cat "{folder}/$1/pid")" && touch "{folder}/$1/cancelled"
 """
 
 
