@@ -14,6 +14,7 @@ from nbelastic.cli import commands
 from nbelastic.driver import display
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+COUNT = SCRIPT.with_name("count.py")
 
 
 @dataclass
@@ -46,9 +47,11 @@ class Stage:
         self.log.touch()
         self._capsys = capsys
 
-    def run(self, *options: str, sizes: str = "1", more: tuple[str, ...] = ()) -> Ended:
-        """Run ``run`` with the script to its end."""
-        words = [str(SCRIPT), "--log", str(self.log), "--sizes", sizes, *more]
+    def run(
+        self, *options: str, sizes: str = "1", more: tuple[str, ...] = (), script: Path = SCRIPT
+    ) -> Ended:
+        """Run ``run`` with a script to its end."""
+        words = [str(script), "--log", str(self.log), "--sizes", sizes, *more]
         before = display._display
         self._capsys.readouterr()
         try:

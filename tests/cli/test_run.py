@@ -18,9 +18,7 @@ A, B = "localhost", "127.0.0.1"
 
 def test_A1_hosts_come_and_go_while_a_script_trains(stage: Stage):
     hosts = stage.hosts(f"{A}:1", f"{A}:1 {B}:1", f"{B}:1")
-    more = ("--workers", "1", "--context", "spawn")
-    options = ("-np", "1", "--min-np", "1", "--max-np", "4", *hosts)
-    ended = stage.run(*options, sizes="1,2,1", more=more)
+    ended = stage.run("-np", "1", "--min-np", "1", "--max-np", "4", *hosts, sizes="1,2,1")
     assert ended.code == 0
     assert stage.epochs() == [1, 2, 1]
     assert ended.sizes == [1, 2, 1]

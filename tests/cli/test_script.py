@@ -261,6 +261,28 @@ def test_a_link_to_a_script_imports_what_is_beside_the_script(folder, tmp_path):
     run_script(call(links / "train.py"))
 
 
+SPAWNS = """
+import horovod
+from torch.utils.data import DataLoader, Dataset
+
+class Samples(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return len(horovod.__name__) + index
+
+if __name__ == "__main__":
+    loader = DataLoader(Samples(), num_workers=1, multiprocessing_context="spawn")
+    assert [int(each) for each in loader] == [7, 8, 9, 10]
+"""
+
+
+def test_a_data_loader_may_spawn_its_processes(folder):
+    """They import the script, and find what it finds."""
+    path = script(folder, SPAWNS)
+    assert in_thread(lambda: run_script(call(path))) is None
+
+
 # -- horovod -------------------------------------------------------------------------------------
 
 IMPORTS = """

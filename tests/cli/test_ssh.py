@@ -12,7 +12,7 @@ from nbelastic.cli.hosts.worker import SshOptions, SshWorker
 from tests.support.clusters import until
 
 from .ssh import SshHosts
-from .stage import Stage
+from .stage import COUNT, Stage
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +34,7 @@ def test_ranks_train_on_hosts_over_ssh_whatever_other_hosts_do(stage: Stage, mon
             *("-H", hosts, "-np", "2", "--min-np", "1", "--blacklist-cooldown", "0.1", "0.2"),
             *("-p", str(servers.port), "-i", str(servers.key)),
             sizes="2,1,2",
+            script=COUNT,
         )
         killer.join()
     assert ended.code == 0
@@ -41,7 +42,7 @@ def test_ranks_train_on_hosts_over_ssh_whatever_other_hosts_do(stage: Stage, mon
     assert len(ended.events("lost")) == 1
     assert f"{REFUSING}:0: " in ended.messages
     assert f"{DYING}:0: Connection lost; trying again in 1 s" in ended.messages
-    assert "sent with the job: 2 files" in ended.messages
+    assert "sent with the job: 3 files" in ended.messages
     assert all("distributed.cli.dask_spec" in command for command in servers.commands)
 
 

@@ -75,8 +75,9 @@ def optimizer_bits(optimizer: torch.optim.Optimizer) -> object:
     return bits({"state": found["state"], "groups": found["param_groups"]})
 
 
-def generator_bits() -> object:
-    return bits([random.getstate(), np.random.get_state(), torch.get_rng_state()])
+def generator_bits() -> list:
+    # Python's state is a tuple of numbers, so it is taken as it is.
+    return [random.getstate(), *bits([np.random.get_state(), torch.get_rng_state()])]
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, seed: int = 0) -> None:
