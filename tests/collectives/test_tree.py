@@ -127,7 +127,7 @@ def tree_sums(draw):
     return sums
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(sums=tree_sums(), chunk=st.sampled_from([1024, 4 << 20]))
 def test_any_sums_in_a_row_are_numpys(world, sums, chunk):
     """Any blocks, also empty ones; any types, lengths and bits; into nodes or into outputs."""
