@@ -23,9 +23,10 @@ class DaskGateway:
     def __init__(self, scheduler):
         self.scheduler = scheduler
 
-    async def retire(self, worker):
+    async def scale_down(self, number):
+        workers = self.scheduler.workers_to_close(n=number)
         options = {"remove": True, "close_workers": True}
-        return await self.scheduler.retire_workers(workers=[worker], **options)
+        return await self.scheduler.retire_workers(workers=workers, **options)
 
     def target(self):
         return self.scheduler.adaptive_target(target_duration=5.0)
@@ -39,13 +40,19 @@ def post(crew, path, **body):
         return json.load(answer)
 
 
-def by_http(crew, worker):
+def by_http(crew, job):
+    worker = next(rank.worker for rank in job.status.ranks if rank.rank == 1)
     return post(crew, "retire_workers", workers=[worker])
 
 
-def by_gateway(crew, worker):
+def by_number_over_http(crew, _):
+    """As the operator of Kubernetes does it."""
+    return post(crew, "retire_workers", n=1)
+
+
+def by_gateway(crew, _):
     async def retire(dask_scheduler):
-        await DaskGateway(dask_scheduler).retire(worker)
+        await DaskGateway(dask_scheduler).scale_down(1)
 
     crew.client.run_on_scheduler(retire)
 
@@ -60,19 +67,19 @@ def target_by_gateway(crew):
 
 def test_ranks_leave_as_planned_and_the_target_has_what_jobs_want(tmp_path):
     routes = dask.config.set({"distributed.scheduler.http.routes": ROUTES})
-    with routes, a_crew(n_workers=3) as crew:
+    with routes, a_crew(n_workers=4) as crew:
         work = Workload(tmp_path, epochs=1000, until_told=True)
-        job = crew.fit(work, np=3, min_np=1, max_np=5, block=False)
+        job = crew.fit(work, np=4, min_np=1, max_np=5, block=False)
         until(lambda: job.status.commits > 5 or job.done(), "commits")
         assert (target_by_http(crew), target_by_gateway(crew)) == (5, 5)
-        for retire, left in ((by_http, 2), (by_gateway, 1)):
-            retire(crew, next(rank.worker for rank in job.status.ranks if rank.rank == 1))
+        for retire, left in ((by_http, 3), (by_number_over_http, 2), (by_gateway, 1)):
+            retire(crew, job)
             until(lambda left=left: job.status.size == left or job.done(), f"{left} ranks")
         (tmp_path / "enough").touch()
         results = job.results(120)
         check(results, work)
-        assert sizes(job) == [3, 2, 1]
-        assert kinds(job).count("left") == 2
+        assert sizes(job) == [4, 3, 2, 1]
+        assert kinds(job).count("left") == 3
         assert "lost" not in kinds(job)
         assert len(results[0]["losses"]) == results[0]["steps"], "nothing was done again"
 

@@ -381,11 +381,6 @@ class ElasticPlugin(SchedulerPlugin):
             and workers[host.address].status is Status.running
         ]
 
-    def busy(self, address: str) -> bool:
-        """Return whether a rank has the slot of a worker."""
-        slot = self._addresses.get(address)
-        return slot is not None and self._workers[slot].holder is not None
-
     def demand(self) -> int:
         """Return how many workers all jobs together would like to have.
 
@@ -395,9 +390,26 @@ class ElasticPlugin(SchedulerPlugin):
         return wanted + self._notices.going if wanted else 0
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Have an adaptive cluster take workers without ranks before any with one."""
-        without = [worker for worker in workers if not self.busy(worker.address)]
-        return without or workers
+        """Return workers that may be closed, if so many are to be: also those with ranks.
+
+        A rank is a long-running task, and Dask leaves workers with one out. It takes workers
+        without tasks first, then the last of this list: the youngest rank.
+        """
+        ranks = {
+            address: worker.holder[1]
+            for address, slot in self._addresses.items()
+            if (worker := self._workers[slot]).holder is not None
+        }
+        found = [worker for worker in workers if worker.address not in ranks]
+        return found + [
+            scheduler.workers[address]
+            for address in sorted(ranks, key=ranks.__getitem__)
+            if address in scheduler.workers
+            and all(
+                str(task.key).startswith(RANK_KEY)
+                for task in scheduler.workers[address].long_running
+            )
+        ]
 
     # -- for job controllers -----------------------------------------------------------------------
 
