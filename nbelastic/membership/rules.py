@@ -379,7 +379,7 @@ def surplus(roster: Roster) -> list[Rank]:
     """Return newcomers that are more than the job may have, the latest of them."""
     most = most_ranks(roster)
     number = 0 if most is None else roster.counted.staying - most - _on_top(roster)
-    if number <= 0:
+    if number <= 0 or roster.any_in(Stage.RETURNED):  # then the others are about to return
         return []
     waiting = roster.in_stage(Stage.STARTING, Stage.READY)
     new = [rank for rank in waiting if rank.version == FRESH and not rank.planned]

@@ -81,11 +81,13 @@ def test_a_slow_rank_computes_less_and_changes_no_bit(crew, tmp_path, alone):
 
 
 def test_a_job_that_resumes_at_another_size_ends_with_the_same_bits(crew, tmp_path, alone):
-    work = SameResult(tmp_path, EPOCHS, seconds=0.05)
+    work = SameResult(tmp_path, EPOCHS, seconds=0.05, hold=9)
     options = {"checkpoint": tmp_path / "checkpoints", "checkpoint_every": 3}
     first = crew.fit(work, np=4, block=False, **options)
-    until(lambda: first.status.commits > 8 or first.done(), "commits")
+    until(lambda: first.status.commits == 8 or first.done(), "commits")
     first.stop()
+    until(lambda: "stop" in first.status.reason, "the order to stop")
+    (tmp_path / "go").touch()
     first.wait(60)
     assert first.status.state == "stopped"
     second = crew.fit(work, np=3, resume=True, **options)

@@ -234,7 +234,7 @@ class Checked:
             if isinstance(effect, EndRank) and effect.how == "leave" and effect.start in holders:
                 rank = roster.ranks[effect.start]
                 early = roster.now < rank.leave_deadline and rank.loop == 1  # others can join there
-                saved = effect.save > 0 and rules.yields(roster)
+                saved = saving and rules.yields(roster)  # one of them writes it for all
                 assert others or saved or not early, f"start {effect.start} holds the state alone"
 
     def check_6_deadline(self, now: float) -> None:

@@ -110,7 +110,9 @@ class Ring:
                 other.advance()
         place, size = self.starts.index(rank.start), len(self.starts)
         for step in (-1, 1):
-            other = self.world.ranks[self.starts[(place + step) % size]]
+            other = self.world.ranks.get(self.starts[(place + step) % size])
+            if other is None:  # a forged message had said that it was ready
+                continue
             self.world.on(other.worker, NEIGHBOUR_NOTICES, lambda o=other: self.notice(o))
 
     def notice(self, rank: FakeRank) -> None:

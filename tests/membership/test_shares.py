@@ -9,6 +9,7 @@ import pytest
 from nbelastic.membership import (
     EndRank,
     LimitsChanged,
+    RankReturned,
     Record,
     ShareSet,
     SlotsFound,
@@ -176,6 +177,19 @@ def test_a_suspended_job_that_gathers_gives_up_all_ranks_but_one(lost: bool) -> 
     world.run_for(2.0)
     assert len(world.machine.roster.ranks) == 1
     assert not world.records("restarted")
+
+
+@pytest.mark.parametrize("change", [ShareSet(1, 4, ("bert",), 1), LimitsChanged(1, 1)])
+def test_ranks_are_not_too_many_while_the_others_return(change) -> None:
+    world = job("A0", "B0", "C0", np=3, script=Script(setup=50.0))
+    world.run_for(1.0)
+    for start in (0, 1):
+        world.tell(RankReturned(start))
+    world.tell(change)
+    world.run_for(1.0)
+    assert not world.of(EndRank)
+    world.tell(RankReturned(2))
+    assert world.outcome.kind == "finished"
 
 
 def suspended(*, resumable: bool):

@@ -30,6 +30,8 @@ class SameResult:
     slow : int or None
         A rank whose micro-batches take three times as long as those of others, by the clock of the
         loader. The ranks balance then.
+    hold : int or None
+        A step after which ranks wait for the file ``go`` among the marks.
     """
 
     marks: Path
@@ -38,6 +40,7 @@ class SameResult:
     commit_every: int = 1
     exact: bool = True
     slow: int | None = None
+    hold: int | None = None
 
     def __call__(self) -> dict[str, Any]:
         """Train, on every rank; return digests and what ranks have seen."""
@@ -103,6 +106,8 @@ class SameResult:
                         optimizer.step()
                     scheduler.step()
                     state.steps += 1
+                    while state.steps == self.hold and not (self.marks / "go").exists():
+                        time.sleep(0.01)
                     if state.steps % self.commit_every == 0:
                         state.commit()
                     time.sleep(max(0.0, self.seconds - (time.monotonic() - began)))
