@@ -153,12 +153,13 @@ class Session(Context):
 
     def beat(self) -> Beat:
         """Return the next heartbeat. Any thread may call it."""
-        at = self._communicator
+        generation, at = self.generation, self._communicator
         waits = self._parked or (at is not None and at.waiting)
-        progress = (self.moves << 32) + (self.generation << 20) + (at.completed if at else 0)
+        progress = (self.moves << 32) + (generation << 20) + (at.completed if at else 0)
         progress &= 2**62 - 1
         doing = at.current_operation if waits and at is not None else ""
-        return Beat(self.spec.start, progress, waits, self.version, self._operations(), doing)
+        operations = self._operations()
+        return Beat(self.spec.start, generation, progress, waits, self.version, operations, doing)
 
     def _operations(self) -> int:
         """Return the number of operations that the loop has begun in this generation."""
@@ -283,9 +284,9 @@ class Session(Context):
         communicator = meet(terms)
         with self._changed:
             self._communicator = communicator
-            self.plan, self.generation, self.source = plan, plan.generation, plan.source
             # Without a loop, operations count from the start of the function.
-            self._exchanges_before = 0 if plan.loop == 0 else None
+            self._exchanges_before = 0 if plan.loop == 0 else None  # before what `beat` reads first
+            self.plan, self.generation, self.source = plan, plan.generation, plan.source
             if self._aborted >= plan.generation:
                 raise CollectiveError(f"generation {plan.generation} is over")
             self._obey()

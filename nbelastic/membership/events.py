@@ -203,7 +203,7 @@ class LoopDone(Event):
     version : int
         Its last commit.
     operations : int
-        Number of operations between ranks that its loop has begun in this generation.
+        Number of operations between ranks that its loop has begun in that generation.
     """
 
     start: int
@@ -326,6 +326,8 @@ class Beat:
     ----------
     start : int
         Start of the function.
+    generation : int
+        Its generation, to which `operations` belongs.
     progress : int
         A number that changes when the rank makes progress.
     waiting : bool
@@ -333,12 +335,13 @@ class Beat:
     version : int
         Its last commit.
     operations : int
-        Number of operations between ranks that its loop has begun in this generation.
+        Number of operations between ranks that its loop has begun in that generation.
     operation : str
         Name of the operation in which it waits; empty if that is not known.
     """
 
     start: int
+    generation: int
     progress: int
     waiting: bool
     version: int

@@ -309,9 +309,7 @@ class Machine:
         for beat in event.beats:
             rank = roster.ranks.get(beat.start)
             if rank is not None:
-                rank.note_heartbeat(
-                    roster.now, beat.progress, beat.waiting, beat.operations, beat.operation
-                )
+                rank.note_heartbeat(roster.now, beat)
                 if rank.stage == Stage.MEMBER:
                     self.roster.note_version(rank, beat.version)
         if roster.phase == Phase.RUNNING:
@@ -767,6 +765,7 @@ class Machine:
         for rank in order:
             rank.change(stage=Stage.MEMBER, planned=plan.generation, formed=False, waiting=False)
             rank.since = rank.progress_at = rank.heartbeat_at = self._now
+            rank.operations, rank.operation = 0, ""
             if rank.version == FRESH:
                 rank.version_at_join = max(newest, 0)
         roster.plan = plan

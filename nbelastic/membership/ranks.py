@@ -17,6 +17,8 @@ from .reasons import EndReason
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
+    from .events import Beat
+
 __all__ = ["Phase", "Rank", "Ranks", "Stage"]
 
 K = TypeVar("K", bound="Hashable")
@@ -115,18 +117,20 @@ class Rank:
         if ranks is not None:
             ranks.count(self)
 
-    def note_heartbeat(
-        self, now: float, progress: int, waiting: bool, operations: int, operation: str
-    ) -> None:
-        """Note a heartbeat. None of its fields is counted, so this bypasses the counts."""
+    def note_heartbeat(self, now: float, beat: Beat) -> None:
+        """Note a heartbeat. None of its fields is counted, so this bypasses the counts.
+
+        Heartbeats are collected on their way, so one may come after an event that is newer.
+        """
         fields = self.__dict__
         fields["heartbeat_at"] = now
-        fields["operations"] = operations
-        fields["operation"] = operation
-        if progress != fields["progress"] or waiting != fields["waiting"]:
+        if beat.generation == self.planned and self.stage == Stage.MEMBER:
+            fields["operations"] = beat.operations
+            fields["operation"] = beat.operation
+        if beat.progress != fields["progress"] or beat.waiting != fields["waiting"]:
             fields["progress_at"] = now
-            fields["progress"] = progress
-            fields["waiting"] = waiting
+            fields["progress"] = beat.progress
+            fields["waiting"] = beat.waiting
 
     def waits(self, phase: Phase) -> bool:
         """Return whether the rank waits for others, in a collective or at its loop's end."""

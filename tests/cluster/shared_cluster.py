@@ -283,7 +283,7 @@ class SharedCluster:
         """Have all members send a heartbeat."""
         for rank in self.ranks.values():
             if rank.state == "member":
-                beat = Beat(rank.start, 0, waiting=False, version=int(rank.version))
+                beat = Beat(rank.start, 1, 0, waiting=False, version=int(rank.version))
                 self.plugin._event(rank.job, Beats((beat,)))
 
     # -- questions -------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Scheduler:
     async def beat(self, name: str, seconds: float, *, waiting: bool = False) -> None:
         """Send heartbeats every half second."""
         doing = "an operation" if waiting else ""
-        beat = RankBeat("job", Beat(self.hosts[name].holder[1], 7, waiting, 3, 4, doing))
+        beat = RankBeat("job", Beat(self.hosts[name].holder[1], 1, 7, waiting, 3, 4, doing))
         for _ in range(int(seconds / 0.5)):
             self.monitor.take(name, (beat,))
             await asyncio.sleep(0.5)
@@ -270,7 +270,7 @@ def test_a_busy_silent_rank_is_heard_of_but_nobody_says_that_it_waits(scene: Sch
     play(scene, story)
     received = [event.beats for _, event in scene.told if isinstance(event, Beats)]
     assert len(received) > 4
-    assert all(beats == (Beat(0, 7, False, 3, 4, ""),) for beats in received[1:])
+    assert all(beats == (Beat(0, 1, 7, False, 3, 4, ""),) for beats in received[1:])
 
 
 def test_a_process_stopped_before_its_first_heartbeat_is_blamed_too(scene: Scheduler) -> None:

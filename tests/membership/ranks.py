@@ -71,8 +71,9 @@ class FakeRank:
 
     def beat(self) -> Beat:
         waits = self.where == "parked" or (self.where == "training" and self.ring.stuck)
+        waiting = waits and not self.hung
         progress = self.generation * 1000 + self.steps
-        return Beat(self.start, progress, waits and not self.hung, math.floor(self.version))
+        return Beat(self.start, self.generation, progress, waiting, math.floor(self.version))
 
     # -- the function --------------------------------------------------------------------------
 

@@ -259,7 +259,7 @@ class FaultyWorld(RuleBasedStateMachine):
             lambda: RankReturned(start),
             lambda: RankRaised(start, "OSError: forged", failed, version),
             lambda: RankLeft(start),
-            lambda: Beats((Beat(start, number, failed, version),)),
+            lambda: Beats((Beat(start, 1, number, failed, version),)),
             lambda: SlotGone(slot),
             lambda: SlotLeaving(slot),
             lambda: SlotLeaving(slot, notice=NOTICE),

@@ -145,7 +145,11 @@ def parted(asked: int, *, size: int = 2, told: bool = True) -> World:
     for _ in range(6):
         world.run_for(0.5)
         if world.outcome is None:
-            beats = (Beat(0, 7, True, 10, 10), Beat(1, 7, True, 10, asked), Beat(2, 7, False, 10))
+            beats = (
+                Beat(0, 1, 7, True, 10, 10),
+                Beat(1, 1, 7, True, 10, asked),
+                Beat(2, 1, 7, False, 10),
+            )
             world.tell(Beats(beats if told else beats[:2]))
     return world
 
@@ -175,12 +179,49 @@ def test_one_late_heartbeat_ends_nothing() -> None:
     world = trained(job("A0", "B0", np=2, script=LONG), 10)
     stopped_beats(world)
     world.tell(LoopDone(0, 1, 10, operations=3))
-    world.tell(Beats((Beat(1, 7, True, 10, 11),)))
+    world.tell(Beats((Beat(1, 1, 7, True, 10, 11),)))
     world.run_for(0.5)
-    world.tell(Beats((Beat(1, 8, False, 10, 3),)))
+    world.tell(Beats((Beat(1, 1, 8, False, 10, 3),)))
     world.tell(Tick())
     world.run_for(3.0)
     assert world.phase() == Phase.RUNNING
+
+
+def test_a_heartbeat_from_before_the_end_of_the_loop_may_come_after_it() -> None:
+    world = trained(job("A0", "B0", np=2, script=LONG), 10)
+    stopped_beats(world)
+    held_up = Beats((Beat(0, 1, 7, False, 10, 10), Beat(1, 1, 7, True, 10, 11)))
+    for _ in range(8):
+        world.tell(held_up)
+        world.run_for(0.5)
+    world.tell(LoopDone(0, 1, 12, operations=14))
+    world.tell(held_up)
+    world.run_for(1.0)
+    assert world.outcome is None
+
+
+def test_operations_of_an_earlier_generation_say_nothing_about_this_one() -> None:
+    world = trained(job("A0", "B0", np=2, script=LONG), 10)
+    world.ranks[1].collective_failed()
+    world.run_for(2.0)
+    assert (world.machine.roster.generation, world.phase()) == (2, Phase.RUNNING)
+    stopped_beats(world)
+    world.tell(LoopDone(0, 2, 10, operations=3))
+    for _ in range(6):
+        world.tell(Beats((Beat(0, 2, 7, True, 10, 3), Beat(1, 1, 7, True, 10, 900))))
+        world.run_for(0.5)
+    assert world.outcome is None
+
+
+def test_a_new_generation_has_begun_no_operations() -> None:
+    world = trained(job("A0", "B0", np=2, script=LONG), 10)
+    stopped_beats(world)
+    world.run_for(1.0)
+    world.tell(Beats((Beat(0, 1, 7, False, 10, 900), Beat(1, 1, 7, False, 10, 900))))
+    world.ranks[1].collective_failed()
+    world.run_for(2.0)
+    assert (world.machine.roster.generation, world.phase()) == (2, Phase.RUNNING)
+    assert [rank.operations for rank in world.machine.roster.ranks.values()] == [0, 0]
 
 
 # -- losses --------------------------------------------------------------------------------------
@@ -319,7 +360,10 @@ def at_odds(
     for _ in range(6):
         world.run_for(0.5)
         if world.outcome is None:
-            beats = (Beat(0, 7, True, 10, 11, first), Beat(1, 7, waits, 10, asked, second))
+            beats = (
+                Beat(0, 1, 7, True, 10, 11, first),
+                Beat(1, 1, 7, waits, 10, asked, second),
+            )
             world.tell(Beats(beats if told else beats[:1]))
     return world
 

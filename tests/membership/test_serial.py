@@ -87,7 +87,7 @@ def test_a_new_machine_survives_the_round_trip() -> None:
         WeightsSampled(1, 2, 10, (0.5, -1e300), ("SGD",)),
         RankRaised(1, "ValueError: x", collective=True, version=4),
         RankRaised(1, "RanksDisagree: x", version=4, on_all_ranks=True),
-        Beats((Beat(0, 1, True, 2), Beat(1, 1, False, 2))),
+        Beats((Beat(0, 1, 1, True, 2), Beat(1, 1, 1, False, 2))),
         StopRequested(now=True),
         LimitsChanged(max_np=3),
         ClusterGone("gone"),

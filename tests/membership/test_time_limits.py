@@ -116,7 +116,7 @@ def test_late_messages_evict_no_rank() -> None:
     world.run_for(1000.0)
     assert world.phase() == Phase.RUNNING
     assert restarted(world) == []
-    world.tell(Beats(tuple(Beat(r.start, 999, False, r.version) for r in world.ranks.values())))
+    world.tell(Beats(tuple(Beat(r.start, 1, 999, False, r.version) for r in world.ranks.values())))
     assert world.phase() == Phase.RUNNING
 
 
@@ -147,11 +147,11 @@ def test_a_rank_that_hangs_after_the_loop_is_evicted() -> None:
     world.rank_on("B0").hung = True
     for _ in range(15):
         world.run_for(1.0)
-        world.tell(Beats((Beat(0, 7, True, 5), Beat(1, 7, False, 5))))
+        world.tell(Beats((Beat(0, 1, 7, True, 5), Beat(1, 1, 7, False, 5))))
     assert not restarted(world)
     for _ in range(10):
         world.run_for(1.0)
-        world.tell(Beats((Beat(0, 7, True, 5), Beat(1, 7, False, 5))))
+        world.tell(Beats((Beat(0, 1, 7, True, 5), Beat(1, 1, 7, False, 5))))
     assert restarted(world) == ["B0"]
     assert world.phase() == Phase.FINISHING
     world.tell(RankRaised(0, "a collective failed", collective=True))

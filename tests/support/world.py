@@ -44,11 +44,15 @@ def run_ranks(
     source: int = 0,
     make: Callable[[Rendezvous], Communicator] = connect,
 ) -> list[Any]:
-    """Run `function(context)` on `size` ranks and return what each returned, or raise the first."""
+    """Run `function(context)` on `size` ranks and return what each returned.
+
+    Raises the first error in time: later ones may be its consequences, as a rank that fails aborts
+    the operations of the others.
+    """
     generation = next(_generations)
     store = RendezvousServer("127.0.0.1")
     results: list[Any] = [None] * size
-    errors: list[BaseException | None] = [None] * size
+    errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
         communicator: Communicator
@@ -72,7 +76,7 @@ def run_ranks(
             with activate(context):
                 results[rank] = function(context)
         except BaseException as error:
-            errors[rank] = error
+            errors.append(error)
             communicator.abort(f"rank {rank} raised {error!r}")
         finally:
             communicator.close()
@@ -86,7 +90,6 @@ def run_ranks(
     for thread in threads:
         thread.join()
     store.close()
-    for error in errors:
-        if error is not None:
-            raise error
+    if errors:
+        raise errors[0]
     return results
