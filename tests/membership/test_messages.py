@@ -165,7 +165,9 @@ def test_why_there_is_nothing_faster_is_said_once() -> None:
 def test_heartbeats_out_of_order_take_nothing_back() -> None:
     _, machine = running()
     for version in (30, 28):
-        machine.handle(Beats(tuple(Beat(s, 1, version, False, version) for s in (0, 1, 2))), 3.0, 0.0)
+        machine.handle(
+            Beats(tuple(Beat(s, 1, version, False, version) for s in (0, 1, 2))), 3.0, 0.0
+        )
     assert machine.roster.version == 30
     assert [rank.version for rank in machine.roster.ranks.values()] == [30, 30, 30]
 
