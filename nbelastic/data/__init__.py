@@ -5,10 +5,11 @@ This room knows torch the library, and nothing of :mod:`nbelastic.torch`. The de
 """
 
 from .batch import Batch
-from .loader import Loader, Step, StepParticipant
+from .loader import Loader
 from .parquet import Arrow, Parquet
 from .partitions import Dask
 from .sources import MapSource, RowSource, WorkItem
+from .step import Step, StepParticipant
 from .streams import Shards, Stateful, StreamSource
 from .units import UnitSource
 

@@ -6,39 +6,36 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
 
+from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch
 from nbelastic.data.dealing import Dealing, imbalance
 from nbelastic.data.kernels import kernel_fingerprint
 from nbelastic.data.ledger import RowLedger
 from nbelastic.data.permutation import mix
-from nbelastic.data.quotas import Balance, Pace, is_straggler, slowness
-from nbelastic.data.seeding import seed_generators
 from nbelastic.data.sources import MapSource
-from nbelastic.data.stopwatch import Stopwatch
+from nbelastic.data.step import Step
 from nbelastic.data.streams import StreamRows, StreamSource
 from nbelastic.data.units import UnitSource, WindowedRows
-from nbelastic.elastic.context import current
-from nbelastic.elastic.session import note, warn
+from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.session import warn
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.elastic.telemetry import DataProgress
-from nbelastic.errors import NotInitialized, OptionError, StateMismatch
+from nbelastic.errors import OptionError, StateMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.data.sources import RowSource
+    from nbelastic.data.step import StepParticipant
     from nbelastic.elastic.context import Context
 
-__all__ = ["Loader", "Step", "StepParticipant"]
-
-# Kind of seeds: of the micro-batches that are computed, apart from those of sources.
-_COMPUTING = 2
+__all__ = ["Loader"]
 _WORTH_A_WORD = 1.3
 _ORDERS = 1 << 52  # what a float64 holds
 
@@ -54,22 +51,6 @@ NOT_EXACT = (
     "each step and the size of its batch are not affected.\n"
     "Batch(exact=True) refuses this, Batch(exact=False) does not mention it."
 )
-
-
-class StepParticipant(Protocol):
-    """Object that acts before and after each micro-batch, such as one for a model's buffers."""
-
-    def begin(self, share: StepShare) -> None:
-        """Begin a step."""
-
-    def before(self, number: int) -> None:
-        """Begin a micro-batch."""
-
-    def after(self, number: int) -> None:
-        """End a micro-batch."""
-
-    def end(self) -> None:
-        """End the micro-batches of a step. All ranks call this at the same point."""
 
 
 class Loader:
@@ -173,7 +154,7 @@ class Loader:
                 )
         if balance not in ("even", "speed"):
             raise OptionError(f"Loader(balance={balance!r}): must be 'even' or 'speed'")
-        context = _context()
+        context = current_or_none()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
         is_open = self._source.is_open
@@ -200,14 +181,10 @@ class Loader:
         self._threads = torch.get_num_threads()
         self._kernels = kernel_fingerprint() if batch.exact else ""
         self._state: Callable[[], Any] = lambda: None
-        self._participants: list[StepParticipant] = []
+        self.participants: list[StepParticipant] = []
         self._share: StepShare | None = None
         self._unsettled: tuple[Dealing, int, StepShare, list[int]] | None = None
-        self._balances = balance == "speed"
-        self._balance: Balance | None = None
-        self._timed: StepShare | None = None  # the last step that this balance has seen
-        self._pace, self._watch = Pace(), Stopwatch()
-        self._straggles = False
+        self.balancer = Balancer(self.batch.micro_batches, by_speed=balance == "speed")
         self._loops = 0
         self._completed_in: int | None = None
         self._told: set[str] = set()
@@ -262,15 +239,7 @@ class Loader:
     @property
     def block(self) -> range:
         """Numbers of the micro-batches that this rank computes of a step."""
-        return self._present_balance().schedule.now
-
-    def _present_balance(self) -> Balance:
-        """Return the quotas of this generation, which are even when it begins."""
-        place = _place()
-        if self._balance is None or self._balance.place != place:
-            self._balance = Balance(place, self.batch.micro_batches)
-            self._timed, self._straggles = None, False
-        return self._balance
+        return self.balancer.present().schedule.now
 
     def rows(self, step: int, number: int) -> list[int]:
         """Return the rows of a micro-batch of this epoch, by their indices in the dataset."""
@@ -311,7 +280,7 @@ class Loader:
         return self._iterate(self._dealing, self.step)
 
     def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
-        context, balance = _context(), self._present_balance()
+        context, balance = current_or_none(), self.balancer.present()
         self._loops += 1
         loop = self._loops
         self._leave(context, self._share)
@@ -333,41 +302,53 @@ class Loader:
                     fetched = balance.changes
                     batches = self._source.fetch(dealing, number, balance.schedule)
                 block = blocks.block(balance.place[1])
-                weights = self._source.counts(dealing, number, block)
+                counts = self._source.counts(dealing, number, block)
+                place = (dealing.epoch, number, _order_of(dealing, blocks))
                 share = StepShare(
                     dealing.micro_batches,
                     block,
-                    tuple(each for each in block if weights[each]),
-                    [weight / dealing.micro for weight in weights],
+                    tuple(each for each in block if counts[each]),
+                    [count / dealing.micro for count in counts],
                     exact=bool(self.batch.exact),
-                    place=(dealing.epoch, number, _order_of(dealing, blocks)),
+                    place=place,
                     outer=outer,
                     deviates=bool(self.batch.exact) and not self.exact,
                     blocks=blocks,
                 )
-                self.step = number + 1  # done, as soon as a commit says so
-                self._share = self._timed = share
-                if self._source.is_open:
-                    self._unsettled = dealing, number, share, weights
-                if context is not None:
-                    context.share = share
-                if self._participants:  # else no commit says what is done
-                    self._ledger.begin((dealing.epoch, number), weights, share)
-                self._report(context, block)
-                step = Step(self, dealing, number, share, weights, batches, loop)
-                for each in self._participants:
+                self._begin(context, dealing, number, share, counts)
+                step = Step(self, dealing, number, share, counts, batches, loop)
+                for each in self.participants:
                     each.begin(share)
                 yield step
                 self.check_loop(loop)
-                step._skip()
+                step.skip()
                 share.over = True
                 self._ledger.close()
                 if share.others_deviate:
                     self.forgo_exactness("another rank is not exact")
-                    self._report(context, block)
+                    self._report(context, share.block)
             self._completed_in = _generation()
         finally:
             self._leave(context, share)
+
+    def _begin(
+        self,
+        context: Context | None,
+        dealing: Dealing,
+        number: int,
+        share: StepShare,
+        counts: list[int],
+    ) -> None:
+        """Make a step the one under way."""
+        self.step = number + 1  # done, as soon as a commit says so
+        self._share = self.balancer.timed = share
+        if self._source.is_open:
+            self._unsettled = dealing, number, share, counts
+        if context is not None:
+            context.share = share
+        if self.participants:  # else no commit says what is done
+            self._ledger.begin((dealing.epoch, number), counts, share)
+        self._report(context, share.block)
 
     def _leave(self, context: Context | None, share: StepShare | None) -> None:
         """End a step, and go back to the one around it, unless another has begun since."""
@@ -403,7 +384,7 @@ class Loader:
         if self._unsettled is None:
             return
         dealing, step, share, counts = self._unsettled
-        self._source.settle(dealing, step, counts, _context())
+        self._source.settle(dealing, step, counts, current_or_none())
         share.row_weights[:] = [count / dealing.micro for count in counts]
         self._unsettled = None
         if self._source.remark:
@@ -426,7 +407,7 @@ class Loader:
 
     def _say(self, warning: str) -> None:
         """Add a warning to the job's history, once."""
-        context = _context()
+        context = current_or_none()
         if context is not None and warning not in self._told:
             self._told.add(warning)
             warn(context, warning)
@@ -439,7 +420,7 @@ class Loader:
 
     def add_participant(self, participant: StepParticipant) -> None:
         """Have an object take part in each step."""
-        self._participants.append(participant)
+        self.participants.append(participant)
 
     def rows_in_commit(self) -> DataProgress:
         """Record that all steps so far are in a commit, and return the rows that it has."""
@@ -451,32 +432,8 @@ class Loader:
         )
 
     def committed(self) -> None:
-        """Fix other quotas for the next but one step, if they are clearly better.
-
-        All ranks call this at the same commits. They come to the same quotas.
-        """
-        context, balance = _context(), self._present_balance()
-        share = self._timed
-        if not self._balances or context is None or share is None:
-            return
-        before = balance.consider(share.times, self.step)
-        if before:
-            self._name_straggler(context, balance, share.times, before)
-
-    def _name_straggler(
-        self, context: Context, balance: Balance, times: Sequence[float], before: Sequence[int]
-    ) -> None:
-        """Add an entry to the history, if this rank has become slow and others get its work."""
-        straggles = is_straggler(times, context.rank)
-        told, self._straggles = self._straggles, straggles
-        if straggles and not told:
-            figures = {
-                "times": slowness(times, context.rank),
-                "micro_batches": float(balance.coming[context.rank]),
-                "before": float(before[context.rank]),
-                "of": float(self.batch.micro_batches),
-            }
-            note(context, "straggler", figures=figures)
+        """Fix other quotas, if they are clearly better. All ranks call this at the same commits."""
+        self.balancer.committed(self.step)
 
     def forgo_exactness(self, reason: str) -> None:
         """Record what keeps the training from being exact.
@@ -561,165 +518,6 @@ class Loader:
             torch.set_num_threads(self._threads)
 
 
-class Step:
-    """One step of an epoch: an iterable over this rank's micro-batches of it.
-
-    Random generators are seeded before each micro-batch is computed, by seed, epoch, step and the
-    number of the micro-batch.
-
-    Attributes
-    ----------
-    epoch, number : int
-        Its epoch, and its number in it, from 0.
-    rows : int
-        Its rows, on all ranks. Of sources of unknown length they are known after the loop over its
-        micro-batches; before, all count as full.
-    """
-
-    def __init__(
-        self,
-        loader: Loader,
-        dealing: Dealing,
-        number: int,
-        share: StepShare,
-        counts: list[int],
-        batches: Iterator[Any],
-        loop: int,
-    ) -> None:
-        self.epoch = dealing.epoch
-        self.number = number
-        self._counts = counts
-        self._loader = loader
-        self._dealing = dealing
-        self._share = share
-        self._batches = batches
-        self._loop = loop
-        self._begun = self._open = self._ended = False
-        self._taken = 0
-        share.finish = self._finish
-
-    def __len__(self) -> int:
-        """Return the number of this rank's micro-batches."""
-        return len(self._share.expected)
-
-    @property
-    def rows(self) -> int:
-        """Its rows, on all ranks."""
-        return sum(self._counts)
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Numbers of this rank's micro-batches, from 0 to V - 1."""
-        return self._share.expected
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over this rank's micro-batches, weighted by their rows. Once only."""
-        return self._iterate(None)
-
-    def weighted(self, weight: Callable[[Any], Any]) -> Iterator[Any]:
-        """Iterate over this rank's micro-batches, with other weights than their rows.
-
-        The gradient of the step is ``Σ w·g / Σ w`` over all micro-batches. A loss that is a mean
-        over tokens needs their numbers as weights: a mean of means would favour short sequences.
-
-        Parameters
-        ----------
-        weight : callable
-            Gets a batch and returns a number that is not negative. A micro-batch of weight 0 does
-            not count, whatever its gradient.
-
-        Examples
-        --------
-        >>> for x, y in step.weighted(lambda batch: (batch[1] != -100).sum()):  # doctest: +SKIP
-        ...     loss_fn(model(x), y).backward()
-        """
-        return self._iterate(weight)
-
-    def _iterate(self, weight: Callable[[Any], Any] | None) -> Iterator[Any]:
-        if self._begun:
-            raise RuntimeError("the micro-batches of a step can be iterated over only once")
-        self._begun = True
-        share, participants = self._share, self._loader._participants
-        for number in share.expected:
-            self._loader.check_loop(self._loop)
-            self._close()
-            batch = next(self._batches)
-            self._taken += 1
-            share.number = number
-            share.weights[number] = self._weight(weight, batch, number)
-            share.taken += self._counts[number]
-            for each in participants:
-                each.before(number)
-            seed_generators(mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, number))
-            self._open = True
-            self._loader._watch.start()
-            yield batch
-        self._finish()
-
-    def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, number: int) -> float:
-        if weight is None:
-            return self._share.row_weights[number]
-        value = float(weight(batch))
-        if not 0.0 <= value < float("inf"):
-            raise ValueError(
-                f"step.weighted: the weight of a micro-batch is {value}; it must be a number, at "
-                "least 0"
-            )
-        return value
-
-    def _close(self) -> None:
-        """End the micro-batch under way."""
-        if not self._open:
-            return
-        self._open = False
-        self._loader._watch.stop()
-        share = self._share
-        at_end, share.at_end = share.at_end, ()
-        for call in at_end:
-            call()
-        assert share.number is not None
-        for each in self._loader._participants:
-            each.after(share.number)
-
-    def _finish(self) -> None:
-        """End the last micro-batch, and the loop over them."""
-        if self._ended:
-            return
-        self._close()
-        self._ended = True
-        share = self._share
-        self._loader.settle()
-        # With the last step ends what it was fetched from, such as worker processes: no cycle of
-        # references may keep that until garbage is collected.
-        self._batches, share.finish = iter(()), lambda: None
-        self._note_pace()
-        for each in self._loader._participants:
-            each.end()
-        # Ranks have ended with different micro-batches. What the optimizer draws is the same.
-        seed = mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, share.micro_batches)
-        seed_generators(seed)
-        context = _context()
-        if context is not None:
-            context.telemetry.recorded(share.taken)
-
-    def _note_pace(self) -> None:
-        """Note the time of the micro-batches, of which a smaller last step tells too little."""
-        share, pace = self._share, self._loader._pace
-        seconds = self._loader._watch.take()
-        if self.rows == self._dealing.global_batch:
-            if not share.expected:
-                pace.note_idle()
-            elif seconds is not None:
-                pace.note(seconds)
-        share.seconds = pace.seconds
-
-    def _skip(self) -> None:
-        """Pass over micro-batches that were not taken, so that the next step finds its own."""
-        for _ in range(len(self) - self._taken):
-            next(self._batches)
-        self._finish()
-
-
 def _check_dataset(dataset: Any) -> None:
     """Refuse datasets whose rows cannot be chosen.
 
@@ -742,20 +540,6 @@ def _check_dataset(dataset: Any) -> None:
         )
 
 
-def _context() -> Context | None:
-    """Return this rank's context, if there is one yet."""
-    try:
-        return current()
-    except NotInitialized:
-        return None
-
-
-def _place() -> tuple[int, int, int]:
-    """Return the present generation, this rank, and the number of ranks."""
-    context = _context()
-    return (0, 0, 1) if context is None else (context.generation, context.rank, context.size)
-
-
 @functools.lru_cache(maxsize=8)
 def _order_of(dealing: Dealing, blocks: Blocks) -> int:
     """Return a digest of what ranks must agree on: the order of rows, and who has which."""
@@ -765,5 +549,5 @@ def _order_of(dealing: Dealing, blocks: Blocks) -> int:
 
 def _generation() -> int:
     """Return the number of the present generation."""
-    context = _context()
+    context = current_or_none()
     return 0 if context is None else context.generation

@@ -15,8 +15,8 @@ import numpy as np
 from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
 from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
-from nbelastic.elastic.context import current
-from nbelastic.errors import DataError, NbelasticError, NotInitialized, OptionError
+from nbelastic.elastic.context import current_or_none
+from nbelastic.errors import DataError, NbelasticError, OptionError
 
 if TYPE_CHECKING:
     from nbelastic.data.permutation import Rows
@@ -183,10 +183,8 @@ class Dask(UnitSource):
 
     def prepare(self) -> None:
         """Take the hook by which this rank fetches partitions."""
-        try:
-            self._fetch_partition = current().fetch_partition
-        except NotInitialized:
-            self._fetch_partition = None
+        context = current_or_none()
+        self._fetch_partition = None if context is None else context.fetch_partition
 
     def read(self, unit: int) -> RowBlock:
         """Return the rows of a partition; see :class:`UnitSource`."""

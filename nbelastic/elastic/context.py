@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from nbelastic.elastic.step_share import StepShare
     from nbelastic.elastic.supervision import SteppedOptimizers
 
-__all__ = ["Context", "LocalContext", "activate", "current", "initialize", "one_of_all", "shutdown"]
+__all__ = [
+    "Context",
+    "LocalContext",
+    "activate",
+    "current",
+    "current_or_none",
+    "initialize",
+    "one_of_all",
+    "shutdown",
+]
 
 
 # Ranks leave a generation at the same step, without a collective of their own. Each rank learns of
@@ -245,13 +254,20 @@ def current() -> Context:
     NotInitialized
         Outside a job, before ``init()``; or in a thread of its own in a process with several ranks.
     """
+    context = current_or_none()
+    if context is None:
+        message = "call nbelastic.init() (hvd.init()) before using ranks and collectives"
+        raise NotInitialized(message)
+    return context
+
+
+def current_or_none() -> Context | None:
+    """Return the context of the calling rank, if there is one yet."""
     own = _of_thread.get(())
     if own:
         return own[0]
     with _lock:
-        if len(_of_process) == 1:
-            return _of_process[0]
-    raise NotInitialized("call nbelastic.init() (hvd.init()) before using ranks and collectives")
+        return _of_process[0] if len(_of_process) == 1 else None
 
 
 @contextlib.contextmanager
@@ -272,9 +288,7 @@ def activate(context: Context) -> Iterator[None]:
 
 def initialize() -> None:
     """Ensure that the calling thread has a context: its job's, else a world of one rank."""
-    try:
-        current()
-    except NotInitialized:
+    if current_or_none() is None:
         context = LocalContext()
         _of_thread.set([context])
         with _lock:

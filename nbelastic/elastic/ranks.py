@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.elastic.context import current
-from nbelastic.errors import NotInitialized
+from nbelastic.elastic.context import current, current_or_none
 
 __all__ = [
     "cross_rank",
@@ -18,11 +17,7 @@ __all__ = [
 
 def is_initialized() -> bool:
     """Return whether the calling thread is a rank."""
-    try:
-        current()
-    except NotInitialized:
-        return False
-    return True
+    return current_or_none() is not None
 
 
 def rank() -> int:

@@ -17,8 +17,8 @@ import tokenize
 import types
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.context import LocalContext, current
-from nbelastic.errors import NotInitialized, PreflightError
+from nbelastic.elastic.context import LocalContext, current_or_none
+from nbelastic.errors import PreflightError
 
 from .names import imported_names, needed_names
 from .remote_value import pack
@@ -131,9 +131,8 @@ class CellFunction:
         namespace = self._namespace()
         exec(self._code or self._compile(), namespace)
         value = namespace.pop(_RESULT, None)
-        try:
-            context = current()
-        except NotInitialized:
+        context = current_or_none()
+        if context is None:
             return value
         if context.rank != 0:
             return None

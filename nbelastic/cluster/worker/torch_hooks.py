@@ -19,10 +19,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.rank_error import summary_of
-from nbelastic.elastic.context import current
+from nbelastic.elastic.context import current_or_none
 from nbelastic.elastic.session import warn
 from nbelastic.elastic.supervision import note_step
-from nbelastic.errors import NotInitialized
 
 from .modules import imported
 from .settings import keep_settings_of_torch
@@ -109,7 +108,7 @@ def _hook_groups(module: ModuleType) -> Callable[[], None]:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        context = _context()
+        context = current_or_none()
         try:
             original(*args, **kwargs)
         except Exception as error:
@@ -177,7 +176,7 @@ def _hook_batch_norm(module: ModuleType) -> Callable[[], None]:
         @functools.wraps(original)
         def made(self: object, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            context = _context()
+            context = current_or_none()
             if context is not None and context.size > 1:
                 _check_group_later(context)
 
@@ -219,7 +218,7 @@ class _GroupCheck:
 
 def _hook_optimizers(module: ModuleType) -> Callable[[], None]:
     def stepped(optimizer: Any, *_: object) -> None:
-        context = _context()
+        context = current_or_none()
         if context is not None:
             note_step(context, optimizer)
 
@@ -281,11 +280,3 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 _lock = threading.RLock()
 _finder = _Finder()
-
-
-def _context() -> Context | None:
-    """Return the context of the calling thread's rank, if it runs in one."""
-    try:
-        return current()
-    except NotInitialized:
-        return None

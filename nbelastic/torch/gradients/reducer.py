@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbelastic.elastic.context import current
-from nbelastic.errors import CollectiveError, NotInitialized
+from nbelastic.elastic.context import current, current_or_none
+from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
@@ -306,10 +306,7 @@ class Reducer:
 
     def _find_context(self) -> Context:
         """Return the rank's context, also in a thread of autograd's own."""
-        try:
-            return current()
-        except NotInitialized:
-            return self._context
+        return current_or_none() or self._context
 
     def _trained(self) -> list[torch.Tensor]:
         optimizer = self._optimizer()

@@ -1,0 +1,185 @@
+"""Step of an epoch: this rank's micro-batches of it, one by one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nbelastic.data.permutation import mix
+from nbelastic.data.seeding import seed_generators
+from nbelastic.elastic.context import current_or_none
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nbelastic.data.dealing import Dealing
+    from nbelastic.data.loader import Loader
+    from nbelastic.elastic.step_share import StepShare
+
+__all__ = ["Step", "StepParticipant"]
+
+# Kind of seeds: of the micro-batches that are computed, apart from those of sources.
+_COMPUTING = 2
+
+
+class StepParticipant(Protocol):
+    """Object that acts before and after each micro-batch, such as one for a model's buffers."""
+
+    def begin(self, share: StepShare) -> None:
+        """Begin a step."""
+
+    def before(self, number: int) -> None:
+        """Begin a micro-batch."""
+
+    def after(self, number: int) -> None:
+        """End a micro-batch."""
+
+    def end(self) -> None:
+        """End the micro-batches of a step. All ranks call this at the same point."""
+
+
+class Step:
+    """One step of an epoch: an iterable over this rank's micro-batches of it.
+
+    Random generators are seeded before each micro-batch is computed, by seed, epoch, step and the
+    number of the micro-batch.
+
+    Attributes
+    ----------
+    epoch, number : int
+        Its epoch, and its number in it, from 0.
+    rows : int
+        Its rows, on all ranks. Of sources of unknown length they are known after the loop over its
+        micro-batches; before, all count as full.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        dealing: Dealing,
+        number: int,
+        share: StepShare,
+        counts: list[int],
+        batches: Iterator[Any],
+        loop: int,
+    ) -> None:
+        self.epoch = dealing.epoch
+        self.number = number
+        self._counts = counts
+        self._loader = loader
+        self._dealing = dealing
+        self._share = share
+        self._batches = batches
+        self._loop = loop
+        self._begun = self._open = self._ended = False
+        self._taken = 0
+        share.finish = self._finish
+
+    def __len__(self) -> int:
+        """Return the number of this rank's micro-batches."""
+        return len(self._share.expected)
+
+    @property
+    def rows(self) -> int:
+        """Its rows, on all ranks."""
+        return sum(self._counts)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of this rank's micro-batches, from 0 to V - 1."""
+        return self._share.expected
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this rank's micro-batches, weighted by their rows. Once only."""
+        return self._iterate(None)
+
+    def weighted(self, weight: Callable[[Any], Any]) -> Iterator[Any]:
+        """Iterate over this rank's micro-batches, with other weights than their rows.
+
+        The gradient of the step is ``Σ w·g / Σ w`` over all micro-batches. A loss that is a mean
+        over tokens needs their numbers as weights: a mean of means would favour short sequences.
+
+        Parameters
+        ----------
+        weight : callable
+            Gets a batch and returns a number that is not negative. A micro-batch of weight 0 does
+            not count, whatever its gradient.
+
+        Examples
+        --------
+        >>> for x, y in step.weighted(lambda batch: (batch[1] != -100).sum()):  # doctest: +SKIP
+        ...     loss_fn(model(x), y).backward()
+        """
+        return self._iterate(weight)
+
+    def _iterate(self, weight: Callable[[Any], Any] | None) -> Iterator[Any]:
+        if self._begun:
+            raise RuntimeError("the micro-batches of a step can be iterated over only once")
+        self._begun = True
+        share, participants = self._share, self._loader.participants
+        for number in share.expected:
+            self._loader.check_loop(self._loop)
+            self._close()
+            batch = next(self._batches)
+            self._taken += 1
+            share.number = number
+            share.weights[number] = self._weight(weight, batch, number)
+            share.taken += self._counts[number]
+            for each in participants:
+                each.before(number)
+            seed_generators(mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, number))
+            self._open = True
+            self._loader.balancer.watch.start()
+            yield batch
+        self._finish()
+
+    def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, number: int) -> float:
+        if weight is None:
+            return self._share.row_weights[number]
+        value = float(weight(batch))
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(
+                f"step.weighted: the weight of a micro-batch is {value}; it must be a number, at "
+                "least 0"
+            )
+        return value
+
+    def _close(self) -> None:
+        """End the micro-batch under way."""
+        if not self._open:
+            return
+        self._open = False
+        self._loader.balancer.watch.stop()
+        share = self._share
+        at_end, share.at_end = share.at_end, ()
+        for call in at_end:
+            call()
+        assert share.number is not None
+        for each in self._loader.participants:
+            each.after(share.number)
+
+    def _finish(self) -> None:
+        """End the last micro-batch, and the loop over them."""
+        if self._ended:
+            return
+        self._close()
+        self._ended = True
+        share = self._share
+        self._loader.settle()
+        # With the last step ends what it was fetched from, such as worker processes: no cycle of
+        # references may keep that until garbage is collected.
+        self._batches, share.finish = iter(()), lambda: None
+        self._loader.balancer.note(share, full=self.rows == self._dealing.global_batch)
+        for each in self._loader.participants:
+            each.end()
+        # Ranks have ended with different micro-batches. What the optimizer draws is the same.
+        seed = mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, share.micro_batches)
+        seed_generators(seed)
+        context = current_or_none()
+        if context is not None:
+            context.telemetry.recorded(share.taken)
+
+    def skip(self) -> None:
+        """Pass over micro-batches that were not taken, so that the next step finds its own."""
+        for _ in range(len(self) - self._taken):
+            next(self._batches)
+        self._finish()
