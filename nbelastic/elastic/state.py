@@ -274,7 +274,8 @@ class ObjectState(State):
         if self._tasks:
             self._schedule[""] += 1
         super().commit()
-        self._run_due()
+        if self._tasks:
+            self._run_due()
 
     def _run_due(self) -> None:
         if self._doing:  # a commit in such a function

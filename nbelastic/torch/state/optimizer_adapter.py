@@ -353,18 +353,19 @@ def _overrides(obj: _Optimizer) -> bool:
     return (
         kind.state_dict is not _Optimizer.state_dict
         or kind.load_state_dict is not _Optimizer.load_state_dict
-        or any(
-            vars(obj).get(name)
-            for name in (
-                "state_dict",
-                "load_state_dict",
-                "_optimizer_state_dict_pre_hooks",
-                "_optimizer_state_dict_post_hooks",
-                "_optimizer_load_state_dict_pre_hooks",
-                "_optimizer_load_state_dict_post_hooks",
-            )
-        )
+        or any(map(vars(obj).get, _OF_STATE_DICTS))
     )
+
+
+_OF_STATE_DICTS = (
+    "state_dict",
+    "load_state_dict",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Attributes by which one optimizer changes what its state dict is."""
 
 
 def within(obj: object) -> list[_Optimizer]:

@@ -99,6 +99,8 @@ class TorchState(ObjectState):
 
     always_copy = False
 
+    _loaders: Sequence[Loader] = ()
+
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         self._copies = Copies()
         self._lazy = LazyCommit(self._capture_step, self._replace_commit)
@@ -186,19 +188,18 @@ class TorchState(ObjectState):
         RuntimeError
             A step of a loader is under way. The commit would count it as done.
         """
-        self._check_between_steps()
+        if self._loaders:
+            self._check_between_steps()
         commit = make_commit(self._values(), self.__dict__.get("_commit"))
         uncopied = self._lazy.commit(commit.cache, current_or_none(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
-        self._report_rows()
+        if self._loaders:
+            self._report_rows()
 
     def _check_between_steps(self) -> None:
-        loaders: list[Loader] = self.__dict__.get("_loaders", [])
-        if not loaders:
-            return
-        begun = any(loader.incomplete for loader in loaders)
+        begun = any(loader.incomplete for loader in self._loaders)
         optimizers = [each for each in objects_in(self._values().values()) if is_pending(each)]
         if begun or optimizers:
             raise RuntimeError(
@@ -217,10 +218,9 @@ class TorchState(ObjectState):
 
     def _report_rows(self) -> None:
         """Report the rows of loaders, as they are in the commit."""
-        loaders: list[Loader] = self.__dict__.get("_loaders", [])
         context = current_or_none()
-        if loaders and context is not None:
-            context.telemetry.data = tuple(loader.rows_in_commit() for loader in loaders)
+        if context is not None:
+            context.telemetry.data = tuple(loader.rows_in_commit() for loader in self._loaders)
 
     def restore(self) -> None:
         """Go back to exactly the last commit, or to the step that has replaced it."""
