@@ -331,19 +331,22 @@ def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
 def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
     """Return the members that leave because they are more than the job may have.
 
-    One stays, because it has the state, unless the job yields.
+    One that is known to have the state stays, unless the job yields.
     """
     if yields(roster):
         return members
     most = max(most_ranks(roster) or 1, 1)
     if most_ranks(roster) is None or len(members) <= most:
         return []
+    by_age = sorted(members, key=_start)
     newest = max(rank.version for rank in members)
-    holders = [rank for rank in members if rank.version == newest]
-    by_age = sorted(members, key=lambda rank: rank.start)
-    only = holders[0] if len(holders) == 1 else None
-    released = choose_released(by_age, len(members) - most, keep=only)
-    return sorted(released, key=lambda rank: rank.start)
+    holders = [rank for rank in by_age if rank.version == newest]
+    keep = holders[0] if len(holders) == 1 else None
+    released = choose_released(by_age, len(members) - most, keep=keep)
+    staying = [rank for rank in members if rank not in released]
+    if newest != FRESH and all(rank.version == FRESH for rank in staying):
+        released = choose_released(by_age, len(members) - most, keep=holders[0])
+    return sorted(released, key=_start)
 
 
 def can_do_without(roster: Roster, rank: Rank) -> bool:

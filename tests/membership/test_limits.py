@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbelastic.membership import (
+    FRESH,
+    Beat,
+    Beats,
     End,
     EndRank,
     Limits,
@@ -31,6 +34,7 @@ from nbelastic.membership.reasons import EndOrder, EndReason, Presence, ResetLim
 
 from .ranks import Script
 from .stories import batches, job, starts, trained, when, workers
+from .test_time_limits import stopped_beats
 
 LONG = Script(batches=2000)
 
@@ -188,6 +192,20 @@ def test_scale_up() -> None:
     world.tell(LimitsChanged(max_np=3))
     world.run_for(2.0)
     assert workers(world.plans[-1]) == ["A0", "B0", "C0"]
+
+
+def test_who_stays_of_a_job_that_shrinks_is_known_to_have_the_state() -> None:
+    world = job("A0", "B0", "B1", "A1", "C0", np=5, min_np=1, script=LONG)
+    stopped_beats(world)
+    world.run(until=lambda: world.phase() == Phase.RUNNING)
+    ranks = world.machine.roster.ranks.values()
+    assert {rank.version for rank in ranks} == {FRESH}
+    # The ranks of hosts A and C have been heard of since.
+    world.tell(Beats(tuple(Beat(r.start, 1, 1, False, 0) for r in ranks if r.slot.host != "B")))
+    world.tell(LimitsChanged(max_np=2))
+    staying = [rank.version for rank in ranks if not rank.leaving]
+    assert len(staying) == 2
+    assert 0 in staying
 
 
 def test_scale_down() -> None:

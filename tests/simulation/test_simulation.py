@@ -23,6 +23,8 @@ KEPT = {
     "a job was taken over while its driver was closing it": 7074667,
     "a worker that went before its agent said hello kept a job from all others": 103148,
     "what a kernel was told before the scheduler knew that it was cut off was lost": 932,
+    "all ranks that were known to have the state left as surplus": 5011552,
+    "two of three ranks that were known to have the state left, and the third was to": 5033166,
 }
 """Seeds that once failed, and what they found."""
 
