@@ -13,6 +13,8 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from nbelastic.collectives.abort_signal import Wakeup
 from nbelastic.collectives.communicator import Communicator
 from nbelastic.errors import CollectiveError, RanksDisagree
@@ -235,6 +237,9 @@ class OrderedExecutor:
     a direction serves them all. The same holds for messages through shared memory, and for the
     stages of a hierarchical allreduce.
 
+    It treats subnormal numbers as the thread that submits the task, which is the one whose sums it
+    adds: ``torch.set_flush_denormal`` holds for a thread and those that it starts.
+
     The thread ends when no task is left, and a new one starts with the next task. The lock guards
     that decision; it is held for a few instructions only. When a group's connections are cut, the
     task under way fails, and so do all behind it: the group's owner joins the executors before it
@@ -252,7 +257,7 @@ class OrderedExecutor:
         self._name = name
         self._timeout = timedelta(seconds=timeout_s)
         self._lock = threading.Lock()
-        self._queue: deque[tuple[BlockingTask, QueuedOperation]] = deque()
+        self._queue: deque[tuple[BlockingTask, QueuedOperation, bool]] = deque()
         self._thread: threading.Thread | None = None
         self._last: QueuedOperation | None = None
 
@@ -265,7 +270,7 @@ class OrderedExecutor:
         """Queue a task."""
         self._last = operation = QueuedOperation()
         with self._lock:
-            self._queue.append((task, operation))
+            self._queue.append((task, operation, _flushes_subnormals()))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -283,7 +288,9 @@ class OrderedExecutor:
                 if not self._queue:
                     self._thread = None
                     return
-                task, operation = self._queue.popleft()
+                task, operation, flushes = self._queue.popleft()
+            if flushes != _flushes_subnormals():
+                torch.set_flush_denormal(flushes)
             try:
                 task.wait(self._timeout)  # Gloo's own limit is the one for connecting
             except RuntimeError as error:
@@ -293,6 +300,14 @@ class OrderedExecutor:
             else:
                 operation.end(None)
             del task, operation
+
+
+_SUBNORMAL = 5e-324
+
+
+def _flushes_subnormals() -> bool:
+    """Return whether the calling thread takes subnormal numbers for zero."""
+    return _SUBNORMAL == 0.0
 
 
 def first_sentence(error: BaseException) -> str:

@@ -51,7 +51,7 @@ GOOD = [
     wire.RankEvent("j", READY),
     wire.RankEvent("j", RankReturned(0), result=b"x"),
     wire.RankEvent("j", RankRaised(0, "no"), error=ERROR),
-    wire.Heartbeats((wire.RankBeat("j", Beat(0, 5, False, 2, 7, "allreduce")),)),
+    wire.Heartbeats((wire.RankBeat("j", Beat(0, 1, 5, False, 2, 7, "allreduce")),)),
     wire.RankOutput("j", 0, "x"),
     wire.RankTelemetry("j", 0, SNAPSHOT, (REPORT,)),
     wire.RankTelemetry("j", 0, TelemetrySnapshot()),

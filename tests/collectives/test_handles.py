@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.collectives.operations import OrderedExecutor
 from nbelastic.errors import CollectiveError
 from tests.collectives.worlds import PATIENCE_S, World, eventually
 
@@ -141,3 +142,34 @@ def test_a_communicator_that_is_just_dropped_ends_its_threads(make):
         world.run(lambda c: c.barrier())
         world.forget()
     eventually(lambda: set(threading.enumerate()) <= before, "the end of all threads")
+
+
+class Product:
+    """A task that multiplies a subnormal number by one, once `begin` is set."""
+
+    def __init__(self, begin):
+        self.begin, self.found = begin, None
+
+    def wait(self, _timeout):
+        self.begin.wait(PATIENCE_S)
+        self.found = float(torch.tensor(1e-40) * 1.0)
+
+
+def test_a_task_treats_subnormal_numbers_as_the_thread_that_submits_it():
+    begin = threading.Event()
+    executor = OrderedExecutor("adds", PATIENCE_S)
+    tasks = [Product(begin) for _ in range(3)]
+
+    def submit_all():  # while the thread that performs them lives
+        for task, flushes in zip(tasks, [True, False, True], strict=True):
+            torch.set_flush_denormal(flushes)
+            executor.submit(task)
+
+    submitter = threading.Thread(target=submit_all)
+    submitter.start()
+    submitter.join()
+    begin.set()
+    executor.join()
+    found = [task.found for task in tasks]
+    assert found[0] == found[2] == 0.0
+    assert found[1] > 0.0

@@ -54,6 +54,12 @@ class World:
             for end in pair:
                 end.close()
 
+    def wait_until_begun(self) -> None:
+        """Wait until all ranks have reduced once, or at least are about to end that."""
+        ready, _, _ = select.select([self.reports[0]], [], [], LIMIT_S)
+        assert ready, "rank 0 does not begin"
+        os.read(self.reports[0], 1)
+
     def report(self, rank: int) -> dict[str, object]:
         """Wait for what a rank has to say."""
         ready, _, _ = select.select([self.reports[rank]], [], [], LIMIT_S)
@@ -99,6 +105,8 @@ def serve(fd, rank, size, sockets, seed, write):
             how = reduce if leaves == 0 else functools.partial(reduce_along_tree, leaves)
             wrong = wrong or not how(group, rank, size, count, float(value), inside)
             steps += 1
+            if steps == 1 and rank == 0:
+                os.write(write, b" ")
     except core.Broken as error:
         at = time.monotonic()
         told = {"steps": steps, "at": at, "reason": str(error), "wrong": wrong}
@@ -156,6 +164,7 @@ def strike(size: int, seed: int) -> dict[str, object]:
     try:
         victim = chosen.randrange(size)
         kind = chosen.choice(("kill", "stop"))
+        world.wait_until_begun()
         time.sleep(chosen.uniform(0.01, 0.04))
         os.kill(world.pids[victim], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         if kind == "stop":

@@ -18,4 +18,4 @@ def test_200_killed_or_stopped_ranks_hang_or_corrupt_no_other():
     told = json.loads(done.stdout)
     print(told)
     assert sum(told["faults"].values()) == FAULTS
-    assert told["steps"] > FAULTS, "they were struck before they began"
+    assert told["steps"] >= FAULTS
