@@ -450,6 +450,16 @@ class Loader:
             self._source.name, dealing.epoch, rows, done, seen, self._ledger.redone, lost
         )
 
+    def exchange_states(self) -> bool:
+        """Have all ranks know the states of all streams; return whether one is newer.
+
+        All ranks call this together, between two steps. A stream that another rank takes over
+        goes on from there. Other sources than :class:`Stateful` need no states.
+        """
+        if self._unsettled is not None:
+            return False
+        return self._source.exchange_states(self._dealing, self.step, _context())
+
     def committed(self) -> None:
         """Fix other quotas for the next but one step, if they are clearly better.
 
@@ -461,6 +471,7 @@ class Loader:
             return
         before = balance.consider(share.times, self.step)
         if before:
+            self.exchange_states()  # of streams that are about to change ranks
             self._name_straggler(context, balance, share.times, before)
 
     def _name_straggler(
