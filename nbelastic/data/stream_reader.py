@@ -36,7 +36,7 @@ class Mark:
     state : bytes or None
         The pickled state of what is iterated over; None if it has none.
     digest : bytes
-        Digest of the row that is read next from that state; empty where the unit ends.
+        Digest of the row that is read next from that state.
     ahead : tuple of bytes
         Rows between the mark and the state, each pickled: they had been read ahead.
     """
@@ -142,8 +142,9 @@ class StreamReader:
     def make_mark(self) -> None:
         """Make a mark at the present position.
 
-        Near the end of the unit there may be none. The mark before stays then, as it does if rows
-        that were read ahead cannot be pickled.
+        There is none at the end of the unit, because the states of some iterators lead from there
+        to the start. Then the mark before stays. So it does if rows that were read ahead cannot be
+        pickled.
         """
         if self._ended or (self.mark is not None and self.mark.rows == self.position):
             return
@@ -158,9 +159,8 @@ class StreamReader:
             except Exception as error:
                 self.close()
                 raise self._error("the state of", error) from error
-        digest = row_digest(self._ahead[-1]) if self._read_row() else b""
-        if self._ahead:
-            self.mark = Mark(self.position, state, digest, ahead)
+        if self._read_row():
+            self.mark = Mark(self.position, state, row_digest(self._ahead[-1]), ahead)
 
     @property
     def at_end(self) -> bool:

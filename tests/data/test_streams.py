@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 import nbelastic.torch as hvd
 from nbelastic import load_checkpoint
@@ -39,14 +39,24 @@ reads: Counter[str] = Counter()
 """Rows that were read of each kind of data set."""
 
 
-def noisy(unit: int, row: int) -> tuple[int, float]:
-    """Return a row, and a number drawn for it from each generator, as augmentation does."""
-    return unit * 1000 + row, random.random() + float(np.random.random()) + float(torch.rand(()))
+def drawn() -> float:
+    """Return a sum of numbers from all generators."""
+    return random.random() + float(np.random.random()) + float(torch.rand(()))
+
+
+def noisy(unit: int, row: int, opened: float) -> tuple[int, float]:
+    """Return a row, and what was drawn for it and for its unit, as augmentation does."""
+    return unit * 1000 + row, opened + drawn()
 
 
 def rows_of(unit: int) -> Iterator[tuple[int, float]]:
-    for row in range(LENGTHS[unit]):
-        yield noisy(unit, row)
+    opened = drawn()
+    return (noisy(unit, row, opened) for row in range(LENGTHS[unit]))
+
+
+def collated(rows: list[Any]) -> list[Any]:
+    """Return a batch, and what was drawn for it."""
+    return [*default_collate(rows), torch.tensor(drawn())]
 
 
 class Resumable(IterableDataset):
@@ -55,6 +65,7 @@ class Resumable(IterableDataset):
     def __init__(self, stream: int, streams: int) -> None:
         assert streams == len(STREAMS)
         self.stream, self.row, self.epoch = stream, 0, 0
+        self.opened = drawn()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -64,7 +75,7 @@ class Resumable(IterableDataset):
             reads["states"] += 1
             row = self.row
             self.row += 1
-            yield noisy(self.stream, row)
+            yield noisy(self.stream, row, self.opened)
 
     def state_dict(self) -> dict[str, int]:
         return {"row": self.row}
@@ -99,12 +110,12 @@ class Plain(IterableDataset):
     """The same without states."""
 
     def __init__(self, stream: int, streams: int) -> None:
-        self.stream = stream
+        self.stream, self.opened = stream, drawn()
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
         for row in range(STREAMS[self.stream]):
             reads["plain"] += 1
-            yield noisy(self.stream, row)
+            yield noisy(self.stream, row, self.opened)
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -118,7 +129,8 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 def loader_of(kind: str) -> Loader:
     micro_batches = 4 if kind == "shards" else len(STREAMS)
-    return Loader(SOURCES[kind](), Batch(5 * micro_batches, micro=5), seed=3)
+    batch = Batch(5 * micro_batches, micro=5)
+    return Loader(SOURCES[kind](), batch, seed=3, collate_fn=collated)
 
 
 @dataclass
@@ -159,9 +171,9 @@ class World:
                 for step in loader:
                     if loader.epoch == EPOCHS:
                         break
+                    begun = drawn()
                     for micro_batch, batch in zip(step.numbers, step, strict=True):
-                        drawn = float(torch.rand(())) + random.random()
-                        found = (*(part.tolist() for part in batch), drawn)
+                        found = (*(part.tolist() for part in batch), begun, drawn())
                         key = (step.epoch, step.number, micro_batch)
                         assert self.seen.setdefault(key, found) == found
                     number += 1
@@ -169,10 +181,10 @@ class World:
                         saved = copy.deepcopy(loader.state_dict())
                     if number == steps:
                         if as_planned:
-                            drawn = torch.get_rng_state(), random.getstate()
+                            before = torch.get_rng_state(), random.getstate()
                             loader.exchange_states()
-                            assert torch.equal(torch.get_rng_state(), drawn[0])
-                            assert random.getstate() == drawn[1]
+                            assert torch.equal(torch.get_rng_state(), before[0])
+                            assert random.getstate() == before[1]
                             saved = copy.deepcopy(loader.state_dict())
                         return False, saved, loader
             return True, saved, loader
@@ -201,7 +213,7 @@ def test_each_row_is_once_in_each_epoch(undisturbed: dict[str, Any], kind: str) 
     right = [unit * 1000 + row for unit, length in enumerate(lengths) for row in range(length)]
     for epoch in range(EPOCHS):
         batches = [found for key, found in undisturbed[kind].items() if key[0] == epoch]
-        assert sorted(row for rows, _, _ in batches for row in rows) == right
+        assert sorted(row for rows, *_ in batches for row in rows) == right
     assert undisturbed["states"] == undisturbed["plain"] == undisturbed["unmarked"]
 
 
@@ -224,6 +236,19 @@ def test_no_schedule_of_ranks_changes_a_micro_batch(
     else:
         assert world.train(3, steps=1000, commit_every=1)
     assert world.seen == undisturbed[kind]
+
+
+def test_a_restored_state_has_its_own_table_of_units() -> None:
+    loader = loader_of("shards")
+    states, rows = [copy.deepcopy(loader.state_dict())], []
+    for step in loader:
+        rows.append([batch[0].tolist() for batch in step])
+        states.append(copy.deepcopy(loader.state_dict()))
+    tables = [state["source"]["table"] for state in states[1:]]
+    assert len(set(tables)) > 4
+    for state, right in [*zip(states, rows, strict=False)][::-1]:
+        loader.load_state_dict(state)
+        assert [batch[0].tolist() for batch in next(iter(loader))] == right
 
 
 def test_a_stream_that_is_taken_over_goes_on_from_its_last_state() -> None:
@@ -486,7 +511,7 @@ def train(kind: str, context: StaticContext) -> str:
     rows = 0
     for step in loader:
         optimizer.zero_grad()
-        for ids, _ in step:
+        for ids, *_ in step:
             model(ids[:, None] / 1000).square().mean().backward()
         optimizer.step()
         state.commit()
