@@ -454,7 +454,7 @@ class Loader:
         """Have all ranks know the states of all streams; return whether one is newer.
 
         All ranks call this together, between two steps. A stream that another rank takes over
-        goes on from there. Other sources than :class:`Stateful` need no states.
+        goes on from there. Sources other than ``Stateful`` need no states.
         """
         if self._unsettled is not None:
             return False
