@@ -6,7 +6,9 @@
 - *torch*: a ``DataLoader`` over the same rows as tensors in memory, shuffled;
 - *pyarrow*: ``pyarrow.dataset``, made into tensors, in the order of the files;
 - *petastorm*: ``BatchedDataLoader``, with a queue of 100,000 rows. It needs an old pyarrow, so
-  ``--petastorm`` names the interpreter of an environment of its own.
+  ``--petastorm`` names the interpreter of an environment of its own;
+- *datasets*, *streaming*, *litdata*: of Hugging Face, MosaicML and Lightning, shuffled. Those that
+  the interpreter of ``--peers`` does not have are left out.
 
 Also measured of *nbelastic*: the first batch in the middle of an epoch; how long ranks wait for
 their next step when one of four is lost; bytes read over bytes needed, by a file system that
@@ -52,6 +54,7 @@ SHARES = (8, 9, 11, 12)
 MICRO_BATCHES = 4
 MEMORY = 64_000_000
 LEAST_TORCH, LEAST_PETASTORM = 20.0, 2.0
+PEERS = ("datasets", "streaming", "litdata")
 MOST_RESUME, MOST_WAIT_MS, MOST_BYTES, MOST_MEMORY = 1.5, 50.0, 1.1, 1.0
 
 Round = dict[str, float]
@@ -63,15 +66,17 @@ def main() -> int:
         return 0
     parser = options_of("data", __doc__, rounds=9, budget=60.0)
     parser.add_argument("--petastorm", metavar="PYTHON", help="interpreter that has petastorm")
+    more = "interpreter that has datasets, mosaicml-streaming or litdata (this one)"
+    parser.add_argument("--peers", metavar="PYTHON", default=sys.executable, help=more)
     parser.set_defaults(ranks=[1])
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.ranks = 2, options.ranks[:1]
     torch.set_num_threads(1)
     rows = ROWS // 10 if options.quick else ROWS
-    with tempfile.TemporaryDirectory() as where:
+    with tempfile.TemporaryDirectory() as where, tempfile.TemporaryDirectory() as scratch:
         write(Path(where), rows)
-        measured = functools.partial(measure, options, Path(where), rows)
+        measured = functools.partial(measure, options, Path(where), Path(scratch), rows)
         return run(options.ranks, options.json, measured, show, aims)
 
 
@@ -139,7 +144,9 @@ def timed(batches: Iterator[int], most: int) -> tuple[float, float]:
     return rows / (time.perf_counter() - begun), first * 1e3
 
 
-def measure(options: argparse.Namespace, where: Path, rows: int, _: int) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, where: Path, scratch: Path, rows: int, _: int
+) -> dict[str, Any]:
     """Return rows a second and milliseconds by candidate, and the other figures, by round."""
     data, memory = source(where), tensors(where)
     candidates: dict[str, Callable[[], tuple[float, float]]] = {
@@ -149,9 +156,19 @@ def measure(options: argparse.Namespace, where: Path, rows: int, _: int) -> dict
     }
     if options.petastorm:
         candidates["petastorm"] = lambda: petastorm(options.petastorm, where)
+    for name in PEERS:
+        most = rows if name == "datasets" else rows // 20  # the others are steady, and slower
+        measured = functools.partial(peer, options.peers, name, where, scratch, most)
+        try:
+            measured()  # converts the rows, and warms up
+        except ModuleNotFoundError as missing:
+            print(missing, flush=True)
+        else:
+            candidates[name] = measured
     rounds: list[Round] = []
-    for candidate in candidates.values():
-        candidate()  # once to warm up
+    for name, candidate in candidates.items():
+        if name not in PEERS:
+            candidate()  # once to warm up
     for number in range(options.rounds):
         found: Round = {}
         names = list(candidates)
@@ -167,13 +184,33 @@ def measure(options: argparse.Namespace, where: Path, rows: int, _: int) -> dict
 
 def petastorm(python: str, where: Path) -> tuple[float, float]:
     """Measure in an environment that has petastorm."""
-    script = Path(__file__).with_name("data_petastorm.py")
-    command = [python, str(script), str(where), str(BATCH), *map(str, torch.__path__)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=where)
+    found = printed_by(where, python, "data_petastorm.py", where, BATCH)
+    return found["rows"], found["first"]
+
+
+def peer(python: str, name: str, where: Path, scratch: Path, most: int) -> tuple[float, float]:
+    """Measure in an environment that may have other loaders.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        It lacks this one.
+    """
+    found = printed_by(scratch, python, "data_peers.py", name, where, scratch, BATCH, most)
+    if "missing" in found:
+        raise ModuleNotFoundError(f"{found['missing']} is not installed for {python}: left out")
+    return found["rows"], found["first"]
+
+
+def printed_by(cwd: Path, python: str, script: str, *arguments: object) -> dict[str, Any]:
+    """Run a script, which may find torch where this process has it; return what it prints."""
+    path = Path(__file__).with_name(script)
+    command = [python, str(path), *map(str, arguments), *map(str, torch.__path__)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
     if result.returncode:
         raise Failed(result.stderr)
-    found = json.loads(result.stdout.splitlines()[-1])
-    return found["rows"], found["first"]
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
 
 
 def first_batch(data: Parquet, part: float) -> float:
@@ -296,7 +333,8 @@ def resident(name: str) -> int:
 def show(_: int, worlds: dict[str, Any]) -> None:
     world = worlds["parquet"]
     rounds = world["rounds"]
-    names = [name for name in ("nbelastic", "petastorm", "torch", "pyarrow") if name in rounds[0]]
+    order = ("nbelastic", "petastorm", *PEERS, "torch", "pyarrow")
+    names = [name for name in order if name in rounds[0]]
     rows = []
     for name in names:
         rates = quartiles([each[name] / 1e3 for each in rounds])
@@ -331,6 +369,9 @@ def aims(_: int, worlds: dict[str, Any]) -> list[Target]:
                 True,
             )
         )
+    for name in PEERS:
+        if name in rounds[0]:
+            found.append(Target(f"rows a second, over {name}", ratio("nbelastic", name), 1.0, True))
     resumed = ratio("resume", "first")
     wait = statistics.median(each["wait"] for each in rounds)
     return [

@@ -70,17 +70,19 @@ class Balancer:
                 self._pace.note(seconds)
         share.seconds = self._pace.seconds
 
-    def committed(self, next_step: int) -> None:
+    def committed(self, next_step: int) -> bool:
         """Fix other quotas for the step after `next_step`, if they are clearly better.
 
-        All ranks call this at the same commits. They come to the same quotas.
+        All ranks call this at the same commits. They come to the same quotas. Returns whether
+        others are fixed.
         """
         context, balance, share = current_or_none(), self.present(), self.timed
         if not self._by_speed or context is None or share is None:
-            return
+            return False
         before = balance.consider(share.times, next_step)
         if before:
             self._name_straggler(context, balance, share.times, before)
+        return bool(before)
 
     def _name_straggler(
         self, context: Context, balance: Balance, times: Sequence[float], before: Sequence[int]

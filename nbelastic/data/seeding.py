@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-__all__ = ["seed_generators"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["generators_kept", "seed_generators"]
 
 _SEED_LIMIT = 1 << 32
 
@@ -28,3 +33,22 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the generators that :func:`seed_generators` seeds as they were before the block."""
+    of_torch, of_numpy, of_python = (
+        torch.default_generator.get_state(),
+        np.random.get_state(),
+        random.getstate(),
+    )
+    of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+        if of_cuda is not None:
+            torch.cuda.set_rng_state(of_cuda)

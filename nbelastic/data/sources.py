@@ -97,6 +97,13 @@ class RowSource(Protocol):
         """
         return
 
+    def exchange_states(self, dealing: Dealing, step: int, context: Context | None) -> bool:
+        """Have all ranks know from where others can go on in a step; return whether that is more.
+
+        All ranks call this together, between two steps.
+        """
+        return False
+
     @property
     def remark(self) -> str:
         """Warning for the history, if there is one."""

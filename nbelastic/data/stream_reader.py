@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 from collections import deque
 from dataclasses import dataclass
@@ -35,12 +36,20 @@ class Mark:
     state : bytes or None
         The pickled state of what is iterated over; None if it has none.
     digest : bytes
-        Digest of the row that follows.
+        Digest of the row that is read next from that state.
+    ahead : tuple of bytes
+        Rows between the mark and the state, each pickled: they had been read ahead.
     """
 
     rows: int
     state: bytes | None
     digest: bytes
+    ahead: tuple[bytes, ...] = ()
+
+    @property
+    def read(self) -> int:
+        """Rows before the state."""
+        return self.rows + len(self.ahead)
 
 
 class StreamReader:
@@ -65,7 +74,9 @@ class StreamReader:
     position : int
         Number of the next row.
     mark : Mark or None
-        The last mark that was made or given.
+        The last mark that was made here, or that reading began at.
+    known : Mark or None
+        The mark that all ranks have.
     has_states : bool
         Whether marks have states, as far as is known.
     """
@@ -74,6 +85,7 @@ class StreamReader:
         self.name = name
         self.position = 0
         self.mark: Mark | None = None
+        self.known: Mark | None = None
         self.has_states = True
         self._make = make
         self._seed = seed
@@ -123,9 +135,32 @@ class StreamReader:
             rows.append(self._ahead.popleft())
         self.position += len(rows)
         self._before = rows
-        if mark and not self._ahead and not self._ended:
-            self._make_mark()
+        if mark:
+            self.make_mark()
         return rows
+
+    def make_mark(self) -> None:
+        """Make a mark at the present position.
+
+        There is none at the end of the unit, because the states of some iterators lead from there
+        to the start. Then the mark before stays. So it does if rows that were read ahead cannot be
+        pickled.
+        """
+        if self._ended or (self.mark is not None and self.mark.rows == self.position):
+            return
+        try:
+            ahead = tuple(map(_packed, self._ahead))
+        except Exception:  # pickling runs code of any class
+            return
+        state = None
+        if self.has_states:
+            try:
+                state = pickle.dumps(self._holder.state_dict())
+            except Exception as error:
+                self.close()
+                raise self._error("the state of", error) from error
+        if self._read_row():
+            self.mark = Mark(self.position, state, row_digest(self._ahead[-1]), ahead)
 
     @property
     def at_end(self) -> bool:
@@ -141,21 +176,12 @@ class StreamReader:
         self._ahead.clear()
         self._before, self.position, self._ended = [], 0, False
 
-    def _make_mark(self) -> None:
-        state = None
-        if self.has_states:
-            try:
-                state = pickle.dumps(self._holder.state_dict())
-            except Exception as error:
-                self.close()
-                raise self._error("the state of", error) from error
-        if self._look_ahead():
-            self.mark = Mark(self.position, state, row_digest(self._ahead[0]))
-
     def _look_ahead(self) -> bool:
         """Read one row if none is there; return whether there is one."""
-        if self._ahead:
-            return True
+        return bool(self._ahead) or self._read_row()
+
+    def _read_row(self) -> bool:
+        """Read one row more; return whether there is one."""
         if self._ended:
             return False
         assert self._rows is not None
@@ -163,23 +189,23 @@ class StreamReader:
         try:
             row = next(self._rows)
         except StopIteration:
+            self._check(b"")
             self._ended = True
             return False
         except Exception as error:
             what = f"row {self._read} of"
             self.close()  # what is left of a generator that has raised looks like its end
             raise self._error(what, error) from error
-        if self.mark is not None and self.mark.rows == self._read:
-            self._check(row, self.mark)
+        if self.mark is not None and self.mark.read == self._read:  # a digest takes its time
+            self._check(row_digest(row))
         self._ahead.append(row)
         self._read += 1
         return True
 
     def _open(self, position: int) -> None:
-        """Begin to read: at the mark, if there is one with a state, and not after `position`."""
-        if self.mark is not None and self.mark.rows > position:
-            self.mark = None
-        mark = self.mark
+        """Begin to read: at a mark, if there is one with a state, and not after `position`."""
+        marks = [each for each in (self.mark, self.known) if each and each.rows <= position]
+        mark = self.mark = max(marks, key=lambda each: each.rows, default=None)
         seed_generators(mix(self._seed, _OPENING))
         try:
             made: Any = self._make()
@@ -189,25 +215,34 @@ class StreamReader:
             self._read = 0
             if mark is not None and mark.state is not None and self.has_states:
                 self._holder.load_state_dict(pickle.loads(mark.state))
-                self._read = mark.rows
+                self._ahead.extend(map(pickle.loads, mark.ahead))
+                self._read = mark.read
             self._rows = self._holder if in_iterator else iter(made)
         except Exception as error:
             self.close()
             raise self._error("", error) from error
-        self.position = self._read
+        self.position = self._read - len(self._ahead)
 
-    def _check(self, row: Any, mark: Mark) -> None:
-        if row_digest(row) == mark.digest:
+    def _check(self, digest: bytes) -> None:
+        """Refuse to go on with another row than the mark has; an empty digest is the end.
+
+        Raises
+        ------
+        DataError
+            It is another.
+        """
+        mark = self.mark
+        if mark is None or mark.read != self._read or digest == mark.digest:
             return
         if mark.state is not None and self.has_states:
             raise DataError(
                 f"{self.name} goes on with another row than before, from the state that it had "
-                f"after {mark.rows} rows. Its state_dict() is not complete: a shuffle buffer, for "
+                f"after {mark.read} rows. Its state_dict() is not complete: a shuffle buffer, for "
                 "one, is not in the states of Hugging Face's datasets. Pass "
                 "Stateful(..., states_every=None), so that streams are read from their start"
             )
         raise DataError(
-            f"{self.name} has another row {mark.rows} than before: it is not the same each time. "
+            f"{self.name} has another row {mark.read} than before: it is not the same each time. "
             "Draw random numbers from the global generators only, or with fixed seeds"
         )
 
@@ -216,6 +251,22 @@ class StreamReader:
             return error
         text = f"{what} {self.name} cannot be read: {type(error).__name__}: {error}"
         return DataError(text.lstrip())
+
+
+class _RowPickler(pickle.Pickler):
+    """Pickler of rows that may be views of large tensors, of which they are a small part."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.untyped_storage().nbytes() > obj.nbytes:
+            own: Any = obj.detach().clone()
+            return own.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _packed(row: Any) -> bytes:
+    packed = io.BytesIO()
+    _RowPickler(packed, pickle.HIGHEST_PROTOCOL).dump(row)
+    return packed.getvalue()
 
 
 def _keeps_state(value: Any) -> bool:

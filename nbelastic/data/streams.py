@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from nbelastic.data.leases import LeaseTable
 from nbelastic.data.permutation import Permutation, mix
-from nbelastic.data.seeding import seed_generators
+from nbelastic.data.seeding import generators_kept, seed_generators
 from nbelastic.data.sources import COLLATING, RowSource
 from nbelastic.data.stream_reader import StreamReader
 from nbelastic.elastic.transfer import allgather_object
@@ -34,6 +34,7 @@ __all__ = ["Shards", "Stateful", "StreamRows", "StreamSource"]
 _READING, _ORDER, _STEP = 21, 22, 23
 
 STEP_END = "the end of a step of a Loader, whose streams have no known length"
+STATES = "the states of the streams of a Loader"
 WITHOUT_STATES = (
     "{name}: a dataset has no state_dict and load_state_dict, so streams that change ranks are "
     "read again\n"
@@ -91,8 +92,9 @@ class Stateful(StreamSource):
     rows a step has does not depend on the number of ranks. Ranks read the streams of their
     micro-batches. Streams may have any length. Those that have ended have weight 0 until all have.
 
-    The rank that takes a stream over goes on from the last state that ranks have exchanged, and
-    passes over the rows since then. Datasets without states are read from their start.
+    Ranks exchange states every 100 steps, at checkpoints, and when ranks join or leave as planned.
+    The rank that takes a stream over goes on from the last of them, and passes over the rows since
+    then. Datasets without states are read from their start.
 
     Parameters
     ----------
@@ -103,8 +105,8 @@ class Stateful(StreamSource):
         ``load_state_dict()``, of the dataset or of its iterator, lead to the place after the last
         row that was read.
     states_every : int or None, default 100
-        Steps from one exchange of states to the next. None for datasets of which states are not
-        complete; then streams are read from their start.
+        Steps from one regular exchange of states to the next. None for datasets of which states
+        are not complete; then streams are read from their start.
 
     Raises
     ------
@@ -365,7 +367,7 @@ class StreamRows(RowSource):
         if reader is None:
             make = functools.partial(source.open, unit, self._streams, epoch)
             reader = StreamReader(f"{self.name}: {source.name_of(unit)}", make, seed)
-            reader.mark = self._marks.get(place)
+        reader.known = self._marks.get(place)
         return reader, seed
 
     def _unit_at(self, dealing: Dealing, place: int) -> int:
@@ -393,13 +395,8 @@ class StreamRows(RowSource):
         DataError
             No stream has had a row.
         """
-        table, ended, made = self._table_of(dealing), self._ended, self._made
-        if context is not None and context.size > 1:
-            communicator = context.communicator()
-            if any(communicator.agree(STEP_END, int(bool(ended or made)))):
-                every = allgather_object(communicator, (ended, made))
-                ended = {number: rows for theirs, _ in every for number, rows in theirs.items()}
-                made = {unit: mark for _, theirs in every for unit, mark in theirs.items()}
+        table = self._table_of(dealing)
+        ended, made = _of_all(context, STEP_END, self._ended, self._made)
         for number, rows in ended.items():
             counts[number] = rows
         if ended or made:
@@ -410,6 +407,42 @@ class StreamRows(RowSource):
                 reader.close()
             if not self._table.finished:
                 raise DataError(f"{self.name}: no unit has a row")
+
+    def exchange_states(self, dealing: Dealing, step: int, context: Context | None) -> bool:
+        """Have all ranks know the states of streams before a step; return whether one is newer.
+
+        All ranks call this together, between two steps.
+
+        Raises
+        ------
+        DataError
+            The state of a stream, or a row ahead, cannot be read.
+        """
+        if self._source.states_every is None:
+            return False
+        table, made = self._table, {}
+        if table is not None and table.epoch == dealing.epoch:
+            with generators_kept():
+                made = self._marks_at(table, step, dealing.micro)
+        _, made = _of_all(context, STATES, {}, made)
+        if table is not None and made:
+            self._keep(table, {**self._marks, **made})
+        return bool(made)
+
+    def _marks_at(self, table: LeaseTable, step: int, micro: int) -> dict[int, Mark]:
+        """Return marks before a step of this rank's streams, except for those that all have."""
+        found = {}
+        for stream, lease in enumerate(table.leases):
+            reader = None if lease is None else self._readers.get((table.epoch, lease.unit))
+            if lease is None or reader is None or not reader.has_states:
+                continue
+            position, known = table.position(step, stream, micro), self._marks.get(lease.unit)
+            if reader.position != position or (known is not None and known.rows == position):
+                continue
+            reader.make_mark()
+            if reader.mark is not None and reader.mark.rows == position:
+                found[lease.unit] = reader.mark
+        return found
 
     # -- the state ---------------------------------------------------------------------------------
 
@@ -440,3 +473,19 @@ class StreamRows(RowSource):
         packed = state_dict.get("marks", b"")
         self._marks = pickle.loads(packed) if packed else {}
         self._state = {**self._state, "table": text, "marks": packed}
+
+
+def _of_all(
+    context: Context | None, what: str, ended: dict[int, int], made: dict[int, Mark]
+) -> tuple[dict[int, int], dict[int, Mark]]:
+    """Return what all ranks have found. If none has found anything, they exchange one number."""
+    if context is None or context.size == 1:
+        return ended, made
+    communicator = context.communicator()
+    if not any(communicator.agree(what, int(bool(ended or made)))):
+        return {}, {}
+    every = allgather_object(communicator, (ended, made))
+    return (
+        {number: rows for theirs, _ in every for number, rows in theirs.items()},
+        {unit: mark for _, theirs in every for unit, mark in theirs.items()},
+    )

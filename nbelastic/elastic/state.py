@@ -368,6 +368,9 @@ class ObjectState(State):
         """
         self._come_together(behind=behind, receivers=behind, resumed=True)
 
+    def _complete_commit(self) -> None:
+        """Add to the last commit what a checkpoint needs of other ranks. All ranks call this."""
+
     def leave(self) -> None:
         """Add up the samples that ranks have recorded, before some of them leave."""
         self._come_together(behind=(), receivers=(), resumed=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,18 +15,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 import nbelastic.torch as hvd
+from nbelastic import load_checkpoint
 from nbelastic.data import Batch, Loader, Shards, Stateful
-from nbelastic.data.stream_reader import row_digest
+from nbelastic.data.stream_reader import StreamReader, row_digest
+from nbelastic.elastic.checkpoint.manager import checkpointing
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from nbelastic.torch.state.torch_state import TorchState
 from tests.data.lockstep import run_in_turns
+from tests.elastic.members import begin, make_member, written
 from tests.support.world import StaticContext, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 LENGTHS = [13, 0, 32, 7, 8, 2, 18, 24, 3, 12]
 STREAMS = [29, 17, 0, 40, 33, 12]  # rows of each stream
@@ -33,14 +39,24 @@ reads: Counter[str] = Counter()
 """Rows that were read of each kind of data set."""
 
 
-def noisy(unit: int, row: int) -> tuple[int, float]:
-    """Return a row, and a number drawn for it from each generator, as augmentation does."""
-    return unit * 1000 + row, random.random() + float(np.random.random()) + float(torch.rand(()))
+def drawn() -> float:
+    """Return a sum of numbers from all generators."""
+    return random.random() + float(np.random.random()) + float(torch.rand(()))
+
+
+def noisy(unit: int, row: int, opened: float) -> tuple[int, float]:
+    """Return a row, and what was drawn for it and for its unit, as augmentation does."""
+    return unit * 1000 + row, opened + drawn()
 
 
 def rows_of(unit: int) -> Iterator[tuple[int, float]]:
-    for row in range(LENGTHS[unit]):
-        yield noisy(unit, row)
+    opened = drawn()
+    return (noisy(unit, row, opened) for row in range(LENGTHS[unit]))
+
+
+def collated(rows: list[Any]) -> list[Any]:
+    """Return a batch, and what was drawn for it."""
+    return [*default_collate(rows), torch.tensor(drawn())]
 
 
 class Resumable(IterableDataset):
@@ -49,6 +65,7 @@ class Resumable(IterableDataset):
     def __init__(self, stream: int, streams: int) -> None:
         assert streams == len(STREAMS)
         self.stream, self.row, self.epoch = stream, 0, 0
+        self.opened = drawn()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -58,7 +75,7 @@ class Resumable(IterableDataset):
             reads["states"] += 1
             row = self.row
             self.row += 1
-            yield noisy(self.stream, row)
+            yield noisy(self.stream, row, self.opened)
 
     def state_dict(self) -> dict[str, int]:
         return {"row": self.row}
@@ -93,12 +110,12 @@ class Plain(IterableDataset):
     """The same without states."""
 
     def __init__(self, stream: int, streams: int) -> None:
-        self.stream = stream
+        self.stream, self.opened = stream, drawn()
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
         for row in range(STREAMS[self.stream]):
             reads["plain"] += 1
-            yield noisy(self.stream, row)
+            yield noisy(self.stream, row, self.opened)
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -112,7 +129,8 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 def loader_of(kind: str) -> Loader:
     micro_batches = 4 if kind == "shards" else len(STREAMS)
-    return Loader(SOURCES[kind](), Batch(5 * micro_batches, micro=5), seed=3)
+    batch = Batch(5 * micro_batches, micro=5)
+    return Loader(SOURCES[kind](), batch, seed=3, collate_fn=collated)
 
 
 @dataclass
@@ -136,8 +154,11 @@ class World:
     def of(cls, kind: str) -> World:
         return cls(kind, {}, [], loader_of(kind).state_dict())
 
-    def train(self, size: int, *, steps: int, commit_every: int) -> bool:
-        """Train for so many steps, then lose what is not committed; return whether all is done."""
+    def train(self, size: int, *, steps: int, commit_every: int, as_planned: bool = False) -> bool:
+        """Train for so many steps; return whether all is done.
+
+        Then a rank fails, and what is not committed is lost; or ranks leave `as_planned`.
+        """
         kept, self.loaders = self.loaders, []
 
         def main(context: StaticContext) -> tuple[bool, Any, Loader]:
@@ -150,15 +171,21 @@ class World:
                 for step in loader:
                     if loader.epoch == EPOCHS:
                         break
+                    begun = drawn()
                     for micro_batch, batch in zip(step.numbers, step, strict=True):
-                        drawn = float(torch.rand(())) + random.random()
-                        found = (*(part.tolist() for part in batch), drawn)
+                        found = (*(part.tolist() for part in batch), begun, drawn())
                         key = (step.epoch, step.number, micro_batch)
                         assert self.seen.setdefault(key, found) == found
                     number += 1
                     if number % commit_every == 0:
                         saved = copy.deepcopy(loader.state_dict())
                     if number == steps:
+                        if as_planned:
+                            before = torch.get_rng_state(), random.getstate()
+                            loader.exchange_states()
+                            assert torch.equal(torch.get_rng_state(), before[0])
+                            assert random.getstate() == before[1]
+                            saved = copy.deepcopy(loader.state_dict())
                         return False, saved, loader
             return True, saved, loader
 
@@ -186,7 +213,7 @@ def test_each_row_is_once_in_each_epoch(undisturbed: dict[str, Any], kind: str) 
     right = [unit * 1000 + row for unit, length in enumerate(lengths) for row in range(length)]
     for epoch in range(EPOCHS):
         batches = [found for key, found in undisturbed[kind].items() if key[0] == epoch]
-        assert sorted(row for rows, _, _ in batches for row in rows) == right
+        assert sorted(row for rows, *_ in batches for row in rows) == right
     assert undisturbed["states"] == undisturbed["plain"] == undisturbed["unmarked"]
 
 
@@ -202,11 +229,26 @@ def test_no_schedule_of_ranks_changes_a_micro_batch(
         random.Random(size).shuffle(world.loaders)  # survivors get other numbers, others are new
         world.loaders = world.loaders[: data.draw(st.integers(0, 5), label="survivors")]
         steps = data.draw(st.integers(1, 9), label="steps")
-        if world.train(size, steps=steps, commit_every=data.draw(st.integers(1, 3))):
+        as_planned = data.draw(st.booleans(), label="as planned")
+        commit_every = data.draw(st.integers(1, 3), label="commit every")
+        if world.train(size, steps=steps, commit_every=commit_every, as_planned=as_planned):
             break
     else:
         assert world.train(3, steps=1000, commit_every=1)
     assert world.seen == undisturbed[kind]
+
+
+def test_a_restored_state_has_its_own_table_of_units() -> None:
+    loader = loader_of("shards")
+    states, rows = [copy.deepcopy(loader.state_dict())], []
+    for step in loader:
+        rows.append([batch[0].tolist() for batch in step])
+        states.append(copy.deepcopy(loader.state_dict()))
+    tables = [state["source"]["table"] for state in states[1:]]
+    assert len(set(tables)) > 4
+    for state, right in [*zip(states, rows, strict=False)][::-1]:
+        loader.load_state_dict(state)
+        assert [batch[0].tolist() for batch in next(iter(loader))] == right
 
 
 def test_a_stream_that_is_taken_over_goes_on_from_its_last_state() -> None:
@@ -224,6 +266,16 @@ def test_a_stream_that_is_taken_over_goes_on_from_its_last_state() -> None:
     assert rows_read("plain", 4) == 3 * (20 + 5 + 1)
 
 
+@pytest.mark.parametrize(("steps", "rows"), [(1, 5 * 5), (4, 3 * 5), (5, 5 + 5 + 3)])
+def test_after_a_planned_leave_no_row_is_read_again(steps: int, rows: int) -> None:
+    world = World.of("states")
+    world.train(2, steps=steps, commit_every=1, as_planned=True)
+    world.loaders = []
+    reads.clear()
+    world.train(3, steps=1, commit_every=1)
+    assert reads["states"] == rows  # the row that had been read ahead has come with the state
+
+
 def test_a_rollback_by_one_step_reads_nothing_again() -> None:
     world = World.of("plain")
     world.train(2, steps=4, commit_every=3)
@@ -232,11 +284,153 @@ def test_a_rollback_by_one_step_reads_nothing_again() -> None:
     assert sum(reads.values()) == 0
 
 
+def test_streams_that_quotas_move_are_not_read_from_their_start() -> None:
+    before = loader_of("unmarked")
+    right = {step.number: [batch[0].tolist() for batch in step] for step in before}
+    source = Stateful(Resumable, states_every=1000)
+    reads.clear()
+
+    def main(context: StaticContext) -> list[tuple[int, ...]]:
+        loader = Loader(source, Batch(30, micro=5), seed=3, balance="speed")
+        numbers = []
+        for step in loader:
+            for number, (rows, _) in zip(step.numbers, step, strict=True):
+                assert rows.tolist() in right[step.number], number
+            numbers.append(step.numbers)
+            if step.number == 3:
+                share = loader.balancer.timed
+                assert share is not None
+                share.times = (1.0, 5.0)  # as the reduction of gradients says
+                loader.committed()
+        return numbers
+
+    first, second = run_in_turns(2, main)
+    assert first[4:6] == [(0,), (0, 3, 4)]
+    assert second[4:6] == [(3, 4), ()]
+    # Step 4 of the two, the row after it, and that after the mark; without states 25 + 1 each.
+    assert sum(reads.values()) - sum(STREAMS) <= 2 * (5 + 1)
+
+
+def test_commits_of_leaves_and_checkpoints_have_the_states_of_all_streams(tmp_path: Path) -> None:
+    def rank(context: Any) -> list[set[int]]:
+        plan = make_member(context, tmp_path, every=3)
+        model = torch.nn.Linear(1, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+        loader = Loader(Stateful(Resumable, states_every=1000), Batch(30, micro=5), seed=3)
+        state = TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0)
+        found = []
+
+        def note() -> None:
+            packed = loader.state_dict()["source"]["marks"]
+            marks = pickle.loads(packed) if packed else {}
+            found.append({mark.rows for mark in marks.values()})
+
+        with checkpointing(context, state, 1) as checkpoints:
+            begin(context, state, checkpoints, plan)
+            for step in loader:
+                optimizer.zero_grad()
+                for rows, _ in step:
+                    model(rows[:, None] / 1000).square().mean().backward()
+                optimizer.step()
+                state.commit()
+                note()
+                if step.number == 4:
+                    break
+            assert state._lazy.pattern.is_trusted  # such a commit still copies nothing
+            state.leave()
+            state.save()
+            loader.load_state_dict(loader_of("unmarked").state_dict())
+            state.restore()
+            note()
+            written(checkpoints)
+        return found
+
+    results = run_ranks(2, rank)
+    assert results == [[set(), set(), {15}, {15}, {15}, {25}]] * 2
+    (file,) = tmp_path.rglob("*.safetensors")
+    loader = load_checkpoint(str(file))["loader"]
+    marks = pickle.loads(loader["source"]["marks"])
+    assert {mark.rows for mark in marks.values()} == {15}
+
+
+class Views:
+    """Rows that are views of one large tensor."""
+
+    def __init__(self, *_: int) -> None:
+        self.rows, self.place = torch.arange(1 << 20).view(-1, 4), 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.place < len(self.rows):
+            self.place += 1
+            yield self.rows[self.place - 1]
+
+    def state_dict(self) -> int:
+        return self.place
+
+    def load_state_dict(self, state: int) -> None:
+        self.place = state
+
+
+def test_a_mark_has_a_row_ahead_and_not_the_tensor_around_it() -> None:
+    reader = StreamReader("views", Views, seed=0)
+    reader.seek(0)
+    reader.take(3)
+    assert not reader.at_end
+    reader.make_mark()
+    mark = reader.mark
+    assert mark is not None
+    assert (mark.rows, mark.read) == (3, 4)
+    assert len(pickle.dumps(mark)) < 2000
+    other = StreamReader("views", Views, seed=0)
+    other.known = mark
+    other.seek(3)
+    assert [row.tolist() for row in other.take(2)] == [[12, 13, 14, 15], [16, 17, 18, 19]]
+
+
+def test_a_rollback_goes_on_from_the_last_mark_before_it() -> None:
+    reader = StreamReader("rows", lambda: Resumable(4, len(STREAMS)), seed=0)
+    reader.seek(0)
+    reader.take(3, mark=True)
+    reader.known = reader.mark
+    reader.take(3)
+    for more, position, read in ((0, 4, 3), (1, 8, 2)):
+        reader.take(more)
+        reader.make_mark()  # before row 6, and before row 7
+        reader.take(6)
+        reads.clear()
+        reader.seek(position)
+        rows = reader.take(2 - more)
+        assert [row for row, _ in rows] == [4000 + position, 4001 + position][: 2 - more]
+        assert sum(reads.values()) == read
+
+
+def test_rows_that_cannot_be_pickled_are_not_in_marks() -> None:
+    class Locks(Views):
+        def __iter__(self) -> Iterator[Any]:
+            return ((row, threading.Lock()) for row in super().__iter__())
+
+    reader = StreamReader("locks", Locks, seed=0)
+    reader.seek(0)
+    reader.take(3, mark=True)
+    reader.take(3)
+    assert not reader.at_end
+    reader.make_mark()
+    assert reader.mark is not None
+    assert reader.mark.rows == 3  # that of before
+
+
 class Forgetful(Resumable):
     """A stream whose states lack a shuffle buffer."""
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.row = state_dict["row"] + 2
+
+
+class Hasty(Resumable):
+    """A stream whose states lead to its end."""
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.row = 100
 
 
 class Unsteady(Plain):
@@ -263,6 +457,7 @@ class Shrinking(Plain):
             Forgetful,
             r"Stateful: stream 0 goes on with another row .* Pass Stateful\(\.\.\., states",
         ),
+        (Hasty, r"Stateful: stream 0 goes on with another row .* after 5 rows"),
         (Unsteady, "Stateful: stream 0 has another row 5 than before: it is not the same"),
         (Shrinking, "stream 0 has only 4 rows, and had at least 10: it has changed since"),
     ],
@@ -316,7 +511,7 @@ def train(kind: str, context: StaticContext) -> str:
     rows = 0
     for step in loader:
         optimizer.zero_grad()
-        for ids, _ in step:
+        for ids, *_ in step:
             model(ids[:, None] / 1000).square().mean().backward()
         optimizer.step()
         state.commit()

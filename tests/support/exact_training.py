@@ -14,7 +14,7 @@ import nbelastic
 import nbelastic.torch as hvd
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["EPOCHS", "STEPS", "ExactTraining", "Ledger", "one_thread", "train_alone"]
 
@@ -51,9 +51,17 @@ class ExactTraining:
     random : bool, default True
         Whether there are dropout and augmentation. They draw from generators of the process, so
         not for ranks that are threads.
+    make_loader : callable, optional
+        Returns the loader, whose rows have a number, six values and a class.
     """
 
-    def __init__(self, ledger: Ledger, *, random: bool = True) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        random: bool = True,
+        make_loader: Callable[[], Any] | None = None,
+    ) -> None:
         self._ledger = ledger
         self.model = nn.Sequential(
             nn.Linear(6, 9),
@@ -69,10 +77,11 @@ class ExactTraining:
             torch.optim.AdamW(self.model.parameters(), lr=0.02), self.model.named_parameters()
         )
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
-        self.loader = hvd.elastic.Loader(
-            _Rows(0.1 if random else 0.0),
-            hvd.elastic.Batch(GLOBAL_BATCH, micro=MICRO, exact=True),
-            seed=3,
+        batch = hvd.elastic.Batch(GLOBAL_BATCH, micro=MICRO, exact=True)
+        self.loader = (
+            make_loader()
+            if make_loader is not None
+            else hvd.elastic.Loader(_Rows(0.1 if random else 0.0), batch, seed=3)
         )
         self.state = hvd.elastic.TorchState(
             self.model,
@@ -123,17 +132,19 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def train_alone(*, random: bool = True) -> tuple[str, Ledger]:
+def train_alone(
+    *, random: bool = True, make_loader: Callable[[], Any] | None = None
+) -> tuple[str, Ledger]:
     """Train on one rank, without a job or a fault; return the digest, and all rows."""
     ledger: Ledger = {}
     nbelastic.init()
     try:
-        training = ExactTraining(ledger, random=random)
+        training = ExactTraining(ledger, random=random, make_loader=make_loader)
         for training.state.epoch in range(EPOCHS):
             for step in training.loader:
                 training.backward(step)
                 training.update()
-        assert training.state.steps == STEPS
+        assert training.state.steps == EPOCHS * len(training.loader)
         return training.digest(), ledger
     finally:
         nbelastic.shutdown()

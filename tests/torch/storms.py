@@ -61,10 +61,10 @@ class Blow:
     which: int
 
 
-def blows_of(seed: int) -> list[Blow]:
+def blows_of(seed: int, steps_of_all: int = STEPS) -> list[Blow]:
     """Return the faults of a storm, at different steps."""
     dice = random.Random(seed)
-    steps = dice.sample(range(STEPS), dice.randint(2, 4))
+    steps = dice.sample(range(steps_of_all), dice.randint(2, 4))
     kinds = dice.sample(KINDS, len(steps))
     return [
         Blow(step, kind, dice.randrange(4)) for step, kind in zip(sorted(steps), kinds, strict=True)
@@ -86,12 +86,21 @@ class Storm:
         How many ranks there are at first.
     connect : callable
         Makes communicators.
+    make_training : callable, optional
+        Returns what a start trains, by its number and the ledger.
     """
 
     def __init__(
-        self, blows: list[Blow], size: int, connect: Callable[[Rendezvous], Communicator]
+        self,
+        blows: list[Blow],
+        size: int,
+        connect: Callable[[Rendezvous], Communicator],
+        make_training: Callable[[int, Ledger], ExactTraining] | None = None,
     ) -> None:
         self.ledger: Ledger = {}
+        self.make_training = make_training or (
+            lambda _, ledger: ExactTraining(ledger, random=False)
+        )
         self.backends: set[str] = set()
         self.generations = 0
         self._blows = list(blows)
@@ -327,7 +336,7 @@ class _Rank:
             pass
 
     def _train(self) -> tuple[int, str]:
-        training = ExactTraining(self._storm.ledger, random=False)
+        training = self._storm.make_training(self.start, self._storm.ledger)
         _loop(training.state, training, self)
         return training.state.steps, training.digest()
 

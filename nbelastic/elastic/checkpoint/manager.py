@@ -255,6 +255,7 @@ class CheckpointManager:
             from nbelastic.elastic.progress_agreement import agree_on_progress
 
             deals = agree_on_progress(self._samplers_at_commit(), self._session)
+            self._state._complete_commit()
             if self._session.rank == 0 and not self._writer.busy:
                 self._begin(deals)
 

@@ -198,6 +198,18 @@ class TorchState(ObjectState):
         if self._loaders:
             self._report_rows()
 
+    def leave(self) -> None:
+        """Exchange what must not be lost with ranks that leave: samples, states of streams."""
+        super().leave()
+        for loader in self._loaders:
+            loader.exchange_states()
+
+    def _complete_commit(self) -> None:
+        # Saved again, and not before the exchange: a commit that directly follows a step copies
+        # nothing.
+        if any([loader.exchange_states() for loader in self._loaders]):
+            self.save()
+
     def _check_between_steps(self) -> None:
         begun = any(loader.incomplete for loader in self._loaders)
         optimizers = [each for each in objects_in(self._values().values()) if is_pending(each)]

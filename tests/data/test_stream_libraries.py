@@ -1,0 +1,99 @@
+"""Streams of torchdata and Hugging Face's datasets, where these are installed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from nbelastic.data import Batch, Loader, Stateful
+from nbelastic.errors import DataError
+from tests.data.lockstep import run_in_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.support.world import StaticContext
+
+STREAMS, ROWS, MICRO = 4, 900, 8
+
+Make = "Callable[[int, int], Any]"
+Rows = dict[tuple[int, int], list[int]]
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def of_nodes(_: Path) -> Make:
+    nodes = pytest.importorskip("torchdata.nodes")
+    return lambda stream, streams: nodes.Loader(
+        nodes.Mapper(nodes.IterableWrapper(range(stream, ROWS, streams)), lambda row: {"id": row})
+    )
+
+
+def of_loaders(_: Path) -> Make:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    return lambda stream, streams: loaders.StatefulDataLoader(
+        [{"id": row} for row in range(stream, ROWS, streams)], batch_size=None, shuffle=True
+    )
+
+
+def of_datasets(where: Path, buffer: int = 0) -> Make:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0  # for each iterator that is given up
+    parts = np.array_split(np.arange(ROWS), 2 * STREAMS)
+    files = [str(where / f"{number}.parquet") for number in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        pd.DataFrame({"id": part}).to_parquet(file, row_group_size=20)
+
+    def make(stream: int, streams: int) -> Any:
+        data = datasets.load_dataset(
+            "parquet", data_files=files, split="train", streaming=True, cache_dir=str(where)
+        ).shard(streams, stream)
+        return data.shuffle(seed=2, buffer_size=buffer) if buffer else data
+
+    return make
+
+
+def train(make: Make, every: int | None, sizes: list[int]) -> Rows:
+    """Train an epoch, seven steps on so many ranks at a time; each time all are new."""
+    found: Rows = {}
+    saved: dict[str, Any] = {}
+
+    def main(_: StaticContext) -> dict[str, Any]:
+        loader = Loader(Stateful(make, states_every=every), Batch(MICRO * STREAMS, micro=MICRO))
+        loader.load_state_dict(saved or loader.state_dict())
+        first = loader.step
+        for step in loader:
+            for number, batch in zip(step.numbers, step, strict=True):
+                found[step.number, number] = batch["id"].tolist()
+            if step.number == first + 6:
+                if step.number % 2:
+                    loader.exchange_states()
+                break
+        return loader.state_dict()
+
+    for size in sizes:
+        saved = run_in_turns(size, main)[0]
+    assert sorted(row for rows in found.values() for row in rows) == [*range(ROWS)]
+    return found
+
+
+@pytest.mark.parametrize("of", [of_nodes, of_loaders, of_datasets])
+def test_streams_go_on_from_the_states_of_libraries(
+    tmp_path: Path, of: Callable[[Path], Make]
+) -> None:
+    make = of(tmp_path)
+    alone = train(make, 5, [1] * 6)
+    assert train(make, 5, [2, 3, 1, 4, 2, 3]) == alone
+    assert train(make, None, [3, 1, 4, 2, 1, 3]) == alone
+
+
+def test_a_shuffle_buffer_of_datasets_is_read_again_or_refused(tmp_path: Path) -> None:
+    make = of_datasets(tmp_path, buffer=50)
+    assert train(make, None, [1, 2, 3, 1, 2, 3]) == train(make, None, [1] * 6)
+    with pytest.raises(DataError, match="a shuffle buffer, for one, is not in the states"):
+        train(make, 5, [1, 2, 3, 1, 2, 3])
