@@ -12,7 +12,10 @@ from nbelastic import chaos
 from nbelastic.collectives.topology import HOST_VARIABLE
 from tests.support.clusters import a_crew, kinds, sizes, until
 from tests.support.metadata import aws_notice, metadata
-from tests.support.training import Workload, check
+from tests.support.training import Workload, check, check_nothing_redone
+
+PATIENT = "import nbelastic.cluster.worker.notice_watcher as watcher; watcher.PROBE_LIMIT = 60.0"
+"""Preload of a worker that looks for the service, because here others keep the service busy."""
 
 
 def test_a_spot_machine_is_left_and_its_worker_ends(tmp_path):
@@ -26,7 +29,7 @@ def test_a_spot_machine_is_left_and_its_worker_ends(tmp_path):
             "NBELASTIC_METADATA_URL": service.url,
             HOST_VARIABLE: "spot",
         }
-        arguments = [*command, "--name", "w3"]
+        arguments = [*command, "--name", "w3", "--preload", PATIENT]
         with subprocess.Popen(arguments, env=environment, cwd=tmp_path) as process:
             try:
                 crew.client.wait_for_workers(2)
@@ -45,25 +48,25 @@ def test_a_spot_machine_is_left_and_its_worker_ends(tmp_path):
         (notice,) = (event for event in job.history if event.kind == "notice")
         assert notice.detail.startswith("worker w3 leaves in ")
         assert notice.detail.endswith(": AWS spot (terminate)")
-        assert len(results[0]["losses"]) == results[0]["steps"], "nothing was done again"
+        check_nothing_redone(results)
         assert not any("token" in path for path, _ in service.asked[1:]), "once"
 
 
-def test_injected_notices_cost_no_step_each(tmp_path):
+def test_notices_cost_no_step_though_the_job_rarely_commits(tmp_path):
+    """Ranks leave at `check_host_updates()`, with the values of that moment."""
     with a_crew(n_workers=4) as crew:
-        work = Workload(tmp_path, epochs=1000, until_told=True)
+        work = Workload(tmp_path, epochs=1000, until_told=True, commit_every=10**9)
         job = crew.fit(work, np=4, min_np=1, block=False)
-        until(lambda: job.status.commits > 5 or job.done(), "commits")
+        until(lambda: (tmp_path / "training").exists() or job.done(), "steps")
         plan = chaos.inject(job, chaos.notice(rank=1), chaos.notice(rank=1, generation=2))
-        until(lambda: job.status.size == 2 or job.done(), "2 ranks")
+        until(lambda: sizes(job)[-1:] == [2] or job.done(), "2 ranks")
         until(lambda: len(crew.workers()) == 2, "their workers are retired")
         (tmp_path / "enough").touch()
         results = job.results(120)
         check(results, work)
-        assert sizes(job) == [4, 3, 2]
-        assert kinds(job).count("notice") == 2
+        assert kinds(job).count("notice") == kinds(job).count("left") == 2
         assert "lost" not in kinds(job)
-        assert len(results[0]["losses"]) == results[0]["steps"], "nothing was done again"
+        check_nothing_redone(results)
         assert plan.report()
 
 

@@ -15,7 +15,7 @@ from distributed import Client
 
 import nbelastic
 from nbelastic.errors import NotEnoughWorkers, OptionError
-from tests.support.clusters import Crew, a_crew, kinds, sizes, until
+from tests.support.clusters import Crew, a_crew, kinds, until
 
 SHARING = {"settle": "0.2 s", "protect": "0.5 s", "patience": "60 s"}
 
@@ -24,7 +24,7 @@ SHARING = {"settle": "0.2 s", "protect": "0.5 s", "patience": "60 s"}
 def shared():
     with (
         dask.config.set({"nbelastic.sharing": SHARING}),
-        a_crew(n_workers=4) as crew,
+        a_crew(n_workers=6) as crew,
     ):
         yield crew
 
@@ -32,7 +32,7 @@ def shared():
 @pytest.fixture
 def cluster(shared):
     """The cluster, with no job on it before and after."""
-    shared.wait_until_whole(4)
+    shared.wait_until_whole(6)
     yield shared
     shared.end_jobs()
 
@@ -97,24 +97,24 @@ def kept_all(job):
 
 def test_a_job_without_max_np_gives_way_to_a_newcomer_and_grows_back(cluster, tmp_path):
     with started(cluster, tmp_path, "wide") as wide:
-        until(lambda: trains(wide, 4), "all four")
+        until(lambda: trains(wide, 6), "all six")
         with started(cluster, tmp_path, "late", min_np=2) as late:
-            until(lambda: trains(late, 2) and trains(wide, 2), "two each")
-            assert (wide.status.share, late.status.share) == (2, 2)
-            assert wide.status.reason == "2 of 4 slots: shares with late"
+            until(lambda: trains(late, 3) and trains(wide, 3), "three each")
+            assert (wide.status.share, late.status.share) == (3, 3)
+            assert wide.status.reason == "3 of 6 slots: shares with late"
             table = {info.name: info for info in nbelastic.jobs(cluster.client)}
-            assert (table["wide"].slots, table["late"].share) == (2, 2)
+            assert (table["wide"].slots, table["late"].share) == (3, 3)
         late.result(60)
-        until(lambda: trains(wide, 4), "all four again")
+        until(lambda: trains(wide, 6), "all six again")
         assert wide.status.share is None
     kept_all(wide)
     shares = [event.detail for event in wide.history if event.kind == "share"]
-    assert shares == ["all → 2: shares with late", "2 → all"]
-    assert sizes(wide) == [4, 2, 4]
+    assert shares == ["all → 3: shares with late", "3 → all"]
 
 
-@pytest.mark.parametrize("_", range(3))
-def test_of_two_that_need_most_of_the_cluster_one_runs_after_the_other(cluster, tmp_path, _):
+def two_that_need_most_of_four_workers(cluster, folder):
+    """Submit two jobs at the same instant; check that one runs after the other."""
+    four = sorted(cluster.workers())[:4]
     jobs = {}
     together = threading.Barrier(2)
 
@@ -122,11 +122,11 @@ def test_of_two_that_need_most_of_the_cluster_one_runs_after_the_other(cluster, 
         together.wait()
         jobs[name] = cluster.fit(
             train,
-            args=(str(tmp_path / name),),
+            args=(str(folder / name),),
             name=name,
             min_np=3,
-            max_np=3,
-            elastic_timeout=90,
+            workers=four,
+            elastic_timeout=600,
             block=False,
         )
 
@@ -135,47 +135,52 @@ def test_of_two_that_need_most_of_the_cluster_one_runs_after_the_other(cluster, 
         thread.start()
     for thread in threads:
         thread.join()
-    until(lambda: any(trains(job) for job in jobs.values()), "one trains")
+    until(lambda: any(trains(job, 4) for job in jobs.values()), "one trains")
     (first,) = [name for name, job in jobs.items() if trains(job)]
     (second,) = jobs.keys() - {first}
-    assert held(cluster) == {first: 3, second: 0}, "a job that waits holds nothing"
+    assert held(cluster) == {first: 4, second: 0}, "a job that waits holds nothing"
     assert jobs[second].status.share == 0
-    finish(jobs[first], tmp_path / first)
+    finish(jobs[first], folder / first)
     kept_all(jobs[first])
-    until(lambda: trains(jobs[second], 3), "the other trains")
-    finish(jobs[second], tmp_path / second)
+    until(lambda: trains(jobs[second], 4), "the other trains")
+    finish(jobs[second], folder / second)
     kept_all(jobs[second])
+
+
+@pytest.mark.parametrize("_", range(2))
+def test_of_two_that_need_most_of_four_workers_one_runs_first(cluster, tmp_path, _):
+    two_that_need_most_of_four_workers(cluster, tmp_path)
 
 
 def test_priorities_come_first_and_floors_stay(cluster, tmp_path):
     with (
         started(cluster, tmp_path, "low", min_np=1) as low,
-        started(cluster, tmp_path, "equal", min_np=1) as equal,
+        started(cluster, tmp_path, "middle", min_np=1, priority=3) as middle,
     ):
-        until(lambda: trains(low, 2) and trains(equal, 2), "two each")
-        with started(cluster, tmp_path, "high", min_np=1, priority=5) as high:
-            until(lambda: trains(high, 2) and trains(low, 1) and trains(equal, 1), "floors")
+        until(lambda: trains(low, 1) and trains(middle, 5), "all but a floor")
+        with started(cluster, tmp_path, "high", min_np=2, priority=5) as high:
+            until(lambda: trains(high, 4) and trains(middle, 1) and trains(low, 1), "floors")
             low.scale(priority=9)
-            until(lambda: trains(low, 2) and trains(high, 1), "priorities have changed")
+            until(lambda: trains(low, 3) and trains(high, 2) and trains(middle, 1), "as scaled")
         kept_all(high)
     kept_all(low)
-    kept_all(equal)
+    kept_all(middle)
 
 
 def test_a_preemptible_job_is_suspended_and_goes_on_by_itself(cluster, tmp_path):
-    options = {"min_np": 3, "preemptible": True}
+    options = {"min_np": 4, "preemptible": True}
     with started(cluster, tmp_path, "spare", **options) as spare:
-        until(lambda: trains(spare, 4) and spare.status.commits > 20, "it has all")
+        until(lambda: trains(spare, 6) and spare.status.commits > 20, "it has all")
         with started(cluster, tmp_path, "urgent", np=3, priority=1) as urgent:
             until(lambda: trains(urgent, 3), "three for the other")
             until(lambda: spare.status.state == "waiting", "it waits")
             assert spare.status.reason == (
-                "suspended: 1 of 4 slots for its state, while others go first: urgent"
+                "suspended: 1 of 6 slots for its state, while others go first: urgent"
             )
             commits = spare.status.commits
             assert commits
         kept_all(urgent)
-        until(lambda: trains(spare, 4) and spare.status.commits > commits, "it goes on")
+        until(lambda: trains(spare, 6) and spare.status.commits > commits, "it goes on")
     kept_all(spare)
 
 
@@ -183,32 +188,32 @@ def test_a_job_without_a_kernel_gives_way_too(cluster, tmp_path):
     with Client(cluster.cluster, set_as_default=False) as client:
         crew = Crew(cluster.cluster, client)
         with started(crew, tmp_path, "orphan") as orphan:
-            until(lambda: trains(orphan, 4), "all four")
+            until(lambda: trains(orphan, 6), "all six")
             client.close()
     goal = tmp_path / "orphan"
     goal.unlink()
     until(lambda: not nbelastic.jobs(cluster.client)[0].attached, "its kernel is gone")
-    with started(cluster, tmp_path, "late", min_np=2) as late:
-        until(lambda: trains(late, 2), "two for the other")
-        assert held(cluster) == {"orphan": 2, "late": 2}
+    with started(cluster, tmp_path, "late", min_np=3) as late:
+        until(lambda: trains(late, 3), "three for the other")
+        assert held(cluster) == {"orphan": 3, "late": 3}
     kept_all(late)
     found = nbelastic.attach("orphan", cluster=cluster.client)
-    until(lambda: trains(found, 4), "with a kernel it grows again")
+    until(lambda: trains(found, 6), "with a kernel it grows again")
     finish(found, goal)
     kept_all(found)
 
 
 def test_a_kernel_that_dies_while_its_job_waits_locks_no_other_out(cluster, tmp_path):
-    with started(cluster, tmp_path, "first", np=3) as first:
-        until(lambda: trains(first, 3), "it trains")
+    with started(cluster, tmp_path, "first", np=4) as first:
+        until(lambda: trains(first, 4), "it trains")
         with Client(cluster.cluster, set_as_default=False) as client:
             crew = Crew(cluster.cluster, client)
-            waiting = crew.fit(train, args=("nowhere",), name="waiting", np=3, block=False)
+            waiting = crew.fit(train, args=("nowhere",), name="waiting", np=4, block=False)
             until(lambda: waiting.status.share == 0, "it waits")
-        with started(cluster, tmp_path, "last", np=3) as last:
+        with started(cluster, tmp_path, "last", np=4) as last:
             finish(first, tmp_path / "first")
             kept_all(first)
-            until(lambda: trains(last, 3), "the last trains")
+            until(lambda: trains(last, 4), "the last trains")
         kept_all(last)
 
 
@@ -241,16 +246,16 @@ def test_jobs_whose_kernels_are_killed_lock_no_other_out(cluster, tmp_path):
         return {info.name: info for info in nbelastic.jobs(cluster.client)}
 
     with a_kernel(cluster, tmp_path, "wide", 1) as wide:
-        until(lambda: held(cluster).get("wide") == 4, "all four", 90)
-        with a_kernel(cluster, tmp_path, "waiting", 4) as waiting:
+        until(lambda: held(cluster).get("wide") == 6, "all six", 90)
+        with a_kernel(cluster, tmp_path, "waiting", 6) as waiting:
             until(lambda: "waiting" in seen() and seen()["waiting"].share == 0, "it waits", 90)
             for kernel in (wide, waiting):
                 kernel.send_signal(signal.SIGKILL)
                 kernel.wait()
             until(lambda: not any(info.attached for info in seen().values()), "both are gone")
-    with started(cluster, tmp_path, "late", min_np=3) as late:
-        until(lambda: trains(late, 3), "three for the other")
-        assert held(cluster) == {"wide": 1, "waiting": 0, "late": 3}
+    with started(cluster, tmp_path, "late", min_np=4) as late:
+        until(lambda: trains(late, 4), "four for the other")
+        assert held(cluster) == {"wide": 2, "waiting": 0, "late": 4}
     kept_all(late)
 
 
@@ -285,39 +290,43 @@ def test_suspended_jobs_that_lack_workers_run_one_after_the_other(tmp_path):
         assert kinds(young).count("restarted") == 1
 
 
-def test_first_come_first_served_is_as_before(tmp_path):
+def test_first_come_first_served_is_as_before(cluster, tmp_path):
     with (
         dask.config.set({"nbelastic.sharing": {"policy": "first"}}),
-        a_crew(n_workers=2) as crew,
-        started(crew, tmp_path, "wide") as wide,
+        started(cluster, tmp_path, "wide") as wide,
     ):
-        until(lambda: trains(wide, 2), "both")
-        late = crew.fit(train, args=("nowhere",), min_np=1, elastic_timeout=1.0, block=False)
+        until(lambda: trains(wide, 6), "all six")
+        late = cluster.fit(train, args=("nowhere",), min_np=1, elastic_timeout=1.0, block=False)
         assert isinstance(late.exception(60), NotEnoughWorkers)
         assert wide.status.share is None
+    kept_all(wide)
 
 
-def test_rules_that_are_not_possible_are_refused(tmp_path):
-    with a_crew(n_workers=1) as crew:
-        for setting, message in [
-            ({"policy": "fairest"}, r"nbelastic\.sharing\.policy='fairest': must be 'fair' or"),
-            ({"settle": "soon"}, r"nbelastic\.sharing\.settle='soon': must be a duration"),
-        ]:
-            refused = pytest.raises(OptionError, match=message)
-            with dask.config.set({"nbelastic.sharing": setting}), refused:
-                crew.fit(train, args=("nowhere",))
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"policy": "fairest"}, r"nbelastic\.sharing\.policy='fairest': must be 'fair' or"),
+        ({"settle": "soon"}, r"nbelastic\.sharing\.settle='soon': must be a duration"),
+    ],
+)
+def test_rules_that_are_not_possible_are_refused(cluster, setting, message):
+    refused = pytest.raises(OptionError, match=message)
+    with dask.config.set({"nbelastic.sharing": setting}), refused:
+        cluster.fit(train, args=("nowhere",))
 
 
 def test_three_jobs_share_what_an_adaptive_cluster_has_at_most(tmp_path):
-    options = {"min_np": 1, "max_np": 2}
-    with a_crew(n_workers=0) as crew, contextlib.ExitStack() as stack:
-        crew.cluster.adapt(minimum=0, maximum=4, interval="100 ms", wait_count=10)
+    names = ("one", "two", "three")
+    with (
+        dask.config.set({"nbelastic.sharing": SHARING}),
+        a_crew(n_workers=0) as crew,
+        contextlib.ExitStack() as stack,
+    ):
+        crew.cluster.adapt(minimum=0, maximum=6, interval="100 ms", wait_count=10)
         jobs = [
-            stack.enter_context(started(crew, tmp_path, name, **options))
-            for name in ("one", "two", "three")
+            stack.enter_context(started(crew, tmp_path, name, min_np=1, max_np=4)) for name in names
         ]
-        until(lambda: all(trains(job) for job in jobs), "all three", 120)
-        until(lambda: sum(job.status.size for job in jobs) == 4, "all four workers", 120)
-        for job, name in zip(jobs, ("one", "two", "three"), strict=True):
+        until(lambda: all(trains(job, 2) for job in jobs), "two of six workers each", 120)
+        for job, name in zip(jobs, names, strict=True):
             finish(job, tmp_path / name)
             kept_all(job)

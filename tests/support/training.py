@@ -143,6 +143,7 @@ def _train(work: Workload) -> dict[str, Any]:
         counts=torch.zeros(work.epochs, work.samples, dtype=torch.int32),
     )
     times: list[tuple[float, int]] = []
+    begun: list[int] = []
     resets: list[int] = []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
@@ -151,6 +152,7 @@ def _train(work: Workload) -> dict[str, Any]:
         for state.epoch in range(state.epoch, work.epochs):
             for index, (ids, x, y) in enumerate(loader):
                 began = time.monotonic()
+                begun.append(state.steps)
                 if state.epoch and (ids == (-1 if work.poison is None else work.poison)).any():
                     raise ValueError(f"sample {work.poison} cannot be read")
                 optimizer.zero_grad()
@@ -195,6 +197,7 @@ def _train(work: Workload) -> dict[str, Any]:
         "steps": state.steps,
         "losses": state.losses,
         "counts": state.counts,
+        "begun": begun,
         "resets": resets,
         "times": times,
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
@@ -302,3 +305,10 @@ def check(results: list[dict[str, Any]], work: Workload) -> None:
     losses = results[0]["losses"]
     assert len(losses) == results[0]["steps"]
     assert losses[-1] < losses[0]
+
+
+def check_nothing_redone(results: list[dict[str, Any]]) -> None:
+    """Assert that no rank that is left has begun a step twice."""
+    for result in results:
+        steps = result["begun"]
+        assert steps == sorted(set(steps)), "steps were done again"
