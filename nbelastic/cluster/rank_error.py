@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from nbelastic.errors import summary_of
 from nbelastic.pickling import dumps
 
 from .sendable import MOST_BYTES
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["Failure", "PackedError", "pack_error", "summary_of", "unpack_error"]
-
-LONGEST_SUMMARY = 20_000
-"""Most characters of an error's message that go into the history."""
 
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -82,21 +80,6 @@ class Failure:
             if text:
                 lines.append(f"    {text}")
         return "\n".join(lines)
-
-
-def summary_of(error: BaseException) -> str:
-    """Return the type and the message of an error, whatever its class does when it is shown.
-
-    A message that is too long for history and panel is cut. The error itself travels as it is.
-    """
-    kind = type(error)
-    try:
-        text = "".join(traceback.format_exception_only(kind, error)).strip()
-        if len(text) <= LONGEST_SUMMARY:
-            return text
-        return f"{text[:LONGEST_SUMMARY]} … ({len(text):,} characters)"
-    except BaseException:  # runs code of the user's class, which may raise anything
-        return f"{type.__repr__(kind)}: its message cannot be shown"
 
 
 def pack_error(error: BaseException) -> PackedError:

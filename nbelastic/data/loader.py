@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import math
+import numbers
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -22,14 +26,14 @@ from nbelastic.data.sources import MapSource
 from nbelastic.data.stopwatch import Stopwatch
 from nbelastic.data.streams import StreamRows, StreamSource
 from nbelastic.data.units import UnitSource, WindowedRows
-from nbelastic.elastic.context import current
+from nbelastic.elastic.context import find_current
 from nbelastic.elastic.session import note, warn
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.elastic.telemetry import DataProgress
-from nbelastic.errors import NotInitialized, OptionError, StateMismatch
+from nbelastic.errors import OptionError, StateMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.data.sources import RowSource
@@ -53,6 +57,12 @@ NOT_EXACT = (
     "Parameters may differ in their last bits from those of a run with other ranks. The rows of "
     "each step and the size of its batch are not affected.\n"
     "Batch(exact=True) refuses this, Batch(exact=False) does not mention it."
+)
+
+
+SHARED_PROCESS = (
+    "ranks are threads of one process, so they draw from the same random generators; use workers "
+    "that are processes of their own (processes=True)"
 )
 
 
@@ -162,8 +172,11 @@ class Loader:
                 f"Loader(batch={batch!r}): must be a Batch, as in Batch(256, micro=32)"
             )
         _check_dataset(dataset)
-        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        given: Any = seed
+        if isinstance(given, bool) or not isinstance(given, numbers.Integral):
             raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
+        if buffers is not None and not isinstance(buffers, Mapping):
+            raise OptionError(f"Loader(buffers={buffers!r}): must be a dict of functions by name")
         self.buffers = dict(buffers or {})
         for name, function in self.buffers.items():
             if not isinstance(name, str) or not name or not callable(function):
@@ -171,9 +184,9 @@ class Loader:
                     f"Loader(buffers={{{name!r}: {function!r}}}): must be a function by the name "
                     "of a buffer"
                 )
-        if balance not in ("even", "speed"):
+        if not isinstance(balance, str) or balance not in ("even", "speed"):
             raise OptionError(f"Loader(balance={balance!r}): must be 'even' or 'speed'")
-        context = _context()
+        context = find_current()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
         is_open = self._source.is_open
@@ -212,6 +225,12 @@ class Loader:
         self._completed_in: int | None = None
         self._told: set[str] = set()
         self._ledger = RowLedger()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a loader that was made in another process, with what depends on this one."""
+        self.__dict__.update(state)
+        self._threads = torch.get_num_threads()
+        self._kernels = kernel_fingerprint() if self.batch.exact else ""
 
     def _source_of(
         self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
@@ -298,7 +317,8 @@ class Loader:
         self.settle()
         state = self._state()
         epoch = getattr(state, "epoch", None)
-        if isinstance(epoch, int):
+        if isinstance(epoch, numbers.Integral):
+            epoch = int(epoch)
             self.set_epoch(epoch)
             if self._completed_in is not None and self._completed_in == _generation():
                 raise RuntimeError(
@@ -311,7 +331,7 @@ class Loader:
         return self._iterate(self._dealing, self.step)
 
     def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
-        context, balance = _context(), self._present_balance()
+        context, balance = find_current(), self._present_balance()
         self._loops += 1
         loop = self._loops
         self._leave(context, self._share)
@@ -328,6 +348,8 @@ class Loader:
                 self.check_loop(loop)
                 if not self._source.has_step(dealing, number):
                     break
+                if context is not None and context.shares_process:
+                    self.forgo_exactness(SHARED_PROCESS)
                 blocks = balance.begin(number)
                 if fetched != balance.changes:  # quotas for this step, or for the next
                     fetched = balance.changes
@@ -340,7 +362,7 @@ class Loader:
                     tuple(each for each in block if weights[each]),
                     [weight / dealing.micro for weight in weights],
                     exact=bool(self.batch.exact),
-                    place=(dealing.epoch, number, _order_of(dealing, blocks)),
+                    place=(dealing.epoch % _ORDERS, number, _order_of(dealing, blocks)),
                     outer=outer,
                     deviates=bool(self.batch.exact) and not self.exact,
                     blocks=blocks,
@@ -403,7 +425,7 @@ class Loader:
         if self._unsettled is None:
             return
         dealing, step, share, counts = self._unsettled
-        self._source.settle(dealing, step, counts, _context())
+        self._source.settle(dealing, step, counts, find_current())
         share.row_weights[:] = [count / dealing.micro for count in counts]
         self._unsettled = None
         if self._source.remark:
@@ -426,7 +448,7 @@ class Loader:
 
     def _say(self, warning: str) -> None:
         """Add a warning to the job's history, once."""
-        context = _context()
+        context = find_current()
         if context is not None and warning not in self._told:
             self._told.add(warning)
             warn(context, warning)
@@ -455,7 +477,7 @@ class Loader:
 
         All ranks call this at the same commits. They come to the same quotas.
         """
-        context, balance = _context(), self._present_balance()
+        context, balance = find_current(), self._present_balance()
         share = self._timed
         if not self._balances or context is None or share is None:
             return
@@ -535,9 +557,10 @@ class Loader:
         """
         mine = self.state_dict()
         for name in ("rows", "global_batch", "micro_batches"):
-            if state_dict[name] != mine[name]:
+            theirs = state_dict.get(name)  # None if it is the state dict of something else
+            if theirs != mine[name]:
                 raise StateMismatch(
-                    f"the loader has {name}={mine[name]}, the state dict {name}={state_dict[name]}"
+                    f"the loader has {name}={mine[name]}, the state dict {name}={theirs}"
                 )
         kernels = state_dict.get("kernels", "")
         if self.batch.exact and kernels and kernels != self._kernels:
@@ -639,6 +662,37 @@ class Step:
         if self._begun:
             raise RuntimeError("the micro-batches of a step can be iterated over only once")
         self._begun = True
+        with self._outside_of_loop():
+            yield from self._micro_batches(weight)
+
+    @contextlib.contextmanager
+    def _outside_of_loop(self) -> Iterator[None]:
+        """Have a backward() find this step, and be refused, if the loop has left it.
+
+        ``next(iter(loader))`` ends its loop at once. Its batches can be looked at.
+
+        Raises
+        ------
+        RuntimeError
+            The loop has gone on to the next step.
+        """
+        share, context = self._share, find_current()
+        if share.over and self._ended:
+            raise RuntimeError(
+                "the loop over the loader has gone on from this step; iterate over each step "
+                "before the next: `for step in loader:`"
+            )
+        if not share.over or context is None:
+            yield
+            return
+        share.outer, context.share = context.share, share
+        try:
+            yield
+        finally:
+            if context.share is share:
+                context.share = share.enclosing
+
+    def _micro_batches(self, weight: Callable[[Any], Any] | None) -> Iterator[Any]:
         share, participants = self._share, self._loader._participants
         for number in share.expected:
             self._loader.check_loop(self._loop)
@@ -655,15 +709,20 @@ class Step:
             self._loader._watch.start()
             yield batch
         self._finish()
+        share.number = None  # a backward() from here on belongs to no micro-batch
 
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, number: int) -> float:
         if weight is None:
             return self._share.row_weights[number]
-        value = float(weight(batch))
-        if not 0.0 <= value < float("inf"):
+        found = weight(batch)
+        try:
+            value = float(found)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
+            value = math.nan
+        if not 0.0 <= value < math.inf:
             raise ValueError(
-                f"step.weighted: the weight of a micro-batch is {value}; it must be a number, at "
-                "least 0"
+                f"step.weighted: the weight of a micro-batch is {found!r:.200}; it must be a "
+                "number, at least 0"
             )
         return value
 
@@ -698,7 +757,7 @@ class Step:
         # Ranks have ended with different micro-batches. What the optimizer draws is the same.
         seed = mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, share.micro_batches)
         seed_generators(seed)
-        context = _context()
+        context = find_current()
         if context is not None:
             context.telemetry.recorded(share.taken)
 
@@ -742,17 +801,9 @@ def _check_dataset(dataset: Any) -> None:
         )
 
 
-def _context() -> Context | None:
-    """Return this rank's context, if there is one yet."""
-    try:
-        return current()
-    except NotInitialized:
-        return None
-
-
 def _place() -> tuple[int, int, int]:
     """Return the present generation, this rank, and the number of ranks."""
-    context = _context()
+    context = find_current()
     return (0, 0, 1) if context is None else (context.generation, context.rank, context.size)
 
 
@@ -765,5 +816,5 @@ def _order_of(dealing: Dealing, blocks: Blocks) -> int:
 
 def _generation() -> int:
     """Return the number of the present generation."""
-    context = _context()
+    context = find_current()
     return 0 if context is None else context.generation

@@ -15,8 +15,8 @@ import numpy as np
 from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
 from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
-from nbelastic.elastic.context import current
-from nbelastic.errors import DataError, NbelasticError, NotInitialized, OptionError
+from nbelastic.elastic.context import find_current
+from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
 
 if TYPE_CHECKING:
     from nbelastic.data.permutation import Rows
@@ -183,10 +183,8 @@ class Dask(UnitSource):
 
     def prepare(self) -> None:
         """Take the hook by which this rank fetches partitions."""
-        try:
-            self._fetch_partition = current().fetch_partition
-        except NotInitialized:
-            self._fetch_partition = None
+        context = find_current()
+        self._fetch_partition = None if context is None else context.fetch_partition
 
     def read(self, unit: int) -> RowBlock:
         """Return the rows of a partition; see :class:`UnitSource`."""
@@ -196,8 +194,7 @@ class Dask(UnitSource):
         except NbelasticError:
             raise
         except Exception as error:  # whatever computing the partition again has raised
-            kind = type(error).__name__
-            raise DataError(f"{where} cannot be read: {kind}: {error}") from error
+            raise DataError(f"{where} cannot be read: {summary_of(error)}") from error
         if self._transform is not None:
             value = parts[0] if self._single else parts
             return RowBlock.of(transformed(self._transform, value, where), len(parts[0]), where)

@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from nbelastic.elastic.step_share import StepShare
     from nbelastic.elastic.supervision import SteppedOptimizers
 
-__all__ = ["Context", "LocalContext", "activate", "current", "initialize", "one_of_all", "shutdown"]
+__all__ = [
+    "Context",
+    "LocalContext",
+    "activate",
+    "current",
+    "find_current",
+    "initialize",
+    "one_of_all",
+    "ranks_in_process",
+    "shutdown",
+]
 
 
 # Ranks leave a generation at the same step, without a collective of their own. Each rank learns of
@@ -82,6 +92,8 @@ class Context(abc.ABC):
         This rank's micro-batches of the step under way; None without a loader.
     time_to_save : float
         Seconds to write the state when this rank leaves, as no other rank has it; else 0.
+    shares_process : bool
+        Whether other ranks are threads of this process, and draw from the same random generators.
     """
 
     rank: int
@@ -106,6 +118,7 @@ class Context(abc.ABC):
     fetch_partition: Callable[[str], Any] | None = None
     share: StepShare | None = None
     time_to_save = 0.0
+    shares_process = False
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
 
@@ -254,6 +267,28 @@ def current() -> Context:
     raise NotInitialized("call nbelastic.init() (hvd.init()) before using ranks and collectives")
 
 
+def find_current() -> Context | None:
+    """Return the context of the calling rank; None where there is no rank.
+
+    Raises
+    ------
+    NotInitialized
+        The process has several ranks, and the calling thread is none of theirs. To go on as a
+        world of one would train on the rows of all ranks.
+    """
+    try:
+        return current()
+    except NotInitialized:
+        count, thread = len(_of_process), threading.current_thread()
+        if count == 0 or thread is threading.main_thread():
+            return None
+    raise NotInitialized(
+        f"thread {thread.name!r} is none of the {count} ranks of this process, and it is not known "
+        "for which one it acts: call this in the thread of the rank, or use workers that are "
+        "processes (processes=True)"
+    )
+
+
 @contextlib.contextmanager
 def activate(context: Context) -> Iterator[None]:
     """Make `context` that of the calling thread, for the length of a ``with`` block."""
@@ -270,11 +305,20 @@ def activate(context: Context) -> Iterator[None]:
         own.clear()
 
 
+def ranks_in_process() -> int:
+    """Return the number of ranks that are threads of this process."""
+    return len(_of_process)
+
+
 def initialize() -> None:
-    """Ensure that the calling thread has a context: its job's, else a world of one rank."""
-    try:
-        current()
-    except NotInitialized:
+    """Ensure that the calling thread has a context: its job's, else a world of one rank.
+
+    Raises
+    ------
+    NotInitialized
+        The process has several ranks, and the calling thread is none of theirs.
+    """
+    if find_current() is None:
         context = LocalContext()
         _of_thread.set([context])
         with _lock:

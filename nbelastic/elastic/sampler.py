@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.elastic.context import current
+from nbelastic.elastic.context import find_current
 from nbelastic.elastic.shards import Claim, Deal, Order, Wire, merge_claims
-from nbelastic.errors import NotInitialized, StateMismatch
+from nbelastic.errors import StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -286,11 +286,8 @@ def _iterate(deal: Deal, rank: int) -> Iterator[int]:
 
 
 def _place() -> tuple[int, int]:
-    try:
-        context = current()
-    except NotInitialized:
-        return 0, 1
-    return context.rank, context.size
+    context = find_current()
+    return (0, 1) if context is None else (context.rank, context.size)
 
 
 def _ints(indices: Indices) -> list[int]:
@@ -300,7 +297,6 @@ def _ints(indices: Indices) -> list[int]:
 
 def _count(samples: int) -> None:
     """Count a batch in the rank's telemetry."""
-    try:
-        current().telemetry.recorded(samples)
-    except NotInitialized:
-        pass  # a sampler by itself
+    context = find_current()
+    if context is not None:  # else a sampler by itself
+        context.telemetry.recorded(samples)

@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import connect
-from nbelastic.elastic.context import Context, one_of_all
+from nbelastic.elastic.context import Context, one_of_all, ranks_in_process
 from nbelastic.elastic.reset_timings import ResetTimings
 from nbelastic.elastic.runtime import DEFAULT_RUNTIME
 from nbelastic.elastic.telemetry import Telemetry
@@ -95,6 +95,11 @@ class Session(Context):
         self.generation = self.source = 0
         self.max_np = spec.max_np
         self._take_place(spec.place)
+
+    @property
+    def shares_process(self) -> bool:  # type: ignore[override]
+        """Whether other ranks are threads of this process."""
+        return ranks_in_process() > 1
 
     # -- what the agent delivers ---------------------------------------------------------------
 

@@ -872,6 +872,37 @@ def test_backward_before_the_first_micro_batch_is_an_error() -> None:
         mistaken(act)
 
 
+def test_backward_after_the_last_micro_batch_is_an_error() -> None:
+    def act(_: Any, step: Any, model: nn.Module) -> None:
+        for x, y in step:
+            loss = loss_of(model(x), y)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="iterate over the step, and call it in that loop"):
+        mistaken(act)
+
+
+def test_backward_in_a_step_whose_loop_is_over_is_an_error() -> None:
+    def main(_: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=2))
+        for x, y in next(iter(loader)):
+            loss = loss_of(model(x), y)
+            with pytest.raises(RuntimeError, match=r"keep `steps = iter\(loader\)`"):
+                loss.backward()
+            break
+        loss_of(model(x), y).backward()  # an ordinary one
+        optimizer.step()
+        optimizer.zero_grad()
+        steps = iter(loader)
+        for x, y in next(steps):
+            loss_of(model(x), y).backward()
+        optimizer.step()
+
+    run_ranks(1, main)
+
+
 @pytest.mark.parametrize(
     "options", [{"op": hvd.Sum}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}]
 )

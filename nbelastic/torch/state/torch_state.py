@@ -13,12 +13,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbelastic.data import Loader
-from nbelastic.elastic.context import current
+from nbelastic.elastic.context import find_current
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import ObjectState, check_names, public
 from nbelastic.elastic.state_payload import StatePayload
-from nbelastic.errors import NotInitialized, OptionError
+from nbelastic.errors import OptionError
 from nbelastic.pickling import Pickler
 from nbelastic.torch.gradients.optimizer import is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, adjusts_to_size
@@ -41,7 +41,6 @@ from nbelastic.torch.state.structure import changes, check_fit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from nbelastic.elastic.context import Context
     from nbelastic.elastic.sampler import SamplerSnapshot
     from nbelastic.torch.state.commit import Commit
     from nbelastic.torch.state.flatten import Node
@@ -189,7 +188,7 @@ class TorchState(ObjectState):
         """
         self._check_between_steps()
         commit = make_commit(self._values(), self.__dict__.get("_commit"))
-        uncopied = self._lazy.commit(commit.cache, _context(), copy=self.always_copy)
+        uncopied = self._lazy.commit(commit.cache, find_current(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
@@ -209,7 +208,7 @@ class TorchState(ObjectState):
 
     def _report_memory(self, uncopied: int) -> None:
         """Report how much memory state and copies take, if it may have changed."""
-        context, tensors = _context(), self._commit.owners
+        context, tensors = find_current(), self._commit.owners
         reported = (context, len(tensors), uncopied)
         if context is not None and reported != self._reported:
             self._reported = reported
@@ -219,7 +218,7 @@ class TorchState(ObjectState):
     def _report_rows(self) -> None:
         """Report the rows of loaders, as they are in the commit."""
         loaders: list[Loader] = self.__dict__.get("_loaders", [])
-        context = _context()
+        context = find_current()
         if loaders and context is not None:
             context.telemetry.data = tuple(loader.rows_in_commit() for loader in loaders)
 
@@ -267,7 +266,7 @@ class TorchState(ObjectState):
         self._copies, self._stepped_copies = self._stepped_copies, self._copies
         self._copies.complete()
         self._lazy.copied()
-        context = _context()
+        context = find_current()
         if context is not None:
             context.ahead = True
 
@@ -396,14 +395,6 @@ def _dense_gradients(models: Iterable[Module]) -> list[Parameter]:
         if parameter.requires_grad and parameter.is_cpu and not is_lazy(parameter)
     )
     return list(found)
-
-
-def _context() -> Context | None:
-    """Return this rank's context, if there is one yet."""
-    try:
-        return current()
-    except NotInitialized:
-        return None
 
 
 # Values may refer to models and optimizers of the state; for the receiver these are its own.
