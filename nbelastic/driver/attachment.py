@@ -13,7 +13,7 @@ from distributed import Client, LocalCluster, Status
 from distributed.system import MEMORY_LIMIT
 
 from nbelastic.cluster import ElasticPlugin, check_scheduler
-from nbelastic.errors import ClusterLost, OptionError
+from nbelastic.errors import ClusterLost, OptionError, summary_of
 
 from . import display
 from .option_kinds import shown
@@ -61,8 +61,10 @@ def _connected(cluster: Any) -> tuple[Client, Callable[[], None]]:
         check_scheduler(address, getattr(cluster, "security", None), display.say)
     try:
         client = Client(cluster, set_as_default=False)
-    except OSError as error:
-        raise ClusterLost(f"cluster={place}: no scheduler answers there ({error})") from error
+    except Exception as error:  # a protocol may not be installed, and raise anything
+        raise ClusterLost(
+            f"cluster={place}: no scheduler answers there ({summary_of(error)})"
+        ) from error
     return client, client.close
 
 

@@ -26,7 +26,7 @@ from nbelastic.cluster.wire import (
     pack_machine,
     unpack,
 )
-from nbelastic.driver import Job
+from nbelastic.driver import Job, ask_to_scale, ask_to_stop, look
 from nbelastic.driver.hints import ELSEWHERE
 from nbelastic.driver.option_kinds import MOST_SECONDS
 from nbelastic.driver.options import DEFAULTS, TABLE, Options
@@ -153,6 +153,19 @@ def test_an_option_error_has_no_line_of_what_checked_it():
         nbelastic.fit(print, np="4")
     files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert [os.path.basename(file) for file in files] == ["test_options.py", "hints.py"]
+
+
+@pytest.mark.parametrize("name", [5, None, "", "a b", "a\udce9", "x" * 5000, b"x", Unshowable()])
+def test_a_name_that_no_job_has_is_refused_before_a_cluster_is_asked(name):
+    asked = {"cluster": "tcp://127.0.0.1:1"}
+    for ask in (nbelastic.attach, look, ask_to_stop, ask_to_scale):
+        with pytest.raises(OptionError, match=r"^name=.{1,220}: must be (text|the name of a job)"):
+            ask(name, **asked)
+
+
+def test_a_protocol_that_is_not_installed_is_no_traceback_of_dasks():
+    with pytest.raises(ClusterLost, match=r"cluster='ucx://127\.0\.0\.1:1': no scheduler answers"):
+        nbelastic.jobs("ucx://127.0.0.1:1")
 
 
 def test_durations_without_end_are_sent_as_long_ones():
