@@ -25,6 +25,8 @@ __all__ = ["Failure", "PackedError", "pack_error", "summary_of", "unpack_error"]
 
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_USERS = (_PACKAGE, "<frozen ")
+"""How names of files begin that are not the user's: this package's, and of Python's own imports."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ def pack_error(error: BaseException) -> PackedError:
 def _frames(error: BaseException) -> tuple[Frame, ...]:
     try:
         frames = traceback.extract_tb(_TRACEBACK.__get__(error))
-        own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+        own = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+        if not own and issubclass(type(error), SyntaxError):
+            return ()  # its message has the place
         return tuple(Frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in own or frames)
     except BaseException:  # source lines come from loaders of the user's modules
         return ()
