@@ -8,7 +8,7 @@ import pickle
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -27,6 +27,9 @@ from nbelastic.data.windows import LoadedWindow, WindowReader
 from nbelastic.elastic.context import activate
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from tests.support.world import StaticContext
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROWS = 1000
 
@@ -515,6 +518,22 @@ def test_sizes_are_read_as_dask_reads_them(text: Any, count: float) -> None:
 def test_other_sizes_are_refused(value: Any) -> None:
     with pytest.raises(OptionError, match="must be a number of bytes"):
         parse_bytes(value, "memory")
+
+
+def test_a_reader_that_cannot_go_on_raises_at_the_batch() -> None:
+    window = Window(0, 0, 0, (RowRange(0, 0, 5),), None)
+
+    def windows() -> Iterator[Window]:
+        yield window
+        raise MemoryError("windows")
+
+    def read(window: Window) -> LoadedWindow:
+        return LoadedWindow(window, RowBlock((np.arange(window.rows),)))
+
+    reader = WindowReader(windows(), read, lambda window: 40, 1000, {})
+    assert reader.take().window is window
+    with pytest.raises(MemoryError, match="windows"):
+        reader.take()
 
 
 def test_a_reader_may_be_ended_in_its_own_thread() -> None:

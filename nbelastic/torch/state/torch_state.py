@@ -186,7 +186,7 @@ class TorchState(ObjectState):
         RuntimeError
             A step of a loader is under way. The commit would count it as done.
         """
-        self._check_between_steps()
+        self._check_between_steps("commit()")
         commit = make_commit(self._values(), self.__dict__.get("_commit"))
         uncopied = self._lazy.commit(commit.cache, find_current(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
@@ -194,7 +194,20 @@ class TorchState(ObjectState):
         self._report_memory(len(uncopied))
         self._report_rows()
 
-    def _check_between_steps(self) -> None:
+    def check_host_updates(self) -> None:
+        """Check whether ranks are about to join or leave, without saving.
+
+        Raises
+        ------
+        HostsUpdatedInterrupt
+            As for :meth:`commit`.
+        RuntimeError
+            A step of a loader is under way. If the membership changed here, it would count as done.
+        """
+        self._check_between_steps("check_host_updates()")
+        super().check_host_updates()
+
+    def _check_between_steps(self, call: str) -> None:
         loaders: list[Loader] = self.__dict__.get("_loaders", [])
         if not loaders:
             return
@@ -202,8 +215,8 @@ class TorchState(ObjectState):
         optimizers = [each for each in objects_in(self._values().values()) if is_pending(each)]
         if begun or optimizers:
             raise RuntimeError(
-                "state.commit() was called in a step of the loader, before optimizer.step(): a "
-                "rollback would leave the rows of the step out. Call it after optimizer.step()"
+                f"state.{call} was called in a step of the loader, before optimizer.step(): "
+                "training would go on without the rows of the step. Call it after optimizer.step()"
             )
 
     def _report_memory(self, uncopied: int) -> None:
