@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import connect
-from nbelastic.elastic.context import Context, one_of_all, ranks_in_process
+from nbelastic.elastic.context import Context, one_of_all
 from nbelastic.elastic.reset_timings import ResetTimings
 from nbelastic.elastic.runtime import DEFAULT_RUNTIME
 from nbelastic.elastic.telemetry import Telemetry
@@ -99,7 +99,7 @@ class Session(Context):
     @property
     def shares_process(self) -> bool:  # type: ignore[override]
         """Whether other ranks are threads of this process."""
-        return ranks_in_process() > 1
+        return self._runtime.ranks_in_process() > 1
 
     # -- what the agent delivers ---------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader
 from nbelastic.elastic.context import activate, current
+from nbelastic.elastic.runtime import DEFAULT_RUNTIME
 from nbelastic.errors import DataError, NotInitialized, OptionError, StateMismatch
 from nbelastic.pickling import dumps
 from tests.support.world import StaticContext
@@ -385,6 +386,7 @@ def test_a_thread_does_not_go_on_as_a_world_of_one() -> None:
     try:
         with activate(rank_of(1, 2)):
             assert there.wait(60)
+            assert DEFAULT_RUNTIME.ranks_in_process() == 2
             steps = iter(Loader(range(8), Batch(8, micro=2)))
             sampler = hvd.elastic.ElasticSampler(range(8))
             calls = [lambda: next(steps), lambda: hvd.elastic.ElasticSampler(range(8)), hvd.init]
