@@ -82,7 +82,7 @@ No clock, lock or socket can wait for ever.
 """
 
 LARGEST = 2**63 - 1
-"""The largest whole number that travels to the scheduler as it is."""
+"""The largest whole number; a larger one, which would not travel as it is, becomes this."""
 
 
 def as_float(value: Any) -> float:
@@ -120,9 +120,9 @@ class Count(Kind):
             return None
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             self.refuse(name, value)
-        if not self.least <= int(value) <= LARGEST:
+        if int(value) < self.least:
             self.refuse(name, value)
-        return int(value)  # NumPy's cannot be sent to the scheduler
+        return min(int(value), LARGEST)  # of Python's own type, as NumPy's cannot be sent
 
     def read(self, name: str, words: Sequence[str]) -> int | None:
         try:
@@ -142,9 +142,7 @@ class Whole(Kind):
     def check(self, name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             self.refuse(name, value)
-        if not -LARGEST <= int(value) <= LARGEST:
-            self.refuse(name, value)
-        return int(value)
+        return max(min(int(value), LARGEST), -LARGEST)
 
     def read(self, name: str, words: Sequence[str]) -> int:
         try:
