@@ -26,7 +26,7 @@ from nbelastic.data.sources import MapSource
 from nbelastic.data.stopwatch import Stopwatch
 from nbelastic.data.streams import StreamRows, StreamSource
 from nbelastic.data.units import UnitSource, WindowedRows
-from nbelastic.elastic.context import find_current
+from nbelastic.elastic.context import current_or_alone
 from nbelastic.elastic.session import note, warn
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.elastic.telemetry import DataProgress
@@ -186,7 +186,7 @@ class Loader:
                 )
         if not isinstance(balance, str) or balance not in ("even", "speed"):
             raise OptionError(f"Loader(balance={balance!r}): must be 'even' or 'speed'")
-        context = find_current()
+        context = current_or_alone()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
         is_open = self._source.is_open
@@ -331,7 +331,7 @@ class Loader:
         return self._iterate(self._dealing, self.step)
 
     def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
-        context, balance = find_current(), self._present_balance()
+        context, balance = current_or_alone(), self._present_balance()
         self._loops += 1
         loop = self._loops
         self._leave(context, self._share)
@@ -425,7 +425,7 @@ class Loader:
         if self._unsettled is None:
             return
         dealing, step, share, counts = self._unsettled
-        self._source.settle(dealing, step, counts, find_current())
+        self._source.settle(dealing, step, counts, current_or_alone())
         share.row_weights[:] = [count / dealing.micro for count in counts]
         self._unsettled = None
         if self._source.remark:
@@ -448,7 +448,7 @@ class Loader:
 
     def _say(self, warning: str) -> None:
         """Add a warning to the job's history, once."""
-        context = find_current()
+        context = current_or_alone()
         if context is not None and warning not in self._told:
             self._told.add(warning)
             warn(context, warning)
@@ -477,7 +477,7 @@ class Loader:
 
         All ranks call this at the same commits. They come to the same quotas.
         """
-        context, balance = find_current(), self._present_balance()
+        context, balance = current_or_alone(), self._present_balance()
         share = self._timed
         if not self._balances or context is None or share is None:
             return
@@ -676,7 +676,7 @@ class Step:
         RuntimeError
             The loop has gone on to the next step.
         """
-        share, context = self._share, find_current()
+        share, context = self._share, current_or_alone()
         if share.over and self._ended:
             raise RuntimeError(
                 "the loop over the loader has gone on from this step; iterate over each step "
@@ -757,7 +757,7 @@ class Step:
         # Ranks have ended with different micro-batches. What the optimizer draws is the same.
         seed = mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, share.micro_batches)
         seed_generators(seed)
-        context = find_current()
+        context = current_or_alone()
         if context is not None:
             context.telemetry.recorded(share.taken)
 
@@ -803,7 +803,7 @@ def _check_dataset(dataset: Any) -> None:
 
 def _place() -> tuple[int, int, int]:
     """Return the present generation, this rank, and the number of ranks."""
-    context = find_current()
+    context = current_or_alone()
     return (0, 0, 1) if context is None else (context.generation, context.rank, context.size)
 
 
@@ -816,5 +816,5 @@ def _order_of(dealing: Dealing, blocks: Blocks) -> int:
 
 def _generation() -> int:
     """Return the number of the present generation."""
-    context = find_current()
+    context = current_or_alone()
     return 0 if context is None else context.generation

@@ -31,7 +31,7 @@ __all__ = [
     "LocalContext",
     "activate",
     "current",
-    "find_current",
+    "current_or_alone",
     "initialize",
     "one_of_all",
     "ranks_in_process",
@@ -267,7 +267,7 @@ def current() -> Context:
     raise NotInitialized("call nbelastic.init() (hvd.init()) before using ranks and collectives")
 
 
-def find_current() -> Context | None:
+def current_or_alone() -> Context | None:
     """Return the context of the calling rank; None where there is no rank.
 
     Raises
@@ -318,7 +318,7 @@ def initialize() -> None:
     NotInitialized
         The process has several ranks, and the calling thread is none of theirs.
     """
-    if find_current() is None:
+    if current_or_alone() is None:
         context = LocalContext()
         _of_thread.set([context])
         with _lock:

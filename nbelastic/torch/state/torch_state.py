@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbelastic.data import Loader
-from nbelastic.elastic.context import find_current
+from nbelastic.elastic.context import current_or_alone
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import ObjectState, check_names, public
@@ -188,7 +188,7 @@ class TorchState(ObjectState):
         """
         self._check_between_steps("commit()")
         commit = make_commit(self._values(), self.__dict__.get("_commit"))
-        uncopied = self._lazy.commit(commit.cache, find_current(), copy=self.always_copy)
+        uncopied = self._lazy.commit(commit.cache, current_or_alone(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
@@ -221,7 +221,7 @@ class TorchState(ObjectState):
 
     def _report_memory(self, uncopied: int) -> None:
         """Report how much memory state and copies take, if it may have changed."""
-        context, tensors = find_current(), self._commit.owners
+        context, tensors = current_or_alone(), self._commit.owners
         reported = (context, len(tensors), uncopied)
         if context is not None and reported != self._reported:
             self._reported = reported
@@ -231,7 +231,7 @@ class TorchState(ObjectState):
     def _report_rows(self) -> None:
         """Report the rows of loaders, as they are in the commit."""
         loaders: list[Loader] = self.__dict__.get("_loaders", [])
-        context = find_current()
+        context = current_or_alone()
         if loaders and context is not None:
             context.telemetry.data = tuple(loader.rows_in_commit() for loader in loaders)
 
@@ -279,7 +279,7 @@ class TorchState(ObjectState):
         self._copies, self._stepped_copies = self._stepped_copies, self._copies
         self._copies.complete()
         self._lazy.copied()
-        context = find_current()
+        context = current_or_alone()
         if context is not None:
             context.ahead = True
 
