@@ -40,6 +40,7 @@ rank from ending.
 
 from __future__ import annotations
 
+import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -74,6 +75,25 @@ __all__ = [
     "UnknownOption",
     "VersionMismatch",
 ]
+
+
+LONGEST_SUMMARY = 20_000
+"""Most characters of an error's message that go into the history."""
+
+
+def summary_of(error: BaseException) -> str:
+    """Return the type and the message of an error, whatever its class does when it is shown.
+
+    A message that is too long for history and panel is cut. The error itself travels as it is.
+    """
+    kind = type(error)
+    try:
+        text = "".join(traceback.format_exception_only(kind, error)).strip()
+        if len(text) <= LONGEST_SUMMARY:
+            return text
+        return f"{text[:LONGEST_SUMMARY]} … ({len(text):,} characters)"
+    except BaseException:  # runs code of the user's class, which may raise anything
+        return f"{type.__repr__(kind)}: its message cannot be shown"
 
 
 class NbelasticError(Exception):

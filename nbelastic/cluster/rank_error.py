@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from nbelastic.errors import summary_of
 from nbelastic.pickling import dumps
 
 from .sendable import MOST_BYTES
@@ -22,11 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "PackedError", "pack_error", "summary_of", "unpack_error"]
 
-LONGEST_SUMMARY = 20_000
-"""Most characters of an error's message that go into the history."""
-
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_USERS = (_PACKAGE, "<frozen ")
+"""How names of files begin that are not the user's: this package's, and of Python's own imports."""
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,6 @@ class Failure:
         return "\n".join(lines)
 
 
-def summary_of(error: BaseException) -> str:
-    """Return the type and the message of an error, whatever its class does when it is shown.
-
-    A message that is too long for history and panel is cut. The error itself travels as it is.
-    """
-    kind = type(error)
-    try:
-        text = "".join(traceback.format_exception_only(kind, error)).strip()
-        if len(text) <= LONGEST_SUMMARY:
-            return text
-        return f"{text[:LONGEST_SUMMARY]} … ({len(text):,} characters)"
-    except BaseException:  # runs code of the user's class, which may raise anything
-        return f"{type.__repr__(kind)}: its message cannot be shown"
-
-
 def pack_error(error: BaseException) -> PackedError:
     """Pack an error. Raises nothing, whatever the error's class does."""
     return PackedError(summary_of(error), _frames(error), _pickled(error))
@@ -107,7 +92,9 @@ def pack_error(error: BaseException) -> PackedError:
 def _frames(error: BaseException) -> tuple[Frame, ...]:
     try:
         frames = traceback.extract_tb(_TRACEBACK.__get__(error))
-        own = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+        own = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+        if not own and issubclass(type(error), SyntaxError):
+            return ()  # its message has the place
         return tuple(Frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in own or frames)
     except BaseException:  # source lines come from loaders of the user's modules
         return ()

@@ -58,7 +58,8 @@ class Batch:
                 f"Batch({self.global_batch}, micro={self.micro}): the micro-batch must divide the "
                 "global batch"
             )
-        if not isinstance(self.exact, bool) and self.exact != "auto":
+        auto = isinstance(self.exact, str) and self.exact == "auto"
+        if not isinstance(self.exact, bool) and not auto:
             raise OptionError(f"Batch(exact={self.exact!r}): must be True, False or 'auto'")
 
     @property

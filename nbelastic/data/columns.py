@@ -73,12 +73,16 @@ def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
     pairs = list(asked.items()) if isinstance(asked, Mapping) else [(each, each) for each in asked]
     if not pairs:
         raise OptionError(f"{where}: columns={columns!r} asks for no column")
+    for _, pattern in pairs:
+        if not isinstance(pattern, str):
+            raise OptionError(
+                f"{where}: columns={columns!r}: {pattern!r} is no name of a column. A pattern such "
+                'as "x*" stacks columns'
+            )
     if len({key for key, _ in pairs}) < len(pairs):
         raise OptionError(f"{where}: columns={columns!r} asks for a column twice")
     parts: list[tuple[Any, tuple[str, ...], bool]] = []
     for key, pattern in pairs:
-        if not isinstance(pattern, str):
-            raise OptionError(f"{where}: columns={columns!r}: {pattern!r} is no name of a column")
         if pattern in available:
             parts.append((key, (pattern,), False))
             continue
@@ -190,7 +194,7 @@ def _without_nulls(column: Any, name: str, fill: Any, where: str) -> Any:
     try:
         value = bool(value) if types.is_boolean(column.type) and value in (0, 1) else value
         scalar = pa.scalar(value, column.type)
-    except (pa.ArrowException, OverflowError) as error:
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
         raise DataError(f"{where}: column {name!r}: fill={value!r}: {error}") from error
     if types.is_integer(column.type) and scalar.as_py() != value:
         raise DataError(f"{where}: column {name!r} has whole numbers, and fill={value!r} is none")

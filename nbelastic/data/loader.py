@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import numbers
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,14 +23,14 @@ from nbelastic.data.sources import MapSource
 from nbelastic.data.step import Step
 from nbelastic.data.streams import StreamRows, StreamSource
 from nbelastic.data.units import UnitSource, WindowedRows
-from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.context import current_or_alone
 from nbelastic.elastic.session import warn
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.elastic.telemetry import DataProgress
 from nbelastic.errors import OptionError, StateMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.data.sources import RowSource
@@ -50,6 +52,12 @@ NOT_EXACT = (
     "Parameters may differ in their last bits from those of a run with other ranks. The rows of "
     "each step and the size of its batch are not affected.\n"
     "Batch(exact=True) refuses this, Batch(exact=False) does not mention it."
+)
+
+
+SHARED_PROCESS = (
+    "ranks are threads of one process, so they draw from the same random generators; use workers "
+    "that are processes of their own (processes=True)"
 )
 
 
@@ -143,8 +151,11 @@ class Loader:
                 f"Loader(batch={batch!r}): must be a Batch, as in Batch(256, micro=32)"
             )
         _check_dataset(dataset)
-        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        given: Any = seed
+        if isinstance(given, bool) or not isinstance(given, numbers.Integral):
             raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
+        if buffers is not None and not isinstance(buffers, Mapping):
+            raise OptionError(f"Loader(buffers={buffers!r}): must be a dict of functions by name")
         self.buffers = dict(buffers or {})
         for name, function in self.buffers.items():
             if not isinstance(name, str) or not name or not callable(function):
@@ -152,9 +163,9 @@ class Loader:
                     f"Loader(buffers={{{name!r}: {function!r}}}): must be a function by the name "
                     "of a buffer"
                 )
-        if balance not in ("even", "speed"):
+        if not isinstance(balance, str) or balance not in ("even", "speed"):
             raise OptionError(f"Loader(balance={balance!r}): must be 'even' or 'speed'")
-        context = current_or_none()
+        context = current_or_alone()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
         is_open = self._source.is_open
@@ -189,6 +200,12 @@ class Loader:
         self._completed_in: int | None = None
         self._told: set[str] = set()
         self._ledger = RowLedger()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a loader that was made in another process, with what depends on this one."""
+        self.__dict__.update(state)
+        self._threads = torch.get_num_threads()
+        self._kernels = kernel_fingerprint() if self.batch.exact else ""
 
     def _source_of(
         self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
@@ -267,7 +284,8 @@ class Loader:
         self.settle()
         state = self._state()
         epoch = getattr(state, "epoch", None)
-        if isinstance(epoch, int):
+        if isinstance(epoch, numbers.Integral):
+            epoch = int(epoch)
             self.set_epoch(epoch)
             if self._completed_in is not None and self._completed_in == _generation():
                 raise RuntimeError(
@@ -280,7 +298,7 @@ class Loader:
         return self._iterate(self._dealing, self.step)
 
     def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
-        context, balance = current_or_none(), self.balancer.present()
+        context, balance = current_or_alone(), self.balancer.present()
         self._loops += 1
         loop = self._loops
         self._leave(context, self._share)
@@ -297,13 +315,15 @@ class Loader:
                 self.check_loop(loop)
                 if not self._source.has_step(dealing, number):
                     break
+                if context is not None and context.shares_process:
+                    self.forgo_exactness(SHARED_PROCESS)
                 blocks = balance.begin(number)
                 if fetched != balance.changes:  # quotas for this step, or for the next
                     fetched = balance.changes
                     batches = self._source.fetch(dealing, number, balance.schedule)
                 block = blocks.block(balance.place[1])
                 counts = self._source.counts(dealing, number, block)
-                place = (dealing.epoch, number, _order_of(dealing, blocks))
+                place = (dealing.epoch % _ORDERS, number, _order_of(dealing, blocks))
                 share = StepShare(
                     dealing.micro_batches,
                     block,
@@ -384,7 +404,7 @@ class Loader:
         if self._unsettled is None:
             return
         dealing, step, share, counts = self._unsettled
-        self._source.settle(dealing, step, counts, current_or_none())
+        self._source.settle(dealing, step, counts, current_or_alone())
         share.row_weights[:] = [count / dealing.micro for count in counts]
         self._unsettled = None
         if self._source.remark:
@@ -407,7 +427,7 @@ class Loader:
 
     def _say(self, warning: str) -> None:
         """Add a warning to the job's history, once."""
-        context = current_or_none()
+        context = current_or_alone()
         if context is not None and warning not in self._told:
             self._told.add(warning)
             warn(context, warning)
@@ -439,7 +459,7 @@ class Loader:
         """
         if self._unsettled is not None:
             return False
-        return self._source.exchange_states(self._dealing, self.step, current_or_none())
+        return self._source.exchange_states(self._dealing, self.step, current_or_alone())
 
     def committed(self) -> None:
         """Fix other quotas, if they are clearly better. All ranks call this at the same commits."""
@@ -503,9 +523,10 @@ class Loader:
         """
         mine = self.state_dict()
         for name in ("rows", "global_batch", "micro_batches"):
-            if state_dict[name] != mine[name]:
+            theirs = state_dict.get(name)  # None if it is the state dict of something else
+            if theirs != mine[name]:
                 raise StateMismatch(
-                    f"the loader has {name}={mine[name]}, the state dict {name}={state_dict[name]}"
+                    f"the loader has {name}={mine[name]}, the state dict {name}={theirs}"
                 )
         kernels = state_dict.get("kernels", "")
         if self.batch.exact and kernels and kernels != self._kernels:
@@ -560,5 +581,5 @@ def _order_of(dealing: Dealing, blocks: Blocks) -> int:
 
 def _generation() -> int:
     """Return the number of the present generation."""
-    context = current_or_none()
+    context = current_or_alone()
     return 0 if context is None else context.generation

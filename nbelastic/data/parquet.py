@@ -149,6 +149,8 @@ class Parquet(_ArrowRows):
     ) -> None:
         super().__init__("Parquet", columns, shuffle_rows, transform, memory, fill)
         _require_pyarrow("Parquet")
+        if storage_options is not None and not isinstance(storage_options, Mapping):
+            raise OptionError(f"Parquet(storage_options={storage_options!r}): must be a dict")
         self._filesystem, paths = _find(urls, dict(storage_options or {}))
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-footers") as pool:
             self._files = list(pool.map(self._footer, paths))
@@ -173,9 +175,13 @@ class Parquet(_ArrowRows):
         import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
 
         try:
+            if not self._filesystem.isfile(path):  # to open a pipe would wait for its writer
+                raise OptionError(f"{path} cannot be read: it is no regular file")
             size = self._filesystem.size(path)
             with self._open(path) as file:
                 footer = pq.ParquetFile(file).metadata
+        except OptionError:
+            raise
         except Exception as error:  # whatever a file system raises
             raise OptionError(f"{path} cannot be read: {_reason(error)}") from error
         digest = hashlib.blake2b(digest_size=6)
@@ -210,7 +216,10 @@ class Parquet(_ArrowRows):
         for number in range(metadata.num_columns):
             column = metadata.column(number)
             path = column.path_in_schema
-            name = path if path in names else path.partition(".")[0]
+            # Of a column of lists, the path goes on after its name, which may have dots, too.
+            name = path
+            while name not in names and "." in name:
+                name = name.rpartition(".")[0]
             if name in names:
                 yield name, column
 
@@ -266,7 +275,8 @@ class Parquet(_ArrowRows):
                 found[files[0].path] = files[0].text
             else:
                 texts = "\n".join(f"{file.path} {file.text}" for file in files)
-                digest = hashlib.blake2b(texts.encode(), digest_size=6).hexdigest()
+                encoded = texts.encode("utf-8", "surrogatepass")
+                digest = hashlib.blake2b(encoded, digest_size=6).hexdigest()
                 found[f"{files[0].path} to {files[-1].path}"] = f"{len(files)} files, {digest}"
         return found
 

@@ -15,8 +15,8 @@ import numpy as np
 from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
 from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
-from nbelastic.elastic.context import current_or_none
-from nbelastic.errors import DataError, NbelasticError, OptionError
+from nbelastic.elastic.context import current_or_alone
+from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
 
 if TYPE_CHECKING:
     from nbelastic.data.permutation import Rows
@@ -183,7 +183,7 @@ class Dask(UnitSource):
 
     def prepare(self) -> None:
         """Take the hook by which this rank fetches partitions."""
-        context = current_or_none()
+        context = current_or_alone()
         self._fetch_partition = None if context is None else context.fetch_partition
 
     def read(self, unit: int) -> RowBlock:
@@ -194,8 +194,7 @@ class Dask(UnitSource):
         except NbelasticError:
             raise
         except Exception as error:  # whatever computing the partition again has raised
-            kind = type(error).__name__
-            raise DataError(f"{where} cannot be read: {kind}: {error}") from error
+            raise DataError(f"{where} cannot be read: {summary_of(error)}") from error
         if self._transform is not None:
             value = parts[0] if self._single else parts
             return RowBlock.of(transformed(self._transform, value, where), len(parts[0]), where)

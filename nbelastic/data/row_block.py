@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbelastic.errors import DataError
+from nbelastic.errors import DataError, summary_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -121,15 +122,25 @@ class RowBlock:
 
 
 def _array(value: Any, where: str) -> np.ndarray[Any, Any]:
-    if isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16:
-        value = value.detach().cpu().numpy()
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":
-        kind = f"{value.dtype} values" if hasattr(value, "dtype") else f"a {type(value).__name__}"
-        raise DataError(
-            f"{where}: transform returned {kind}; it must return a tensor, or a tuple or dict of "
-            "tensors, of a type that NumPy has"
-        )
-    return value
+    """Return a value as an array of which PyTorch makes a tensor."""
+    found, kind = value, f"a {type(value).__name__}"
+    if hasattr(value, "dtype"):
+        kind = f"{value.dtype} values"
+    if isinstance(value, torch.Tensor):
+        kind = f"{kind}, {str(value.layout).removeprefix('torch.')}"
+        with contextlib.suppress(TypeError, RuntimeError):  # NumPy has neither type nor layout
+            found = value.detach().cpu().resolve_conj().resolve_neg().numpy()
+    if isinstance(found, np.ma.MaskedArray):
+        kind = "masked values, of which the masks would be lost"
+    elif isinstance(found, np.ndarray):
+        with contextlib.suppress(TypeError):  # PyTorch does not have its type
+            native = found.astype(found.dtype.newbyteorder("="), copy=False)
+            torch.from_numpy(native[:0].copy())
+            return native
+    raise DataError(
+        f"{where}: transform returned {kind}; it must return a tensor, or a tuple or dict of "
+        "tensors, of a type that NumPy has"
+    )
 
 
 def transformed(transform: Callable[[Any], Any], rows: Any, where: str) -> Any:
@@ -145,4 +156,4 @@ def transformed(transform: Callable[[Any], Any], rows: Any, where: str) -> Any:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{where}: transform raised {type(error).__name__}: {error}") from error
+        raise DataError(f"{where}: transform raised {summary_of(error)}") from error

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbelastic.data.dealing import BlockSchedule
 from nbelastic.data.permutation import mix
 from nbelastic.data.seeding import seed_generators
-from nbelastic.errors import OptionError
+from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,13 +149,16 @@ class MapSource(RowSource):
         self._items = _Items()
         sliced = type(dataset) is TensorDataset and collate_fn is None
         rows = _SlicedRows(dataset) if sliced else _Rows(dataset)
-        self._loader: DataLoader[Any] = DataLoader(
-            rows,  # type: ignore[arg-type]
-            batch_sampler=self._items,  # type: ignore[arg-type]
-            collate_fn=_identity if sliced else collate_fn,
-            generator=torch.Generator(),  # else it draws from the rank's, once per iteration
-            **options,
-        )
+        try:
+            self._loader: DataLoader[Any] = DataLoader(
+                rows,  # type: ignore[arg-type]
+                batch_sampler=self._items,  # type: ignore[arg-type]
+                collate_fn=_identity if sliced else collate_fn,
+                generator=torch.Generator(),  # else it draws from the rank's, once per iteration
+                **options,
+            )
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"Loader: {error}") from error
         self._dataset = dataset
         self.name = type(dataset).__name__
         # The iterators that are given out own it. With them, its worker processes end.
@@ -189,7 +192,15 @@ class MapSource(RowSource):
         """Do nothing."""
 
 
-_DECIDED = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "shuffle"}
+_DECIDED = {
+    "batch_size",
+    "sampler",
+    "batch_sampler",
+    "drop_last",
+    "generator",
+    "shuffle",
+    "in_order",  # batches are known by their order
+}
 
 
 class _Items:
@@ -228,6 +239,11 @@ class _Orders:
         self._asked: deque[_Key] = deque()
         self._missing: Iterator[WorkItem] = iter(())
         self._blocks = BlockSchedule(range(0))
+
+    @property
+    def awaited(self) -> _Key | None:
+        """The micro-batch that comes next, of those that were asked for."""
+        return self._asked[0] if self._asked else None
 
     def turn(self, first: int, blocks: BlockSchedule) -> None:
         """Ask for the micro-batches of a schedule, from a step on, that are not on their way."""
@@ -310,6 +326,13 @@ class _Fetching:
             self._sound = False  # unless a batch comes
             assert self._iterator is not None
             batch = next(self._iterator, _END)
+            if batch is _END and orders.awaited is not None:
+                # Only then would the iterator end by itself. It has let the error through.
+                step, number = orders.awaited
+                raise DataError(
+                    f"micro-batch {number} of step {step} cannot be fetched: the dataset or "
+                    "collate_fn raised StopIteration"
+                )
             if batch is _END:  # it came to its end before the block changed
                 orders.forget()
                 self._start()

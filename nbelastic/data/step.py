@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.data.permutation import mix
@@ -115,6 +117,37 @@ class Step:
         if self._begun:
             raise RuntimeError("the micro-batches of a step can be iterated over only once")
         self._begun = True
+        with self._outside_of_loop():
+            yield from self._micro_batches(weight)
+
+    @contextlib.contextmanager
+    def _outside_of_loop(self) -> Iterator[None]:
+        """Have a backward() find this step, and be refused, if the loop has left it.
+
+        ``next(iter(loader))`` ends its loop at once. Its batches can be looked at.
+
+        Raises
+        ------
+        RuntimeError
+            The loop has gone on to the next step.
+        """
+        share, context = self._share, current_or_none()
+        if share.over and self._ended:
+            raise RuntimeError(
+                "the loop over the loader has gone on from this step; iterate over each step "
+                "before the next: `for step in loader:`"
+            )
+        if not share.over or context is None:
+            yield
+            return
+        share.outer, context.share = context.share, share
+        try:
+            yield
+        finally:
+            if context.share is share:
+                context.share = share.enclosing
+
+    def _micro_batches(self, weight: Callable[[Any], Any] | None) -> Iterator[Any]:
         share, participants = self._share, self._loader.participants
         for number in share.expected:
             self._loader.check_loop(self._loop)
@@ -131,15 +164,20 @@ class Step:
             self._loader.balancer.watch.start()
             yield batch
         self._finish()
+        share.number = None  # a backward() from here on belongs to no micro-batch
 
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, number: int) -> float:
         if weight is None:
             return self._share.row_weights[number]
-        value = float(weight(batch))
-        if not 0.0 <= value < float("inf"):
+        found = weight(batch)
+        try:
+            value = float(found)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
+            value = math.nan
+        if not 0.0 <= value < math.inf:
             raise ValueError(
-                f"step.weighted: the weight of a micro-batch is {value}; it must be a number, at "
-                "least 0"
+                f"step.weighted: the weight of a micro-batch is {found!r:.200}; it must be a "
+                "number, at least 0"
             )
         return value
 

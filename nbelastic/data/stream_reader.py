@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import pickle
@@ -14,7 +15,7 @@ import torch
 
 from nbelastic.data.permutation import mix
 from nbelastic.data.seeding import seed_generators
-from nbelastic.errors import DataError, NbelasticError
+from nbelastic.errors import DataError, NbelasticError, summary_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -172,7 +173,8 @@ class StreamReader:
         rows, self._rows, self._holder = self._rows, None, None
         close = getattr(rows, "close", None)
         if close is not None:
-            close()
+            with contextlib.suppress(Exception):  # nothing is read from it any more
+                close()
         self._ahead.clear()
         self._before, self.position, self._ended = [], 0, False
 
@@ -249,7 +251,7 @@ class StreamReader:
     def _error(self, what: str, error: Exception) -> NbelasticError:
         if isinstance(error, NbelasticError):
             return error
-        text = f"{what} {self.name} cannot be read: {type(error).__name__}: {error}"
+        text = f"{what} {self.name} cannot be read: {summary_of(error)}"
         return DataError(text.lstrip())
 
 

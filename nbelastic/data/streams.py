@@ -237,7 +237,8 @@ class Shards(StreamSource):
             str(unit) if isinstance(unit, (str, int, PurePath)) else type(unit).__name__
             for unit in self._units
         )
-        digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        encoded = text.encode("utf-8", "surrogatepass")  # names of files need not be UTF-8
+        digest = hashlib.blake2b(encoded, digest_size=6).hexdigest()
         return f"{len(self._units)} units {digest}"
 
 

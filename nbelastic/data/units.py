@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import functools
+import json
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +218,7 @@ class WindowedRows(RowSource):
     @functools.cached_property
     def _description(self) -> str:
         """One text, because a state is looked through in each commit."""
-        return "\n".join(f"{name}\t{text}" for name, text in self._source.describe().items())
+        return json.dumps(self._source.describe())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the rows of a window.
@@ -228,7 +230,7 @@ class WindowedRows(RowSource):
         """
         units = state_dict.get("units", "")
         if units != self._description:
-            then = dict(line.split("\t", 1) for line in units.split("\n") if line)
+            then = json.loads(units) if units else {}
             now = self._source.describe()
             for name in [*then, *now]:
                 if then.get(name) != now.get(name):
@@ -245,7 +247,7 @@ def parse_bytes(value: int | str, what: str) -> int:
     count = 0.0
     if found is not None and not isinstance(value, bool):
         count = float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].lower()]
-    if count < 1:
+    if not 1 <= count < math.inf:
         raise OptionError(f"{what}: must be a number of bytes, or text such as '256 MB'")
     return int(count)
 

@@ -128,6 +128,15 @@ class WindowReader:
             self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._read_ahead()
+        except BaseException as error:  # a thread that ended would be waited for forever
+            with self._changed:
+                self._next = None
+                self._ready.append(error)
+                self._changed.notify_all()
+
+    def _read_ahead(self) -> None:
         while True:
             with self._changed:
                 window = self._next

@@ -13,9 +13,10 @@ from distributed import Client, LocalCluster, Status
 from distributed.system import MEMORY_LIMIT
 
 from nbelastic.cluster import ElasticPlugin, check_scheduler
-from nbelastic.errors import ClusterLost, OptionError
+from nbelastic.errors import ClusterLost, OptionError, summary_of
 
 from . import display
+from .option_kinds import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,21 +47,24 @@ def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], 
     if isinstance(cluster, str) or hasattr(cluster, "scheduler_address"):
         return _connected(cluster)
     raise OptionError(
-        f"cluster={cluster!r}: must be a Dask Client, a cluster, a scheduler's address, or None"
+        f"cluster={shown(cluster)}: must be a Dask Client, a cluster, a scheduler's address, or "
+        "None"
     )
 
 
 def _connected(cluster: Any) -> tuple[Client, Callable[[], None]]:
-    shown = repr(cluster)
+    place = shown(cluster)
     if not isinstance(cluster, str) and cluster.status in (Status.closed, Status.closing):
-        raise ClusterLost(f"cluster={shown}: it has been closed")
+        raise ClusterLost(f"cluster={place}: it has been closed")
     address = cluster if isinstance(cluster, str) else cluster.scheduler_address
     if isinstance(address, str):
         check_scheduler(address, getattr(cluster, "security", None), display.say)
     try:
         client = Client(cluster, set_as_default=False)
-    except OSError as error:
-        raise ClusterLost(f"cluster={shown}: no scheduler answers there ({error})") from error
+    except Exception as error:  # a protocol may not be installed, and raise anything
+        raise ClusterLost(
+            f"cluster={place}: no scheduler answers there ({summary_of(error)})"
+        ) from error
     return client, client.close
 
 

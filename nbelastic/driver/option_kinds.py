@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 from dask.utils import parse_timedelta
 
@@ -74,9 +75,32 @@ MOST_SHOWN = 200
 """Most characters of a wrong value that an error shows."""
 
 
+MOST_SECONDS = 1e9
+"""The longest duration, 30 years; a longer one, also an infinite one, becomes this.
+
+No clock, lock or socket can wait for ever.
+"""
+
+LARGEST = 2**63 - 1
+"""The largest whole number; a larger one, which would not travel as it is, becomes this."""
+
+
+def as_float(value: Any) -> float:
+    """Return a real number as a float; not a number where it is none, or too large for one."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if cast("Any", value) > 0 else -math.inf
+
+
 def shown(value: object) -> str:
     """Return a value as an error shows it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (Exception, SystemExit):  # a __repr__ is the user's
+        text = object.__repr__(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
@@ -98,7 +122,7 @@ class Count(Kind):
             self.refuse(name, value)
         if int(value) < self.least:
             self.refuse(name, value)
-        return int(value)  # NumPy's cannot be sent to the scheduler
+        return min(int(value), LARGEST)  # of Python's own type, as NumPy's cannot be sent
 
     def read(self, name: str, words: Sequence[str]) -> int | None:
         try:
@@ -118,7 +142,7 @@ class Whole(Kind):
     def check(self, name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             self.refuse(name, value)
-        return int(value)
+        return max(min(int(value), LARGEST), -LARGEST)
 
     def read(self, name: str, words: Sequence[str]) -> int:
         try:
@@ -136,10 +160,10 @@ class Number(Kind):
     metavar: ClassVar[str] = "X"
 
     def check(self, name: str, value: Any) -> float:
-        good = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not good or not 0 < value < math.inf:
+        number = as_float(value)
+        if not 0 < number < math.inf:
             self.refuse(name, value)
-        return float(value)
+        return number
 
     def read(self, name: str, words: Sequence[str]) -> float:
         try:
@@ -157,17 +181,14 @@ class Duration(Kind):
     metavar: ClassVar[str] = "TIME"
 
     def check(self, name: str, value: Any) -> float:
-        seconds = math.nan
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            seconds = float(value)
-        elif isinstance(value, (str, datetime.timedelta)):
-            try:
+        seconds = as_float(value)
+        if isinstance(value, (str, datetime.timedelta)):
+            # No number, no unit that Dask knows, nothing at all, or more than a float holds.
+            with contextlib.suppress(ValueError, KeyError, TypeError, IndexError, OverflowError):
                 seconds = float(parse_timedelta(value, default="seconds"))
-            except (ValueError, KeyError, TypeError):  # no number, or no unit that Dask knows
-                seconds = math.nan
         if not seconds > 0:
             self.refuse(name, value)
-        return seconds
+        return min(seconds, MOST_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -186,7 +207,7 @@ class Range(Kind):
             low, high = (Duration().check(name, each) for each in value)
         except (TypeError, ValueError):  # not a pair, or not of durations
             self.refuse(name, value)
-        if not low <= high < math.inf:
+        if not low <= high:
             self.refuse(name, value)
         return low, high
 
@@ -206,7 +227,7 @@ class Choice(Kind):
         return f"one of {', '.join(self.choices)}"
 
     def check(self, name: str, value: Any) -> str:
-        if value not in self.choices:
+        if not isinstance(value, str) or value not in self.choices:
             self.refuse(name, value)
         return str(value)
 
@@ -267,10 +288,9 @@ class Amounts(Kind):
         if not isinstance(value, Mapping):
             self.refuse(name, value)
         for key, amount in value.items():
-            good = isinstance(amount, numbers.Real) and not isinstance(amount, bool)
-            if not isinstance(key, str) or not key or not good or not 0 < amount < math.inf:
-                raise OptionError(f"{name}[{key!r}]={amount!r}: must be a number above 0")
-        return dict(value)
+            if not isinstance(key, str) or not key or not 0 < as_float(amount) < math.inf:
+                raise OptionError(f"{name}[{shown(key)}]={shown(amount)}: must be a number above 0")
+        return {key: float(amount) for key, amount in value.items()}
 
     def read(self, name: str, words: Sequence[str]) -> dict[str, float]:
         amounts = {}

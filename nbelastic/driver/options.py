@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -434,11 +434,11 @@ def changed_limits(
 
 def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what a training function is called with."""
-    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
-        raise OptionError(f"args={args!r}: must be a tuple or list, as in args=(value,)")
+    if not isinstance(args, (tuple, list)):  # others are one argument, or lose their values
+        raise OptionError(f"args={shown(args)}: must be a tuple or list, as in args=(value,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise OptionError(f"kwargs={kwargs!r}: must be a dict, as in kwargs={{'lr': 0.1}}")
+        raise OptionError(f"kwargs={shown(kwargs)}: must be a dict, as in kwargs={{'lr': 0.1}}")
     strange = next((key for key in kwargs or () if not isinstance(key, str)), None)
     if strange is not None:
-        raise OptionError(f"kwargs: {strange!r} must be the name of a parameter")
+        raise OptionError(f"kwargs: {shown(strange)} must be the name of a parameter")
     return tuple(args), dict(kwargs or {})

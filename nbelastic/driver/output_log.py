@@ -125,7 +125,7 @@ def _most() -> int:
     value = os.environ.get(BYTES) or DEFAULT
     try:
         most = parse_bytes(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         most = 0
     if most <= 0:
         raise OptionError(f"{BYTES}={value!r}: must be a number of bytes, such as 64000000 or 64MB")

@@ -22,7 +22,7 @@ from .attachment import attach_client
 from .fit import hand_out
 from .hints import with_hints
 from .job import Job
-from .options import Options, changed_limits
+from .options import Options, changed_limits, check_name
 from .status import JobInfo, JobTable
 from .thread import Driver
 
@@ -94,6 +94,7 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
     >>> job = nbelastic.attach("night-run", cluster="tcp://10.0.0.5:8786")  # doctest: +SKIP
     >>> job.result()  # doctest: +SKIP
     """
+    name = _name_of_job(name)
     client, cleanup = attach_client(_given(cluster), Options())
     job_client: JobClient | None = None
     try:
@@ -136,6 +137,7 @@ def look(name: str, *, cluster: Any) -> Job:
     ClusterLost
         No scheduler answers.
     """
+    name = _name_of_job(name)
     client, cleanup = attach_client(_given(cluster), Options())
     try:
         with lost_while(client, "versions were compared"):
@@ -196,6 +198,7 @@ def ask_to_scale(
 
 
 def _send(name: str, cluster: Any, event: Event) -> None:
+    name = _name_of_job(name)
     client, cleanup = attach_client(_given(cluster), Options())
     try:
         refusal = send_wish(client, name, event)
@@ -203,6 +206,13 @@ def _send(name: str, cluster: Any, event: Event) -> None:
         cleanup()
     if refusal is not None:
         raise _unknown(name, refusal)
+
+
+def _name_of_job(name: str | None) -> str:
+    """Return a name that a job may have, before a cluster is asked for it."""
+    if name is None:
+        raise OptionError("name=None: must be the name of a job; nbelastic.jobs() lists them")
+    return check_name(name)
 
 
 def _unknown(name: str, refusal: AttachRefusal) -> OptionError:

@@ -31,9 +31,11 @@ __all__ = [
     "LocalContext",
     "activate",
     "current",
+    "current_or_alone",
     "current_or_none",
     "initialize",
     "one_of_all",
+    "ranks_in_process",
     "shutdown",
 ]
 
@@ -91,6 +93,8 @@ class Context(abc.ABC):
         This rank's micro-batches of the step under way; None without a loader.
     time_to_save : float
         Seconds to write the state when this rank leaves, as no other rank has it; else 0.
+    shares_process : bool
+        Whether other ranks are threads of this process, and draw from the same random generators.
     """
 
     rank: int
@@ -115,6 +119,7 @@ class Context(abc.ABC):
     fetch_partition: Callable[[str], Any] | None = None
     share: StepShare | None = None
     time_to_save = 0.0
+    shares_process = False
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
 
@@ -270,6 +275,26 @@ def current_or_none() -> Context | None:
         return _of_process[0] if len(_of_process) == 1 else None
 
 
+def current_or_alone() -> Context | None:
+    """Return the context of the calling rank; None where there is no rank.
+
+    Raises
+    ------
+    NotInitialized
+        The process has several ranks, and the calling thread is none of theirs. To go on as a
+        world of one would train on the rows of all ranks.
+    """
+    context = current_or_none()
+    count, thread = len(_of_process), threading.current_thread()
+    if context is not None or count == 0 or thread is threading.main_thread():
+        return context
+    raise NotInitialized(
+        f"thread {thread.name!r} is none of the {count} ranks of this process, and it is not known "
+        "for which one it acts: call this in the thread of the rank, or use workers that are "
+        "processes (processes=True)"
+    )
+
+
 @contextlib.contextmanager
 def activate(context: Context) -> Iterator[None]:
     """Make `context` that of the calling thread, for the length of a ``with`` block."""
@@ -286,9 +311,20 @@ def activate(context: Context) -> Iterator[None]:
         own.clear()
 
 
+def ranks_in_process() -> int:
+    """Return the number of ranks that are threads of this process."""
+    return len(_of_process)
+
+
 def initialize() -> None:
-    """Ensure that the calling thread has a context: its job's, else a world of one rank."""
-    if current_or_none() is None:
+    """Ensure that the calling thread has a context: its job's, else a world of one rank.
+
+    Raises
+    ------
+    NotInitialized
+        The process has several ranks, and the calling thread is none of theirs.
+    """
+    if current_or_alone() is None:
         context = LocalContext()
         _of_thread.set([context])
         with _lock:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.collectives import Rendezvous, RendezvousServer, connect
 from nbelastic.collectives.rendezvous.client import unreachable
+from nbelastic.elastic.context import ranks_in_process
 from nbelastic.elastic.interrupt import Interrupt
 from nbelastic.elastic.warmup import form_alone
 
@@ -46,6 +47,8 @@ class RankRuntime:
     on_set_up : callable
         Called once, when the user's code has set up. From then on the rank takes memory that it
         needs in each step. By default does nothing.
+    ranks_in_process : callable
+        Returns how many ranks draw from the random generators of this process. By default one.
     """
 
     connect: Callable[[Rendezvous], Communicator] = connect
@@ -55,9 +58,12 @@ class RankRuntime:
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
     form_alone: Callable[[Rendezvous], None] = lambda _rendezvous: None
     on_set_up: Callable[[], None] = lambda: None
+    ranks_in_process: Callable[[], int] = lambda: 1
 
 
-DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)
+DEFAULT_RUNTIME = RankRuntime(
+    probe=unreachable, form_alone=form_alone, ranks_in_process=ranks_in_process
+)
 """Real threads and sockets."""
 
 

@@ -96,6 +96,11 @@ class Session(Context):
         self.max_np = spec.max_np
         self._take_place(spec.place)
 
+    @property
+    def shares_process(self) -> bool:  # type: ignore[override]
+        """Whether other ranks are threads of this process."""
+        return self._runtime.ranks_in_process() > 1
+
     # -- what the agent delivers ---------------------------------------------------------------
 
     def on_plan(self, plan: Plan) -> None:

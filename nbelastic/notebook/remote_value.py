@@ -12,6 +12,7 @@ from typing import Any
 
 import cloudpickle
 
+from nbelastic.errors import summary_of
 from nbelastic.pickling import dumps
 
 __all__ = ["RemoteValue", "UnavailableValue", "pack"]
@@ -93,7 +94,7 @@ def _open(data: bytes, text: str, kind: str) -> Any:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return " ".join(summary_of(error).split())
 
 
 def _text(value: Any) -> str:

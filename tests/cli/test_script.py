@@ -25,6 +25,7 @@ from nbelastic.cli.script import (
     script_command,
 )
 from nbelastic.cli.script.rank import mark_of
+from nbelastic.cluster.rank_error import pack_error
 from nbelastic.errors import OptionError
 
 from .commands import ROOT
@@ -163,6 +164,24 @@ def test_an_exit_with_0_is_success(folder, text):
 def test_an_exit_with_another_code_is_a_failure(folder, text, says):
     with pytest.raises(ScriptExit, match=says):
         run_script(call(script(folder, f"import sys\n{text}\n")))
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("import sys\nsys.exit(3)", ["sys.exit(3)"]),
+        (
+            "import sys\ndef end():\n    sys.exit('no data')\nend()",
+            ["end()", "sys.exit('no data')"],
+        ),
+        ("def (:", []),  # the message of a SyntaxError has the place
+        ("print('a')\0", []),
+    ],
+)
+def test_an_error_of_a_script_has_its_own_lines_alone(folder, text, lines):
+    error = in_thread(lambda: run_script(call(script(folder, text))))
+    frames = [frame for frame in pack_error(error).frames if frame.file != __file__]
+    assert [frame.text for frame in frames] == lines
 
 
 def test_an_error_has_the_lines_of_the_script_alone(folder):

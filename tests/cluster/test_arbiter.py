@@ -7,9 +7,10 @@ import contextlib
 
 import dask
 import pytest
+from distributed.protocol import dumps, loads
 
 from nbelastic.cluster.scheduler.arbiter import read_rules
-from nbelastic.cluster.wire import JobWish, RankEnded, pack
+from nbelastic.cluster.wire import JobWish, RankEnded, pack, unpack
 from nbelastic.errors import OptionError
 from nbelastic.membership import LimitsChanged, LossReason
 from nbelastic.sharing import SharingRules
@@ -170,6 +171,17 @@ def test_limits_that_are_not_possible_do_not_reach_the_arbiter(change):
     asyncio.run(scene())
 
 
+def test_answers_about_jobs_can_be_sent_whatever_is_in_them():
+    async def scene():
+        async with a_cluster(1) as cluster:
+            await cluster.open("one", priority=2**70, max_np=2**70)
+            for name, given in (("jobs", {}), ("look", {"job": "one"})):
+                answer = await cluster.handlers[f"nbelastic_{name}"](**given)
+                assert unpack(loads(dumps({"answer": answer}))["answer"]) == unpack(answer)
+
+    asyncio.run(scene())
+
+
 def test_a_job_that_is_without_its_kernel_shrinks_and_does_not_grow():
     async def scene():
         async with a_cluster(4) as cluster:
@@ -242,6 +254,8 @@ def test_all_jobs_together_are_asked_for_of_an_adaptive_cluster():
         ({"policy": "best"}, r"nbelastic\.sharing\.policy='best'"),
         ({"settle": "soon"}, r"nbelastic\.sharing\.settle='soon': must be a duration"),
         ({"protect": -1}, r"nbelastic\.sharing\.protect=-1"),
+        ({"protect": ""}, r"nbelastic\.sharing\.protect=''"),
+        ({"patience": "1e400 s"}, r"nbelastic\.sharing\.patience='1e400 s'"),
     ],
 )
 def test_rules_that_are_not_possible_are_named(setting, message):

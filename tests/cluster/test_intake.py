@@ -14,6 +14,7 @@ from nbelastic.errors import VersionMismatch
 from nbelastic.membership import (
     Beat,
     ClusterGone,
+    NoticeSource,
     RankRaised,
     RankReady,
     RankReturned,
@@ -40,6 +41,7 @@ class Scene:
             wire.RankOutput,
             wire.RankTelemetry,
             wire.RankEnded,
+            wire.NoticeReport,
         ):
             self.intake.of_agents(kind, lambda _worker, message: self.handled.append(message))
 
@@ -56,6 +58,7 @@ GOOD = [
     wire.RankTelemetry("j", 0, SNAPSHOT, (REPORT,)),
     wire.RankTelemetry("j", 0, TelemetrySnapshot()),
     wire.RankEnded("j", 0),
+    wire.NoticeReport(NoticeSource.AWS, "terminate", 120.0, True),
 ]
 
 
@@ -107,6 +110,10 @@ BAD = [
     changed(GOOD[5], "body", "snapshot", "line", "line", to="1"),
     changed(GOOD[5], "body", "reports", 0, "values", to=[["a", "b"]]),
     changed(GOOD[7], "body", "start", to=None),
+    changed(GOOD[8], "body", "source", to="a cloud"),
+    changed(GOOD[8], "body", "seconds", to=float("nan")),
+    changed(GOOD[8], "body", "action", to=None),
+    changed(GOOD[8], "body", "host", to=1),
     changed(
         wire.Hello(Slot("w", "a", "n", "h"), {}, wire.ProcessId(1, 1.0, "")),
         *("body", "slot", "id"),

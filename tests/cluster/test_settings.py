@@ -77,6 +77,21 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "no variable": (lambda: os.environ.pop("HOME"), lambda: os.environ.get("HOME")),
     "time zone": (change_zone, lambda: time.strftime("%Z")),
     "path": (lambda: sys.path.insert(0, "/nowhere"), lambda: list(sys.path)),
+    "no path": (lambda: setattr(sys, "path", None), lambda: list(sys.path)),
+    "another path": (lambda: setattr(sys, "path", [*sys.path]), lambda: id(sys.path)),
+    "a path of objects": (lambda: sys.path.insert(0, 5), lambda: list(sys.path)),  # type: ignore
+    "no importers": (sys.meta_path.clear, lambda: list(sys.meta_path)),
+    "no hooks of paths": (lambda: setattr(sys, "path_hooks", None), lambda: list(sys.path_hooks)),
+    "another environment": (
+        lambda: setattr(os, "environ", dict(os.environ)),
+        lambda: type(os.environ),
+    ),
+    "no filters": (lambda: setattr(warnings, "filters", None), lambda: list(warnings.filters)),
+    "no handlers": (
+        lambda: setattr(logging.getLogger(), "handlers", None),
+        lambda: list(logging.getLogger().handlers),
+    ),
+    "open": (lambda: setattr(builtins, "open", None), lambda: builtins.open),
     "arguments": (lambda: sys.argv.append("--x"), lambda: list(sys.argv)),
     "other arguments": (lambda: setattr(sys, "argv", ["x"]), lambda: list(sys.argv)),
     "warnings": (

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
+import pickle
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +16,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader
 from nbelastic.elastic.context import activate, current
-from nbelastic.errors import OptionError, StateMismatch
+from nbelastic.elastic.runtime import DEFAULT_RUNTIME
+from nbelastic.errors import DataError, NotInitialized, OptionError, StateMismatch
+from nbelastic.pickling import dumps
 from tests.support.world import StaticContext
 
 if TYPE_CHECKING:
@@ -226,6 +233,21 @@ def test_the_epoch_is_that_of_the_state() -> None:
     assert [step.epoch for step in loader] == [3]
 
 
+@pytest.mark.parametrize("epoch", [np.int64(2), 2**70, 10**400, -1])
+def test_the_epoch_of_a_state_is_any_whole_number(epoch: Any) -> None:
+    class Holder:
+        pass
+
+    state, loader = Holder(), Loader(range(8), Batch(8, micro=4), seed=2**70)
+    state.epoch = epoch  # type: ignore[attr-defined]
+    loader.follow(state)
+    for step in loader:
+        assert sorted(torch.cat(list(step)).tolist()) == list(range(8))
+    assert loader.epoch == epoch
+    loader.load_state_dict(loader.state_dict())
+    assert list(loader) == []
+
+
 def test_a_state_dict_goes_on_at_another_number_of_ranks_and_workers() -> None:
     with activate(rank_of(0, 1)):
         alone = Loader(range(45), Batch(12, micro=3), seed=4)
@@ -258,6 +280,11 @@ def test_a_state_dict_of_other_data_is_refused(data: range) -> None:
         )
 
 
+def test_a_state_dict_of_something_else_is_refused() -> None:
+    with pytest.raises(StateMismatch, match="the loader has rows=8, the state dict rows=None"):
+        Loader(range(8), Batch(8, micro=2)).load_state_dict({"0.weight": torch.ones(1)})
+
+
 def test_other_kernels_are_refused_or_told_once() -> None:
     strict = Loader(range(8), Batch(8, micro=2, exact=True))
     with pytest.raises(StateMismatch, match="computes other bits"):
@@ -280,6 +307,14 @@ def test_the_number_of_threads_is_that_of_the_state() -> None:
         torch.set_num_threads(before)
 
 
+def test_a_loader_of_the_kernel_is_as_if_made_in_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = dumps(Loader(range(8), Batch(8, micro=2)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 61)
+    monkeypatch.setattr("nbelastic.data.loader.kernel_fingerprint", lambda: "torch 0 avx2 00")
+    saved = pickle.loads(packed).state_dict()
+    assert (saved["threads"], saved["kernels"]) == (61, "torch 0 avx2 00")
+
+
 def test_steps_that_are_left_early_or_not_at_all_taken_keep_the_order() -> None:
     loader = Loader(range(24), Batch(8, micro=2), shuffle=False)
     found = []
@@ -291,6 +326,87 @@ def test_steps_that_are_left_early_or_not_at_all_taken_keep_the_order() -> None:
             if step.number == 1:
                 break
     assert found == [[8, 9], [16, 17], [18, 19], [20, 21], [22, 23]]
+
+
+class Ending(Noisy):
+    """Rows of which one ends an iterator in the place of raising an error."""
+
+    def __getitem__(self, row: int) -> Any:
+        return next(iter(())) if row == 30 else row
+
+
+def end(rows: list[Any]) -> Any:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("options", [{"dataset": Ending()}, {"collate_fn": end}])
+def test_a_dataset_that_raises_stop_iteration_is_an_error(options: dict[str, Any]) -> None:
+    loader = Loader(**{"dataset": Noisy(), "batch": Batch(12, micro=3), "shuffle": False} | options)
+    place = "2 of step 2" if "dataset" in options else "0 of step 0"
+    with pytest.raises(DataError, match=f"micro-batch {place} cannot be fetched: .* StopIteration"):
+        _ = [list(step) for step in loader]
+
+
+def test_a_step_that_the_loop_has_left_has_no_micro_batches() -> None:
+    first, *_ = list(Loader(range(24), Batch(8, micro=2)))
+    with pytest.raises(RuntimeError, match="the loop over the loader has gone on from this step"):
+        list(first)
+    assert len(list(next(iter(Loader(range(24), Batch(8, micro=2)))))) == 4  # to look at
+
+
+@pytest.mark.parametrize("weight", [None, "many", 10**400, torch.ones(2), math.nan])
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    steps = iter(Loader(range(8), Batch(8, micro=2)))
+    micro_batches = next(steps).weighted(lambda _: weight)
+    with pytest.raises(ValueError, match=r"weight of a micro-batch is .*; it must be a number"):
+        next(micro_batches)
+
+
+def in_thread(call: Any) -> Any:
+    with ThreadPoolExecutor(1, "prefetcher") as pool:
+        return pool.submit(call).result()
+
+
+def test_a_thread_acts_for_the_only_rank_of_its_process() -> None:
+    with activate(rank_of(1, 2)):
+        steps = iter(Loader(range(8), Batch(8, micro=2)))
+        assert in_thread(lambda: next(steps)).numbers == (2, 3)
+
+
+def test_a_thread_does_not_go_on_as_a_world_of_one() -> None:
+    there, leave = threading.Event(), threading.Event()
+
+    def another_rank() -> None:
+        with activate(rank_of(0, 2)):
+            there.set()
+            leave.wait(60)
+
+    other = threading.Thread(target=another_rank)
+    other.start()
+    try:
+        with activate(rank_of(1, 2)):
+            assert there.wait(60)
+            assert DEFAULT_RUNTIME.ranks_in_process() == 2
+            steps = iter(Loader(range(8), Batch(8, micro=2)))
+            sampler = hvd.elastic.ElasticSampler(range(8))
+            calls = [lambda: next(steps), lambda: hvd.elastic.ElasticSampler(range(8)), hvd.init]
+            for call in [*calls, lambda: sampler.record_batch(0, 2)]:
+                with pytest.raises(NotInitialized, match="'prefetcher_0' is none of the 2 ranks"):
+                    in_thread(call)
+    finally:
+        leave.set()
+        other.join()
+
+
+def test_ranks_that_are_threads_of_a_process_are_not_exact() -> None:
+    context = rank_of(0, 2)
+    context.shares_process = True
+    with activate(context):
+        loader = Loader(range(8), Batch(8, micro=2))
+        list(loader)
+        assert "threads of one process" in loader.why_not_exact
+        with pytest.raises(OptionError, match=r"exact=True.: ranks are threads of one process"):
+            list(Loader(range(8), Batch(8, micro=2, exact=True)))
 
 
 def test_a_loop_ends_when_a_newer_one_begins() -> None:
@@ -380,6 +496,15 @@ def test_rows_and_steps_are_counted() -> None:
         (lambda: Loader(Stream(), Batch(8, micro=2)), "an IterableDataset has no rows"),
         (lambda: Loader(iter(range(8)), Batch(8, micro=2)), "has no length"),
         (lambda: Loader(range(8), Batch(8, micro=2), batch_size=3), "leave it out"),
+        (lambda: Loader(range(8), Batch(8, micro=2), in_order=False), r"in_order=…\): the loader"),
+        (lambda: Loader(range(8), Batch(8, micro=2), num_worker=2), "argument 'num_worker'"),
+        (lambda: Loader(range(8), Batch(8, micro=2), prefetch_factor=2), "Loader: prefetch_factor"),
+        (lambda: Loader(range(8), Batch(8, micro=2), num_workers="2"), "Loader: '<' not supported"),
+        (lambda: Loader(range(8), Batch(8, micro=2), buffers=["*.min_val"]), "must be a dict"),
+        (lambda: Loader(range(8), Batch(8, micro=2), balance=np.ones(2)), "must be 'even' or"),
+        (lambda: Loader(range(8), Batch(8, micro=2), seed=np.ones(2)), "must be a whole number"),
+        (lambda: Loader(range(8), Batch(8, micro=2), seed=torch.tensor(1.5)), "a whole number"),
+        (lambda: Batch(8, exact=np.ones(2)), "must be True, False or 'auto'"),
         (lambda: Loader(range(7), Batch(8, micro=2), drop_last=True), "make no step of 8"),
     ],
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -26,6 +27,9 @@ from nbelastic.data.windows import LoadedWindow, WindowReader
 from nbelastic.elastic.context import activate
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from tests.support.world import StaticContext
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROWS = 1000
 
@@ -369,6 +373,8 @@ def test_a_fill_that_the_column_cannot_hold_is_refused() -> None:
         first_of(whole, 0.5)
     with pytest.raises(DataError, match="column 'x': fill='a': Could not convert"):
         first_of(whole, "a")
+    with pytest.raises(DataError, match="column 'x': fill=array"):
+        first_of(pa.array([True, True, True, None]), np.ones(2))
     with pytest.raises(DataError, match="1 nulls in the place of lists"):
         first_of(pa.array([[1.0], [2.0], [3.0], None]), 0.0)
 
@@ -379,6 +385,8 @@ def test_columns_that_are_not_one_each_are_refused() -> None:
         Arrow(twice)
     with pytest.raises(OptionError, match="asks for a column twice"):
         Arrow(pa.table({"x": [1, 2]}), columns=["x", "x"])
+    with pytest.raises(OptionError, match=r"\['x'\] is no name of a column. A pattern"):
+        Arrow(pa.table({"x": [1, 2]}), columns=[["x"]])
 
 
 def test_copies_that_programs_leave_in_directories_are_no_data(files: Path) -> None:
@@ -439,6 +447,56 @@ def test_a_file_that_has_changed_is_refused_by_name(files: Path) -> None:
         consume(loader)
 
 
+def test_a_name_with_line_breaks_is_named_like_any_other(tmp_path: Path) -> None:
+    odd = tmp_path / "a\n\tb.parquet"
+    pq.write_table(table(), odd)
+    saved = loader_of(Parquet(str(odd), ["id"])).state_dict()
+    pq.write_table(table().slice(0, ROWS), odd, row_group_size=7)
+    other = loader_of(Parquet(str(odd), ["id"]))
+    with pytest.raises(StateMismatch, match=r"a\n\tb\.parquet has changed since"):
+        other.load_state_dict(saved)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.parquet")
+    with pytest.raises(OptionError, match=r"a\.parquet cannot be read: it is no regular file"):
+        Parquet(f"{tmp_path}/a.parquet")
+    with pytest.raises(OptionError, match=r"storage_options=3\): must be a dict"):
+        Parquet("a.parquet", storage_options=3)  # type: ignore[arg-type]
+
+
+def test_memory_of_lists_counts_whatever_the_name_of_the_column(tmp_path: Path) -> None:
+    lists = pa.array([[1.0, 2.0]] * 20, pa.list_(pa.float64(), 2))
+    pq.write_table(pa.table({"a.b": lists, "a": [1] * 20}), tmp_path / "a.parquet")
+    assert Parquet(str(tmp_path), ["a.b"]).row_bytes == 16
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda n: np.arange(n).astype("longdouble"), "returned (longdouble|float128) values"),
+        (lambda n: np.ma.masked_array(np.arange(n), mask=[True] * n), "masked values"),
+        (lambda n: torch.eye(n).to_sparse(), "torch.float32 values, sparse_coo"),
+        (lambda n: torch.zeros(n).to(torch.float8_e5m2), "torch.float8_e5m2 values"),
+        (lambda n: torch.zeros(n, dtype=torch.bfloat16), "torch.bfloat16 values"),
+        (lambda n: (each for each in range(n)), "returned a generator"),
+    ],
+)
+def test_values_of_which_no_tensor_can_be_made_are_named(make: Any, message: str) -> None:
+    source = Arrow(table(), transform=lambda rows: make(rows.num_rows))
+    with pytest.raises(DataError, match=message):
+        first_of(source, Batch(4, micro=2))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: np.ones(n, ">f8"), lambda n: torch.ones(n).cfloat().conj()]
+)
+def test_values_that_only_have_another_order_of_bytes_are_taken(make: Any) -> None:
+    source = Arrow(table(), transform=lambda rows: make(rows.num_rows))
+    assert first_of(source, Batch(4, micro=2)).real.tolist() == [1.0, 1.0]
+
+
 def test_arrow_batches_are_units() -> None:
     batches = table().to_batches(max_chunksize=30)
     alone = epoch_of(Arrow(batches, ["id", "x*"]), 1)
@@ -456,10 +514,26 @@ def test_sizes_are_read_as_dask_reads_them(text: Any, count: float) -> None:
     assert parse_bytes(text, "x") == count
 
 
-@pytest.mark.parametrize("value", ["lots", -1, 0, True, "12 furlongs", ""])
+@pytest.mark.parametrize("value", ["lots", -1, 0, True, "12 furlongs", "", 10**400, "9" * 400])
 def test_other_sizes_are_refused(value: Any) -> None:
     with pytest.raises(OptionError, match="must be a number of bytes"):
         parse_bytes(value, "memory")
+
+
+def test_a_reader_that_cannot_go_on_raises_at_the_batch() -> None:
+    window = Window(0, 0, 0, (RowRange(0, 0, 5),), None)
+
+    def windows() -> Iterator[Window]:
+        yield window
+        raise MemoryError("windows")
+
+    def read(window: Window) -> LoadedWindow:
+        return LoadedWindow(window, RowBlock((np.arange(window.rows),)))
+
+    reader = WindowReader(windows(), read, lambda window: 40, 1000, {})
+    assert reader.take().window is window
+    with pytest.raises(MemoryError, match="windows"):
+        reader.take()
 
 
 def test_a_reader_may_be_ended_in_its_own_thread() -> None:

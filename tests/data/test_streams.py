@@ -499,6 +499,36 @@ def test_an_error_while_rows_are_read_names_the_unit_and_leaves_nothing_out() ->
     assert sorted(row for batch in rows for row in batch) == sorted([*range(6)] * 3)
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Clinging(Plain):
+    """A stream that cannot be closed, and whose error cannot be shown."""
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return self
+
+    def __next__(self) -> tuple[int, float]:
+        raise Mute
+
+    def close(self) -> None:
+        raise OSError("close")
+
+
+def test_an_error_of_a_stream_that_cannot_be_shown_or_closed_names_it() -> None:
+    with pytest.raises(DataError, match=r"row 0 of Stateful: stream 0 cannot be read: .*Mute"):
+        list(Loader(Stateful(Clinging), Batch(4, micro=2)))
+
+
+def test_names_of_units_need_not_be_text_of_utf_8() -> None:
+    odd = ["a\udce9.txt", "b"]
+    loader = Loader(Shards(odd, lambda name: [len(name)] * 2), Batch(4, micro=2))
+    assert [sorted(batch.tolist() for batch in step) for step in loader] == [[[1, 1], [6, 6]]]
+    assert loader.requirements()["dataset"] != Shards(["a", "b"], list).describe()
+
+
 def train(kind: str, context: StaticContext) -> str:
     """Train on rows that are uneven at the end, and return the bits of all tensors."""
     model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4))

@@ -7,7 +7,9 @@ import inspect
 import math
 import os
 import runpy
+import time
 import traceback
+from fractions import Fraction
 from pathlib import Path
 
 import dask
@@ -15,14 +17,33 @@ import numpy
 import pytest
 
 import nbelastic
-from nbelastic.driver import Job
+from nbelastic.cluster.sendable import sendable
+from nbelastic.cluster.wire import (
+    JobPayload,
+    JobTerms,
+    OpenRequest,
+    pack,
+    pack_machine,
+    unpack,
+)
+from nbelastic.driver import Job, ask_to_scale, ask_to_stop, look
 from nbelastic.driver.hints import ELSEWHERE
+from nbelastic.driver.option_kinds import MOST_SECONDS
 from nbelastic.driver.options import DEFAULTS, TABLE, Options
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
-from nbelastic.membership import Place, Slot, StartRank
+from nbelastic.membership import Machine, Place, Slot, StartRank
 
 ROOT = Path(__file__).parents[2]
+
+
+class Unshowable:
+    """A value whose methods raise, as those of a broken proxy do."""
+
+    def __repr__(self):
+        raise RuntimeError("no connection")
+
+    __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __repr__
 
 
 @pytest.mark.parametrize(
@@ -66,6 +87,21 @@ ROOT = Path(__file__).parents[2]
         ({"args": "abc"}, "args='abc': must be a tuple or list"),
         ({"kwargs": [0.1]}, r"kwargs=\[0\.1\]: must be a dict"),
         ({"kwargs": {1: 2}}, "kwargs: 1 must be the name of a parameter"),
+        ({"args": {"lr": 0.1}}, r"args=\{'lr': 0\.1\}: must be a tuple or list"),
+        ({"args": numpy.zeros(2)}, r"args=array\(.*\): must be a tuple or list"),
+        ({"args": Unshowable()}, r"args=<.*Unshowable object"),
+        ({"kwargs": Unshowable()}, r"kwargs=<.*Unshowable object"),
+        ({"cluster": Unshowable()}, r"cluster=<.*Unshowable object"),
+        ({"name": Unshowable()}, r"name=<.*Unshowable object"),
+        ({"np": Unshowable()}, r"np=<.*Unshowable object"),
+        ({"backend": Unshowable()}, r"backend=<.*Unshowable object"),
+        ({"notices": numpy.array(["auto", "off"])}, "notices=array.*: must be one of auto, off"),
+        ({"weight": 10**400}, "weight=1000"),
+        ({"weight": Fraction(10**400)}, "weight=Fraction"),
+        ({"lease": ""}, "lease='': must be a duration"),
+        ({"lease": "1 fortnight"}, "lease='1 fortnight': must be a duration"),
+        ({"lease": "1e400 s"}, "lease='1e400 s': must be a duration"),
+        ({"resources": {"GPU": 10**400}}, r"resources\['GPU'\]=1000"),
     ],
 )
 def test_a_wrong_option_is_named(options, message):
@@ -117,6 +153,43 @@ def test_an_option_error_has_no_line_of_what_checked_it():
     assert [os.path.basename(file) for file in files] == ["test_options.py", "hints.py"]
 
 
+@pytest.mark.parametrize("name", [5, None, "", "a b", "a\udce9", "x" * 5000, b"x", Unshowable()])
+def test_a_name_that_no_job_has_is_refused_before_a_cluster_is_asked(name):
+    asked = {"cluster": "tcp://127.0.0.1:1"}
+    for ask in (nbelastic.attach, look, ask_to_stop, ask_to_scale):
+        with pytest.raises(OptionError, match=r"^name=.{1,220}: must be (text|the name of a job)"):
+            ask(name, **asked)
+
+
+def test_a_protocol_that_is_not_installed_is_no_traceback_of_dasks():
+    with pytest.raises(ClusterLost, match=r"cluster='ucx://127\.0\.0\.1:1': no scheduler answers"):
+        nbelastic.jobs("ucx://127.0.0.1:1")
+
+
+def test_durations_without_end_are_sent_as_long_ones():
+    names = ("elastic_timeout", "stall_timeout", "heartbeat_timeout", "lease")
+    options = Options(**dict.fromkeys(names, math.inf), resources={"GPU": Fraction(1, 2)})
+    terms = JobTerms(
+        payload=JobPayload(b"", b"", b""),
+        workers=None,
+        resources=options.resources,
+        versions={},
+        heartbeat_timeout=options.heartbeat_timeout,
+        lease=options.lease,
+        options=b"",
+        machine=pack_machine(Machine(options.limits())),
+    )
+    request = OpenRequest("job", "uid", "client", "topic", terms)
+    assert unpack(sendable(pack(request))) == request
+    spec = options.rank_spec("job", "run", 1, Place(0, 1, 0, 1, 0, 1), None)
+    assert time.gmtime(time.time() + spec.operation_timeout_s)
+
+
+def test_numbers_beyond_64_bits_are_sent_as_the_largest_ones():
+    options = Options(np=1, max_np=2**70, priority=-(2**70))
+    assert (options.max_np, options.priority) == (2**63 - 1, -(2**63) + 1)
+
+
 def test_numbers_of_numpy_are_sent_as_plain_numbers():
     options = Options(np=numpy.int64(2), stall_timeout=numpy.float32(5.0), checkpoint_every=3)
     packed = options.pack()
@@ -135,7 +208,9 @@ def test_numbers_of_numpy_are_sent_as_plain_numbers():
         ("1h", 3600.0),
         (datetime.timedelta(minutes=1), 60.0),
         (numpy.float32(2.0), 2.0),
-        (math.inf, math.inf),
+        (math.inf, MOST_SECONDS),
+        (10**400, MOST_SECONDS),
+        (datetime.timedelta.max, MOST_SECONDS),
     ],
 )
 def test_a_duration_may_be_what_dask_takes(given, seconds):

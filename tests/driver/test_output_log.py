@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_written_is_told_of_once(monkeypatch, tmp_path):
     assert "what ranks print cannot be written to" in log.warnings()[0]
 
 
-@pytest.mark.parametrize("value", ["much", "-1", "0"])
+@pytest.mark.parametrize("value", ["much", "-1", "0", "1e400"])
 def test_a_wrong_limit_is_refused(monkeypatch, value):
     monkeypatch.setenv("NBELASTIC_LOG_BYTES", value)
     with pytest.raises(OptionError, match=r"NBELASTIC_LOG_BYTES='.*': must be a number of bytes"):

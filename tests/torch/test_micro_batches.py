@@ -769,7 +769,8 @@ def test_buffers_that_are_not_initialised_are_named() -> None:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_commit_in_a_step_is_refused(begins: bool) -> None:
+@pytest.mark.parametrize("call", ["commit", "check_host_updates"])
+def test_ranks_may_not_leave_or_roll_back_in_a_step(call: str, begins: bool) -> None:
     def main(_: StaticContext) -> None:
         model = net()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -778,10 +779,30 @@ def test_a_commit_in_a_step_is_refused(begins: bool) -> None:
         for step in loader:
             for x, y in step if begins else ():
                 loss_of(model(x), y).backward()
-            state.commit()
+            getattr(state, call)()
 
-    with pytest.raises(RuntimeError, match=r"commit\(\) was called in a step of the loader"):
+    with pytest.raises(RuntimeError, match=rf"{call}\(\) was called in a step of the loader"):
         run_ranks(1, main)
+
+
+def test_ranks_may_leave_after_a_step() -> None:
+    def main(_: StaticContext) -> list[int]:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=2))
+        state = TorchState(model, optimizer, loader=loader, epoch=0)
+        seen = []
+        for step in loader:
+            for x, y in step:
+                loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.check_host_updates()
+            seen.append(loader.step)
+        return seen
+
+    (alone,) = run_ranks(1, main)
+    assert alone == [*range(1, len(alone) + 1)]
 
 
 @pytest.mark.parametrize("how", ["scaler", "elsewhere", "by_samples"])
@@ -870,6 +891,37 @@ def test_backward_before_the_first_micro_batch_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="iterate over the step"):
         mistaken(act)
+
+
+def test_backward_after_the_last_micro_batch_is_an_error() -> None:
+    def act(_: Any, step: Any, model: nn.Module) -> None:
+        for x, y in step:
+            loss = loss_of(model(x), y)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="iterate over the step, and call it in that loop"):
+        mistaken(act)
+
+
+def test_backward_in_a_step_whose_loop_is_over_is_an_error() -> None:
+    def main(_: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=2))
+        for x, y in next(iter(loader)):
+            loss = loss_of(model(x), y)
+            with pytest.raises(RuntimeError, match=r"keep `steps = iter\(loader\)`"):
+                loss.backward()
+            break
+        loss_of(model(x), y).backward()  # an ordinary one
+        optimizer.step()
+        optimizer.zero_grad()
+        steps = iter(loader)
+        for x, y in next(steps):
+            loss_of(model(x), y).backward()
+        optimizer.step()
+
+    run_ranks(1, main)
 
 
 @pytest.mark.parametrize(

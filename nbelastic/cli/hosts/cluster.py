@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Scheduler, SpecCluster, Status
 
 from nbelastic.cluster import ElasticPlugin
+from nbelastic.errors import summary_of
 from nbelastic.render import count
 
 from .discovery import DiscoveryFailed, FailureCount, changes, checked
@@ -243,4 +244,4 @@ def _asked(source: Source) -> Hosts:
     except DiscoveryFailed:
         raise
     except Exception as error:
-        raise DiscoveryFailed(f"{type(error).__name__}: {error}") from error
+        raise DiscoveryFailed(summary_of(error)) from error

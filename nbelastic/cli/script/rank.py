@@ -161,7 +161,7 @@ def _run(call: ScriptCall, folder: str, cwd: str) -> None:
         except Exception as error:
             raise error.with_traceback(_of_script(error.__traceback__))  # noqa: B904 -- the same
         finally:
-            while folder in sys.path:
+            while isinstance(sys.path, list) and folder in sys.path:  # else it is put back later
                 sys.path.remove(folder)
 
 
@@ -170,9 +170,9 @@ def _take_exit(command: ScriptCommand, error: SystemExit) -> None:
     code = error.code
     if code is None or code == 0:
         return
-    if isinstance(code, int):
-        raise ScriptExit(f"{command.name} exited with code {code}") from None
-    raise ScriptExit(f"{command.name} exited: {code}") from None
+    how = f" with code {code}" if isinstance(code, int) else f": {code}"
+    exited = ScriptExit(f"{command.name} exited{how}")
+    raise exited.with_traceback(_of_script(error.__traceback__)) from None
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

@@ -68,7 +68,7 @@ def read_rules() -> SharingRules:
 def _seconds(name: str, value: Any) -> float:
     try:
         seconds = float(parse_timedelta(value, default="seconds"))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError):
         seconds = math.nan
     if not seconds >= 0:
         raise OptionError(

@@ -10,9 +10,10 @@ import contextlib
 import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
+from nbelastic.cluster.sendable import sendable
 from nbelastic.cluster.wire import (
     AttachRefusal,
     AttachRequest,
@@ -26,6 +27,7 @@ from nbelastic.cluster.wire import (
     JobSummary,
     JobWish,
     JournalStep,
+    Message,
     OpenRequest,
     pack,
     unpack,
@@ -133,7 +135,7 @@ class JobService:
 
     async def payload(self, job: str) -> dict[str, Any]:
         """Return the payload of a job."""
-        return pack(self._jobs[job].payload)
+        return _reply(self._jobs[job].payload)
 
     async def close(self, job: str, uid: str, epoch: int, steps: int) -> list[str]:
         """Forget a job, once what still runs of it has ended and Dask has seen that.
@@ -180,7 +182,7 @@ class JobService:
                     share=seen.share,
                 )
             )
-        return pack(JobSummaries(tuple(found)))
+        return _reply(JobSummaries(tuple(found)))
 
     # -- for users who do not drive a job --------------------------------------------------------
 
@@ -188,15 +190,15 @@ class JobService:
         """Return all that is known of a job; its driver keeps it."""
         record = self._jobs.get(job)
         if record is None:
-            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
-        return pack(record.controller.describe())
+            return _reply(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+        return _reply(record.controller.describe())
 
     async def wish(self, message: Any) -> dict[str, Any] | None:
         """Pass a user's event to a job, as if its driver's user had sent it."""
         asked = _read(JobWish, message)
         record = self._jobs.get(asked.job)
         if record is None or record.closing:
-            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+            return _reply(AttachRefusal("unknown", tuple(sorted(self._jobs))))
         if not isinstance(asked.event, StopRequested | LimitsChanged):
             raise TypeError(f"{type(asked.event).__name__} is no event of a user")
         if isinstance(asked.event, LimitsChanged):
@@ -237,13 +239,13 @@ class JobService:
         asked = _read(AttachRequest, message)
         record = self._jobs.get(asked.job)
         if record is None or record.closing or self._is_gone(asked.client, asked.topic):
-            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+            return _reply(AttachRefusal("unknown", tuple(sorted(self._jobs))))
         if asked.again and record.topic != asked.topic:
-            return pack(AttachRefusal("taken"))
+            return _reply(AttachRefusal("taken"))
         if record.client is not None and record.topic != asked.topic:
             self._plugin.say(record.client, record.topic, record.epoch, DriverReplaced())
         self._shorten_batching(asked.client)
-        handover = pack(record.controller.take_over(asked.client, asked.topic))
+        handover = _reply(record.controller.take_over(asked.client, asked.topic))
         asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
         return handover
 
@@ -335,6 +337,11 @@ async def _until(condition: Callable[[], bool]) -> None:
     deadline = asyncio.get_running_loop().time() + CLOSE_GRACE
     while not condition() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(POLL)
+
+
+def _reply(message: Message) -> dict[str, Any]:
+    """Write an answer so that Dask can send it: one that it cannot closes the connection."""
+    return cast("dict[str, Any]", sendable(pack(message)))
 
 
 def _read(kind: type[M], message: Any) -> M:

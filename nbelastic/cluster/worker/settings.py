@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import copy
 import decimal
+import functools
 import gc
 import locale
 import logging
@@ -94,11 +95,15 @@ def keep_settings_of_torch(torch: Any) -> Callable[[], None]:
 
 def _of_process(directory: str) -> list[Setting]:
     root = logging.getLogger()
+    put_path = functools.partial(_put_path, directory=directory)
     found = [
         Setting(os.getcwd, os.chdir),
+        _same(os, "environ"),
         Setting(lambda: dict(os.environ), _set_environment),
-        Setting(lambda: list(sys.path), lambda path: _set_path(path, directory)),
-        Setting(lambda: list(warnings.filters), _set_filters),
+        _list(sys, "path", put_path),
+        _list(sys, "meta_path", _put_missing),
+        _list(sys, "path_hooks", _put_missing),
+        _list(warnings, "filters", _put_filters),
         Setting(sys.getrecursionlimit, sys.setrecursionlimit),
         Setting(sys.getswitchinterval, sys.setswitchinterval),
         Setting(gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
@@ -109,7 +114,7 @@ def _of_process(directory: str) -> list[Setting]:
             lambda: locale.setlocale(locale.LC_ALL),
             lambda name: locale.setlocale(locale.LC_ALL, name),
         ),
-        Setting(lambda: list(root.handlers), lambda handlers: _fill(root.handlers, handlers)),
+        _list(root, "handlers", _put_all),
         Setting(lambda: root.level, root.setLevel),
         Setting(lambda: root.manager.disable, logging.disable),
         Setting(_loggers, _set_loggers),
@@ -120,7 +125,7 @@ def _of_process(directory: str) -> list[Setting]:
         *attributes(sys, "stdin", "stdout", "stderr", "displayhook", "breakpointhook"),
         *attributes(sys, "excepthook", "unraisablehook"),
         *attributes(threading, "excepthook"),
-        *attributes(builtins, "print", "input"),
+        *attributes(builtins, "print", "input", "open", "__import__"),
         *map(_limit, range(getattr(resource, "RLIM_NLIMITS", 16) if resource else 0)),
     ]
     if (numpy := _numpy()) is not None:
@@ -134,18 +139,65 @@ def _set_environment(before: dict[str, str]) -> None:
     os.environ.update(before)
 
 
-def _set_path(before: list[str], directory: str) -> None:
-    uploaded = [each for each in sys.path if each not in before and _is_below(each, directory)]
-    sys.path[:] = uploaded + before
+def _same(owner: Any, name: str) -> Setting:
+    """Return the setting of which object an attribute is, whatever is in it."""
+    original = getattr(owner, name)
+    return Setting(
+        lambda: getattr(owner, name, None) is original,
+        lambda _: setattr(owner, name, original),
+    )
 
 
-def _is_below(path: str, directory: str) -> bool:
+def _list(owner: Any, name: str, put: Callable[[list[Any], list[Any], list[Any]], None]) -> Setting:
+    """Return the setting of a list: which list it is, and what is in it.
+
+    Parameters
+    ----------
+    owner, name : object, str
+        It is this attribute. Others may hold the list, and it may have become something else.
+    put : callable
+        ``put(live, now, before)`` puts back what was in the list.
+    """
+    live: list[Any] = getattr(owner, name)
+
+    def read() -> tuple[bool, list[Any]]:
+        now = getattr(owner, name)
+        return now is live, list(now)
+
+    def put_back(value: tuple[bool, list[Any]]) -> None:
+        now = getattr(owner, name, None)
+        setattr(owner, name, live)
+        put(live, list(now) if isinstance(now, (list, tuple)) else [], value[1])
+
+    return Setting(read, put_back)
+
+
+def _put_all(live: list[Any], _now: list[Any], before: list[Any]) -> None:
+    live[:] = before
+
+
+def _put_missing(live: list[Any], now: list[Any], before: list[Any]) -> None:
+    """Put back importers that are gone. Libraries that stay imported need those they have added."""
+    kept = [each for each in now if any(each is one for one in before)]
+    if len(kept) == len(before):
+        live[:] = now
+    else:
+        live[:] = before + [each for each in now if not any(each is one for one in before)]
+
+
+def _put_path(live: list[Any], now: list[Any], before: list[Any], directory: str) -> None:
+    live[:] = [each for each in now if each not in before and _is_below(each, directory)] + before
+
+
+def _is_below(path: Any, directory: str) -> bool:
+    if not isinstance(path, str):
+        return False
     return os.path.abspath(path).startswith(os.path.join(os.path.abspath(directory), ""))
 
 
-def _set_filters(before: list[Any]) -> None:
+def _put_filters(live: list[Any], _now: list[Any], before: list[Any]) -> None:
     warnings.simplefilter("default", append=True)  # has every module look at the filters again
-    warnings.filters[:] = before  # type: ignore[index]
+    live[:] = before
 
 
 def _set_frozen(before: bool) -> None:

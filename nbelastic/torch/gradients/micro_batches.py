@@ -128,13 +128,20 @@ class MicroBatchReduction:
         Raises
         ------
         RuntimeError
-            No micro-batch is under way, or there have been more passes than announced.
+            No micro-batch is under way, or its loop has ended, or there have been more passes than
+            announced.
         """
         number = self.share.number
+        if self.share.over:
+            raise RuntimeError(
+                "backward() was called in a step that the loop over its loader has left. "
+                "`next(iter(loader))` ends the loop at once; keep `steps = iter(loader)`, and call "
+                "`next(steps)`"
+            )
         if number is None:
             raise RuntimeError(
-                "backward() was called in a step without a micro-batch; iterate over the step: "
-                "`for x, y in step:`"
+                "backward() was called in a step without a micro-batch; iterate over the step, and "
+                "call it in that loop: `for x, y in step:`"
             )
         if number != self._number:
             self._number = number

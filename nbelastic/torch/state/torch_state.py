@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbelastic.data import Loader
-from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.context import current_or_alone
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import ObjectState, check_names, public
@@ -189,9 +189,9 @@ class TorchState(ObjectState):
             A step of a loader is under way. The commit would count it as done.
         """
         if self._loaders:
-            self._check_between_steps()
+            self._check_between_steps("commit()")
         commit = make_commit(self._values(), self.__dict__.get("_commit"))
-        uncopied = self._lazy.commit(commit.cache, current_or_none(), copy=self.always_copy)
+        uncopied = self._lazy.commit(commit.cache, current_or_alone(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
@@ -210,18 +210,32 @@ class TorchState(ObjectState):
         if any([loader.exchange_states() for loader in self._loaders]):
             self.save()
 
-    def _check_between_steps(self) -> None:
+    def check_host_updates(self) -> None:
+        """Check whether ranks are about to join or leave, without saving.
+
+        Raises
+        ------
+        HostsUpdatedInterrupt
+            As for :meth:`commit`.
+        RuntimeError
+            A step of a loader is under way. If the membership changed here, it would count as done.
+        """
+        if self._loaders:
+            self._check_between_steps("check_host_updates()")
+        super().check_host_updates()
+
+    def _check_between_steps(self, call: str) -> None:
         begun = any(loader.incomplete for loader in self._loaders)
         optimizers = [each for each in objects_in(self._values().values()) if is_pending(each)]
         if begun or optimizers:
             raise RuntimeError(
-                "state.commit() was called in a step of the loader, before optimizer.step(): a "
-                "rollback would leave the rows of the step out. Call it after optimizer.step()"
+                f"state.{call} was called in a step of the loader, before optimizer.step(): "
+                "training would go on without the rows of the step. Call it after optimizer.step()"
             )
 
     def _report_memory(self, uncopied: int) -> None:
         """Report how much memory state and copies take, if it may have changed."""
-        context, tensors = current_or_none(), self._commit.owners
+        context, tensors = current_or_alone(), self._commit.owners
         reported = (context, len(tensors), uncopied)
         if context is not None and reported != self._reported:
             self._reported = reported
@@ -230,7 +244,7 @@ class TorchState(ObjectState):
 
     def _report_rows(self) -> None:
         """Report the rows of loaders, as they are in the commit."""
-        context = current_or_none()
+        context = current_or_alone()
         if context is not None:
             context.telemetry.data = tuple(loader.rows_in_commit() for loader in self._loaders)
 
@@ -278,7 +292,7 @@ class TorchState(ObjectState):
         self._copies, self._stepped_copies = self._stepped_copies, self._copies
         self._copies.complete()
         self._lazy.copied()
-        context = current_or_none()
+        context = current_or_alone()
         if context is not None:
             context.ahead = True
 
