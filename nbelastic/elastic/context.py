@@ -285,9 +285,11 @@ def current_or_alone() -> Context | None:
         world of one would train on the rows of all ranks.
     """
     context = current_or_none()
-    count, thread = len(_of_process), threading.current_thread()
-    if context is not None or count == 0 or thread is threading.main_thread():
+    if context is not None:
         return context
+    count, thread = len(_of_process), threading.current_thread()
+    if count == 0 or thread is threading.main_thread():
+        return None
     raise NotInitialized(
         f"thread {thread.name!r} is none of the {count} ranks of this process, and it is not known "
         "for which one it acts: call this in the thread of the rank, or use workers that are "
