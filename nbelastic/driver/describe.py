@@ -424,6 +424,8 @@ def _(reason: why.Shortage) -> str:
     )
     if reason.excluded:
         words += f"; excluded after failures: {', '.join(reason.excluded)}"
+    if reason.last_death:
+        words += f"; the last process that died: {reason.last_death}"
     return f"{words}; last error: {reason.last_error}" if reason.last_error else words
 
 

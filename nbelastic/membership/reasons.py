@@ -487,6 +487,7 @@ class Shortage(Reason):
     timeout: float
     excluded: tuple[str, ...] = ()
     last_error: str = ""
+    last_death: str = ""
 
 
 @dataclass(frozen=True)

@@ -264,6 +264,7 @@ def shortage(roster: Roster) -> Shortage:
         timeout=limits.elastic_timeout,
         excluded=tuple(slot.worker for slot in roster.slots.values() if roster.excluded(slot)),
         last_error=roster.policy.errors.last,
+        last_death=roster.last_death,
     )
 
 

@@ -162,9 +162,9 @@ SENTENCES = [
     ),
     (SHORT, SHORT_WORDS),
     (
-        why.Shortage(SHORT, 3, 12.5, 12.5, ("e",), "E: x"),
-        f"{SHORT_WORDS} (min_np=3) after waiting 12.5 s (elastic_timeout=12.5); "
-        "excluded after failures: e; last error: E: x",
+        why.Shortage(SHORT, 3, 12.5, 12.5, ("e",), "E: x", "e was killed by signal 9"),
+        f"{SHORT_WORDS} (min_np=3) after waiting 12.5 s (elastic_timeout=12.5); excluded after "
+        "failures: e; the last process that died: e was killed by signal 9; last error: E: x",
     ),
     (
         why.Waiting(why.Presence(1, 3), 10.2, 100.0),

@@ -276,6 +276,17 @@ def test_what_it_has_died_of_is_said_where_a_nanny_knows() -> None:
     assert world.outcome.reason.last_death == "B0 was killed by signal 11 (SIGSEGV)"
 
 
+def test_a_job_that_lacks_workers_says_what_the_last_has_died_of() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=LONG))
+    slot = world.worker("B0").slot.id
+    world.kill("B0")
+    world.run_for(1.0)
+    world.tell(SlotDied(slot, "B0 was killed by signal 11 (SIGSEGV)"))
+    world.run_for(40.0)
+    assert world.outcome.error == "not_enough_workers"
+    assert world.outcome.reason.last_death == "B0 was killed by signal 11 (SIGSEGV)"
+
+
 def test_a_worker_that_takes_the_state_with_it_again_and_again() -> None:
     world = restarting(1)
     in_each_generation(world, lambda _: world.kill("A0"), lambda _: 30)
