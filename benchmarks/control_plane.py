@@ -97,7 +97,7 @@ def machine(ranks: int) -> dict[str, Any]:
     plan_bytes = len(msgpack.packb(pack_plan(timed.plan)))
     timed.tell("formed", [RankFormed(start, 1, "gloo") for start in starts])
     for commit in range(1, COMMITS + 1):
-        beats = [Beats((Beat(start, commit << 32, False, commit),)) for start in starts]
+        beats = [Beats((Beat(start, 1, commit << 32, False, commit),)) for start in starts]
         timed.tell("beat", beats)
     lost = ranks // 100
     timed.tell("gone", [SlotGone(slot.id) for slot in slots[:lost]])

@@ -97,7 +97,7 @@ class SimulatedJobClient:
     def beat(self, beat: int, rows: int = 5) -> None:
         """Send the messages of all ranks for half a second, one interval of heartbeats."""
         step = beat * STEPS_PER_SECOND // 2
-        self.say(Beats(tuple(Beat(s, step << 32, False, step) for s in self.members)))
+        self.say(Beats(tuple(Beat(s, 1, step << 32, False, step) for s in self.members)))
         reports = tuple(
             MetricsReport(step + i, 0, 1, None, {"loss": 1.0 / (step + i + 1)}) for i in range(rows)
         )

@@ -20,16 +20,25 @@ sizes = [int(size) for size in args.sizes.split(",")]
 
 @hvd.elastic.run
 def count(state):
-    while state.epoch < len(sizes):
+    while True:
+        note(state.epoch - 1, state.size)
+        if state.epoch == len(sizes):
+            return
         while hvd.size() != sizes[state.epoch]:
             time.sleep(0.01)
             state.commit()
-        if hvd.rank() == 0:
-            with open(args.log, "a") as log:
-                print(json.dumps({"epoch": state.epoch, "size": hvd.size()}), file=log, flush=True)
-        state.epoch += 1
+        state.epoch, state.size = state.epoch + 1, hvd.size()
         state.commit()
 
 
+def note(epoch, size):
+    """Write a line about an epoch that all ranks have committed, once."""
+    if hvd.rank() == 0 and epoch >= 0:
+        with open(args.log, "a+") as log:
+            log.seek(0)
+            if epoch not in [json.loads(line)["epoch"] for line in log]:
+                print(json.dumps({"epoch": epoch, "size": size}), file=log, flush=True)
+
+
 hvd.init()
-count(hvd.elastic.ObjectState(epoch=0))
+count(hvd.elastic.ObjectState(epoch=0, size=0))
