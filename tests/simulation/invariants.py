@@ -90,6 +90,8 @@ def watch_early(world: World, start: int, generation: int) -> None:
             return
         if any(fault.kind in ("hold", "stop") for fault in world.faults):
             return  # what is late is not known to wait
+        if not world.scheduler.process.alive:
+            return  # nothing is decided any more
         here = roster.generation == generation and roster.phase == Phase.RUNNING
         done = [rank.start for rank in roster.in_stage(Stage.DONE)]
         waiting = [rank.start for rank in roster.in_stage(Stage.MEMBER) if rank.waiting]
