@@ -88,13 +88,14 @@ def watch_early(world: World, start: int, generation: int) -> None:
         roster = world.machine.roster if world.machine is not None else None
         if roster is None or world.troubled or world.slow or any(world.busy):
             return
-        if any(fault.kind in ("hold", "stop") for fault in world.faults):
-            return  # what is late is not known to wait
+        if any(fault.kind in ("hold", "stop", "slow") for fault in world.faults):
+            return  # what is late is not known to wait, or began to wait late
         if not world.scheduler.process.alive:
             return  # nothing is decided any more
         here = roster.generation == generation and roster.phase == Phase.RUNNING
         done = [rank.start for rank in roster.in_stage(Stage.DONE)]
-        waiting = [rank.start for rank in roster.in_stage(Stage.MEMBER) if rank.waiting]
+        members = [rank for rank in roster.in_stage(Stage.MEMBER) if not rank.leaving]
+        waiting = [rank.start for rank in members if rank.waiting]  # one that leaves has its limit
         late = here and start in done and waiting
         world.hub.require(not late, f"{waiting} wait for start {start}, whose loop has ended")
 
