@@ -94,8 +94,9 @@ def watch_early(world: World, start: int, generation: int) -> None:
             return  # nothing is decided any more
         here = roster.generation == generation and roster.phase == Phase.RUNNING
         done = [rank.start for rank in roster.in_stage(Stage.DONE)]
-        members = [rank for rank in roster.in_stage(Stage.MEMBER) if not rank.leaving]
-        waiting = [rank.start for rank in members if rank.waiting]  # one that leaves has its limit
+        if roster.any_leaving:
+            return  # a worker that closes sends no heartbeats; its leave has a limit of its own
+        waiting = [rank.start for rank in roster.in_stage(Stage.MEMBER) if rank.waiting]
         late = here and start in done and waiting
         world.hub.require(not late, f"{waiting} wait for start {start}, whose loop has ended")
 
