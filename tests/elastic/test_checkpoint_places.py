@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import fsspec
 import pytest
@@ -16,7 +18,7 @@ import nbelastic.torch as hvd
 from nbelastic.driver.options import Options
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec, checkpointing
-from nbelastic.elastic.redaction import hide_secrets, without_secrets
+from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError, OptionError
 from tests.elastic.members import Notes, begin, make_member, written
 from tests.elastic.test_checkpoint_files import put
@@ -180,7 +182,10 @@ def test_reading_ends_before_the_rank_counts_as_hung() -> None:
         ("ftp://user:hun%40ter2@host/x", "ftp://***@host/x"),
         ("simplecache::ftp://user:hunter2@host/x", "simplecache::ftp://***@host/x"),
         ("http://host/x?sig=hunter2&se=1", "http://host/x?sig=***&se=***"),
+        ("http://host/x?hunter2", "http://host/x?***"),
+        ("http://host/x?a=1#token=hunter2", "http://host/x?a=***#token=***"),
         ("s3://bucket/run@2", "s3://bucket/run@2"),
+        ("s3://bucket/run#2", "s3://bucket/run#2"),
         ("ftp://[::1]:21/x@y", "ftp://[::1]:21/x@y"),
         ("/home/user:x@y/z?a=b", "/home/user:x@y/z?a=b"),
     ],
@@ -196,6 +201,22 @@ def test_parts_of_a_secret_are_hidden_in_texts() -> None:
     )
     url = "ftp://user:hun/ter2@host/x"
     assert hide_secrets("no port: 'hun'; a hundred", url) == "no port: '***'; a hundred"
+
+
+@pytest.mark.parametrize("secret", ["hun'ter\"2", "hun\\\\ter2", "hün ter2", "hunter+2%"])
+def test_a_secret_is_hidden_however_a_text_quotes_it(secret: str) -> None:
+    secrets = Secrets([f"ftp://user:{secret}@host/x"])
+    for text in (secret, repr(secret), json.dumps(secret), quote(secret), quote_plus(secret)):
+        assert "ter" not in secrets.hide(f"no entry for user%3A{text}%40host")
+
+
+def test_secrets_of_options_are_hidden() -> None:
+    secrets = Secrets([], {"client_kwargs": {"aws_secret_key": "hunter2"}, "endpoint": "here"})
+    assert secrets.hide("hunter2 refused here") == "*** refused here"
+    assert secrets.shown(OSError("refused here")) is not None
+    error = OSError("refused")
+    error.__cause__ = OSError("hunter2")
+    assert secrets.shown(error) is None
 
 
 class Quoting(MemoryFileSystem):

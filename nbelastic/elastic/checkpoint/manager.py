@@ -23,7 +23,7 @@ from nbelastic.elastic.checkpoint.files import CheckpointFiles, NotAFile
 from nbelastic.elastic.checkpoint.format import Header
 from nbelastic.elastic.checkpoint.reader import Reader
 from nbelastic.elastic.checkpoint.writer import Writer
-from nbelastic.elastic.redaction import hide_secrets, without_secrets
+from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
@@ -181,9 +181,8 @@ class CheckpointManager:
         except Exception as error:  # file systems raise what they like
             if spec.resume:
                 reason = self._hide(str(error) or repr(error))
-                raise NbelasticError(f"checkpoint={shown!r} cannot be read: {reason}") from (
-                    error if shown == spec.url else None
-                )
+                problem = NbelasticError(f"checkpoint={shown!r} cannot be read: {reason}")
+                raise problem from Secrets([spec.url]).shown(error)
             self._report(f"{spec.url} cannot be read: {error!r}")
             return None
 
