@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import nbelastic.torch as hvd
 from nbelastic.driver.options import Options
+from nbelastic.elastic.checkpoint import files as checkpoint_files
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec, checkpointing
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
@@ -86,6 +87,33 @@ def test_what_is_no_file_is_passed_over_with_a_word(
         f"passed over {directory}/01-999999-0000000999.safetensors: it is no file ({kind})" in notes
     )
     assert any(note.startswith("goes on from") for note in notes)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_file_that_cannot_be_read_is_passed_over_with_a_word(
+    resume: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    first = CheckpointFiles(str(tmp_path), "a")
+    run(tmp_path, "a")
+    (path,) = (entry.path for entry in first.candidates(1, others=True))
+    newer = str(Path(path).with_name("01-999999-0000000999.safetensors"))
+    Path(newer).write_bytes(Path(path).read_bytes())
+    refused = {newer}
+    opened = checkpoint_files._open_file
+
+    def open_file(path: str, flags: int) -> int:
+        if path in refused:
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags)
+
+    monkeypatch.setattr(checkpoint_files, "_open_file", open_file)
+    count, notes = run(tmp_path, "b" if resume else "a", resume=resume)
+    assert count == 2, "the one before is read"
+    assert any(f"passed over {newer}: it cannot be read" in note for note in notes)
+    refused |= {entry.path for entry in first.candidates(1, others=True)}
+    if resume:
+        with pytest.raises(NbelasticError, match=r"cannot be read: .*Permission denied"):
+            run(tmp_path, "c", resume=True)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, a_socket, a_device, a_loop])

@@ -194,6 +194,7 @@ class CheckpointManager:
         others = spec.resume and self._loop == 1
         reader = Reader(spec.patience, self._on_progress)
         entries = self._files.candidates(self._loop, others=others, on_progress=reader.on_progress)
+        unreadable: OSError | None = None
         while True:
             entry = reader.call(lambda: next(entries, None))
             if entry is None:
@@ -204,10 +205,18 @@ class CheckpointManager:
             except NotAFile as what:
                 self._report(f"passed over {path}: it is no file ({what})")
                 continue
+            except TimeoutError:  # the others would take as long
+                raise
+            except OSError as error:
+                self._report(f"passed over {path}: it cannot be read: {error!r}")
+                unreadable = unreadable or error
+                continue
             if loaded is not None:
                 self._take_over(path, loaded)
                 return loaded.header
             self._report(f"passed over {path}: it is not complete")
+        if unreadable is not None:
+            raise unreadable
         if spec.resume and self._loop == 1:
             self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
         return None
