@@ -394,6 +394,11 @@ class ElasticPlugin(SchedulerPlugin):
         job, start = rank
         return job in self.jobs and start in self.jobs[job].ranks
 
+    def was_told(self, rank: tuple[str, int]) -> bool:
+        """Return whether a rank that has a slot was told to end."""
+        job, start = rank
+        return start in self.jobs[job].told
+
     def free_workers(self) -> list[str]:
         """Return the addresses of workers that could take a rank now."""
         workers = self._scheduler.workers
@@ -464,6 +469,7 @@ class ElasticPlugin(SchedulerPlugin):
         if record is not None:
             record.ranks.pop(start, None)
             record.beats.pop(start, None)
+            record.told.discard(start)
             record.places.pop(start, None)
         if slot is not None:
             if self._workers[slot].holder == (job, start):

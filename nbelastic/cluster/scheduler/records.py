@@ -158,6 +158,8 @@ class JobRecord:
         Seconds of silence after which a worker counts as frozen.
     ranks : dict of int to str
         Slot of every start that is claimed or runs.
+    told : set of int
+        Those of them that were told to end.
     places : dict of int to Place
         The place foreseen for each of them.
     telemetry : dict of int to RankTelemetry
@@ -214,6 +216,7 @@ class JobRecord:
     controller: JobController = field(init=False)
     ranks: dict[int, str] = field(default_factory=dict)
     places: dict[int, Place] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
     beats: dict[int, Beat] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     telemetry: dict[int, RankTelemetry] = field(default_factory=dict)
