@@ -105,7 +105,7 @@ class JobLog:
         line = None if snapshot is None else snapshot.line
         self._add(
             HistoryRecord(
-                time=time.time(),
+                time=self._now(),
                 kind=kind,
                 generation=generation,
                 size=size,
@@ -119,6 +119,10 @@ class JobLog:
                 line=line,
             )
         )
+
+    def _now(self) -> float:
+        """Return the time of a record, in seconds since the epoch."""
+        return time.time()
 
     def _add(self, record: HistoryRecord) -> None:
         self._records.append(record)

@@ -25,6 +25,9 @@ __all__ = ["Failure", "PackedError", "pack_error", "summary_of", "unpack_error"]
 
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MOST_FRAMES = 20
+"""Frames that are shown of the outermost, and as many of the innermost."""
+
 _NOT_USERS = (_PACKAGE, "<frozen ")
 """How names of files begin that are not the user's: this package's, and of Python's own imports."""
 
@@ -75,7 +78,12 @@ class Failure:
             What a file is better called here, or None.
         """
         lines = []
-        for frame in self.frames:
+        left_out = len(self.frames) - 2 * MOST_FRAMES
+        for number, frame in enumerate(self.frames):
+            if MOST_FRAMES <= number < MOST_FRAMES + left_out:  # a recursion has a thousand
+                if number == MOST_FRAMES:
+                    lines.append(f"  [{left_out} more frames]")
+                continue
             place = label(frame.file) or f'File "{frame.file}"'
             lines.append(f"  {place}, line {frame.line}, in {frame.function}")
             text = frame.text or linecache.getline(frame.file, frame.line).strip()

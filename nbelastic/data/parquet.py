@@ -24,6 +24,7 @@ from nbelastic.data.columns import (
 )
 from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
+from nbelastic.elastic.redaction import Secrets
 from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ __all__ = ["Arrow", "Parquet"]
 
 _AT_ONCE = 16
 """Footers that are read at the same time."""
+
+_NO_SECRETS = Secrets([])
 
 _MOST_TEXTS = 100
 """Most files that are compared one by one; more are compared in groups."""
@@ -80,9 +83,10 @@ class _ArrowRows(UnitSource):
 
 @dataclass(frozen=True)
 class _File:
-    """A file, as its footer describes it."""
+    """A file, as its footer describes it; its name is its path without secrets."""
 
     path: str
+    name: str
     size: int
     digest: str
     footer: Any
@@ -150,15 +154,22 @@ class Parquet(_ArrowRows):
         super().__init__("Parquet", columns, shuffle_rows, transform, memory, fill)
         _require_pyarrow("Parquet")
         if storage_options is not None and not isinstance(storage_options, Mapping):
-            raise OptionError(f"Parquet(storage_options={storage_options!r}): must be a dict")
-        self._filesystem, paths = _find(urls, dict(storage_options or {}))
+            raise OptionError(
+                "Parquet(storage_options=...): must be a dict, not "
+                f"{type(storage_options).__name__}"
+            )
+        options = dict(storage_options or {})
+        given = _given(urls)
+        self._secrets = Secrets(given, options)
+        shown = self._secrets.hide(repr(urls))
+        self._filesystem, paths = _find(given, options, shown, self._secrets)
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-footers") as pool:
             self._files = list(pool.map(self._footer, paths))
         first = self._files[0]
         schema = first.footer.schema.to_arrow_schema()
-        self._choose(schema, first.path)
+        self._choose(schema, first.name)
         for file in self._files[1:]:
-            self._compare(schema, first.path, file)
+            self._compare(schema, first.name, file)
         if transform is None and fill is None:
             self._refuse_nulls()
         self._groups = [
@@ -167,27 +178,29 @@ class Parquet(_ArrowRows):
         counts = [file.footer.row_group(group).num_rows for file, group in self._groups]
         self.sizes: Rows = np.array(counts, dtype=np.int64)
         if not len(self):
-            raise OptionError(f"Parquet({urls!r}): the files have no rows")
+            raise OptionError(f"Parquet({shown}): the files have no rows")
         widths = {name: _width(schema.field(name).type) for name in self._choice.names}
         self.row_bytes = sum(self._bytes_in(file, widths) for file in self._files) / len(self)
 
     def _footer(self, path: str) -> _File:
         import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
 
+        name = self._secrets.hide(path)
         try:
             if not self._filesystem.isfile(path):  # to open a pipe would wait for its writer
-                raise OptionError(f"{path} cannot be read: it is no regular file")
+                raise OptionError(f"{name} cannot be read: it is no regular file")
             size = self._filesystem.size(path)
             with self._open(path) as file:
                 footer = pq.ParquetFile(file).metadata
         except OptionError:
             raise
         except Exception as error:  # whatever a file system raises
-            raise OptionError(f"{path} cannot be read: {_reason(error)}") from error
+            problem = OptionError(f"{name} cannot be read: {_reason(error, self._secrets)}")
+            raise problem from self._secrets.shown(error)
         digest = hashlib.blake2b(digest_size=6)
         for group in range(footer.num_row_groups):
             digest.update(repr(footer.row_group(group).to_dict()).encode())
-        return _File(path, size, digest.hexdigest(), footer)
+        return _File(path, name, size, digest.hexdigest(), footer)
 
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[Any]:
@@ -205,7 +218,7 @@ class Parquet(_ArrowRows):
             theirs = other.field(name).type if name in other.names else "missing"
             if theirs != mine:
                 raise OptionError(
-                    f"column {name!r} is {mine} in {first}, and {theirs} in {file.path}; pass "
+                    f"column {name!r} is {mine} in {first}, and {theirs} in {file.name}; pass "
                     "files of one schema, or other columns="
                 )
 
@@ -230,7 +243,7 @@ class Parquet(_ArrowRows):
                     known = column.statistics if column.is_stats_set else None
                     if known is not None and known.has_null_count and known.null_count:
                         raise OptionError(
-                            f"{file.path}, row group {group}: column {name!r} has "
+                            f"{file.name}, row group {group}: column {name!r} has "
                             f"{known.null_count} nulls; pass fill=, a number or a dict of numbers "
                             "by column, or transform="
                         )
@@ -249,7 +262,7 @@ class Parquet(_ArrowRows):
         import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
 
         file, group = self._groups[unit]
-        where = f"{file.path}, row group {group}"
+        where = f"{file.name}, row group {group}"
         try:
             with self._open(file.path) as opened:
                 size = self._filesystem.size(file.path)
@@ -261,7 +274,8 @@ class Parquet(_ArrowRows):
                         group, columns=self._choice.names, use_threads=False
                     )
         except Exception as error:  # whatever a file system or a damaged file raises
-            raise DataError(f"{where} cannot be read: {_reason(error)}") from error
+            problem = DataError(f"{where} cannot be read: {_reason(error, self._secrets)}")
+            raise problem from self._secrets.shown(error)
         return self._block(table, where)
 
     def describe(self) -> dict[str, str]:
@@ -272,12 +286,12 @@ class Parquet(_ArrowRows):
             first = number * len(self._files) // count
             files = self._files[first : (number + 1) * len(self._files) // count]
             if len(files) == 1:
-                found[files[0].path] = files[0].text
+                found[files[0].name] = files[0].text
             else:
-                texts = "\n".join(f"{file.path} {file.text}" for file in files)
+                texts = "\n".join(f"{file.name} {file.text}" for file in files)
                 encoded = texts.encode("utf-8", "surrogatepass")
                 digest = hashlib.blake2b(encoded, digest_size=6).hexdigest()
-                found[f"{files[0].path} to {files[-1].path}"] = f"{len(files)} files, {digest}"
+                found[f"{files[0].name} to {files[-1].name}"] = f"{len(files)} files, {digest}"
         return found
 
 
@@ -341,19 +355,26 @@ class Arrow(_ArrowRows):
         return {"record batches": f"{len(self.sizes)}, their rows {digest}"}
 
 
-def _find(urls: str | Sequence[str], options: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Return a file system and the files that the URLs stand for."""
+def _given(urls: str | Sequence[str]) -> list[str]:
+    """Return the URLs that were given, one or several."""
     given = [urls] if isinstance(urls, (str, os.PathLike)) else urls
     if not isinstance(given, Sequence) or not all(
         isinstance(url, (str, os.PathLike)) for url in given
     ):
         raise OptionError(f"Parquet({urls!r}): must be the name of a file, or names")
+    return [os.fspath(url) for url in given]
+
+
+def _find(
+    urls: list[str], options: dict[str, Any], shown: str, secrets: Secrets
+) -> tuple[Any, list[str]]:
+    """Return a file system and the files that the URLs stand for."""
     filesystems: list[Any] = []
     paths: list[str] = []
     filesystem: Any = None
-    for url in given:
+    for url in urls:
         try:
-            filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **options)
+            filesystem, path = fsspec.core.url_to_fs(url, **options)
             filesystems.append(filesystem)
             if any(sign in path for sign in "*?[") and not filesystem.exists(path):
                 found = filesystem.glob(path)
@@ -363,18 +384,21 @@ def _find(urls: str | Sequence[str], options: dict[str, Any]) -> tuple[Any, list
             else:
                 found = [path] if filesystem.exists(path) else []
         except Exception as error:  # whatever a file system raises
-            raise OptionError(f"Parquet({url!r}): {_reason(error)}") from error
+            name = secrets.hide(repr(url))
+            problem = OptionError(f"Parquet({name}): {_reason(error, secrets)}")
+            raise problem from secrets.shown(error)
         if not found:
-            raise OptionError(f"Parquet({url!r}): there is no such file")
+            raise OptionError(f"Parquet({secrets.hide(repr(url))}): there is no such file")
         paths += sorted(found)
     if not paths:
-        raise OptionError(f"Parquet({urls!r}): must be the name of a file, or names")
+        raise OptionError(f"Parquet({shown}): must be the name of a file, or names")
     if any(each != filesystem for each in filesystems):
-        raise OptionError(f"Parquet({urls!r}): all files must be in one file system")
+        raise OptionError(f"Parquet({shown}): all files must be in one file system")
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise OptionError(
-            f"Parquet({urls!r}): {twice[0]} is named more than once, so its rows would be repeated"
+            f"Parquet({shown}): {secrets.hide(twice[0])} is named more than once, so its rows "
+            "would be repeated"
         )
     return filesystem, paths
 
@@ -401,7 +425,7 @@ def _require_pyarrow(name: str) -> None:
         raise OptionError(f"{name} needs pyarrow: pip install 'nbelastic[parquet]'") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, secrets: Secrets = _NO_SECRETS) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error) or type(error).__name__
+    return secrets.hide(str(error)) or type(error).__name__

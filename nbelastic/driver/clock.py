@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LiveClock"]
+__all__ = ["LiveClock", "steady_time"]
+
+
+def steady_time() -> float:
+    """Return seconds on a clock that is never set, and that goes on while a laptop sleeps."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux; there, time.monotonic stands still
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 class LiveClock:

@@ -53,9 +53,11 @@ _UNUSED = {
     UnusedReason.LACKS_RESOURCES: "without the resources ({detail})",
     UnusedReason.TAKEN: "taken by job {detail!r}",
     UnusedReason.RESERVED: "reserved for job {detail!r}",
+    UnusedReason.BEYOND_SHARE: "beyond the share of this job",
+    UnusedReason.BUSY: "busy with other tasks of Dask, which its rank waits for",
     UnusedReason.OTHER_VERSIONS: "with {detail}",
     UnusedReason.BEING_PREPARED: "being prepared",
-    UnusedReason.REFUSED: "{detail}",
+    UnusedReason.REFUSED: "refused, because {detail}",
     UnusedReason.HOST_FULL: "on a host that has slots_per_host={detail} ranks already",
     UnusedReason.TOO_LATE: "too late: the ranks are past the point where others can join",
 }
@@ -514,7 +516,8 @@ def _(_: why.StopPending) -> str:
 def _(reason: why.WaitingForRanks) -> str:
     if reason.generation:
         return f"waiting for {_ranks(reason.number)} to leave generation {reason.generation}"
-    return f"waiting for {_ranks(reason.number)} to be ready"
+    held_up = f" (not used: {_listed(reason.unused)})" if reason.unused else ""
+    return f"waiting for {_ranks(reason.number)} to be ready{held_up}"
 
 
 @_words.register

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import logging
 import sys
-import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
@@ -276,13 +275,14 @@ class Job:
     def status(self) -> JobStatus:
         """A snapshot of the job."""
         view = self._driver.view()
-        end = self._driver.ended or time.time()
+        log = self._driver.log
+        elapsed = log.elapsed if self._driver.ended is None else self._driver.ended
         state = view.state
         if state in ("finished", "failed", "stopped") and not self.done():
             state = "running"
         elif self._driver.detached:
             state = "detached"
-        metrics = self._driver.log.metrics
+        metrics = log.metrics
         members = [rank.start for rank in view.ranks if rank.rank is not None]
         micro_batches, why_not_exact = metrics.micro_batches(members)
         return JobStatus(
@@ -294,16 +294,14 @@ class Job:
             max_np=view.max_np,
             resets=view.resets,
             commits=view.commits,
-            elapsed=end - self._driver.log.started,
+            elapsed=elapsed,
             reason=AWAY if self._driver.away else _sentence(view.reason, view.sharing),
             ranks=tuple(self._rank_status(rank) for rank in view.ranks),
             samples_per_s=metrics.total(members),
-            progress=metrics.progress(
-                end - self._driver.log.started, members, finished=state == "finished"
-            ),
+            progress=metrics.progress(elapsed, members, finished=state == "finished"),
             backend=view.backend,
             share=view.share,
-            warnings=self._driver.log.warnings(),
+            warnings=log.warnings(),
             micro_batches=micro_batches,
             why_not_exact=why_not_exact,
             data=metrics.data(members),

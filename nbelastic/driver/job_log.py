@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nbelastic.cluster import JobLog, Modules
 
 from . import display
+from .clock import steady_time
 from .describe import history_detail, reset_detail, straggler_detail
 from .metrics import MetricsAggregator
 from .output_log import OutputLog
@@ -51,6 +52,7 @@ class KernelLog(JobLog):
     def __init__(self, job: str = "job") -> None:
         super().__init__()
         self.started = time.time()
+        self._began = steady_time()
         self.metrics = MetricsAggregator()
         self.names: dict[int, str] = {}
         self.modules = Modules()
@@ -61,6 +63,14 @@ class KernelLog(JobLog):
         self._warnings: list[str] = []
 
     # -- for all threads -----------------------------------------------------------------------
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the job's start, whatever the kernel's clock is set to meanwhile."""
+        return steady_time() - self._began
+
+    def _now(self) -> float:
+        return self.started + self.elapsed
 
     def history(self) -> tuple[HistoryEvent, ...]:
         """Return the history so far."""
@@ -138,12 +148,13 @@ class KernelLog(JobLog):
         """Keep the telemetry of ranks; the job's speed is that of its members."""
         ranks = tuple(ranks)
         self._snapshots.update((each.start, each.snapshot) for each in ranks)
-        elapsed = time.time() - self.started
+        elapsed = self.elapsed
         self.metrics.take(elapsed, ranks)
         self.metrics.note_pace(elapsed, self.metrics.total(members))
 
     def adopt(self, started: float, contents: LogContents) -> None:
         """Take over the scheduler's log of a job."""
+        self._began = steady_time() - max(self._now() - started, 0.0)
         self.started = started
         with self._lock:
             self._history.clear()

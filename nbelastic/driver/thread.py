@@ -11,7 +11,6 @@ import logging
 import queue
 import random
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -370,5 +369,5 @@ class Driver:
             self._cleanup()
         except BaseException as error:  # whatever Dask raises: the result matters more
             logger.warning("job %r could not clean up: %r", self.name, error)
-        self.ended = time.time()
+        self.ended = self.log.elapsed
         settle(self.future, self.name, self.log, self._outcome, bug, detached=self._detached)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
-from urllib.parse import unquote
+import traceback
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, quote_plus, unquote
 
-__all__ = ["hide_secrets", "without_secrets"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+__all__ = ["Secrets", "hide_secrets", "without_secrets"]
 
 HIDDEN = "***"
 
+LONG = 6
+"""Characters of a secret from which it is also hidden inside of a longer word."""
+
 _PART = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)(.*)$", re.DOTALL)
+_SECRET = re.compile("key|secret|token|pass|pwd|sas|sig|cred|auth|user|account|conn", re.IGNORECASE)
 
 
 def without_secrets(url: str) -> str:
@@ -19,10 +29,69 @@ def without_secrets(url: str) -> str:
 
 def hide_secrets(text: str, url: str) -> str:
     """Return a text without the secrets of a URL, of which file systems quote parts."""
-    for secret in sorted(_secrets(url), key=len, reverse=True):
-        # A short one may be part of other words.
-        text = re.sub(rf"(?<![^\W_]){re.escape(secret)}(?![^\W_])", HIDDEN, text)
-    return text
+    return Secrets([url]).hide(text)
+
+
+class Secrets:
+    """Secrets of URLs and of options for their file systems.
+
+    Parameters
+    ----------
+    urls : iterable of str
+        The URLs.
+    options : mapping, optional
+        Options as fsspec takes them. Texts under names such as ``token`` are secrets.
+    """
+
+    def __init__(self, urls: Iterable[str], options: Mapping[str, Any] | None = None) -> None:
+        words = {word for url in urls for word in _secrets(url)}
+        words |= set(_texts(options or {}, secret=False))
+        self._forms = {form for word in words for form in _forms(word)} - {""}
+
+    def hide(self, text: str) -> str:
+        """Return a text without the secrets, also where they are quoted as in code or JSON."""
+        for secret in sorted(self._forms, key=len, reverse=True):
+            text = _pattern(secret).sub(HIDDEN, text)
+        return text
+
+    def shown(self, error: BaseException) -> BaseException | None:
+        """Return an error as the cause of another one; None if it would show a secret."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return error if self.hide(text) == text else None
+
+
+def _pattern(secret: str) -> re.Pattern[str]:
+    whole = re.escape(secret)
+    if len(secret) < LONG:  # it may be part of other words
+        whole = rf"(?<![^\W_]){whole}(?![^\W_])"
+    return re.compile(whole)
+
+
+def _texts(value: Any, *, secret: bool) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _texts(each, secret=secret or _SECRET.search(str(name)) is not None)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each, secret=secret)
+    elif isinstance(value, str) and secret:
+        yield value
+
+
+def _forms(word: str) -> set[str]:
+    """Return a secret as different texts quote it."""
+    plain = {word, unquote(word)}
+    return {
+        form
+        for each in plain
+        for form in (
+            each,
+            quote(each, safe="", errors="replace"),
+            quote_plus(each, errors="replace"),
+            repr(each)[1:-1],
+            json.dumps(each)[1:-1],
+        )
+    }
 
 
 def _secrets(url: str) -> set[str]:
@@ -32,15 +101,20 @@ def _secrets(url: str) -> set[str]:
         if match is None:
             continue
         user = _user_of(match[2])
-        query = match[2].removeprefix(user).partition("?")[2]
-        values = [pair.partition("=")[2] for pair in re.split("[&;]", query)]
+        address, _, fragment = match[2].removeprefix(user).partition("#")
+        values = [value if equals else name for name, equals, value in _pairs(address)]
+        values += [value for _, _, value in _pairs("?" + fragment)]
         name, colon, password = user.partition(":")
         words = [user, password if colon else name, *values]
         if colon:  # a password that is not quoted is cut at what separates the parts of a URL
             words += re.split(r"[/@:#?]", password)
-        for word in words:
-            found |= {word, unquote(word)}
+        found.update(words)
     return found - {""}
+
+
+def _pairs(address: str) -> list[tuple[str, str, str]]:
+    query = address.partition("?")[2]
+    return [pair.partition("=") for pair in re.split("[&;?]", query)]
 
 
 def _user_of(rest: str) -> str:

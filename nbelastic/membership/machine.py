@@ -151,7 +151,7 @@ class Machine:
         if event.soon:
             return 0.0, rules.SOON
         if event.notice is None:
-            return rules.STAY, rules.STAY + rules.MARGIN
+            return rules.STAY, rules.LONGEST_STAY + rules.MARGIN
         left = max(event.notice.seconds, 0.0)
         return rules.time_to_stay(self.roster, left), max(left - rules.MARGIN, rules.SOON)
 
@@ -940,6 +940,9 @@ class Machine:
         ]
         heir = None if holders or not going else rules.heir(roster, going)
         for rank in going:
+            retired = rank.slot.id in roster.departing and rank.slot.id not in roster.notices
+            if retired:  # its worker waits for it, but not for long
+                rank.gone_at = min(rank.gone_at, self._now + rules.STAY + rules.MARGIN)
             save = rules.time_to_save(roster, rank) if rank is heir else 0.0
             order = why.EndOrder(rank.leave_reason)
             if rank.stage == Stage.READY:

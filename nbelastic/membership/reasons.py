@@ -445,6 +445,8 @@ class UnusedReason(str, enum.Enum):
     LACKS_RESOURCES = "lacks resources"
     TAKEN = "taken by another job"
     RESERVED = "reserved for another job"
+    BEYOND_SHARE = "beyond the job's share"
+    BUSY = "busy with other tasks"
     OTHER_VERSIONS = "other versions"
     BEING_PREPARED = "being prepared"
     REFUSED = "refused"
@@ -615,10 +617,14 @@ class StopPending(Reason):
 
 @dataclass(frozen=True)
 class WaitingForRanks(Reason):
-    """A job waits for ranks to leave a generation, or to be ready for the first time (0)."""
+    """A job waits for ranks to leave a generation, or to be ready for the first time (0).
+
+    Workers may be what holds them up.
+    """
 
     number: int
     generation: int
+    unused: tuple[UnusedGroup, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from .model import Slot
     from .roster import Roster
 
-__all__ = ["JOIN_WINDOW", "MARGIN", "MOST_NAMES", "QUIET", "SOON", "STAY", "VAIN_WAIT"]
+__all__ = [
+    "JOIN_WINDOW",
+    "LONGEST_STAY",
+    "MARGIN",
+    "MOST_NAMES",
+    "QUIET",
+    "SOON",
+    "STAY",
+    "VAIN_WAIT",
+]
 
 JOIN_WINDOW = 1.0
 """Seconds that a newcomer waits for others that are starting, so that they join in one reset."""
@@ -29,6 +38,9 @@ STAY = 20.0
 
 Dask's workers are given longer, by MARGIN, so that they reach their next commit then.
 """
+
+LONGEST_STAY = 110.0
+"""Seconds that they stay on a retired worker while others are being prepared, which takes long."""
 
 MARGIN = 10.0
 """Seconds before the end of a machine at which its workers are retired, whatever ranks do."""
@@ -73,8 +85,19 @@ def last_holders(roster: Roster) -> list[Rank]:
     return [
         rank
         for rank in holders
-        if rank.loop == 1 and not rank.leave_sent and roster.now < rank.leave_deadline
+        if rank.loop == 1 and not rank.leave_sent and roster.now < stays_until(roster, rank)
     ]
+
+
+def stays_until(roster: Roster, rank: Rank) -> float:
+    """Return until when a last holder of the state stays: longer while newcomers are on the way.
+
+    It does not where a machine goes: there, each second is planned.
+    """
+    newcomers = roster.in_stage(Stage.STARTING, Stage.READY, Stage.MEMBER)
+    if rank.slot.id in roster.notices or all(each.leaving for each in newcomers):
+        return rank.leave_deadline
+    return max(rank.leave_deadline, rank.gone_at - MARGIN)
 
 
 def time_to_stay(roster: Roster, left: float) -> float:
@@ -530,7 +553,7 @@ def deadline(roster: Roster) -> float | None:
             still = [rank.progress_at for rank in roster.awaited()]
         times += [since + limits.stall_timeout for since in still]
         times += _oldest(roster, Stage.READY, JOIN_WINDOW)
-    times += [rank.leave_deadline for rank in last_holders(roster)]
+    times += [stays_until(roster, rank) for rank in last_holders(roster)]
     if roster.short_since is not None:
         times.append(roster.short_since + limits.elastic_timeout)
     times += roster.policy.next_end(now)

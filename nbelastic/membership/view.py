@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import rules
 from .ranks import Phase, Rank, Stage
-from .reasons import Noticed, NotUsed, StopPending, Waiting, WaitingForRanks
+from .reasons import Noticed, NotUsed, StopPending, UnusedReason, Waiting, WaitingForRanks
 from .roster import Roster
 
 if TYPE_CHECKING:
@@ -164,4 +164,5 @@ def _reason(roster: Roster, now: float) -> Reason | None:
     if awaited:
         return WaitingForRanks(awaited, roster.generation)
     starting = len(roster.in_stage(Stage.STARTING))
-    return WaitingForRanks(starting, 0) if starting else None
+    busy = [each for each in rules.unused(roster) if each.reason == UnusedReason.BUSY]
+    return WaitingForRanks(starting, 0, tuple(busy)) if starting else None

@@ -154,7 +154,9 @@ class SharedCluster:
             status=Status.running,
             resources=resources,
             nanny=None,
+            nthreads=1,
             processing={},
+            long_running=set(),
         )
         self.stream_comms[address] = SimpleNamespace()
         slot = Slot(f"{name}#{self._born}", address, name, host)

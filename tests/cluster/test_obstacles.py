@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from distributed.core import Status
 
-from nbelastic.cluster.scheduler.records import JobRecord, WorkerRecord, fits, obstacle
+from nbelastic.cluster.scheduler.records import JobRecord, WorkerRecord, fits, is_busy, obstacle
 from nbelastic.cluster.worker.environment import own_interface
 from nbelastic.membership import Limits, Machine, UnusedReason, UnusedWorker
 
@@ -73,6 +73,33 @@ def test_a_free_worker_has_none():
 def test_every_obstacle_has_its_reason(job, worker, host, reason, detail):
     found = obstacle(a_job(**job), a_worker(**worker), a_host(**host))
     assert found == UnusedWorker("tcp://10.0.0.1:5", reason, detail)
+
+
+def a_task(key, **resources):
+    return SimpleNamespace(key=key, resource_restrictions=resources or None)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "long_running", "job", "busy"),
+    [
+        (["nbelastic-rank-a-0"], [], {}, False),
+        (["nbelastic-rank-a-0", "x"], [], {}, False),
+        (["nbelastic-rank-a-0", "x", "y"], [], {}, True),
+        (["nbelastic-rank-a-0", "x", "y"], ["y"], {}, False),  # it has left the pool
+        (["nbelastic-rank-a-0", "GPU"], [], {"resources": {"GPU": 1}}, True),
+        (["nbelastic-rank-a-0", "x"], [], {"resources": {"GPU": 1}}, False),
+        (["nbelastic-rank-a-0", "GPU"], [], {}, False),
+    ],
+)
+def test_a_rank_waits_for_other_tasks_of_its_worker(tasks, long_running, job, busy):
+    made = {key: a_task(key, **({"GPU": 1} if key == "GPU" else {})) for key in tasks}
+    worker = a_worker(
+        nthreads=2,
+        resources={"GPU": 1},
+        processing=made.values(),
+        long_running=[made[key] for key in long_running],
+    )
+    assert is_busy(a_job(**job), worker) is busy
 
 
 @pytest.mark.parametrize("name", ["tcp://10.0.0.1:5", "w", "10.0.0.1"])

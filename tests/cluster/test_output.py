@@ -143,6 +143,18 @@ def test_the_descriptor_outlives_the_rank(printed, capfd):
         assert sys.stdout.buffer.fileno() == sys.stdout.original.fileno()
 
 
+def test_streams_that_a_rank_deletes_are_there_for_the_next(printed, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # put back after the test
+    with captured(printed):
+        del sys.stderr
+    assert not hasattr(sys, "stderr")  # the settings of the process are put back elsewhere
+    sys.stderr = original = io.StringIO()
+    with captured(printed):
+        sys.stderr.write("next")
+    assert printed.text == "next"
+    assert sys.stderr is original
+
+
 def test_nothing_can_be_read_and_the_error_says_what_to_do(printed):
     with captured(printed):
         with pytest.raises(EOFError, match="without fit"):

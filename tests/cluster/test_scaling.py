@@ -6,8 +6,12 @@ All workers by name: then the cluster is being closed, and no rank could stay.
 from __future__ import annotations
 
 import asyncio
+from math import inf
+from types import SimpleNamespace
 
 import pytest
+
+from nbelastic.cluster.scheduler import scaling
 
 from .shared_cluster import SharedCluster
 
@@ -44,3 +48,35 @@ def test_workers_are_asked_to_leave_however_they_are_given(asked, leaving):
 
     assert asyncio.run(scene()) == leaving
     assert called == [asked], "Dask gets what was asked for"
+
+
+@pytest.mark.parametrize(
+    ("told", "left", "waited"),
+    [(0.0, 5.0, 5.0), (0.0, inf, 30.0), (50.0, 70.0, 70.0), (50.0, inf, 80.0), (inf, inf, 120.0)],
+)
+def test_a_retired_worker_waits_for_the_last_holder_of_the_state(monkeypatch, told, left, waited):
+    """It is told to leave only when another rank has the state."""
+    now = 0.0
+
+    async def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    async def retire(**options):
+        return now
+
+    async def scene():
+        cluster = SharedCluster()
+        cluster.handlers["retire_workers"] = retire
+        await cluster.start()
+        address = cluster.hire("0")
+        plugin = cluster.plugin
+        monkeypatch.setattr(plugin, "mark_leaving", lambda address: [("job", 0)])
+        monkeypatch.setattr(plugin, "holds", lambda rank: now < left)
+        monkeypatch.setattr(plugin, "was_told", lambda rank: now >= told)
+        monkeypatch.setattr(scaling, "asyncio", SimpleNamespace(sleep=sleep))
+        found = await cluster.handlers["retire_workers"](workers=[address])
+        await plugin.before_close()
+        return found
+
+    assert asyncio.run(scene()) == pytest.approx(waited, abs=0.1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import threading
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader, Parquet
@@ -462,8 +465,67 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.parquet")
     with pytest.raises(OptionError, match=r"a\.parquet cannot be read: it is no regular file"):
         Parquet(f"{tmp_path}/a.parquet")
-    with pytest.raises(OptionError, match=r"storage_options=3\): must be a dict"):
+    with pytest.raises(OptionError, match=r"storage_options=\.\.\.\): must be a dict, not int"):
         Parquet("a.parquet", storage_options=3)  # type: ignore[arg-type]
+
+
+class Quoting(MemoryFileSystem):
+    """A file system whose paths and errors have the whole URL in them, as that of HTTP."""
+
+    protocol = "quoting"
+    cachable = False
+    store: dict[str, Any] = {}  # noqa: RUF012
+    pseudo_dirs = [""]  # noqa: RUF012
+    refuses = False
+
+    def __init__(self, token: str = "", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.token = token
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("quoting://").lstrip("/")
+
+    def isfile(self, path: str) -> bool:
+        if Quoting.refuses:
+            raise PermissionError(f"403 for {path} with {self.token}")
+        return super().isfile(path)
+
+
+@pytest.fixture
+def quoting() -> Iterator[None]:
+    fsspec.register_implementation("quoting", Quoting, clobber=True)
+    yield
+    Quoting.refuses = False
+    Quoting.store.clear()
+
+
+@pytest.mark.usefixtures("quoting")
+def test_errors_and_descriptions_have_no_secrets_of_urls(monkeypatch: Any) -> None:
+    url = "quoting://user:hunter2@host/a.parquet?sig=abcdef99"
+    options = {"token": "swordfish"}
+
+    def messages(*urls: Any) -> str:
+        with pytest.raises(OptionError) as caught:
+            Parquet(*urls, storage_options=options)
+        return "".join(traceback.format_exception(caught.value))
+
+    texts = [messages(url)]
+    with fsspec.open(url, "wb") as file:
+        pq.write_table(pa.table({"x": [1.0, 2.0]}), file)
+    texts.append(messages([url, url]))
+    texts.append(messages(url, ["y"]))
+    source = Parquet(url, storage_options=options)
+    texts.append(repr(source.describe()))
+    monkeypatch.setattr(Quoting, "refuses", True)
+    texts.append(messages(url))
+    Quoting.store.clear()
+    with pytest.raises(DataError) as caught:
+        source.read(0)
+    texts.append("".join(traceback.format_exception(caught.value)))
+    for text in texts:
+        assert "host/a.parquet" in text
+        assert not re.search("user:|hunter2|abcdef99|swordfish", text), text
 
 
 def test_memory_of_lists_counts_whatever_the_name_of_the_column(tmp_path: Path) -> None:

@@ -178,6 +178,11 @@ SENTENCES = [
     (why.StopPending(), "stopping at the next commit"),
     (why.WaitingForRanks(1, 4), "waiting for 1 rank to leave generation 4"),
     (why.WaitingForRanks(2, 0), "waiting for 2 ranks to be ready"),
+    (
+        why.WaitingForRanks(1, 0, (why.UnusedGroup(UnusedReason.BUSY, "", 1, ("d",)),)),
+        "waiting for 1 rank to be ready "
+        "(not used: 1 busy with other tasks of Dask, which its rank waits for (d))",
+    ),
     (why.KernelLost(60.0), "its kernel is gone; it goes on for up to 60 s"),
     (why.KernelAttached(), "a kernel has attached to it"),
     (why.Text("commit 3 is in a file"), "commit 3 is in a file"),

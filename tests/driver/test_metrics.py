@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
-from nbelastic.cluster import RankTelemetry
+from nbelastic.cluster import LogContents, RankTelemetry
+from nbelastic.driver.job import Job
 from nbelastic.driver.metrics import MOST_POINTS, MetricsAggregator
+from nbelastic.driver.options import Options
+from nbelastic.driver.thread import Driver
 from nbelastic.elastic.telemetry import DataProgress, MetricsReport, TelemetrySnapshot
 
 
@@ -126,3 +130,20 @@ def test_what_is_left_of_a_source_without_a_length_is_not_known():
     metrics = MetricsAggregator()
     metrics.take(1.0, [rank(0, data=rows(140, length=0))])
     assert metrics.data([0])[0].left is None
+
+
+def test_a_clock_that_is_set_back_makes_no_job_younger(monkeypatch):
+    job = Job(Driver("digits", Options(), lambda: None))
+    log = job._driver.log
+    log.note("joined")
+    earlier = SimpleNamespace(time=lambda: log.started - 3600.0)
+    monkeypatch.setattr("nbelastic.cluster.job_log.time", earlier)
+    monkeypatch.setattr("nbelastic.driver.job_log.time", earlier)
+    log.note("reset")
+    assert 0 <= job.status.elapsed < 3600
+    first, second = job.history
+    assert log.started <= first.time <= second.time
+    log.adopt(
+        log.started + 7200.0, LogContents({}, {}, (), {}, (), ())
+    )  # the scheduler's clock is ahead
+    assert 0 <= job.status.elapsed < 3600

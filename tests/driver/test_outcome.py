@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from nbelastic.cluster.rank_error import pack_error
+from nbelastic.cluster.rank_error import MOST_FRAMES, pack_error, unpack_error
 from nbelastic.driver.job_log import KernelLog
 from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import settle
@@ -207,3 +207,15 @@ def test_cancel_ends_a_job_whose_result_takes_for_ever_to_read():
     finally:
         go.set()
         thread.join()
+
+
+def test_a_recursion_is_shown_in_few_lines():
+    def deeper(depth):
+        return deeper(depth + 1)
+
+    with pytest.raises(RecursionError) as caught:
+        deeper(0)
+    shown = unpack_error(pack_error(caught.value)).where().splitlines()
+    assert len(shown) <= 2 * 2 * MOST_FRAMES + 1
+    assert "in test_a_recursion_is_shown_in_few_lines" in shown[0]
+    assert shown[2 * MOST_FRAMES].endswith(" more frames]")

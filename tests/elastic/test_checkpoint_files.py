@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,18 @@ def test_a_file_with_any_byte_wrong_is_passed_over_for_the_one_before(tmp_path):
         for wrong in (whole[position] ^ 1, whole[position] ^ 0x80):
             path.write_bytes(whole[:position] + bytes([wrong]) + whole[position + 1 :])
             assert files.read(str(path)) is None, f"byte {position} of {len(whole)}"
+    assert newest(files) == (1, 1)
+
+
+@pytest.mark.parametrize("header", [b"{}", b'{"x":1}', b"[" * 100_000, b"\xff\xfe", b"null", None])
+def test_a_huge_file_with_a_wrong_header_takes_no_memory(tmp_path, header):
+    files = CheckpointFiles(str(tmp_path), "a")
+    put(files, 1)
+    path = Path(put(files, 2))
+    head = path.read_bytes()[:-120] if header is None else struct.pack("<Q", len(header)) + header
+    path.write_bytes(head)
+    os.truncate(path, 1 << 40)  # to read that is a MemoryError, or the end of the process
+    assert files.read(str(path)) is None
     assert newest(files) == (1, 1)
 
 

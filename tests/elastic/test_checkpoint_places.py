@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import fsspec
 import pytest
@@ -14,9 +16,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import nbelastic.torch as hvd
 from nbelastic.driver.options import Options
+from nbelastic.elastic.checkpoint import files as checkpoint_files
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec, checkpointing
-from nbelastic.elastic.redaction import hide_secrets, without_secrets
+from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError, OptionError
 from tests.elastic.members import Notes, begin, make_member, written
 from tests.elastic.test_checkpoint_files import put
@@ -84,6 +87,33 @@ def test_what_is_no_file_is_passed_over_with_a_word(
         f"passed over {directory}/01-999999-0000000999.safetensors: it is no file ({kind})" in notes
     )
     assert any(note.startswith("goes on from") for note in notes)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_file_that_cannot_be_read_is_passed_over_with_a_word(
+    resume: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    first = CheckpointFiles(str(tmp_path), "a")
+    run(tmp_path, "a")
+    (path,) = (entry.path for entry in first.candidates(1, others=True))
+    newer = str(Path(path).with_name("01-999999-0000000999.safetensors"))
+    Path(newer).write_bytes(Path(path).read_bytes())
+    refused = {newer}
+    opened = checkpoint_files._open_file
+
+    def open_file(path: str, flags: int) -> int:
+        if path in refused:
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags)
+
+    monkeypatch.setattr(checkpoint_files, "_open_file", open_file)
+    count, notes = run(tmp_path, "b" if resume else "a", resume=resume)
+    assert count == 2, "the one before is read"
+    assert any(f"passed over {newer}: it cannot be read" in note for note in notes)
+    refused |= {entry.path for entry in first.candidates(1, others=True)}
+    if resume:
+        with pytest.raises(NbelasticError, match=r"cannot be read: .*Permission denied"):
+            run(tmp_path, "c", resume=True)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, a_socket, a_device, a_loop])
@@ -180,7 +210,10 @@ def test_reading_ends_before_the_rank_counts_as_hung() -> None:
         ("ftp://user:hun%40ter2@host/x", "ftp://***@host/x"),
         ("simplecache::ftp://user:hunter2@host/x", "simplecache::ftp://***@host/x"),
         ("http://host/x?sig=hunter2&se=1", "http://host/x?sig=***&se=***"),
+        ("http://host/x?hunter2", "http://host/x?***"),
+        ("http://host/x?a=1#token=hunter2", "http://host/x?a=***#token=***"),
         ("s3://bucket/run@2", "s3://bucket/run@2"),
+        ("s3://bucket/run#2", "s3://bucket/run#2"),
         ("ftp://[::1]:21/x@y", "ftp://[::1]:21/x@y"),
         ("/home/user:x@y/z?a=b", "/home/user:x@y/z?a=b"),
     ],
@@ -196,6 +229,22 @@ def test_parts_of_a_secret_are_hidden_in_texts() -> None:
     )
     url = "ftp://user:hun/ter2@host/x"
     assert hide_secrets("no port: 'hun'; a hundred", url) == "no port: '***'; a hundred"
+
+
+@pytest.mark.parametrize("secret", ["hun'ter\"2", "hun\\\\ter2", "hün ter2", "hunter+2%"])
+def test_a_secret_is_hidden_however_a_text_quotes_it(secret: str) -> None:
+    secrets = Secrets([f"ftp://user:{secret}@host/x"])
+    for text in (secret, repr(secret), json.dumps(secret), quote(secret), quote_plus(secret)):
+        assert "ter" not in secrets.hide(f"no entry for user%3A{text}%40host")
+
+
+def test_secrets_of_options_are_hidden() -> None:
+    secrets = Secrets([], {"client_kwargs": {"aws_secret_key": "hunter2"}, "endpoint": "here"})
+    assert secrets.hide("hunter2 refused here") == "*** refused here"
+    assert secrets.shown(OSError("refused here")) is not None
+    error = OSError("refused")
+    error.__cause__ = OSError("hunter2")
+    assert secrets.shown(error) is None
 
 
 class Quoting(MemoryFileSystem):

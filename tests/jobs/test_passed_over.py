@@ -64,16 +64,27 @@ def test_workers_with_a_host_name_as_contact_address_are_used():
         assert job.results() == [3.0]
 
 
-def test_a_job_names_the_job_that_holds_the_workers(crew, tmp_path):
+def test_each_worker_that_a_job_does_not_get_has_its_reason(crew, tmp_path):
     first = crew.fit(wait_for, args=[str(tmp_path / "go")], np=3, name="first", block=False)
     until(lambda: len(first.status.ranks) == 3 or first.done(), "the first job has its workers")
     second = crew.fit(wait_for, args=[str(tmp_path / "go")], np=2, name="second", block=False)
-    until(lambda: "not used: 3 taken by job 'first' (tcp://" in second.status.reason, "the reason")
-    with pytest.raises(NotEnoughWorkers, match="not used: 3 taken by job 'first'"):
+    until(lambda: "3 taken by job 'first' (tcp://" in second.status.reason, "the reason")
+    until(lambda: "1 beyond the share of this job (tcp://" in second.status.reason, "another")
+    with pytest.raises(NotEnoughWorkers, match="3 taken by job 'first'"):
         crew.fit(add_up, np=2, elastic_timeout=0.7)
     (tmp_path / "go").touch()
     first.results(60)
     second.results(60)
+
+
+def test_a_rank_that_waits_for_other_tasks_says_so(crew, tmp_path):
+    go = str(tmp_path / "go")
+    tasks = crew.client.map(wait_for, [go] * 8, pure=False)  # two for each worker
+    job = crew.fit(add_up, np=2, block=False)
+    until(lambda: "not used: 2 busy with other tasks" in job.status.reason, "the reason")
+    (tmp_path / "go").touch()
+    assert job.results(60) == [6.0, 6.0]
+    crew.client.gather(tasks)
 
 
 def set_status(status):

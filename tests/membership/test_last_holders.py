@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.membership import EndRank, Phase, Publish
-from nbelastic.membership.rules import STAY
+from nbelastic.membership.rules import LONGEST_STAY, STAY
 
 from .ranks import Script
 from .stories import batches, job, trained, workers
@@ -59,6 +59,32 @@ def test_who_stays_until_its_time_is_over_is_told_then() -> None:
     world.run_for(5.0)
     world.add("N0")
     world.run(until=lambda: bool(world.records("restarted")))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_last_one_stays_longer_while_newcomers_are_prepared(number: int) -> None:
+    slow = Script(batches=20_000, setup=60.0)
+    names = [f"A{each}" for each in range(number)]
+    world = trained(job(*names, np=number, min_np=number, script=slow), 20)
+    world.add("N0", "N1")
+    world.retire(names[0], grace=200.0)
+    world.run_for(30.0)
+    if number > 1:
+        world.retire(names[1], grace=200.0)
+    world.run_for(70.0)
+    assert not world.records("restarted")
+    assert batches(world) == sorted(batches(world)), "nothing is done again"
+    assert set(workers(world.plans[-1])) <= {"N0", "N1"}
+
+
+def test_newcomers_that_never_come_keep_nobody_for_ever() -> None:
+    world = trained(job("A0", np=1, script=Script(batches=20_000, setup=500.0)), 20)
+    world.add("N0")
+    world.retire("A0", grace=1000.0)
+    world.run_for(LONGEST_STAY - 5.0)
+    assert told(world) == []
+    world.run_for(10.0)
+    assert told(world) == [0]
 
 
 def test_a_worker_that_closes_soon_does_not_stay() -> None:

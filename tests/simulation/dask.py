@@ -35,6 +35,7 @@ class WorkerState:
         self.resources: dict[str, float] = {}
         self.nthreads = worker.nthreads
         self.processing: dict[SimTask, float] = {}
+        self.long_running: set[SimTask] = set()
         self.worker = worker
 
 

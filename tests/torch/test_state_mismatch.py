@@ -354,7 +354,41 @@ def half(state: TorchState) -> None:
     state.optimizer.state.clear()
 
 
+def reverse_groups(state: TorchState) -> None:
+    state.optimizer.param_groups.reverse()
+
+
+def exchange_parameters(state: TorchState) -> None:
+    first, second = state.optimizer.param_groups
+    first["params"], second["params"] = (
+        second["params"][:1],
+        [*first["params"], second["params"][1]],
+    )
+
+
+def unite_groups(state: TorchState) -> None:
+    group = state.optimizer.param_groups.pop(0)
+    state.optimizer.param_groups[0]["params"] += group["params"]
+
+
+def split_group(state: TorchState) -> None:
+    (group,) = state.optimizer.param_groups
+    taken, group["params"] = group["params"][:2], group["params"][2:]
+    state.optimizer.param_groups.insert(0, {**group, "params": taken, "lr": 0.3})
+
+
+def drop_group(state: TorchState) -> None:
+    group = state.optimizer.param_groups.pop(0)
+    for parameter in group["params"]:
+        state.optimizer.state.pop(parameter, None)
+
+
 CHANGES = {
+    "groups in another order": (with_groups, reverse_groups),
+    "parameters in other groups": (with_groups, exchange_parameters),
+    "two groups that are one": (with_groups, unite_groups),
+    "a group that is two": (usual, split_group),
+    "a group less": (with_groups, drop_group),
     "a larger buffer": (usual, grow_buffer),
     "a buffer more": (usual, add_buffer),
     "a buffer less": (usual, remove_buffer),

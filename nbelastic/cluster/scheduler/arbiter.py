@@ -148,6 +148,11 @@ class Arbiter:
         """Return the job for which a free slot is, if it is for one alone."""
         return self._reserved.get(slot)
 
+    def has_its_share(self, job: str) -> bool:
+        """Return whether a job has all slots that it may have now."""
+        share = self._share(job)
+        return share is not None and len(_staying(self._jobs[job])) >= share
+
     def claim(self, job: str, slot: str) -> bool:
         """Return whether a job may have a slot now, by its newest share."""
         share = self._share(job)

@@ -175,6 +175,7 @@ class JobController:
             self._ops.order(record, ReleaseOrder(job, 0, effect.generation), effect.starts)
         elif isinstance(effect, EndRank):
             end = EndRankOrder(job, effect.start, effect.how, str(effect.reason), effect.save)
+            record.told.add(effect.start)
             self._ops.order(record, end, [effect.start])
         elif isinstance(effect, RestartWorker):
             self._ops.restart_worker(effect.slot, str(effect.reason))

@@ -59,7 +59,6 @@ from nbelastic.membership import (
     UnusedReason,
     UnusedWorker,
     WorkersUnused,
-    rules,
 )
 
 from .agent_install import AgentInstaller
@@ -68,7 +67,16 @@ from .heartbeats import HeartbeatMonitor
 from .intake import Intake
 from .job_service import JobService
 from .notices import NoticeDesk
-from .records import RANK_KEY, JobRecord, WorkerRecord, differing, fits, misfit, obstacle
+from .records import (
+    RANK_KEY,
+    JobRecord,
+    WorkerRecord,
+    differing,
+    fits,
+    is_busy,
+    misfit,
+    obstacle,
+)
 from .scaling import ScalingHooks
 
 if TYPE_CHECKING:
@@ -258,17 +266,24 @@ class ElasticPlugin(SchedulerPlugin):
         Dask does not announce that it resumes a paused worker. So a worker without an obstacle any
         more gets its agent, or is offered, here.
         """
-        most = rules.most_ranks(record.machine.roster)
-        full = most is not None and len(record.ranks) >= most
-        if record.client is None or record.opening or record.closing or full:
+        if record.client is None or record.opening or record.closing:
             return
+        most = record.machine.roster.limits.max_np
+        full = most is not None and len(record.ranks) >= most
+        used = [self._workers[slot].address for slot in record.ranks.values()]
         before = {each.worker for each in record.unused}
-        found = [self._unused(job, record, address) for address in self._scheduler.workers]
+        found = [
+            self._unused(job, record, address)
+            for address in (used if full else self._scheduler.workers)
+            if address in self._scheduler.workers
+        ]
         unused = [each for each in found if each is not None]
         now = {each.worker for each in unused}
         if unused != record.unused:
             record.unused = unused
             self._event(job, WorkersUnused(tuple(unused)))
+        if full:
+            return
         for address in self._without_agent(job):
             if address not in self._refused and not self._agents.installs(address):
                 self.spawn(self._agents.install(address))
@@ -280,18 +295,28 @@ class ElasticPlugin(SchedulerPlugin):
         state = self._scheduler.workers[address]
         slot = self._addresses.get(address)
         if slot is not None and slot not in record.ranks.values():
-            problem, other = obstacle(record, state, self._workers[slot]), None
+            problem = obstacle(record, state, self._workers[slot])
             if problem is None and not self.arbiter.offers(job, slot):
-                other = self.arbiter.reserved_for(slot)
-            return UnusedWorker(address, UnusedReason.RESERVED, other) if other else problem
-        if slot is not None:
-            return None
+                problem = self._withheld(job, record, self._workers[slot].slot)
+            return problem
+        if slot is not None:  # of one that has its rank, if that cannot begin
+            waits = not self._workers[slot].has_beaten and is_busy(record, state)
+            return UnusedWorker(address, UnusedReason.BUSY) if waits else None
         problem = misfit(record, state)
         if problem is None:
             refusal = self._refused.get(address)
             reason = UnusedReason.REFUSED if refusal else UnusedReason.BEING_PREPARED
             problem = UnusedWorker(address, reason, refusal or "")
         return problem
+
+    def _withheld(self, job: str, record: JobRecord, slot: Slot) -> UnusedWorker | None:
+        """Return why the arbiter does not offer a free slot to a job."""
+        other = self.arbiter.reserved_for(slot.id)
+        if other:
+            return UnusedWorker(slot.worker, UnusedReason.RESERVED, other)
+        if self.arbiter.has_its_share(job) and not record.machine.roster.excluded(slot):
+            return UnusedWorker(slot.worker, UnusedReason.BEYOND_SHARE)
+        return None
 
     def _announce(self, job: str, slots: Iterable[str]) -> None:
         record = self.jobs.get(job)
@@ -369,6 +394,11 @@ class ElasticPlugin(SchedulerPlugin):
         job, start = rank
         return job in self.jobs and start in self.jobs[job].ranks
 
+    def was_told(self, rank: tuple[str, int]) -> bool:
+        """Return whether a rank that has a slot was told to end."""
+        job, start = rank
+        return start in self.jobs[job].told
+
     def free_workers(self) -> list[str]:
         """Return the addresses of workers that could take a rank now."""
         workers = self._scheduler.workers
@@ -439,6 +469,7 @@ class ElasticPlugin(SchedulerPlugin):
         if record is not None:
             record.ranks.pop(start, None)
             record.beats.pop(start, None)
+            record.told.discard(start)
             record.places.pop(start, None)
         if slot is not None:
             if self._workers[slot].holder == (job, start):

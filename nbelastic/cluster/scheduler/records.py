@@ -32,6 +32,7 @@ __all__ = [
     "WorkerRecord",
     "differing",
     "fits",
+    "is_busy",
     "misfit",
     "obstacle",
 ]
@@ -157,6 +158,8 @@ class JobRecord:
         Seconds of silence after which a worker counts as frozen.
     ranks : dict of int to str
         Slot of every start that is claimed or runs.
+    told : set of int
+        Those of them that were told to end.
     places : dict of int to Place
         The place foreseen for each of them.
     telemetry : dict of int to RankTelemetry
@@ -213,6 +216,7 @@ class JobRecord:
     controller: JobController = field(init=False)
     ranks: dict[int, str] = field(default_factory=dict)
     places: dict[int, Place] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
     beats: dict[int, Beat] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     telemetry: dict[int, RankTelemetry] = field(default_factory=dict)
@@ -284,6 +288,17 @@ def obstacle(job: JobRecord, worker: WorkerState, record: WorkerRecord) -> Unuse
     elif problem is None and differing(job, record):
         problem = UnusedWorker(worker.address, UnusedReason.OTHER_VERSIONS, differing(job, record))
     return problem
+
+
+def is_busy(job: JobRecord, worker: WorkerState) -> bool:
+    """Return whether other tasks have the threads or resources that a rank's task waits for."""
+    others = [task for task in worker.processing if not str(task.key).startswith(RANK_KEY)]
+    in_pool = [task for task in others if task not in worker.long_running]
+    return len(in_pool) >= worker.nthreads or any(
+        worker.resources.get(name, 0) - need
+        < sum((task.resource_restrictions or {}).get(name, 0) for task in others)
+        for name, need in job.resources.items()
+    )
 
 
 def differing(job: JobRecord, record: WorkerRecord) -> str:

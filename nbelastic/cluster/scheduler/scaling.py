@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.membership import rules
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
@@ -20,10 +22,13 @@ if TYPE_CHECKING:
 
     from .plugin import ElasticPlugin
 
-__all__ = ["RETIRE_GRACE", "ScalingHooks"]
+__all__ = ["LONGEST_RETIREMENT", "RETIRE_GRACE", "ScalingHooks"]
 
 RETIRE_GRACE = 30.0
-"""Seconds that a retiring worker gives its rank to reach its next commit."""
+"""Seconds that a retiring worker gives its rank to reach its next commit, once it was told."""
+
+LONGEST_RETIREMENT = rules.LONGEST_STAY + rules.MARGIN
+"""Seconds in all: the last rank with the state is told when another has it."""
 
 POLL = 0.01
 
@@ -54,10 +59,12 @@ class ScalingHooks:
             workers = self._scheduler.workers_to_close(**chosen)
         addresses = self._addresses(workers or (), names or ())
         ranks = [rank for address in addresses for rank in self._plugin.mark_leaving(address)]
-        waited = 0.0
-        while any(self._plugin.holds(rank) for rank in ranks) and waited < RETIRE_GRACE:
+        waited = since_told = 0.0
+        while ranks and waited < LONGEST_RETIREMENT and since_told < RETIRE_GRACE:
             await asyncio.sleep(POLL)
+            ranks = [rank for rank in ranks if self._plugin.holds(rank)]
             waited += POLL
+            since_told += POLL if all(map(self._plugin.was_told, ranks)) else 0.0
         if names is not None:
             kwargs["names"] = names
         else:

@@ -302,6 +302,6 @@ def _stand_in() -> None:
 
 def _stand_aside() -> None:
     for name, original, stand_in in _stands_in:
-        if getattr(sys, name) is stand_in:
+        if getattr(sys, name, None) is stand_in:  # a rank may have replaced or deleted it
             setattr(sys, name, original)
     _stands_in.clear()

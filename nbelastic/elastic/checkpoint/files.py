@@ -6,7 +6,8 @@
         01-000002-0000000300.safetensors       loop, generation, commit
         resumed-from-run-0000-…                empty; names the run that this one continues
 
-Incomplete files are skipped, and so is anything other than a file: a pipe would block its reader.
+Incomplete files are skipped, and so are those that cannot be read, and anything other than a file:
+a pipe would block its reader.
 
 The newest checkpoint of a run is that of the last generation, then of the last commit: an evicted
 rank may write on for a while, but never in a newer generation.

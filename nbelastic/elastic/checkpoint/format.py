@@ -142,13 +142,12 @@ def decode(file: IO[bytes], size: int, on_progress: Callable[[], None]) -> Check
         (length,) = _LENGTH.unpack(_take(file, _LENGTH.size, digest))
         if length > min(left, _LONGEST_HEADER):
             return None
-        text = _take(file, length, digest)
+        index = _index(_take(file, length, digest), left - length)
         data = memoryview(_take(file, left - length, digest, on_progress))
-    except EOFError:
+    except (EOFError, ValueError):
         return None
     if file.read(_DIGEST_BYTES + 1) != digest.digest():
         return None
-    index = json.loads(text)
     fields = index.pop(_METADATA)
     if fields[_FORMAT_KEY] != str(FORMAT):
         raise NbelasticError(
@@ -168,6 +167,26 @@ def decode(file: IO[bytes], size: int, on_progress: Callable[[], None]) -> Check
             for name, each in index.items()
         },
     )
+
+
+def _index(text: bytes | bytearray, length: int) -> dict[str, Any]:
+    """Read a header of which no checksum is known yet.
+
+    Raises
+    ------
+    ValueError
+        It is not that of a file with so many bytes of tensors: reading those may take more memory
+        than there is.
+    """
+    try:
+        index: dict[str, Any] = json.loads(text)
+        checksum = index[CHECKSUM]
+        described = checksum["data_offsets"] == [length, length + _DIGEST_BYTES]
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError("no header of a checkpoint") from error
+    if not described:
+        raise ValueError("no header of this file")
+    return index
 
 
 def _take(

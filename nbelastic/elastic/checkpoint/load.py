@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.checkpoint.contents import unstored
 from nbelastic.elastic.checkpoint.files import CheckpointFiles, NotAFile
-from nbelastic.elastic.redaction import hide_secrets, without_secrets
+from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     except NbelasticError:
         raise
     except Exception as error:  # file systems raise any type, and quote the URL
-        if isinstance(error, OSError) and hide_secrets(str(error), url) == str(error):
+        if isinstance(error, OSError) and Secrets([url]).shown(error):
             raise
         shown = hide_secrets(repr(error), url)
         raise NbelasticError(f"{without_secrets(url)} cannot be read: {shown}") from None

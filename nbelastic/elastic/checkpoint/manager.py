@@ -23,7 +23,7 @@ from nbelastic.elastic.checkpoint.files import CheckpointFiles, NotAFile
 from nbelastic.elastic.checkpoint.format import Header
 from nbelastic.elastic.checkpoint.reader import Reader
 from nbelastic.elastic.checkpoint.writer import Writer
-from nbelastic.elastic.redaction import hide_secrets, without_secrets
+from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
@@ -181,9 +181,8 @@ class CheckpointManager:
         except Exception as error:  # file systems raise what they like
             if spec.resume:
                 reason = self._hide(str(error) or repr(error))
-                raise NbelasticError(f"checkpoint={shown!r} cannot be read: {reason}") from (
-                    error if shown == spec.url else None
-                )
+                problem = NbelasticError(f"checkpoint={shown!r} cannot be read: {reason}")
+                raise problem from Secrets([spec.url]).shown(error)
             self._report(f"{spec.url} cannot be read: {error!r}")
             return None
 
@@ -195,6 +194,7 @@ class CheckpointManager:
         others = spec.resume and self._loop == 1
         reader = Reader(spec.patience, self._on_progress)
         entries = self._files.candidates(self._loop, others=others, on_progress=reader.on_progress)
+        unreadable: OSError | None = None
         while True:
             entry = reader.call(lambda: next(entries, None))
             if entry is None:
@@ -205,10 +205,18 @@ class CheckpointManager:
             except NotAFile as what:
                 self._report(f"passed over {path}: it is no file ({what})")
                 continue
+            except TimeoutError:  # the others would take as long
+                raise
+            except OSError as error:
+                self._report(f"passed over {path}: it cannot be read: {error!r}")
+                unreadable = unreadable or error
+                continue
             if loaded is not None:
                 self._take_over(path, loaded)
                 return loaded.header
             self._report(f"passed over {path}: it is not complete")
+        if unreadable is not None:
+            raise unreadable
         if spec.resume and self._loop == 1:
             self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
         return None

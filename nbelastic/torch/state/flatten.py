@@ -317,6 +317,10 @@ class Unflattener:
         """Return whether a tensor has been restored already."""
         return ref in self._filled
 
+    def restored(self) -> set[int]:
+        """Return the identities of all tensors that have been restored already."""
+        return {id(tensor) for tensor in self._filled.values()}
+
     def replace(self, ref: TensorRef, tensor: torch.Tensor) -> None:
         """Replace a restored tensor by another one with the same memory."""
         self._filled[ref] = tensor

@@ -206,11 +206,13 @@ class OptimizerAdapter:
         if isinstance(getattr(obj, "_reducer", None), Reducer):
             obj.reset()  # type: ignore[attr-defined]
         del live[len(groups) :]
+        models = set() if unflattener.local else unflattener.restored()
         for index, (refs, captured) in enumerate(groups):
             if index == len(live):
                 live.append({"params": []})
             group = live[index]
-            parameters = _parameters(unflattener, refs, group["params"])
+            own = [each for each in group["params"] if id(each) not in models]
+            parameters = _parameters(unflattener, refs, own)
             for parameter in parameters:
                 parameter.grad = None
             options = {key: unflattener.unflatten(node) for key, node in captured.items()}
@@ -580,14 +582,12 @@ def _take_over(live: Any, value: Any) -> bool:
 
 
 def _parameters(
-    unflattener: Unflattener, refs: Sequence[TensorRef], present: Sequence[torch.Tensor]
+    unflattener: Unflattener, refs: Sequence[TensorRef], own: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return a group's parameters: a model's by reference, the others by position."""
+    """Return a group's parameters: a model's by reference, its own by position."""
     if unflattener.local:
         return [unflattener.tensor(ref) for ref in refs]
-    models = {id(unflattener.tensor(ref)) for ref in refs if unflattener.has(ref)}
-    others = [each for each in present if id(each) not in models]
-    if len(others) != sum(not unflattener.has(ref) for ref in refs):
+    if len(own) != sum(not unflattener.has(ref) for ref in refs):
         raise StateMismatch("the optimizer of this rank has other parameters that no model has")
-    rest = iter(others)
+    rest = iter(own)
     return [unflattener.tensor(ref, None if unflattener.has(ref) else next(rest)) for ref in refs]
