@@ -12,7 +12,7 @@ from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster, Status
 from distributed.system import MEMORY_LIMIT
 
-from nbelastic.cluster import ElasticPlugin, check_scheduler
+from nbelastic.cluster import ElasticPlugin, check_answers, check_scheduler, lost_while
 from nbelastic.errors import ClusterLost, OptionError, summary_of
 
 from . import display
@@ -44,6 +44,8 @@ def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], 
     if isinstance(cluster, Client):
         if cluster.status != "running":
             raise ClusterLost(f"cluster: the client is {cluster.status}, not running")
+        with lost_while(cluster, "asking whether it answers"):
+            check_answers(cluster, display.say)
         return cluster, _nothing
     is_cluster = hasattr(cluster, "scheduler_address") and not isinstance(cluster, type)
     if is_cluster or isinstance(cluster, str):
