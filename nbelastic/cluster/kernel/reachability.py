@@ -99,7 +99,8 @@ def check_answers(client: Client, tell: Callable[[str], None]) -> None:
     if answer.done():
         answer.result()
         return
-    address = client.scheduler.address
+    scheduler: Any = client.scheduler
+    address = scheduler.address
     tell(f"the scheduler at {address} does not answer so far; trying for {limit:g} s")
     if not client.sync(_go_on_asking, answer, limit - first):
         raise ClusterLost(
@@ -109,7 +110,8 @@ def check_answers(client: Client, tell: Callable[[str], None]) -> None:
 
 
 async def _begin_asking(client: Client, limit: float) -> asyncio.Task[Any]:
-    answer: asyncio.Task[Any] = asyncio.ensure_future(client.scheduler.identity())
+    scheduler: Any = client.scheduler
+    answer: asyncio.Task[Any] = asyncio.ensure_future(scheduler.identity())
     await asyncio.wait({answer}, timeout=limit)
     return answer
 
