@@ -55,16 +55,18 @@ NOT_FINITE = 1e300
 
 NO_COMMIT = (
     "no commit yet\n"
-    f"The elastic loop has run for {MOST_STEPS} steps or a minute without state.commit(). A "
-    "failure of any rank would throw all ranks back to where the loop began.\n"
-    "Call state.commit() after each step, which costs next to nothing, or every few steps."
+    f"The elastic loop of one rank at least has run for {MOST_STEPS} steps or a minute without "
+    "state.commit(). A failure of any rank would throw all ranks back to where the loop began.\n"
+    "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
+    "steps."
 )
 
 NEVER_COMMITTED = (
     "no commit was made\n"
-    "The elastic loop ended without state.commit(): a failure of any rank would have thrown all "
-    "ranks back to its beginning.\n"
-    "Call state.commit() after each step, which costs next to nothing, or every few steps."
+    "The elastic loop of one rank at least ended without state.commit(): a failure of any rank "
+    "would have thrown all ranks back to its beginning.\n"
+    "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
+    "steps."
 )
 
 
