@@ -9,7 +9,7 @@ from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_w
 from .kernel.gitignore import GitIgnore
 from .kernel.partitions import HeldPartitions, hold_partitions, with_sources
 from .kernel.preflight import check_versions, pack_function
-from .kernel.reachability import check_scheduler
+from .kernel.reachability import check_answers, check_scheduler
 from .kernel.sources import why_missing
 from .payload import Modules
 from .rank_error import Failure, summary_of, unpack_error
@@ -64,6 +64,7 @@ __all__ = [
     "TelemetryBatch",
     "ToDriver",
     "WorkerRefused",
+    "check_answers",
     "check_scheduler",
     "check_versions",
     "hold_partitions",

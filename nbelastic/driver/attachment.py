@@ -12,7 +12,7 @@ from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster, Status
 from distributed.system import MEMORY_LIMIT
 
-from nbelastic.cluster import ElasticPlugin, check_scheduler
+from nbelastic.cluster import ElasticPlugin, check_answers, check_scheduler, lost_while
 from nbelastic.errors import ClusterLost, OptionError, summary_of
 
 from . import display
@@ -38,13 +38,17 @@ def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], 
     """
     if cluster is None:
         return _embedded(options)
+    if getattr(cluster, "asynchronous", False) is True:
+        kind = "client" if isinstance(cluster, Client) else "cluster"
+        raise OptionError(f"cluster: this {kind} is asynchronous; pass a synchronous one")
     if isinstance(cluster, Client):
-        if cluster.asynchronous:
-            raise OptionError("cluster: this client is asynchronous; pass a synchronous one")
         if cluster.status != "running":
             raise ClusterLost(f"cluster: the client is {cluster.status}, not running")
+        with lost_while(cluster, "asking whether it answers"):
+            check_answers(cluster, display.say)
         return cluster, _nothing
-    if isinstance(cluster, str) or hasattr(cluster, "scheduler_address"):
+    is_cluster = hasattr(cluster, "scheduler_address") and not isinstance(cluster, type)
+    if is_cluster or isinstance(cluster, str):
         return _connected(cluster)
     raise OptionError(
         f"cluster={shown(cluster)}: must be a Dask Client, a cluster, a scheduler's address, or "

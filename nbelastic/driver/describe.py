@@ -384,20 +384,26 @@ def _(reason: why.NeverMet) -> str:
 
 @_words.register
 def _(reason: why.WeightsDiffer) -> str:
-    cause = (
-        "They were never made equal (hvd.broadcast_parameters, TorchState), or something changes "
-        "them on each rank by itself."
-    )
     if reason.optimizers:
         cause = (
             f"{', '.join(reason.optimizers)} is not wrapped by "
             "nbelastic.torch.DistributedOptimizer, so that each rank steps with its own gradients."
         )
-    return (
-        f"ranks train different parameters\n{cause}\n"
-        "Wrap each optimizer before the state is made: "
-        "optimizer = hvd.DistributedOptimizer(optimizer)."
-    )
+        advice = (
+            "Wrap each optimizer before the state is made: "
+            "optimizer = hvd.DistributedOptimizer(optimizer)."
+        )
+    else:
+        cause = (
+            "They were never made equal, or something changes them on each rank by itself, or "
+            "changes gradients after they are averaged."
+        )
+        advice = (
+            "Give the model and its optimizer to the state, which makes them equal: "
+            "hvd.elastic.TorchState(model, optimizer). Without an elastic loop, call "
+            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) first."
+        )
+    return f"ranks train different parameters\n{cause}\n{advice}"
 
 
 # -- workers, and the status -----------------------------------------------------------------------

@@ -26,6 +26,7 @@ from . import display
 from .attachment import attach_client
 from .hints import with_hints
 from .job import Job
+from .option_kinds import Flag
 from .options import Options, call_arguments, check_name
 from .thread import Driver
 
@@ -178,10 +179,11 @@ def fit(
     >>> job.result()  # doctest: +SKIP
     """
     options = Options.given(locals())
+    Flag().check("block", block)
     if not callable(fn):
         raise OptionError(f"fn={fn!r}: must be a function")
     job_name = check_name(name)
-    positional, named, sources = with_sources(fn, *call_arguments(args, kwargs))
+    positional, named, sources = with_sources(fn, *call_arguments(fn, args, kwargs))
     # What cannot be sent is refused before a cluster starts, unless that has to compute first.
     packed = None if sources else pack_function(fn, positional, named)
     client, cleanup = attach_client(cluster, options)

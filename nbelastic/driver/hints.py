@@ -60,6 +60,10 @@ ELSEWHERE = {
 """Options of ours that do the same, by the names of options elsewhere."""
 
 
+OF_MAGICS = ("out", "quiet", "stream", "verbose", "noblock")
+"""Options of ``%%elastic_train`` that :func:`nbelastic.fit` does not have."""
+
+
 def did_you_mean(given: str, names: Iterable[str]) -> str:
     """Return a hint at the names that look like `given`, as the end of a sentence.
 
@@ -71,8 +75,9 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
         Existing names, in the same spelling.
     """
     names = list(names)
+    given = given.lower()
     meant = ELSEWHERE.get(_plain(given), ())
-    close = [name for name in names if _plain(name) in meant]
+    close = [name for name in names if name == given or _plain(name) in meant]
     if given.startswith("-"):
         close = close or [name for name in names if name.startswith(given)]
     close = close or difflib.get_close_matches(given, names, n=3, cutoff=0.65)
@@ -102,6 +107,8 @@ def no_such_option(
     if users is not None and given in _parameters(users):
         called = getattr(users, "__name__", "the function")
         hint = f"; to pass it to {called}: kwargs={{{given!r}: ...}}"
+    elif given in OF_MAGICS:
+        hint = "; it is an option of %%elastic_train alone"
     else:
         hint = did_you_mean(given, names) or f"; there are {', '.join(names)}"
     return UnknownOption(f"{where}: there is no option {given}{hint}")

@@ -203,6 +203,8 @@ class Range(Kind):
     def check(self, name: str, value: Any) -> tuple[float, float] | None:
         if value is None:
             return None
+        if isinstance(value, (str, bytes)):  # two characters are no pair
+            self.refuse(name, value)
         try:
             low, high = (Duration().check(name, each) for each in value)
         except (TypeError, ValueError):  # not a pair, or not of durations
@@ -260,17 +262,23 @@ class Names(Kind):
     several: ClassVar[bool] = True
 
     def check(self, name: str, value: Any) -> tuple[str, ...] | None:
-        if value is None or isinstance(value, str):
-            return (value,) if value else None
-        if isinstance(value, numbers.Integral) or not isinstance(value, Iterable):
+        if value is None:
+            return None
+        several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+        names = tuple(value) if several else (value,) if isinstance(value, str) else ()
+        # A search that has found none does not mean all.
+        if not names or not all(map(_is_name, names)):
             self.refuse(name, value)
-        names = tuple(str(each) for each in value)
-        if not names:  # a search that has found none does not mean all
-            self.refuse(name, value)
-        return names
+        return tuple(map(str, names))
 
     def read(self, name: str, words: Sequence[str]) -> tuple[str, ...] | None:
         return self.check(name, words)
+
+
+def _is_name(value: object) -> bool:
+    """Return whether a worker can be meant; Dask numbers those of a ``LocalCluster``."""
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_number or (isinstance(value, str) and bool(value))
 
 
 @dataclass(frozen=True)

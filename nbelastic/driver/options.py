@@ -8,7 +8,10 @@ configuration.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+import types
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -40,6 +43,8 @@ from .option_kinds import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .status import JobStatus
 
 __all__ = [
@@ -432,8 +437,16 @@ def changed_limits(
     return LimitsChanged(min_np=min_np, max_np=max_np, priority=priority, weight=weight)
 
 
-def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a training function is called with."""
+def call_arguments(
+    fn: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a training function is called with.
+
+    Raises
+    ------
+    OptionError
+        It cannot be called so.
+    """
     if not isinstance(args, (tuple, list)):  # others are one argument, or lose their values
         raise OptionError(f"args={shown(args)}: must be a tuple or list, as in args=(value,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -441,4 +454,29 @@ def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
     strange = next((key for key in kwargs or () if not isinstance(key, str)), None)
     if strange is not None:
         raise OptionError(f"kwargs: {shown(strange)} must be the name of a parameter")
-    return tuple(args), dict(kwargs or {})
+    positional, named = tuple(args), dict(kwargs or {})
+    _check_call(fn, positional, named)
+    return positional, named
+
+
+def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a function that does not take these arguments, or that does not train when called."""
+    for asks, kind in (
+        (inspect.iscoroutinefunction, "coroutine"),
+        (inspect.isgeneratorfunction, "generator"),
+        (inspect.isasyncgenfunction, "generator"),
+    ):
+        if asks(fn):
+            raise OptionError(f"fn={shown(fn)}: must be a function, not a {kind} function")
+    if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
+        return  # what others take is for them to say
+    try:
+        # What a decorator passes on is not what it takes.
+        inspect.signature(fn, follow_wrapped=False).bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__name__", "fn")
+        raise OptionError(
+            f"{name}: {error}; fit calls it with what args= and kwargs= give"
+        ) from None
+    except ValueError:  # a part of it is written in C
+        return

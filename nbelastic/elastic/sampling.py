@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["sample", "sampler_of"]
+__all__ = ["sample", "sample_of_parameters", "sampler_of"]
 
 COUNT = 64
 """Number of values of a sample, about."""
@@ -34,6 +34,13 @@ def sample(things: Iterable[object]) -> tuple[float, ...]:
         else:
             continue
         found.update((id(each), each) for each in parameters if _is_plain(each))
+    return _values_of(list(found.values()))
+
+
+def sample_of_parameters(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, ...]:
+    """Return values of what optimizers train, as far as it was made to be a model's."""
+    trained = (p for each in optimizers for group in each.param_groups for p in group["params"])
+    found = {id(p): p for p in trained if isinstance(p, torch.nn.Parameter) and _is_plain(p)}
     return _values_of(list(found.values()))
 
 

@@ -37,6 +37,16 @@ MOST_STEPS = 100
 MOST_SECONDS = 60.0
 """Most seconds of a loop without a commit."""
 
+BESIDES = 1_000_000
+"""Added to a moment for a sample of what is trained besides the state or the broadcast."""
+
+REGULAR = 10
+"""Fewest steps of an optimizer whose parameters are compared although the state has none of them.
+
+There is one for each commit at least. A rank may train something else by itself: a copy of the
+model for a few steps, as in meta-learning.
+"""
+
 MOST_OPTIMIZERS = 3
 """Most optimizers of a rank that are kept to compare what they train."""
 
@@ -45,16 +55,18 @@ NOT_FINITE = 1e300
 
 NO_COMMIT = (
     "no commit yet\n"
-    f"The elastic loop has run for {MOST_STEPS} steps or a minute without state.commit(). A "
-    "failure of any rank would throw all ranks back to where the loop began.\n"
-    "Call state.commit() after each step, which costs next to nothing, or every few steps."
+    f"The elastic loop of one rank at least has run for {MOST_STEPS} steps or a minute without "
+    "state.commit(). A failure of any rank would throw all ranks back to where the loop began.\n"
+    "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
+    "steps."
 )
 
 NEVER_COMMITTED = (
     "no commit was made\n"
-    "The elastic loop ended without state.commit(): a failure of any rank would have thrown all "
-    "ranks back to its beginning.\n"
-    "Call state.commit() after each step, which costs next to nothing, or every few steps."
+    "The elastic loop of one rank at least ended without state.commit(): a failure of any rank "
+    "would have thrown all ranks back to its beginning.\n"
+    "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
+    "steps."
 )
 
 
@@ -82,6 +94,8 @@ class Supervision:
     def begun(self) -> None:
         """Record that a generation trains."""
         self._commits = 0
+        if self._session.stepped is not None:
+            self._session.stepped.begin()
         if self._is_new and self._session.version > 0:
             self.close()  # other ranks have committed before this rank joined
         self._is_new = False
@@ -93,10 +107,12 @@ class Supervision:
             self.close()
         if self._commits in MOMENTS:
             self._sample(self._commits)
+            self._sample_besides(self._commits)
 
     def ended(self) -> None:
         """Record that the loop has ended on this rank."""
         self._sample(0)
+        self._sample_besides(0)
         if self._waits:
             warn(self._session, NEVER_COMMITTED)
 
@@ -115,6 +131,9 @@ class Supervision:
 
     def _sample(self, moment: int) -> None:
         _send(self._session, moment, self._sample_of_state)
+
+    def _sample_besides(self, moment: int) -> None:
+        _send_besides(self._session, moment, max(self._commits, REGULAR))
 
     def _sample_of_state(self) -> tuple[Sample, tuple[str, ...]]:
         """Return what the state trains; if it has no parameters, what optimizers have stepped."""
@@ -142,18 +161,30 @@ def watch(context: Context, sample: Callable[[], Sample]) -> None:
 class SteppedOptimizers:
     """Optimizers that have stepped on a rank, the latest few, in the order of their first steps.
 
-    They are kept until the rank ends, because a function may have dropped its own when it returns.
+    That is their order in the present generation, which is the same on all its ranks. They are kept
+    until the rank ends, because a function may have dropped its own when it returns.
     """
 
     def __init__(self) -> None:
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._steps: dict[int, int] = {}  # in the present generation
+
+    def begin(self) -> None:
+        """Begin a generation."""
+        self._steps.clear()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer, once."""
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer
+        """Add a step of an optimizer."""
+        key = id(optimizer)
+        steps = self._steps.get(key, 0)
+        self._steps[key] = steps + 1
+        if steps == 0:
+            self._optimizers.pop(key, None)
+            self._optimizers[key] = optimizer
             if len(self._optimizers) > MOST_OPTIMIZERS:
-                del self._optimizers[next(iter(self._optimizers))]
+                oldest = next(iter(self._optimizers))
+                del self._optimizers[oldest]
+                self._steps.pop(oldest, None)
 
     def sample(self) -> tuple[Sample, tuple[str, ...]]:
         """Return values of their parameters, and the kinds of those that are not distributed."""
@@ -162,6 +193,24 @@ class SteppedOptimizers:
         found = self._optimizers.values()
         plain = [type(each).__name__ for each in found if not hasattr(each, "_reducer")]
         return sample(found), tuple(dict.fromkeys(plain))
+
+    def sample_regular(self, steps: int) -> tuple[Sample, tuple[str, ...]]:
+        """Return the same of those that are not distributed and train parameters of models.
+
+        Parameters
+        ----------
+        steps : int
+            Fewest steps of such an optimizer in the present generation.
+        """
+        from nbelastic.elastic.sampling import sample_of_parameters
+
+        found = [
+            each
+            for key, each in self._optimizers.items()
+            if self._steps.get(key, 0) >= steps and not hasattr(each, "_reducer")
+        ]
+        names = tuple(dict.fromkeys(type(each).__name__ for each in found))
+        return sample_of_parameters(found), names
 
 
 def note_step(context: Context, optimizer: torch.optim.Optimizer) -> None:
@@ -196,6 +245,7 @@ class _Watch:
     def __call__(self) -> None:
         if not self._session.loops:
             _send(self._session, 0, lambda: (self._sample(), ()))
+            _send_besides(self._session, 0, REGULAR)
 
     def close(self) -> None:
         session = self._session
@@ -207,6 +257,13 @@ class _Watch:
             self.close()
         elif session.exchanges - self._first in MOMENTS:
             _send(session, -session.exchanges, lambda: (self._sample(), ()))
+
+
+def _send_besides(session: Session, moment: int, steps: int) -> None:
+    """Send a sample of what optimizers train regularly that are not distributed."""
+    stepped = session.stepped
+    if stepped is not None:
+        _send(session, BESIDES + moment, lambda: stepped.sample_regular(steps))
 
 
 def _send(

@@ -279,7 +279,8 @@ class WeightsSampled(Event):
         Its generation.
     moment : int
         Number of its commits in this generation before the sample; 0 at the end of the elastic
-        loop. Without a loop: minus the number of operations, and 0 at the end.
+        loop. Without a loop: minus the number of operations, and 0 at the end. A million more for
+        what is trained besides the state or the broadcast.
     values : tuple of float
         The sample, of values at the same places on all ranks.
     plain : tuple of str

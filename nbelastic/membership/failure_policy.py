@@ -91,7 +91,7 @@ NEAR_COMMITS = 1
 NEAR_SECONDS = 60.0
 """Errors at most this far apart belong together, whatever the number of commits."""
 
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
+_NUMBER = re.compile(r"\b0x[0-9a-fA-F]+|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _CHANGING = re.compile(r"\b0x[0-9a-fA-F]+|\bgeneration \d+")
 
 
@@ -193,15 +193,16 @@ class ErrorReport:
 class RepeatedErrors:
     """Recent errors of members, equal ones together.
 
-    The same error on several workers is the fault of the function or the data: each rank that
-    gets a certain sample raises. Such an error returns soon, on another worker, with hardly a
-    commit in between, because the rest of the epoch is dealt anew and the sample comes first. A
-    failing device or a full disk gives equal errors too, but hours apart.
+    Errors are equal if their texts differ in numbers only, such as a rank, a row or an address. The
+    same error on several workers is the fault of the function or the data: each rank that gets a
+    certain sample raises. Such an error returns soon, on another worker, with hardly a commit in
+    between, because the rest of the epoch is dealt anew and the sample comes first. A failing
+    device or a full disk gives equal errors too, but hours apart.
 
     Attributes
     ----------
     chains : dict of str to list of ErrorReport
-        By error, without memory addresses, in the order in which they were raised.
+        By error, without its numbers, in the order in which they were raised.
     last : str
         The newest error.
     """
@@ -216,7 +217,7 @@ class RepeatedErrors:
             for error, chain in self.chains.items()
             if chain[-1].near(report.version, report.time)
         }
-        chain = self.chains.setdefault(_ADDRESS.sub("0x…", report.error), [])
+        chain = self.chains.setdefault(_NUMBER.sub("…", report.error), [])
         chain.append(report)
         self.last = report.error
         return chain

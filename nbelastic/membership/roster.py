@@ -61,6 +61,8 @@ class Roster:
         Faults since the last reset.
     departing : dict of str to float
         Slots that are leaving or gone, and since when. Nothing is ever started on them again.
+    departed : dict of str to float
+        When a process of a worker was last to leave or gone, by the worker's lasting name.
     notices : dict of str to NoticeGiven
         Notices of workers with a rank, by slot, each with the moment in the place of `seconds`.
     at_risk : dict of str to NoticeGiven
@@ -120,6 +122,7 @@ class Roster:
     ranks: dict[int, Rank] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
     departing: dict[str, float] = field(default_factory=dict)
+    departed: dict[str, float] = field(default_factory=dict)
     notices: dict[str, NoticeGiven] = field(default_factory=dict)
     at_risk: dict[str, NoticeGiven] = field(default_factory=dict)
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -199,6 +202,10 @@ class Roster:
 
     def depart(self, slot: str) -> None:
         """Note that nothing can be started on a slot any more."""
+        ranks = self.on_slot(slot)
+        known = self.slots.get(slot) or (ranks[0].slot if ranks else None)
+        if slot not in self.departing:
+            self.departed[known.lasting if known else slot] = self.now
         self.drop_slot(slot)
         self.at_risk.pop(slot, None)
         self.departing.setdefault(slot, self.now)

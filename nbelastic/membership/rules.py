@@ -257,7 +257,7 @@ def needed(roster: Roster) -> int:
 def is_stuck(roster: Roster) -> bool:
     """Return whether all that the job lacks are workers that are excluded for good.
 
-    Such workers are there, so nothing replaces them, and none that has gone may come back.
+    Such workers are there, so nothing replaces them, and no other one may still come back.
     """
     if roster.policy.workers.bounds is not None or roster.any_in(Stage.ENDING):
         return False
@@ -265,7 +265,8 @@ def is_stuck(roster: Roster) -> bool:
     others = (slot for id, slot in roster.slots.items() if id not in out)
     for_a_while = any(map(roster.excluded, others))
     recent = roster.now - roster.limits.elastic_timeout
-    gone = any(since > recent for since in roster.departing.values())
+    there = {slot.lasting for slot in roster.slots.values()}
+    gone = any(at > recent and name not in there for name, at in roster.departed.items())
     enough = within_reach(roster) + len(out) >= needed(roster)
     return enough and not for_a_while and not gone
 

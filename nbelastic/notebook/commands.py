@@ -137,7 +137,8 @@ class Commands:
             lines.append(f"  {status.reason}")
         for rank in status.ranks[:20]:
             number = "  –" if rank.rank is None else f"{rank.rank:3d}"
-            lines.append(f"  {number}  {rank.state:<9}  {rank.commits:>7,} commits  {rank.worker}")
+            where = f"{rank.name}  {rank.worker}".strip()  # as in dask elastic status
+            lines.append(f"  {number}  {rank.state:<9}  {rank.commits:>7,} commits  {where}")
         if len(status.ranks) > 20:
             lines.append(f"  + {len(status.ranks) - 20} more")
         self._say(*lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import keyword
+import re
 import shlex
 import textwrap
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -32,6 +33,9 @@ __all__ = [
 ]
 
 STREAMS = ("rank0", "all", "none")
+
+_TAKES_NONE = re.compile("^ignored explicit argument")
+"""How argparse says that a flag was given a value."""
 
 PER_CELL = frozenset({"out", "name"})
 """Options of one cell only; no default can be set for them."""
@@ -75,7 +79,7 @@ class OptionParser(argparse.ArgumentParser):
             found, unknown = self.parse_known_args(list(words))
         except argparse.ArgumentError as error:
             name = f"{error.argument_name}: " if error.argument_name else ""
-            self.error(f"{name}{error.message}")
+            self.error(f"{name}{_TAKES_NONE.sub('takes no value, not even', error.message)}")
         if unknown:
             self.error(self._about_unknown(unknown[0]))
         return vars(found)
@@ -92,7 +96,7 @@ class OptionParser(argparse.ArgumentParser):
             return f"there is no option {typed}{did_you_mean(given, names)}"
         meant = next((name for name in names if name == f"--{given}"), None)
         if meant is not None:
-            return f"{word!r} is no option; did you mean {meant} {value}?"
+            return f"{word!r} is no option; did you mean {f'{meant} {value}'.rstrip()}?"
         return f"{word!r} belongs to no option; options begin with --"
 
 

@@ -7,7 +7,7 @@ same snapshot always looks the same.
 from __future__ import annotations
 
 from .changes import sentence
-from .formatting import count, duration, limits, number, printable, rate, shorten
+from .formatting import abbreviate, count, duration, limits, number, printable, rate
 from .job_snapshot import JobSnapshot
 from .page import PARTS, page
 from .text import line, text
@@ -18,6 +18,7 @@ __all__ = [
     "PARTS",
     "STYLE",
     "JobSnapshot",
+    "abbreviate",
     "count",
     "duration",
     "limits",
@@ -27,7 +28,6 @@ __all__ = [
     "printable",
     "rate",
     "sentence",
-    "shorten",
     "text",
     "timeline",
     "timeline_key",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .formatting import count, number, shorten
+from .formatting import abbreviate, count, number
 from .timeline import thin
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def shown_curves(snapshot: JobSnapshot) -> tuple[list[Curve], int]:
 def _curve(name: str, points: Sequence[tuple[float, float]]) -> Curve:
     step, value = points[-1]
     label = (
-        f"{shorten(name, 40)}: {number(value)} at step {number(step)}, "
+        f"{abbreviate(name, 40)}: {number(value)} at step {number(step)}, "
         f"{count(len(points), 'value')}"
     )
-    return Curve(number(value), shorten(name, 20), label, _path(thin(points, COLUMNS)))
+    return Curve(number(value), abbreviate(name, 20), label, _path(thin(points, COLUMNS)))
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

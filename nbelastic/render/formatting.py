@@ -9,6 +9,7 @@ from markupsafe import Markup
 from markupsafe import escape as markup_escape
 
 __all__ = [
+    "abbreviate",
     "block",
     "count",
     "duration",
@@ -44,6 +45,13 @@ def shorten(value: object, most: int) -> str:
     """Return a value on one line of at most `most` characters."""
     line = " ".join(str(value).split())
     return line if len(line) <= most else line[: most - 1].rstrip() + "…"
+
+
+def abbreviate(name: object, most: int) -> str:
+    """Return a name of at most `most` characters: its two ends, since many differ at theirs."""
+    line = " ".join(str(name).split())
+    kept = most - 1
+    return line if len(line) <= most else f"{line[: kept - kept // 2]}…{line[-(kept // 2) :]}"
 
 
 def first_lines(value: str, lines: int = 12, width: int = 200) -> str:
@@ -101,5 +109,5 @@ def block(bounds: tuple[int, int] | None) -> str:
 def worker(name: str, address: str | None) -> str:
     """Return a worker's name in Dask if it has one, else its address."""
     if name and name != address:
-        return f"worker {shorten(name, 32)}"
+        return f"worker {abbreviate(name, 32)}"
     return shorten((address or "").rpartition("://")[2], 40)

@@ -16,6 +16,7 @@ from nbelastic.driver.describe import in_micro_batches, over, rows_in_words
 from .changes import newest_event, recent_changes
 from .curves import HEIGHT, WIDTH, shown_curves
 from .formatting import (
+    abbreviate,
     block,
     count,
     duration,
@@ -48,6 +49,7 @@ AWAY_S = 120.0
 def _load() -> Any:
     environment = Environment(autoescape=True, finalize=printable, undefined=StrictUndefined)
     environment.filters |= {
+        "abbreviate": abbreviate,
         "block": block,
         "duration": duration,
         "first_lines": first_lines,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nbelastic.driver.describe import over, rows_in_words
 
-from .formatting import count, duration, limits, rate, shorten
+from .formatting import abbreviate, count, duration, limits, rate, shorten
 
 if TYPE_CHECKING:
     from .job_snapshot import JobSnapshot
@@ -21,7 +21,7 @@ def text(snapshot: JobSnapshot) -> str:
     because those of another depend on the moment, as does its state.
     """
     status = snapshot.status
-    head = f"nbelastic job {shorten(status.name, 60)}"
+    head = f"nbelastic job {abbreviate(status.name, 60)}"
     if status.state == "finished":
         facts = [
             "finished",
@@ -54,4 +54,4 @@ def line(snapshot: JobSnapshot) -> str:
     if status.progress is not None and status.progress.remaining_s is not None:
         facts.append(f"{duration(status.progress.remaining_s)} left")
     facts += [f"warning: {shorten(headline, 60)}" for headline in status.headlines]
-    return f"{shorten(status.name, 30)}: {' · '.join(facts)}"
+    return f"{abbreviate(status.name, 30)}: {' · '.join(facts)}"

@@ -111,7 +111,8 @@ white-space:normal;overflow-wrap:break-word;max-width:none;color:inherit}
 .nbe tr.nbe-away td,.nbe tr.nbe-away th{color:var(--nbe-muted)}
 .nbe p.nbe-live{position:absolute;width:1px;height:1px;margin:0;overflow:hidden;
 clip-path:inset(50%);white-space:nowrap}
-.nbe p.nbe-stale{visibility:hidden;height:0;margin:0;color:var(--nbe-warn);
+.nbe p.nbe-stale{visibility:hidden;height:0;margin:0;color:var(--nbe-fg);
+border-left:3px solid var(--nbe-warn);padding-left:10px;
 animation:nbe-stale 1000000s step-end infinite}
 @keyframes nbe-stale{0%{visibility:hidden;height:0;margin:0}
 .0015%{visibility:visible;height:auto;margin:8px 0 0}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -48,19 +49,19 @@ def rows(job: FakeJob, width: int, height: int = 24) -> list[str]:
 FRAMES = {
     80: """\
 quickstart running · 3/8 ranks · epoch 3/10 (30%) · 1,000 samples/s · loss 0.21…
-   0  10.0.0.0:40000   running   ███████████████████████ step 10  250/s
-   1  10.0.0.1:40001   running   ███████████████████████ step 10  250/s
-   2  10.0.0.2:40002   running   ███████████████████████ step 10  250/s
-   –  10.0.0.99:40099  starting  ███████████████████████ step 10  250/s
+   0  10.0.0.0:40000   running   ███████████████████████ 10 commits  250/s
+   1  10.0.0.1:40001   running   ███████████████████████ 10 commits  250/s
+   2  10.0.0.2:40002   running   ███████████████████████ 10 commits  250/s
+   –  10.0.0.99:40099  starting  ███████████████████████ 10 commits  250/s
   0:01 Rank 2 has joined
   0:40 Rank 3 is lost: its process has ended""",
     160: """\
 quickstart running · 3/8 ranks · epoch 3/10 (30%) · 1,000 samples/s · loss 0.2134 · 2 resets · \
 1:15 left · 0:42
-   0  10.0.0.0:40000   running   ████████████████████████████████████████ step 10  250/s
-   1  10.0.0.1:40001   running   ████████████████████████████████████████ step 10  250/s
-   2  10.0.0.2:40002   running   ████████████████████████████████████████ step 10  250/s
-   –  10.0.0.99:40099  starting  ████████████████████████████████████████ step 10  250/s
+   0  10.0.0.0:40000   running   ████████████████████████████████████████ 10 commits  250/s
+   1  10.0.0.1:40001   running   ████████████████████████████████████████ 10 commits  250/s
+   2  10.0.0.2:40002   running   ████████████████████████████████████████ 10 commits  250/s
+   –  10.0.0.99:40099  starting  ████████████████████████████████████████ 10 commits  250/s
   0:01 Rank 2 has joined
   0:40 Rank 3 is lost: its process has ended""",
 }
@@ -74,6 +75,18 @@ def test_a_frame_at_its_width(width):
 @pytest.mark.parametrize("width", [1, 20, 40, 79, 200])
 def test_no_row_is_wider_than_the_terminal(width):
     assert max(map(len, rows(a_job(), width))) <= width
+
+
+def test_a_newcomer_has_no_commits_of_its_own():
+    job = FakeJob(ranks=(dataclasses.replace(rank_status(None), commits=0, step=3),))
+    assert "– 250/s" in " ".join(rows(job, 80)[1].split())
+
+
+def test_workers_that_differ_at_the_ends_of_their_names_look_different():
+    names = [f"dask-jobqueue-SLURMCluster-gpu-node0123-{end}" for end in ("17", "18")]
+    ranks = tuple(dataclasses.replace(rank_status(i), name=name) for i, name in enumerate(names))
+    one, other = rows(FakeJob(ranks=ranks), 60)[1:3]
+    assert one[4:] != other[4:]
 
 
 def test_many_ranks_are_cut_to_the_height():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
 
 import dask
 import pytest
-from distributed import Status
+from distributed import Client, LocalCluster, Status
 
 import nbelastic
 from nbelastic.driver import display
@@ -118,3 +119,21 @@ def test_a_cluster_that_was_closed_is_said_so():
 
     with pytest.raises(ClusterLost, match="it has been closed"):
         nbelastic.jobs(Closed())
+
+
+def test_a_scheduler_that_has_stopped_answering_its_client_does_not_block_for_ever(told):
+    async def never(**_):
+        await asyncio.Event().wait()
+
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        dask.config.set({"distributed.comm.timeouts.tcp": "300ms"}),
+    ):
+        answers = cluster.scheduler.handlers["identity"]
+        cluster.scheduler.handlers["identity"] = never
+        with pytest.raises(ClusterLost, match=r"the scheduler has not answered for 0\.3 s"):
+            nbelastic.fit(print, cluster=client)
+        cluster.scheduler.handlers["identity"] = answers
+    assert len(told) == 1
+    assert told[0].startswith("the scheduler at inproc:")

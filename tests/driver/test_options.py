@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import inspect
 import math
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import dask
 import numpy
 import pytest
+from distributed import LocalCluster
 
 import nbelastic
 from nbelastic.cluster.sendable import sendable
@@ -29,7 +31,7 @@ from nbelastic.cluster.wire import (
 from nbelastic.driver import Job, ask_to_scale, ask_to_stop, look
 from nbelastic.driver.hints import ELSEWHERE
 from nbelastic.driver.option_kinds import MOST_SECONDS
-from nbelastic.driver.options import DEFAULTS, TABLE, Options
+from nbelastic.driver.options import DEFAULTS, TABLE, Options, call_arguments
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
 from nbelastic.membership import Machine, Place, Slot, StartRank
@@ -44,6 +46,13 @@ class Unshowable:
         raise RuntimeError("no connection")
 
     __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __repr__
+
+
+class LaterCluster:
+    """A cluster that runs in the caller's event loop."""
+
+    asynchronous = True
+    scheduler_address = "tcp://127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +86,13 @@ class Unshowable:
         ({"workers": 4}, "workers=4: must be a list .* how many may train: np"),
         ({"workers": []}, r"workers=\[\]: must be a list .* None for all"),
         ({"workers": (name for name in ())}, "workers=.*: must be a list"),
+        ({"workers": ""}, "workers='': must be a list"),
+        ({"workers": {"alice": 1}}, r"workers=\{'alice': 1\}: must be a list"),
+        ({"workers": [None]}, r"workers=\[None\]: must be a list"),
+        ({"workers": ["alice", ""]}, r"workers=\['alice', ''\]: must be a list"),
+        ({"workers": b"alice"}, "workers=b'alice': must be a list"),
+        ({"block": "no"}, "block='no': must be True or False"),
+        ({"blacklist_cooldown": "12"}, "blacklist_cooldown='12': must be"),
         ({"name": "x" * 5000}, r"^name='x{80,300}…: must be text of at most 64"),
         ({"resources": ["GPU"]}, r"resources=\['GPU'\]: must be a dict"),
         ({"resources": {"GPU": True}}, r"resources\['GPU'\]=True"),
@@ -92,6 +108,8 @@ class Unshowable:
         ({"args": Unshowable()}, r"args=<.*Unshowable object"),
         ({"kwargs": Unshowable()}, r"kwargs=<.*Unshowable object"),
         ({"cluster": Unshowable()}, r"cluster=<.*Unshowable object"),
+        ({"cluster": LocalCluster}, r"cluster=<class .*LocalCluster'>: must be a Dask Client"),
+        ({"cluster": LaterCluster()}, "cluster: this cluster is asynchronous; pass a synchronous"),
         ({"name": Unshowable()}, r"name=<.*Unshowable object"),
         ({"np": Unshowable()}, r"np=<.*Unshowable object"),
         ({"backend": Unshowable()}, r"backend=<.*Unshowable object"),
@@ -109,11 +127,58 @@ def test_a_wrong_option_is_named(options, message):
         nbelastic.fit(print, **options)
 
 
+def takes_rate(rate, *, steps=1):
+    """Take what a training function might."""
+
+
+async def trains_later():
+    """Return a coroutine."""
+
+
+def trains_in_parts():
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            {"fn": takes_rate},
+            "takes_rate: missing a required argument: 'rate'; .* args= and",
+        ),
+        ({"fn": takes_rate, "args": (1, 2)}, "takes_rate: too many positional arguments"),
+        ({"fn": takes_rate, "args": (1,), "kwargs": {"rate": 2}}, "takes_rate: multiple values"),
+        ({"fn": takes_rate, "kwargs": {"rate": 1, "lr": 2}}, "unexpected keyword argument 'lr'"),
+        ({"fn": Path.cwd().exists, "args": (1,)}, "exists: too many positional arguments"),
+        (
+            {"fn": trains_later},
+            "fn=<.*trains_later.*: must be a function, not a coroutine",
+        ),
+        ({"fn": trains_in_parts}, "fn=<.*trains_in_parts.*: .* not a generator function"),
+    ],
+)
+def test_a_function_that_cannot_be_called_so_is_refused_at_once(call, message):
+    with pytest.raises(OptionError, match=message):
+        nbelastic.fit(**call)
+
+
+def test_arguments_that_a_decorator_adds_are_not_asked_for():
+    @functools.wraps(takes_rate)
+    def wrapper():
+        return takes_rate(1)
+
+    assert call_arguments(wrapper, (), None) == ((), {})
+    assert call_arguments(functools.partial(takes_rate, 1), (), {"steps": 2}) == ((), {"steps": 2})
+    assert call_arguments(print, (1,), None) == ((1,), {})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_workers": 4}, r"fit: there is no option num_workers; did you mean np\?"),
         ({"n_workers": 4}, r"did you mean np\?"),
+        ({"MIN_NP": 4}, r"did you mean min_np\?"),
+        ({"stream": "all"}, "no option stream; it is an option of %%elastic_train alone"),
         ({"nproc_per_node": 4}, r"did you mean np or slots_per_host\?"),
         ({"max_num_proc": 4}, r"did you mean max_np\?"),
         ({"client": None}, r"did you mean cluster\?"),

@@ -6,12 +6,20 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nbelastic.elastic import supervision
 from nbelastic.elastic.context import LocalContext
 from nbelastic.elastic.runtime import RankSpec
 from nbelastic.elastic.session import Session
-from nbelastic.elastic.supervision import NEVER_COMMITTED, NO_COMMIT, Supervision, watch
+from nbelastic.elastic.supervision import (
+    BESIDES,
+    NEVER_COMMITTED,
+    NO_COMMIT,
+    Supervision,
+    note_step,
+    watch,
+)
 from nbelastic.membership import Place, RankNote, WeightsSampled, pack_event, unpack_event
 
 
@@ -41,6 +49,10 @@ def session():
     yield made
     assert made.before_exchange == ()
     made.close()
+
+
+def optimizer_of(value, kind=torch.nn.Parameter):
+    return torch.optim.SGD([kind(torch.full((1,), value)).requires_grad_()], lr=0.1)
 
 
 def train(session, steps, commit_every=0, state=None):
@@ -133,10 +145,76 @@ def test_where_the_state_has_no_parameters_those_of_stepped_optimizers_are_sampl
     class Empty(Sampled):
         values = ()
 
-    session.stepped = Sampled()
-    session.stepped.sample = lambda: ((3.0,), ("SGD",))
+    note_step(session, optimizer_of(3.0))
     train(session, 1, 1, Empty())
     assert [(note.values, note.plain) for note in session.port] == [((3.0,), ("SGD",))] * 2
+
+
+# -- optimizers that the state does not have -------------------------------------------------------
+
+
+def wrapped_optimizer():
+    made = optimizer_of(1.0)
+    made._reducer = None
+    return made
+
+
+def train_besides(session, optimizers, steps, every=1):
+    watched = Supervision(session, Sampled())
+    watched.begun()
+    for step in range(steps):
+        for each in optimizers(step):
+            note_step(session, each)
+        if step % every == 0:
+            watched.committed()
+    watched.ended()
+    watched.close()
+    return [n for n in session.port if isinstance(n, WeightsSampled) and n.moment >= BESIDES]
+
+
+def test_what_is_trained_besides_the_state_is_sampled_once_it_is_regular(session):
+    critic = optimizer_of(3.0)
+    found = train_besides(session, lambda step: [critic], 150)
+    assert [note.moment - BESIDES for note in found] == [10, 100, 0]
+    assert {(note.values, note.plain) for note in found} == {((3.0,), ("SGD",))}
+
+
+RARE, ADVERSARIAL, WRAPPED = optimizer_of(1.0), optimizer_of(1.0, torch.Tensor), wrapped_optimizer()
+
+
+@pytest.mark.parametrize(
+    "optimizers",
+    [
+        lambda _: [optimizer_of(1.0)] * 5,  # of a task's own, as in meta-learning
+        lambda step: [RARE] if step % 4 == 0 else [],
+        lambda _: [ADVERSARIAL],  # it changes an example, not a model
+        lambda _: [WRAPPED],
+    ],
+    ids=["short-lived", "rare", "no-parameters", "wrapped"],
+)
+def test_what_a_rank_may_train_alone_is_not_compared(session, optimizers):
+    assert train_besides(session, optimizers, 150) == []
+
+
+def test_steps_before_a_generation_do_not_count_in_it(session):
+    first, other = optimizer_of(3.0), optimizer_of(4.0)
+    for _ in range(200):
+        note_step(session, first)
+    found = train_besides(session, lambda step: [other, first], 12)
+    assert {note.values for note in found} == {(4.0, 3.0)}, "as on a rank that has just joined"
+
+
+def test_what_is_trained_besides_a_broadcast_is_sampled_at_the_end(session):
+    watch(session, lambda: (1.0,))
+    other = optimizer_of(5.0)
+    for _ in range(20):
+        note_step(session, other)
+    session.before_return()
+    assert [(note.moment, note.values) for note in session.port] == [
+        (0, (1.0,)),
+        (BESIDES, (5.0,)),
+    ]
+    session.before_return.close()
 
 
 # -- without an elastic loop -----------------------------------------------------------------------

@@ -15,6 +15,7 @@ import faulthandler, os, signal, sys, threading, time, traceback
 from pathlib import Path
 from distributed import Client, LocalCluster
 import nbelastic
+from nbelastic.cluster import JobClient
 from tests.support.clusters import until
 from tests.support.training import Workload
 
@@ -44,6 +45,17 @@ def main():
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, \\
             Client(cluster) as client:
         before = sorted(client.run(os.getpid).values())
+        opened = JobClient.open
+
+        def interrupted_before(*args):  # no worker has an agent yet
+            JobClient.open = opened
+            os.killpg(os.getpgrp(), signal.SIGINT)
+            time.sleep(60)
+
+        JobClient.open = interrupted_before
+        interrupted(lambda: nbelastic.fit(Workload(marks, epochs=1000), cluster=client, np=2))
+        ignored = client.run(lambda: signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
+        print("while it is opened:", list(ignored.values()))
         job = nbelastic.fit(Workload(marks, epochs=1000), cluster=client, np=2, block=False)
         interrupt_when(lambda: job.status.commits > 3)
         interrupted(threading.Event().wait)  # another cell
@@ -108,6 +120,8 @@ def kernel(tmp_path, script):
 def test_an_interrupt_ends_no_worker_of_the_kernels_cluster(tmp_path):
     lines, errors = kernel(tmp_path, BY_HAND)
     assert lines == [
+        "KeyboardInterrupt ",
+        "while it is opened: [True, True]",
         "KeyboardInterrupt ",
         "running set()",
         "JobInterrupted its 2 workers are free",

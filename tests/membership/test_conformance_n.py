@@ -99,6 +99,21 @@ def test_N14_addresses_in_the_message_do_not_hide_it() -> None:
     assert world.machine.roster.outcome.error == "rank_failed"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ValueError: rank {} has a bad sample",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'part-{}.csv'",
+        "FloatingPointError: loss is not finite: tensor([{}.5071, -3e-0{}])",
+    ],
+)
+def test_N14_numbers_in_the_message_do_not_hide_it(error: str) -> None:
+    world = trained(job("A0", "A1", "A2", "A3", np=4, min_np=1, script=LONG), 20)
+    for number, name in enumerate(("A1", "A2", "A3")):
+        poisoned(world, name, error=error.format(number, number))
+    assert world.machine.roster.outcome.error == "rank_failed"
+
+
 def test_N14_two_are_enough_where_too_few_are_left() -> None:
     world = trained(job("A0", "A1", "A2", np=3, min_np=2, script=LONG), 20)
     poisoned(world, "A1", "A2").run(seconds=10.0)
@@ -134,6 +149,19 @@ def test_N14_a_worker_that_may_come_back_is_waited_for() -> None:
     assert world.now > 20.0, "A2 has had its time"
 
 
+@pytest.mark.parametrize("how", ["kill", "retire"])
+def test_N14_a_worker_that_has_come_back_is_not_waited_for(how: str) -> None:
+    world = trained(job("A0", "A1", np=2, min_np=2, elastic_timeout=600.0, script=LONG), 20)
+    getattr(world, how)("A1")
+    world.run_for(6.0)
+    world.add("A1")  # as its nanny starts it, or its owner: under its name
+    world.run_for(1.0)
+    assert workers(world.plans[-1]) == ["A0", "A1"]
+    poisoned(world, "A0").run(seconds=5.0)
+    assert world.outcome.error == "rank_failed"
+    assert world.outcome.reason == UserErrors((POISON,), Presence(1, 2, excluded=1))
+
+
 def test_N14_a_few_commits_in_between_make_no_difference() -> None:
     rarely = Script(batches=100_000, step=1.0, commit_every=10_000)
     for apart, script in ((8.0, Script(batches=2000)), (1000.0, rarely)):
@@ -157,8 +185,8 @@ def test_N14_different_errors_are_no_chain() -> None:
     world = trained(job(*names, np=10, min_np=1, script=LONG), 20)
     for name in names[1:3]:
         world.rank_on(name).raise_error(POISON)
-    for number, name in enumerate(names[5:8]):
-        poisoned(world, name, error=f"KeyError: {number}")
+    for kind, name in zip(("KeyError", "OSError", "TypeError"), names[5:8], strict=True):
+        poisoned(world, name, error=f"{kind}: 7")
     assert world.machine.roster.outcome is None
     assert workers(world.plans[-1]) == ["A0", "A3", "A4", "A8", "A9"]
 

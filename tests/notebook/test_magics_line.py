@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from nbelastic.errors import OptionError
@@ -26,13 +28,14 @@ def test_without_a_job_every_command_says_what_to_do(shell, command):
 
 
 def test_status_shows_the_latest_job(shell, job, capsys):
-    job.set(reason="waiting for 1 more", ranks=(rank_status(0), rank_status(None)))
+    named = dataclasses.replace(rank_status(0), name="alice")
+    job.set(reason="waiting for 1 more", ranks=(named, rank_status(None)))
     run(shell, "%elastic status")
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "second: running, 4 ranks (2 to 8), generation 2, 120 commits, 2 resets"
     assert shown[1:] == [
         "  waiting for 1 more",
-        "    0  running         10 commits  tcp://10.0.0.0:40000",
+        "    0  running         10 commits  alice  tcp://10.0.0.0:40000",
         "    –  running         10 commits  tcp://10.0.0.99:40099",
     ]
 

@@ -312,6 +312,27 @@ def test_colours_come_from_jupyter_and_fall_back_by_scheme():
     assert set(re.findall(r"var\((--nbe-\w+)\)", STYLE)) - names == {"--nbe-state"}
 
 
+def test_text_has_the_colours_that_are_made_for_text():
+    inks = set(re.findall(r"[{;]color:var\(--nbe-(\w+)\)", STYLE))
+    assert inks == {"fg", "muted", "state"}, "that of the state is its symbol's"
+
+
+@pytest.mark.parametrize("what", ["worker", "host", "metric", "job"])
+def test_long_names_that_differ_at_their_ends_look_different(what):
+    def source(end: str) -> str:
+        name = f"dask-jobqueue-SLURMCluster-gpu-node0123-17-of-128-validation-{end}"
+        first = dataclasses.replace(rank_status(0), **{"worker": {"name": name}}.get(what, {}))
+        other = rank_status(5)
+        if what == "host":
+            first = dataclasses.replace(first, host=name)
+        status = job_status(ranks=(first, other), **({"name": name} if what == "job" else {}))
+        curves = {name: [(0, 1.0), (1, 2.0)]} if what == "metric" else {}
+        shown = page(JobSnapshot(status, curves=curves))
+        return re.sub(r' (title|aria-label)="[^"]*"|<title>.*?</title>', "", shown)
+
+    assert source("01") != source("02")
+
+
 @pytest.mark.parametrize("column", [1, 2])
 def test_words_can_be_read_on_their_background_in_both_schemes(column):
     def light(colour: str) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from nbelastic.render import count, duration, number, printable, rate, sentence, shorten
+from nbelastic.render import abbreviate, count, duration, number, printable, rate, sentence
 
 if TYPE_CHECKING:
     from nbelastic.driver.status import JobStatus, RankStatus
@@ -74,13 +74,13 @@ def _head(snapshot: JobSnapshot) -> Row:
         facts.append(f"{rate(status.samples_per_s)} samples/s")
     for name, points in list(snapshot.curves.items())[:MAX_METRICS]:
         if points:
-            facts.append(f"{shorten(name, 16)} {number(points[-1][1])}")
+            facts.append(f"{abbreviate(name, 16)} {number(points[-1][1])}")
     facts.append(count(status.resets, "reset"))
     if progress is not None and progress.remaining_s is not None:
         facts.append(f"{duration(progress.remaining_s)} left")
     facts.append(duration(status.elapsed))
     return [
-        (f"{shorten(status.name, 24)} ", "head"),
+        (f"{abbreviate(status.name, 24)} ", "head"),
         (status.state, _OF_STATE.get(status.state, "busy")),
         (" · " + " · ".join(facts), ""),
     ]
@@ -114,8 +114,10 @@ def _rank(rank: RankStatus, name: str, longest: int, width: int, fastest: float)
     """Return a rank with a bar for its pace, relative to the fastest."""
     which = "   –" if rank.rank is None else f"{rank.rank:4d}"
     pace = "" if rank.samples_per_s is None else f"{rate(rank.samples_per_s)}/s"
-    end = f" step {rank.step:,}  {pace}".rstrip()
-    start = f"{which}  {shorten(name, longest):<{longest}}  "
+    # Its own steps would be a newcomer's since it came.
+    commits = "–" if rank.rank is None and not rank.commits else count(rank.commits, "commit")
+    end = f" {commits}  {pace}".rstrip()
+    start = f"{which}  {abbreviate(name, longest):<{longest}}  "
     state = f"{rank.state:<9} "
     room = width - len(start) - len(state) - 24
     style = _OF_STATE.get(rank.state, "busy")

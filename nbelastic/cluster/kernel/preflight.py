@@ -17,6 +17,7 @@ from distributed import Future
 
 from nbelastic.cluster.wire import JobPayload
 from nbelastic.cluster.worker.environment import MUST_MATCH, versions, versions_reader
+from nbelastic.cluster.worker.signals import after_shielding
 from nbelastic.errors import NotPicklable, VersionMismatch
 from nbelastic.pickling import dumps
 
@@ -48,6 +49,8 @@ MOST_ELEMENTS = 10_000
 def check_versions(client: Client) -> None:
     """Compare the versions of kernel, scheduler and present workers.
 
+    It is a job's first call on the workers. From then on they ignore the kernel's interrupts.
+
     Raises
     ------
     VersionMismatch
@@ -57,7 +60,7 @@ def check_versions(client: Client) -> None:
     probe = versions_reader()
     scheduler = {"the scheduler": client.run_on_scheduler(probe)}
     addresses = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.workers))
-    workers = client.sync(_ask_workers, client, probe, addresses)
+    workers = client.sync(_ask_workers, client, after_shielding(probe), addresses)
     problems = list(_differences(here, scheduler, ("python", "nbelastic")))
     problems += _differences(here, workers, MUST_MATCH)
     if problems:

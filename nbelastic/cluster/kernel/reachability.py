@@ -2,7 +2,8 @@
 
 Runs in the kernel, in the thread that calls ``fit``; the conversation runs in an event loop of
 Dask's. A Dask client waits half a minute where nothing listens. It waits without end where
-something else listens, such as a dashboard, because its handshake has no limit.
+something else listens, such as a dashboard, because its handshake has no limit, and where a
+scheduler that it is connected to has stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from nbelastic.errors import ClusterLost, OptionError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["check_scheduler"]
+    from distributed import Client
+
+__all__ = ["check_answers", "check_scheduler"]
 
 CONNECT_WITHIN_S = 10.0
 """Seconds for a scheduler to answer; less where Dask's own limit for a connection is less."""
@@ -71,6 +74,57 @@ def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) ->
             f"cluster={address!r}: its certificates cannot be read: {error}"
         ) from None
     _check_answer(address, terms, tell)
+
+
+def check_answers(client: Client, tell: Callable[[str], None]) -> None:
+    """Return once the scheduler of a connected client has answered.
+
+    It may be stopped, or busy: its connection does not show that.
+
+    Parameters
+    ----------
+    client : Client
+        The client.
+    tell : callable
+        Takes a line for the user, where the answer does not come at once.
+
+    Raises
+    ------
+    ClusterLost
+        It has not answered within Dask's timeout for a connection.
+    """
+    limit = float(parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp"), "s"))
+    first = min(FIRST_TRY_S, limit / 2)
+    answer = client.sync(_begin_asking, client, first)
+    if answer.done():
+        answer.result()
+        return
+    scheduler: Any = client.scheduler
+    address = scheduler.address
+    tell(f"the scheduler at {address} does not answer so far; trying for {limit:g} s")
+    if not client.sync(_go_on_asking, answer, limit - first):
+        raise ClusterLost(
+            f"cluster: the scheduler has not answered for {limit:g} s, although it is connected; "
+            f"check that it is not stopped or busy ({address})"
+        )
+
+
+async def _begin_asking(client: Client, limit: float) -> asyncio.Task[Any]:
+    scheduler: Any = client.scheduler
+    answer: asyncio.Task[Any] = asyncio.ensure_future(scheduler.identity())
+    await asyncio.wait({answer}, timeout=limit)
+    return answer
+
+
+async def _go_on_asking(answer: asyncio.Task[Any], limit: float) -> bool:
+    """Return whether an answer has come; else give it up."""
+    await asyncio.wait({answer}, timeout=limit)
+    if not answer.done():
+        answer.cancel()
+        await asyncio.wait({answer})
+        return False
+    answer.result()
+    return True
 
 
 def _check_form(address: str) -> str:

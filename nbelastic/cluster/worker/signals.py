@@ -25,7 +25,7 @@ import signal
 import threading
 import weakref
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +33,15 @@ if TYPE_CHECKING:
     from distributed import Nanny
 
 __all__ = [
+    "after_shielding",
     "ignore_interrupts",
     "leave_on_termination",
     "leave_on_user_signals",
     "pass_on_user_signals",
     "start_processes_shielded",
 ]
+
+T = TypeVar("T")
 
 HANDLERS_OF_DASK = "distributed._signals"
 """Module of the signal handler of a ``dask worker`` without a nanny."""
@@ -61,6 +64,26 @@ def ignore_interrupts() -> Callable[[], None]:
             signal.signal(signal.SIGINT, before)
 
     return undo
+
+
+def after_shielding(probe: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that has a nanny's worker ignore SIGINT and then returns ``probe()``.
+
+    It travels to a process without nbelastic. A worker has its agent only when it has imported it,
+    which can take seconds. ``client.run`` runs it in the worker's main thread.
+    """
+
+    def run() -> T:
+        import multiprocessing
+        import signal
+        import threading
+
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if multiprocessing.parent_process() is not None and in_main_thread:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return probe()
+
+    return run
 
 
 def leave_on_termination(leave: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
