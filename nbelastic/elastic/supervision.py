@@ -37,9 +37,6 @@ MOST_STEPS = 100
 MOST_SECONDS = 60.0
 """Most seconds of a loop without a commit."""
 
-BESIDES = 1_000_000
-"""Added to a moment for a sample of what is trained besides the state or the broadcast."""
-
 REGULAR = 10
 """Fewest steps of an optimizer whose parameters are compared although the state has none of them.
 
@@ -263,11 +260,15 @@ def _send_besides(session: Session, moment: int, steps: int) -> None:
     """Send a sample of what optimizers train regularly that are not distributed."""
     stepped = session.stepped
     if stepped is not None:
-        _send(session, BESIDES + moment, lambda: stepped.sample_regular(steps))
+        _send(session, moment, lambda: stepped.sample_regular(steps), besides=True)
 
 
 def _send(
-    session: Session, moment: int, sample: Callable[[], tuple[Sample, tuple[str, ...]]]
+    session: Session,
+    moment: int,
+    sample: Callable[[], tuple[Sample, tuple[str, ...]]],
+    *,
+    besides: bool = False,
 ) -> None:
     """Send a sample of a rank's parameters, if it has any and there are other ranks."""
     if session.size == 1 or session.generation == 0:
@@ -278,5 +279,5 @@ def _send(
         return
     if values:
         values = tuple(each if math.isfinite(each) else NOT_FINITE for each in values)
-        event = WeightsSampled(session.spec.start, session.generation, moment, values, plain)
-        session.port.report(event)
+        place = (session.spec.start, session.generation, moment)
+        session.port.report(WeightsSampled(*place, values, plain, besides))

@@ -35,20 +35,21 @@ def differ(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
 
 
 def compare(
-    seen: MutableMapping[int, WeightsSampled], sample: WeightsSampled
+    seen: MutableMapping[tuple[int, bool], WeightsSampled], sample: WeightsSampled
 ) -> WeightsDiffer | None:
     """Compare a sample with the first of its moment; return a warning if they differ.
 
     Parameters
     ----------
-    seen : mutable mapping of int to WeightsSampled
-        The first sample of each moment. It is updated.
+    seen : mutable mapping of (int, bool) to WeightsSampled
+        The first sample of each moment, and whether it is one besides the state. It is updated.
     sample : WeightsSampled
         A sample of a member of the present generation.
     """
-    first = seen.get(sample.moment)
+    key = (sample.moment, sample.besides)
+    first = seen.get(key)
     if first is None or first.generation != sample.generation:
-        seen[sample.moment] = sample
+        seen[key] = sample
         return None
     if not differ(first.values, sample.values):
         return None

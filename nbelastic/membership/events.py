@@ -279,12 +279,13 @@ class WeightsSampled(Event):
         Its generation.
     moment : int
         Number of its commits in this generation before the sample; 0 at the end of the elastic
-        loop. Without a loop: minus the number of operations, and 0 at the end. A million more for
-        what is trained besides the state or the broadcast.
+        loop. Without a loop: minus the number of operations, and 0 at the end.
     values : tuple of float
         The sample, of values at the same places on all ranks.
     plain : tuple of str
         Classes of its optimizers that do not average gradients.
+    besides : bool
+        Whether these parameters are neither in the state nor in the broadcast.
     """
 
     start: int
@@ -292,6 +293,7 @@ class WeightsSampled(Event):
     moment: int
     values: tuple[float, ...]
     plain: tuple[str, ...] = ()
+    besides: bool = False
 
 
 @dataclass(frozen=True)

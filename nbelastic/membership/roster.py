@@ -69,8 +69,9 @@ class Roster:
         Notices without a time, by slot: of workers that another should take the place of.
     isolated : dict of int to tuple of str
         Starts that returned without an exchange with another rank, with what trained in them.
-    samples : dict of int to WeightsSampled
-        The first sample of parameters of each moment of the present generation.
+    samples : dict of (int, bool) to WeightsSampled
+        The first sample of parameters of each moment of the present generation, those besides the
+        state apart.
     warnings : list of Reason
         Warnings so far.
     started_again : list of str
@@ -126,7 +127,7 @@ class Roster:
     notices: dict[str, NoticeGiven] = field(default_factory=dict)
     at_risk: dict[str, NoticeGiven] = field(default_factory=dict)
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    samples: dict[int, WeightsSampled] = field(default_factory=dict)
+    samples: dict[tuple[int, bool], WeightsSampled] = field(default_factory=dict)
     warnings: list[Reason] = field(default_factory=list)
     started_again: list[str] = field(default_factory=list)
     unused: list[UnusedWorker] = field(default_factory=list)

@@ -12,6 +12,7 @@ import pytest
 from distributed import Client, LocalCluster, Status
 
 import nbelastic
+from nbelastic.cluster.kernel import reachability
 from nbelastic.driver import display
 from nbelastic.errors import ClusterLost, OptionError
 
@@ -67,8 +68,10 @@ def test_a_port_that_accepts_and_says_nothing_does_not_block_for_ever(told):
         connection.close()
 
 
-def test_a_port_that_closes_the_connection_is_said_so_at_once(told):
+def test_a_port_that_closes_the_connection_is_said_so_without_another_try(told, monkeypatch):
+    monkeypatch.setattr(reachability, "FIRST_TRY_S", 60.0)
     with (
+        dask.config.set({"distributed.comm.timeouts.connect": "60s"}),
         listening(lambda connection: connection.close()) as address,
         pytest.raises(ClusterLost, match=r"it closed the connection .* needs tls://"),
     ):
@@ -130,10 +133,10 @@ def test_a_scheduler_that_has_stopped_answering_its_client_does_not_block_for_ev
         Client(cluster) as client,
         dask.config.set({"distributed.comm.timeouts.tcp": "300ms"}),
     ):
-        answers = cluster.scheduler.handlers["identity"]
-        cluster.scheduler.handlers["identity"] = never
+        answers = cluster.scheduler.handlers["echo"]
+        cluster.scheduler.handlers["echo"] = never
         with pytest.raises(ClusterLost, match=r"the scheduler has not answered for 0\.3 s"):
             nbelastic.fit(print, cluster=client)
-        cluster.scheduler.handlers["identity"] = answers
+        cluster.scheduler.handlers["echo"] = answers
     assert len(told) == 1
     assert told[0].startswith("the scheduler at inproc:")

@@ -13,7 +13,6 @@ from nbelastic.elastic.context import LocalContext
 from nbelastic.elastic.runtime import RankSpec
 from nbelastic.elastic.session import Session
 from nbelastic.elastic.supervision import (
-    BESIDES,
     NEVER_COMMITTED,
     NO_COMMIT,
     Supervision,
@@ -169,13 +168,13 @@ def train_besides(session, optimizers, steps, every=1):
             watched.committed()
     watched.ended()
     watched.close()
-    return [n for n in session.port if isinstance(n, WeightsSampled) and n.moment >= BESIDES]
+    return [n for n in session.port if isinstance(n, WeightsSampled) and n.besides]
 
 
 def test_what_is_trained_besides_the_state_is_sampled_once_it_is_regular(session):
     critic = optimizer_of(3.0)
     found = train_besides(session, lambda step: [critic], 150)
-    assert [note.moment - BESIDES for note in found] == [10, 100, 0]
+    assert [note.moment for note in found] == [10, 100, 0]
     assert {(note.values, note.plain) for note in found} == {((3.0,), ("SGD",))}
 
 
@@ -210,10 +209,8 @@ def test_what_is_trained_besides_a_broadcast_is_sampled_at_the_end(session):
     for _ in range(20):
         note_step(session, other)
     session.before_return()
-    assert [(note.moment, note.values) for note in session.port] == [
-        (0, (1.0,)),
-        (BESIDES, (5.0,)),
-    ]
+    found = [(note.moment, note.besides, note.values) for note in session.port]
+    assert found == [(0, False, (1.0,)), (0, True, (5.0,))]
     session.before_return.close()
 
 

@@ -46,6 +46,7 @@ def test_moments_and_generations_are_compared_each_by_itself():
         assert compare(seen, sample) is None
     assert compare(seen, WeightsSampled(2, 2, 1, VALUES, ("SGD",))) == WeightsDiffer(("SGD",))
     assert compare(seen, WeightsSampled(2, 2, 1, VALUES)) == WeightsDiffer(())
+    assert compare(seen, WeightsSampled(2, 2, 1, VALUES, besides=True)) is None, "another model"
 
 
 def test_a_job_records_it_once_and_nothing_of_former_generations():

@@ -111,7 +111,7 @@ def check_answers(client: Client, tell: Callable[[str], None]) -> None:
 
 async def _begin_asking(client: Client, limit: float) -> asyncio.Task[Any]:
     scheduler: Any = client.scheduler
-    answer: asyncio.Task[Any] = asyncio.ensure_future(scheduler.identity())
+    answer: asyncio.Task[Any] = asyncio.ensure_future(scheduler.echo())
     await asyncio.wait({answer}, timeout=limit)
     return answer
 
