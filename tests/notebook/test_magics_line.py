@@ -137,6 +137,7 @@ def test_jobs_without_any_says_so(shell, capsys):
         ("scale --max-np 0", "at least 1"),
         ("scale --priority high", "--priority"),
         ("scale --max 2", "did you mean --max-np?"),
+        ("stop job", "did you mean --job?"),
         ("logs --rank first", "'first' must be a whole number"),
         ("jobs all", "'all' belongs to no option"),
         ("config max-pn=8", "did you mean max-np?"),

@@ -182,3 +182,8 @@ def test_a_default_is_read_as_the_option_is(text, found):
 def test_a_wrong_default_is_an_error_that_says_what_to_write(text, says):
     with pytest.raises(MagicOptionError, match=says):
         parse_setting(text)
+
+
+def test_a_flag_with_a_value_is_said_to_take_none():
+    with pytest.raises(MagicOptionError, match="--preemptible: takes no value, not even 'true'"):
+        parse("--preemptible=true")
