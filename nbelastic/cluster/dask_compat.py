@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConnectionCheck",
     "PeriodicCall",
+    "batches_begun",
     "cause_of_death",
     "hold_keys",
     "is_stalled",
@@ -91,6 +92,16 @@ def resume(stream: Any) -> None:
     if is_stalled(stream):
         stream.next_deadline = metrics.time()
         stream.waker.set()
+
+
+def batches_begun(stream: Any) -> int | None:
+    """Return how many batches a stream has begun to write; None where that is not known.
+
+    It begins one when the one before is written, so the number stands still while the other end
+    does not read.
+    """
+    number = getattr(stream, "batch_count", None)
+    return number if isinstance(number, int) else None
 
 
 # -- connections -----------------------------------------------------------------------------------

@@ -150,11 +150,12 @@ class RankEvent(Message):
 
 @dataclass(frozen=True)
 class RankOutput(Message):
-    """Text that a rank has printed."""
+    """Text that a rank has printed; after a gap, output is missing until the next message."""
 
     job: str
     start: int
     text: str
+    gap: bool = False
 
 
 @dataclass(frozen=True)

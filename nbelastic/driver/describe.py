@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .status import DataStatus
 
 __all__ = [
+    "OUTPUT_GAP",
     "history_detail",
     "in_words",
     "over",
@@ -71,6 +72,8 @@ _NOTICES = {
     NoticeSource.SIGNAL: "signal",
     NoticeSource.CHAOS: "nbelastic.chaos",
 }
+
+OUTPUT_GAP = "output of ranks was left out, because this kernel did not read it for a while"
 
 _TRANSPORTS = {"gloo": "Gloo", "shm": "shared memory", "hierarchical": "shared memory and Gloo"}
 

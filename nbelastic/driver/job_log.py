@@ -13,7 +13,7 @@ from nbelastic.cluster import JobLog, Modules
 
 from . import display
 from .clock import steady_time
-from .describe import history_detail, reset_detail, straggler_detail
+from .describe import OUTPUT_GAP, history_detail, reset_detail, straggler_detail
 from .metrics import MetricsAggregator
 from .output_log import OutputLog
 from .status import HistoryEvent, Output
@@ -143,6 +143,11 @@ class KernelLog(JobLog):
             problem = self._kept.add(Output(start, self.latest_rank(start), text), write=write)
         if problem:
             self.note("warning", detail=problem)
+
+    def note_gap(self, start: int) -> None:
+        """Note that output of ranks is missing from here on, because this kernel did not read."""
+        self.note_output(start, f"[{OUTPUT_GAP}]\n")
+        self.note("warning", detail=OUTPUT_GAP)
 
     def note_telemetry(self, ranks: Iterable[RankTelemetry], members: Iterable[int] = ()) -> None:
         """Keep the telemetry of ranks; the job's speed is that of its members."""

@@ -312,6 +312,8 @@ class Driver:
         elif isinstance(message, SlotGranted):
             self._begin(message)
         elif isinstance(message, RankOutput):
+            if message.gap:
+                self.log.note_gap(message.start)
             self.log.note_output(message.start, message.text)
         elif isinstance(message, TelemetryBatch):
             members = self._machine.roster.members()

@@ -136,7 +136,9 @@ class Supervision:
         """Return what the state trains; if it has no parameters, what optimizers have stepped."""
         values, plain = self._state._sample()
         stepped = self._session.stepped
-        return (values, plain) if values or stepped is None else stepped.sample()
+        if stepped is None:
+            return values, plain
+        return (values, plain or stepped.plain()) if values else stepped.sample()
 
 
 def watch(context: Context, sample: Callable[[], Sample]) -> None:
@@ -187,9 +189,13 @@ class SteppedOptimizers:
         """Return values of their parameters, and the kinds of those that are not distributed."""
         from nbelastic.elastic.sampling import sample
 
+        return sample(self._optimizers.values()), self.plain()
+
+    def plain(self) -> tuple[str, ...]:
+        """Return the kinds of those that are not distributed."""
         found = self._optimizers.values()
-        plain = [type(each).__name__ for each in found if not hasattr(each, "_reducer")]
-        return sample(found), tuple(dict.fromkeys(plain))
+        names = [type(each).__name__ for each in found if not hasattr(each, "_reducer")]
+        return tuple(dict.fromkeys(names))
 
     def sample_regular(self, steps: int) -> tuple[Sample, tuple[str, ...]]:
         """Return the same of those that are not distributed and train parameters of models.
@@ -241,7 +247,7 @@ class _Watch:
 
     def __call__(self) -> None:
         if not self._session.loops:
-            _send(self._session, 0, lambda: (self._sample(), ()))
+            _send(self._session, 0, self._sample_with_names)
             _send_besides(self._session, 0, REGULAR)
 
     def close(self) -> None:
@@ -253,7 +259,11 @@ class _Watch:
         if session.loops:
             self.close()
         elif session.exchanges - self._first in MOMENTS:
-            _send(session, -session.exchanges, lambda: (self._sample(), ()))
+            _send(session, -session.exchanges, self._sample_with_names)
+
+    def _sample_with_names(self) -> tuple[Sample, tuple[str, ...]]:
+        stepped = self._session.stepped
+        return self._sample(), () if stepped is None else stepped.plain()
 
 
 def _send_besides(session: Session, moment: int, steps: int) -> None:

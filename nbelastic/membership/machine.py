@@ -324,7 +324,9 @@ class Machine:
 
     def _on_weights_sampled(self, event: ev.WeightsSampled) -> None:
         if event.start in self.roster.ranks and event.generation == self.roster.generation:
-            self._warn(compare(self.roster.samples, event))
+            differ = compare(self.roster.samples, event)
+            if not any(isinstance(each, why.WeightsDiffer) for each in self.roster.warnings):
+                self._warn(differ)  # more of them would be consequences
 
     # -- events: the end of a rank -------------------------------------------------------------
 

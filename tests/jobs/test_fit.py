@@ -81,17 +81,19 @@ def test_a_result_that_cannot_travel_is_an_error_that_says_so(crew):
         crew.fit(lock, np=1)
 
 
-def test_N13_two_jobs_at_once_share_no_slot(crew):
-    def who(seconds):
+def test_N13_two_jobs_at_once_share_no_slot(crew, tmp_path):
+    def who(directory):
         import os
         import time
 
-        time.sleep(seconds)
+        (directory / f"{os.getpid()}").touch()
+        while len(os.listdir(directory)) < 4:
+            time.sleep(0.02)
         return os.getpid()
 
-    first = crew.fit(who, args=[0.5], np=2, block=False)
-    second = crew.fit(who, args=[0.1], np=2, block=False)
-    assert not set(first.results(30)) & set(second.results(30))
+    jobs = [crew.fit(who, args=[tmp_path], np=2, block=False) for _ in range(2)]
+    first, second = (set(job.results(60)) for job in jobs)
+    assert not first & second
 
 
 def test_a_job_waits_for_the_slots_of_another(crew):

@@ -21,6 +21,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from nbelastic.cluster.dask_compat import (
     PeriodicCall,
+    batches_begun,
     cause_of_death,
     release_keys,
     shorten_batching,
@@ -543,7 +544,10 @@ class ElasticPlugin(SchedulerPlugin):
         record = self.jobs.get(message.job)
         if record is not None:
             record.log.note_output(message.start, message.text)
-            self.send(record, message)
+            stream = getattr(self._scheduler, "client_comms", {}).get(record.client)
+            passed = record.output.take(message, batches_begun(stream))
+            if passed is not None:
+                self.send(record, passed)
 
     def _fault(self, worker: str, message: FaultReport) -> None:
         self._to_driver(message.job, dataclasses.replace(message, worker=worker))

@@ -16,6 +16,8 @@ from nbelastic.cluster.wire import JobPayload, WatchOrder
 from nbelastic.cluster.worker.environment import MUST_MATCH
 from nbelastic.membership import NoticeSource, UnusedReason, UnusedWorker
 
+from .output_valve import OutputValve
+
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
@@ -188,6 +190,8 @@ class JobRecord:
         Events that have not been stepped.
     log : JobLog
         History, output and results, for a kernel that attaches later.
+    output : OutputValve
+        What lets output pass to its kernel.
     opening : bool
         Whether workers are still being prepared; its driver is told of all of them together.
     closing : bool
@@ -213,6 +217,7 @@ class JobRecord:
     seq: int = 0
     backlog: dict[int, JobEvent] = field(default_factory=dict)
     log: JobLog = field(default_factory=JobLog)
+    output: OutputValve = field(default_factory=OutputValve)
     controller: JobController = field(init=False)
     ranks: dict[int, str] = field(default_factory=dict)
     places: dict[int, Place] = field(default_factory=dict)

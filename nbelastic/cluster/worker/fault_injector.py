@@ -153,17 +153,15 @@ class FaultInjector:
     # -- by the rank's thread ----------------------------------------------------------------------
 
     def _in_step(self, fault: FaultOrder) -> None:
-        kind, number = fault.kind, fault.number
-        if (
-            kind == "fail"
-        ):  # by number, so that no two are the same error on one worker after another
-            raise InjectedFault(f"rank {self._session.rank} was told to fail (fault {number})")
+        kind, name = fault.kind, _name(fault.number)
+        if kind == "fail":
+            raise InjectedFault(f"rank {self._session.rank} was told to fail (fault {name})")
         if kind == "memory":
             try:
                 _run_out_of_memory()
             except MemoryError:
                 raise MemoryError(
-                    f"rank {self._session.rank} has none left (fault {number})"
+                    f"rank {self._session.rank} has none left (fault {name})"
                 ) from None
         if kind == "slow":
             self._slow = (fault.steps, fault.seconds)
@@ -248,6 +246,15 @@ class FaultInjector:
         if before[0] != 0:  # else it is full already
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
             self._worker.loop.call_later(seconds, resource.setrlimit, resource.RLIMIT_FSIZE, before)
+
+
+def _name(number: int) -> str:
+    """Return a number in letters, because errors that differ in numbers only count as one error."""
+    letters = ""
+    while number > 0:
+        number, last = divmod(number - 1, 26)
+        letters = chr(ord("a") + last) + letters
+    return letters
 
 
 def _continue_after(seconds: float) -> None:
