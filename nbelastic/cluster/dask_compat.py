@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ConnectionCheck",
     "PeriodicCall",
-    "batches_begun",
     "cause_of_death",
     "hold_keys",
     "is_stalled",
@@ -39,6 +38,7 @@ __all__ = [
     "resume",
     "shorten_batching",
     "unacknowledged_s",
+    "unsent_bytes",
     "value_of",
 ]
 
@@ -94,14 +94,16 @@ def resume(stream: Any) -> None:
         stream.waker.set()
 
 
-def batches_begun(stream: Any) -> int | None:
-    """Return how many batches a stream has begun to write; None where that is not known.
+def unsent_bytes(stream: Any) -> int:
+    """Return how many bytes of a stream wait in this process for the other end to read.
 
-    It begins one when the one before is written, so the number stands still while the other end
-    does not read.
+    Dask writes without waiting for what it wrote before. So they wait in the buffer of the
+    connection, not in the stream's own. It is 0 where that cannot be known: over other connections
+    than TCP and TLS.
     """
-    number = getattr(stream, "batch_count", None)
-    return number if isinstance(number, int) else None
+    connection = getattr(getattr(stream, "comm", None), "stream", None)
+    buffer = getattr(connection, "_write_buffer", None)
+    return 0 if buffer is None else len(buffer)
 
 
 # -- connections -----------------------------------------------------------------------------------

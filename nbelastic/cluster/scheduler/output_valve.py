@@ -2,7 +2,7 @@
 
 Runs in the scheduler, in its event loop. A kernel that is stopped, or whose cell holds its lock for
 minutes, reads nothing. Dask keeps all messages for it meanwhile, and ranks may print gigabytes. So
-no more output is sent to it from a certain size on, until it reads again.
+no more output is sent to it from a certain size on, until it has read most of that.
 """
 
 from __future__ import annotations
@@ -16,36 +16,30 @@ if TYPE_CHECKING:
 __all__ = ["OutputValve"]
 
 MOST_WAITING = 64_000_000
-"""Characters that may wait for a kernel, about as many as it keeps."""
+"""Bytes that may wait for a kernel, about as many as it keeps."""
+
+FEW_WAITING = MOST_WAITING // 4
+"""Bytes at which output is sent again."""
 
 
 class OutputValve:
     """Lets the output of a job's ranks pass as long as its kernel reads."""
 
     def __init__(self) -> None:
-        self._batches: int | None = None
-        self._waiting = 0
         self._closed = False
 
-    def take(self, message: RankOutput, batches: int | None) -> RankOutput | None:
+    def take(self, message: RankOutput, waiting: int) -> RankOutput | None:
         """Return what to send to the kernel: the message, or the mark of a gap, or nothing.
 
         Parameters
         ----------
         message : RankOutput
             Output of a rank.
-        batches : int or None
-            How many batches of messages the kernel's stream has begun to write. It begins a batch
-            when the one before is written. None if that is not known: then everything passes.
+        waiting : int
+            How many bytes wait for the kernel.
         """
-        if batches is None:
+        was_closed = self._closed
+        self._closed = waiting > (FEW_WAITING if was_closed else MOST_WAITING)
+        if not self._closed:
             return message
-        if batches != self._batches:
-            self._batches, self._waiting, self._closed = batches, 0, False
-        if self._closed:
-            return None
-        self._waiting += len(message.text)
-        if self._waiting <= MOST_WAITING:
-            return message
-        self._closed = True
-        return dataclasses.replace(message, text="", gap=True)
+        return None if was_closed else dataclasses.replace(message, text="", gap=True)

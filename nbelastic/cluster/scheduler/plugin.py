@@ -21,10 +21,10 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from nbelastic.cluster.dask_compat import (
     PeriodicCall,
-    batches_begun,
     cause_of_death,
     release_keys,
     shorten_batching,
+    unsent_bytes,
 )
 from nbelastic.cluster.wire import (
     PLUGIN,
@@ -545,7 +545,7 @@ class ElasticPlugin(SchedulerPlugin):
         if record is not None:
             record.log.note_output(message.start, message.text)
             stream = getattr(self._scheduler, "client_comms", {}).get(record.client)
-            passed = record.output.take(message, batches_begun(stream))
+            passed = record.output.take(message, unsent_bytes(stream))
             if passed is not None:
                 self.send(record, passed)
 

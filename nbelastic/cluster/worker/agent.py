@@ -22,7 +22,13 @@ from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.utils import sync
 
-from nbelastic.cluster.dask_compat import ConnectionCheck, PeriodicCall, resume, shorten_batching
+from nbelastic.cluster.dask_compat import (
+    ConnectionCheck,
+    PeriodicCall,
+    resume,
+    shorten_batching,
+    unsent_bytes,
+)
 from nbelastic.cluster.process_state import own_process_id
 from nbelastic.cluster.sendable import sendable
 from nbelastic.cluster.wire import (
@@ -106,7 +112,7 @@ class Agent(WorkerPlugin):
         self._sessions: dict[Key, Session] = {}
         self._ended_early: set[Key] = set()
         self._payloads: dict[str, JobPayload] = {}
-        self._output = OutputBuffer(worker.loop, self._send_output, self._messages_waiting)
+        self._output = OutputBuffer(worker.loop, self._send_output, self._bytes_waiting)
         self._connection = ConnectionCheck()
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
         self._notices = NoticeWatcher(worker.loop, self._send, self._shield_nanny)
@@ -287,9 +293,9 @@ class Agent(WorkerPlugin):
     def _send_output(self, key: Key, text: str) -> None:
         self._send(RankOutput(*key, text))
 
-    def _messages_waiting(self) -> int:
-        """Return how many messages wait for the connection to the scheduler."""
-        return len(self._worker.batched_stream.buffer)
+    def _bytes_waiting(self) -> int:
+        """Return how many bytes wait for the scheduler to read."""
+        return unsent_bytes(self._worker.batched_stream)
 
     def _handle(self, message: Any = None, **_: Any) -> None:
         """Take a message from the scheduler; one that cannot be read costs the rank alone."""

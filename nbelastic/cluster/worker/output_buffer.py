@@ -30,8 +30,8 @@ PIECE = 50
 PATIENCE = 1.0
 """Seconds that a thread waits for the connection, for each piece."""
 
-CROWDED = 8
-"""Messages that wait for the connection, above which nothing is added that may wait."""
+CROWDED = 8 * FULL
+"""Bytes that wait for the connection, above which nothing is added that may wait."""
 
 PAUSE = 0.02
 """Seconds after which a crowded connection is checked again."""
@@ -57,7 +57,7 @@ class OutputBuffer:
     send : callable
         ``send(key, text)`` sends text that a rank has printed.
     waiting : callable
-        Returns how many messages wait for the connection.
+        Returns how many bytes wait for the connection.
     """
 
     def __init__(
