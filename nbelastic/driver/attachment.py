@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["attach_client"]
 
+LOOPBACK_HTTP = "127.0.0.1:0"
+"""Where HTTP servers of an embedded cluster listen: Dask's default is all interfaces."""
+
 
 def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], None]]:
     """Return a connected client, and a function that closes all that was opened for it.
@@ -81,9 +84,11 @@ def _embedded(options: Options) -> tuple[Client, Callable[[], None]]:
             n_workers=0,
             threads_per_worker=math.ceil(CPU_COUNT / workers),
             memory_limit=MEMORY_LIMIT // workers,
-            dashboard_address=":0",
+            dashboard_address=LOOPBACK_HTTP,
             scheduler_kwargs={"plugins": (ElasticPlugin(),)},
         )
+        # LocalCluster's own argument for this would also turn on the workers' dashboards.
+        cluster.new_spec["options"]["dashboard_address"] = LOOPBACK_HTTP
         try:
             cluster.scale(workers)
             cluster.sync(_wait_for_workers, cluster)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 
+import psutil
 import pytest
+from distributed import Client
 
+import nbelastic
+from nbelastic.cli.hosts.cluster import HostCluster
+from nbelastic.driver.attachment import attach_client
+from nbelastic.driver.options import Options
 from tests.support.clusters import a_crew
 
 
@@ -67,3 +74,47 @@ def test_a_job_listens_where_dask_does_and_answers_no_stranger():
         assert len(secret) == 32
     assert first[0][2] == first[1][2], "all ranks of a job know its secret"
     assert first[0][2] != second[0][2], "each job has its own"
+
+
+def test_clusters_that_are_started_here_listen_on_the_loopback_only():
+    with HostCluster(lambda: {"localhost": 1}, loopback=True) as cluster:
+        nbelastic.fit(lambda: None, cluster=cluster, np=1).result()
+        assert {where for where in _listening() if where not in LOOPBACKS} == set()
+        assert _listening() & LOOPBACKS
+
+
+def test_http_of_named_hosts_is_on_the_loopback_although_their_scheduler_is_not():
+    with HostCluster(lambda: {"localhost": 1}) as cluster:
+        nbelastic.fit(lambda: None, cluster=cluster, np=1).result()
+        found = {cluster.scheduler.http_server.address, *_http_of_workers(cluster)}
+    assert found <= LOOPBACKS
+
+
+def test_an_embedded_cluster_listens_on_the_loopback_only():
+    client, close = attach_client(None, Options(np=2))
+    try:
+        client.wait_for_workers(2, timeout=60)
+        outside = {where for where in _listening() if where not in LOOPBACKS}
+    finally:
+        close()
+    assert outside == set()
+
+
+LOOPBACKS = {"127.0.0.1", "::1"}
+
+
+def _listening() -> set[str]:
+    """Return the addresses on which this process and its children listen."""
+    own = psutil.Process()
+    found = set()
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            connections = process.net_connections("tcp")
+            found |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+    return found
+
+
+def _http_of_workers(cluster):
+    with Client(cluster, set_as_default=False) as client:
+        found = client.run(lambda dask_worker: dask_worker.http_server.address)
+    return list(found.values())

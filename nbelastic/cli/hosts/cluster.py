@@ -22,7 +22,7 @@ from nbelastic.errors import summary_of
 from nbelastic.render import count
 
 from .discovery import DiscoveryFailed, FailureCount, changes, checked
-from .worker import SlotNanny, SshOptions, SshWorker, is_local
+from .worker import LOOPBACK_HTTP, SlotNanny, SshOptions, SshWorker, is_local
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -90,7 +90,11 @@ class HostCluster(SpecCluster):
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="nbelastic-hosts", daemon=True)
         first = _asked(source)
-        options = {"dashboard_address": ":0", "plugins": (ElasticPlugin(),), **self._bind}
+        options = {
+            "dashboard_address": LOOPBACK_HTTP,
+            "plugins": (ElasticPlugin(),),
+            **self._bind,
+        }
         scheduler = {"cls": Scheduler, "options": {"port": 0, **options}}
         super().__init__(
             workers={}, scheduler=scheduler, name="HostCluster", silence_logs=logging.ERROR

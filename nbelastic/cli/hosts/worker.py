@@ -49,6 +49,10 @@ LINES = 5
 """Last lines of a worker's log that are kept for a message."""
 
 
+LOOPBACK_HTTP = "127.0.0.1:0"
+"""Where Dask's HTTP servers listen: they show call stacks and logs to whoever connects."""
+
+
 def is_local(host: str) -> bool:
     """Return whether a host is this machine: by its name, or by an address of its network."""
     if host in ("localhost", socket.gethostname(), socket.getfqdn()):
@@ -78,6 +82,7 @@ class SlotNanny(Nanny):
     def __init__(self, *args: Any, slots: int = 1, **options: Any) -> None:
         options.setdefault("nthreads", max(CPU_COUNT // slots, 1))
         options.setdefault("memory_limit", MEMORY_LIMIT // slots)
+        options.setdefault("dashboard_address", LOOPBACK_HTTP)
         super().__init__(*args, dashboard=False, **options)
 
 
