@@ -875,6 +875,71 @@ def test_clipping_before_synchronize_is_an_error() -> None:
         mistaken(act)
 
 
+def assigned(parameters: list[Any], loss: torch.Tensor) -> None:
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
+def all_assigned(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    assigned(list(model.parameters()), loss_of(model(x), y))
+
+
+def some_assigned(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    first, *others = model.parameters()
+    loss = loss_of(model(x), y)
+    gradient = torch.autograd.grad(loss, [first], retain_graph=True)[0]
+    loss.backward(inputs=others)
+    first.grad = gradient
+
+
+def functional(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    values = dict(model.named_parameters())
+
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return loss_of(torch.func.functional_call(model, values, (x,)), y)
+
+    for name, gradient in torch.func.grad(loss)(values).items():
+        values[name].grad = gradient.detach()
+
+
+def surgery(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    first = next(model.parameters())
+    loss_of(model(x), y).backward()
+    first.grad = torch.zeros_like(first)
+
+
+@pytest.mark.parametrize("how", [all_assigned, some_assigned, functional, surgery])
+def test_gradients_that_backward_has_not_computed_are_refused(how: Any) -> None:
+    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
+        optimizer.zero_grad()
+        for x, y in step:
+            how(model, x, y)
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"has a gradient that was assigned.*autograd\.backward"):
+        mistaken(act)
+
+
+def test_gradients_passed_on_by_backward_train_to_the_same_bits() -> None:
+    def train(passes_on: bool) -> str:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        parameters = list(model.parameters())
+        for step in Loader(data(), Batch(8, micro=2)):
+            optimizer.zero_grad()
+            for x, y in step:
+                loss = loss_of(model(x), y)
+                if passes_on:
+                    torch.autograd.backward(parameters, torch.autograd.grad(loss, parameters))
+                else:
+                    loss.backward()
+            optimizer.step()
+        return digest(model.parameters())
+
+    (right,) = run_ranks(1, lambda _: train(False))
+    assert run_ranks(2, lambda _: train(True)) == [right] * 2
+
+
 def test_more_passes_than_announced_are_an_error() -> None:
     def act(_: Any, step: Any, model: nn.Module) -> None:
         for x, y in step:

@@ -146,8 +146,7 @@ class MicroBatchReduction:
         if number != self._number:
             self._number = number
             self._passes_left = {}
-            if self._passes > 1:
-                self.share.at_end = (*self.share.at_end, self._take_incomplete)
+            self.share.at_end = (*self.share.at_end, self._end_micro_batch)
         for parameter in parameters:
             total = self._sums.get(id(parameter))
             if total is None:
@@ -194,6 +193,40 @@ class MicroBatchReduction:
             if self._arrived.sample is None:
                 self._arrived.take_sample(parameter, gradient)
 
+    def _end_micro_batch(self) -> None:
+        if self._passes > 1:
+            self._take_incomplete()
+        self._check_seen(self.parameters)
+
+    def _check_seen(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse gradients that were assigned, and not accumulated by backward.
+
+        Hooks see only what backward accumulates. Any other gradient would be left out of the sum,
+        or added to that of the next micro-batch.
+
+        Raises
+        ------
+        RuntimeError
+            There is one.
+        """
+        noted, delivered = self._arrived.noted, self._previous.delivered
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or id(parameter) in noted:
+                continue  # `ArrivedGradients` compares what it has noted
+            before = delivered.get(id(parameter))
+            if before is not None and before() is gradient:
+                continue  # of the step before, without zero_grad()
+            if self._passes_left.get(id(parameter), 0) > 0:
+                continue  # its last pass has not come, and `finish` takes what there is
+            raise RuntimeError(
+                f"{self._arrived.name(parameter)} has a gradient that was assigned and not "
+                "computed by backward(), as with torch.autograd.grad or torch.func.grad. Over a "
+                "Loader only what backward() accumulates is summed. Pass your gradients on by it, "
+                "in the loop over the step: `torch.autograd.backward(parameters, gradients)`; or "
+                "train without a Loader"
+            )
+
     @torch.no_grad()
     def _take_incomplete(self) -> None:
         """Take gradients with fewer passes than announced, as their micro-batch has ended."""
@@ -219,6 +252,7 @@ class MicroBatchReduction:
             )
         self._arrived.check_untouched()
         self._arrived.check_sample()
+        self._check_seen(self.parameters)
         self.share.finish()
         if same(trained, self.parameters):
             return
