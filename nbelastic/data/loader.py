@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import itertools
 import numbers
+import os
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch
@@ -550,6 +551,9 @@ class Loader:
             torch.set_num_threads(self._threads)
 
 
+_FRAMES = ("pandas", "polars", "pyarrow")
+
+
 def _check_dataset(dataset: Any) -> None:
     """Refuse datasets whose rows cannot be chosen.
 
@@ -559,6 +563,24 @@ def _check_dataset(dataset: Any) -> None:
         It is one.
     """
     name = type(dataset).__name__
+    library = type(dataset).__module__.partition(".")[0]
+    if isinstance(dataset, DataLoader):
+        raise OptionError(
+            f"Loader({name}): a Loader takes the place of a DataLoader; pass the dataset itself, "
+            "with its batch as Batch(...), and options such as num_workers and collate_fn"
+        )
+    if library in _FRAMES:
+        raise OptionError(
+            f"Loader({name}): a frame of {library} has columns and no rows by number; pass its "
+            "numbers, as in TensorDataset(torch.tensor(frame[columns].to_numpy()), ...), or write "
+            "it to a file and pass hvd.elastic.Parquet(path)"
+        )
+    named = isinstance(dataset, Mapping) and 0 not in dataset
+    if named or isinstance(dataset, (str, bytes, os.PathLike)):
+        raise OptionError(
+            f"Loader({name}): must be a dataset, with rows that are numbered from 0; for files "
+            "pass hvd.elastic.Parquet(path), for a dict of tensors TensorDataset(*tensors)"
+        )
     if isinstance(dataset, IterableDataset):
         raise OptionError(
             f"Loader({name}): an IterableDataset has no rows to choose from; pass "
@@ -569,6 +591,12 @@ def _check_dataset(dataset: Any) -> None:
         raise OptionError(
             f"Loader({name}): the dataset has no length; a map-style dataset with len() and [] is "
             "needed, or hvd.elastic.Stateful or Shards"
+        )
+    own = isinstance(dataset, (StreamSource, UnitSource))
+    if not own and not hasattr(type(dataset), "__getitem__"):
+        raise OptionError(
+            f"Loader({name}): its rows cannot be chosen by number; a map-style dataset with len() "
+            "and [] is needed, such as a list"
         )
 
 

@@ -276,11 +276,18 @@ def _keeps_state(value: Any) -> bool:
 
 
 def row_digest(row: Any) -> bytes:
-    """Return a digest of the values in a row; equal rows have equal ones in all processes."""
+    """Return a digest of the values in a row; equal rows have equal ones in all processes.
+
+    A container within itself counts by its type alone.
+    """
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    stack = [row]
+    stack: list[tuple[Any, bool]] = [(row, False)]
+    entered: set[int] = set()
     while stack:
-        value = stack.pop()
+        value, leaves = stack.pop()
+        if leaves:
+            entered.discard(id(value))
+            continue
         found.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided and not value.is_quantized:
@@ -288,11 +295,16 @@ def row_digest(row: Any) -> bytes:
                 found.update(numbers.view(torch.uint8).numpy().tobytes())
         elif isinstance(value, (np.ndarray, np.generic)):
             found.update(np.asarray(value).tobytes() if value.dtype != object else b"")
-        elif isinstance(value, dict):
-            stack += [*value, *value.values()]
-        elif isinstance(value, (list, tuple)):
-            found.update(len(value).to_bytes(8, "little"))
-            stack += value
+        elif isinstance(value, (dict, list, tuple)):
+            if id(value) in entered:
+                continue
+            entered.add(id(value))
+            stack.append((value, True))
+            if isinstance(value, dict):
+                stack += [(each, False) for each in (*value, *value.values())]
+            else:
+                found.update(len(value).to_bytes(8, "little"))
+                stack += [(each, False) for each in value]
         elif isinstance(value, (str, int, float, bool, bytes, type(None))):
             found.update(repr(value).encode())
     return found.digest()

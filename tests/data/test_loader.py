@@ -520,3 +520,31 @@ def test_without_micro_there_is_one_micro_batch_for_each_of_max_np_ranks() -> No
         assert Loader(range(8), Batch(8)).batch == Batch(8, micro=2)
         with pytest.raises(OptionError, match="does not divide by max_np=4; pass micro="):
             Loader(range(8), Batch(6))
+
+
+def _wrong_datasets() -> dict[str, tuple[Any, str]]:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": [1.0] * 20})
+    return {
+        "frame": (frame, "columns and no rows by number"),
+        "series": (frame["x"], "columns and no rows by number"),
+        "loader": (
+            torch.utils.data.DataLoader(TensorDataset(torch.ones(20))),
+            "the dataset itself",
+        ),
+        "path": ("digits.parquet", "Parquet"),
+        "tensors": ({"x": torch.ones(20)}, "TensorDataset"),
+        "set": (set(range(20)), "cannot be chosen by number"),
+    }
+
+
+@pytest.mark.parametrize("name", ["frame", "series", "loader", "path", "tensors", "set"])
+def test_what_is_no_dataset_is_named_with_what_to_write(name: str) -> None:
+    dataset, message = _wrong_datasets()[name]
+    with pytest.raises(OptionError, match=message):
+        Loader(dataset, Batch(4, micro=2))
+
+
+def test_a_dict_of_rows_by_number_is_a_dataset() -> None:
+    rows = {number: torch.ones(1) for number in range(8)}
+    assert len(list(Loader(rows, Batch(4, micro=2)))) == 2

@@ -632,3 +632,23 @@ def test_equal_rows_have_equal_digests() -> None:
     ):
         assert row_digest({**row(), name: value}) != row_digest(row())
     assert row_digest(torch.zeros((), dtype=torch.bfloat16)) != row_digest(torch.ones(()))
+
+
+def _in_itself(kind: str) -> Any:
+    outer: Any = {"a": 1} if kind == "dict" else [1]
+    inner = (outer, [outer])
+    if kind == "dict":
+        outer["self"] = inner
+    else:
+        outer.append(inner if kind == "tuple" else outer)
+    return outer
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "tuple"])
+def test_a_row_that_contains_itself_has_a_digest(kind: str) -> None:
+    assert row_digest(_in_itself(kind)) == row_digest(_in_itself(kind))
+
+
+def test_a_value_that_is_twice_in_a_row_counts_twice() -> None:
+    shared = [1, 2]
+    assert row_digest([shared, shared]) == row_digest([[1, 2], [1, 2]])
