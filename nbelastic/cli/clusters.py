@@ -153,13 +153,22 @@ def _of_hosts(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterat
         yield cluster
 
 
+_HOSTFILE_CHARACTERS = 10_000_000
+
+
 def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Mapping[str, int] | None]:
     """Return the source of hosts, and the hosts if they stay the same."""
     if options.get("hosts"):
         fixed = parse_hosts(options["hosts"], slots)
     elif options.get("hostfile"):
         with open(options["hostfile"], encoding="utf-8", errors="replace") as file:
-            fixed = parse_hostfile(file.read(), slots)
+            text = file.read(_HOSTFILE_CHARACTERS + 1)
+        if len(text) > _HOSTFILE_CHARACTERS:
+            raise OptionError(
+                f"--hostfile {options['hostfile']}: is longer than {_HOSTFILE_CHARACTERS:,} "
+                "characters; must be a text with a host in each line"
+            )
+        fixed = parse_hostfile(text, slots)
     elif options.get("host_discovery_script"):
         return ScriptSource(options["host_discovery_script"], slots), None
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import re
 import signal
 import sys
@@ -202,6 +203,12 @@ def test_a_hostfile_of_other_bytes_is_a_line(tmp_path):
     file.write_bytes(b"caf\xe9 slots=1\n")
     with pytest.raises(OptionError, match="--hostfile, line 1"):
         clusters.opened({"hostfile": str(file)}, print).__enter__()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="no file without an end")
+def test_a_hostfile_without_an_end_is_refused():
+    with pytest.raises(OptionError, match="--hostfile /dev/zero: is longer than"):
+        clusters.opened({"hostfile": "/dev/zero"}, print).__enter__()
 
 
 @pytest.mark.parametrize("given", ["", "=1", "A\0=1"])
