@@ -50,7 +50,7 @@ LINES = 5
 
 
 LOOPBACK_HTTP = "127.0.0.1:0"
-"""Where Dask's HTTP servers listen: they show call stacks and logs to whoever connects."""
+"""Where Dask's HTTP servers listen: they show call stacks and logs without asking for proof."""
 
 
 def is_local(host: str) -> bool:
