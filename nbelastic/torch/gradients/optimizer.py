@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-__all__ = ["DistributedOptimizer", "is_distributed", "is_pending"]
+__all__ = ["DistributedOptimizer", "accumulates", "is_distributed", "is_pending"]
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -166,6 +166,11 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
 def is_pending(value: object) -> bool:
     """Return whether `value` is an optimizer with gradients that are not reduced yet."""
     return isinstance(value, _Distributed) and value._reducer.pending
+
+
+def accumulates(value: object) -> bool:
+    """Return whether `value` is an optimizer between the backward passes of one step."""
+    return isinstance(value, _Distributed) and value._reducer.accumulates
 
 
 class _Distributed(Base):

@@ -87,6 +87,12 @@ class Reducer:
         return step is not None and step.has_gradients and not self._is_stale(step)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether a step without a loader has had some of its backward passes, and not all."""
+        step = self._step
+        return isinstance(step, ReductionStep) and step.incomplete and not self._is_stale(step)
+
+    @property
     def in_micro_batches(self) -> bool:
         """Whether the step under way consists of micro-batches."""
         return self._find_context().share is not None

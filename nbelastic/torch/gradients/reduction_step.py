@@ -64,6 +64,12 @@ class ReductionStep:
         return bool(self._arrived.noted)
 
     @property
+    def incomplete(self) -> bool:
+        """Whether a gradient has had some of its passes, and not all."""
+        passes = self._passes
+        return passes > 1 and any(0 < left < passes for left in self._passes_left.values())
+
+    @property
     def needs_layout(self) -> bool:
         """Whether :meth:`use` must still be called before :meth:`finish`."""
         return self.layout is None and self.communicator.size > 1

@@ -20,7 +20,7 @@ from nbelastic.elastic.state import ObjectState, check_names, public
 from nbelastic.elastic.state_payload import StatePayload
 from nbelastic.errors import OptionError
 from nbelastic.pickling import Pickler
-from nbelastic.torch.gradients.optimizer import is_distributed, is_pending
+from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, adjusts_to_size
 from nbelastic.torch.state.adapters import (
     CapturedState,
@@ -100,6 +100,7 @@ class TorchState(ObjectState):
     always_copy = False
 
     _loaders: Sequence[Loader] = ()
+    _accumulating: Sequence[Optimizer] = ()
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         self._copies = Copies()
@@ -123,6 +124,7 @@ class TorchState(ObjectState):
         objects = objects_in(self._values().values())
         loaders = [each for each in objects if isinstance(each, Loader)]
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        self._accumulating = [each for each in optimizers if is_distributed(each)]
         if loaders and optimizers and not any(map(is_distributed, optimizers)):
             raise OptionError(
                 f"TorchState: with a Loader, wrap the {type(optimizers[0]).__name__} by "
@@ -186,10 +188,12 @@ class TorchState(ObjectState):
         Raises
         ------
         RuntimeError
-            A step of a loader is under way. The commit would count it as done.
+            A step of a loader is under way, or some of the backward passes of a step are done. The
+            commit would count them as done, without their gradients.
         """
         if self._loaders:
             self._check_between_steps("commit()")
+        self._check_between_passes("commit()")
         commit = make_commit(self._values(), self.__dict__.get("_commit"))
         uncopied = self._lazy.commit(commit.cache, current_or_alone(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
@@ -218,10 +222,12 @@ class TorchState(ObjectState):
         HostsUpdatedInterrupt
             As for :meth:`commit`.
         RuntimeError
-            A step of a loader is under way. If the membership changed here, it would count as done.
+            A step of a loader, or of several backward passes, is under way. If the membership
+            changed here, it would count as done.
         """
         if self._loaders:
             self._check_between_steps("check_host_updates()")
+        self._check_between_passes("check_host_updates()")
         super().check_host_updates()
 
     def _check_between_steps(self, call: str) -> None:
@@ -231,6 +237,14 @@ class TorchState(ObjectState):
             raise RuntimeError(
                 f"state.{call} was called in a step of the loader, before optimizer.step(): "
                 "training would go on without the rows of the step. Call it after optimizer.step()"
+            )
+
+    def _check_between_passes(self, call: str) -> None:
+        if any(map(accumulates, self._accumulating)):
+            raise RuntimeError(
+                f"state.{call} was called between the backward passes of one step "
+                "(backward_passes_per_step): after a failure training would go on without the "
+                "gradients that are accumulated. Call it after optimizer.step()"
             )
 
     def _report_memory(self, uncopied: int) -> None:
