@@ -7,11 +7,12 @@ import resource
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from nbelastic.elastic.checkpoint.files import CheckpointFiles
+from nbelastic.elastic.checkpoint.files import AmbiguousCheckpoints, CheckpointFiles
 from nbelastic.elastic.checkpoint.format import Header, StoredTensor
 from nbelastic.errors import NbelasticError
 
@@ -188,6 +189,78 @@ def test_a_job_prefers_its_own_then_its_parents_then_the_newest(tmp_path):
     assert newest(fourth, others=True) == (1, 3)
     runs = sorted(path.name for path in tmp_path.iterdir())
     assert runs == ["run-0001-d", "run-0002-c", "run-0003-b"]
+
+
+def resumed_from(files):
+    """Return what a job that resumes would load: run and commit."""
+    for entry in files.candidates(1, others=True, resumes=True):
+        if files.read(entry.path) is not None:
+            return Path(entry.path).parent.name, entry.version
+    return None
+
+
+def test_a_later_run_that_had_started_anew_is_not_resumed_in_silence(tmp_path):
+    first, second, third = (CheckpointFiles(str(tmp_path), run) for run in "abc")
+    put(first, 300)
+    put(second, 10)
+    said = r"run-0002-b \(commit 10\), run-0001-a \(commit 300\)"
+    with pytest.raises(AmbiguousCheckpoints, match=said):
+        resumed_from(third)
+
+
+def test_the_last_run_of_one_training_is_resumed(tmp_path):
+    first, second, third, fourth = (CheckpointFiles(str(tmp_path), run) for run in "dcba")
+    path = put(first, 300)
+    second.record_parent(path)  # it was lost before its first checkpoint
+    assert resumed_from(third) == ("run-0001-d", 300)
+    third.record_parent(path)
+    path = put(third, 10)  # its commits count from its own start
+    assert resumed_from(fourth) == ("run-0003-b", 10)
+    Path(path).write_bytes(b"torn")
+    assert resumed_from(fourth) == ("run-0001-d", 300)
+
+
+def test_two_runs_that_go_on_from_one_are_two_trainings(tmp_path):
+    first, second, third, fourth = (CheckpointFiles(str(tmp_path), run) for run in "abcd")
+    path = put(first, 5)
+    for files in (second, third):
+        files.record_parent(path)
+        put(files, 6)
+    with pytest.raises(AmbiguousCheckpoints, match="holds 2 trainings"):
+        resumed_from(fourth)
+
+
+def test_a_run_without_a_checkpoint_is_no_training(tmp_path):
+    put(CheckpointFiles(str(tmp_path), "a"), 5)
+    (tmp_path / "run-0002-b").mkdir()
+    (tmp_path / "run-0003-c").mkdir()
+    (tmp_path / "run-0003-c" / "01-000001-0000000009.safetensors.tmp").write_bytes(b"")
+    assert resumed_from(CheckpointFiles(str(tmp_path), "d")) == ("run-0001-a", 5)
+
+
+def test_a_directory_that_cannot_be_listed_is_passed_over(tmp_path, monkeypatch):
+    put(CheckpointFiles(str(tmp_path), "a"), 5)
+    files = CheckpointFiles(str(tmp_path), "c")
+    closed = str(tmp_path / "run-0002-b")
+    Path(closed).mkdir()
+    listed = type(files._storage[0]).ls
+
+    def ls(self, path, **options):
+        if path == closed:
+            raise PermissionError(13, "Permission denied", path)
+        return listed(self, path, **options)
+
+    monkeypatch.setattr(type(files._storage[0]), "ls", ls)
+    assert resumed_from(files) == ("run-0001-a", 5)
+    assert list(files.unlisted) == [closed]
+
+
+def test_runs_that_begin_at_once_have_numbers_of_their_own(tmp_path):
+    with ThreadPoolExecutor(12) as threads:
+        made = [CheckpointFiles(str(tmp_path), f"r{number}") for number in range(12)]
+        list(threads.map(lambda files: put(files, 1), made))
+    numbers = sorted(path.name.split("-")[1] for path in tmp_path.iterdir())
+    assert numbers == [f"{number:04d}" for number in range(1, 13)]
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path):

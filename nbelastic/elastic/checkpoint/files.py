@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.checkpoint.format import Checkpoint, Header, StoredTensor
 
-__all__ = ["KEPT", "CheckpointFiles", "Entry", "NotAFile"]
+__all__ = ["KEPT", "AmbiguousCheckpoints", "CheckpointFiles", "Entry", "NotAFile"]
 
 KEPT = 2
 """Checkpoints of a loop that are kept: the newest two."""
@@ -54,6 +54,10 @@ class NotAFile(Exception):
     """A checkpoint's path is that of something other than a file, which the message names."""
 
 
+class AmbiguousCheckpoints(NbelasticError):
+    """A directory holds several trainings, and it is not known which to resume."""
+
+
 class Entry(NamedTuple):
     """File of a run, complete or not; entries sort by age."""
 
@@ -73,11 +77,18 @@ class CheckpointFiles:
         A directory: a local path, or a URL that fsspec knows.
     run : str
         Identifier of this job: letters and digits.
+
+    Attributes
+    ----------
+    unlisted : dict of str to OSError
+        Directories of runs that could not be listed, and count as empty.
     """
 
     def __init__(self, url: str, run: str) -> None:
         self.url = url
         self._run = run
+        self._places: dict[str, str] = {}
+        self.unlisted: dict[str, OSError] = {}
 
     @cached_property
     def _storage(self) -> tuple[Any, str, bool]:
@@ -98,6 +109,11 @@ class CheckpointFiles:
                 posixpath.basename(path.rstrip("/")) for path in system.ls(directory, detail=False)
             ]
         except FileNotFoundError:
+            return []
+        except OSError as error:
+            if directory == self._storage[1]:
+                raise
+            self.unlisted[directory] = error
             return []
 
     def _runs(self) -> list[tuple[int, str, str]]:
@@ -120,7 +136,12 @@ class CheckpointFiles:
         )
 
     def candidates(
-        self, loop: int | None, *, others: bool, on_progress: Callable[[], None] = lambda: None
+        self,
+        loop: int | None,
+        *,
+        others: bool,
+        resumes: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> Iterator[Entry]:
         """Yield possible checkpoints of an elastic loop, in the order of preference.
 
@@ -131,23 +152,58 @@ class CheckpointFiles:
         others : bool
             Whether to include those of all other jobs, after those of this job and the jobs that
             it continues.
+        resumes : bool, default False
+            Whether the others are to be one training: a run and those that it continues.
         on_progress : callable, optional
             Called before each directory is listed.
+
+        Raises
+        ------
+        AmbiguousCheckpoints
+            The other jobs are several trainings, none of which continues the others.
         """
         runs = self._runs()
-        places = {posixpath.basename(place): place for _, _, place in runs}
-        order = [place for _, run, place in runs if run == self._run]
-        for place in order:  # grows by the runs that these continue
-            on_progress()
-            parents = [n[len(_PARENT) :] for n in self._names(place) if n.startswith(_PARENT)]
-            order.extend(places[n] for n in parents if n in places and places[n] not in order)
+        self._places = {posixpath.basename(place): place for _, _, place in runs}
+        order = self._lineage([place for _, run, place in runs if run == self._run], on_progress)
         if others:
-            order.extend(place for _, _, place in runs if place not in order)
+            more = [place for _, _, place in runs if place not in order]
+            order += self._one_training(more, on_progress) if resumes else more
         for place in order:
             on_progress()
             for entry in self._entries(place):
                 if loop in (None, entry.loop) and not entry.temporary:
                     yield entry
+
+    def _lineage(self, order: list[str], on_progress: Callable[[], None]) -> list[str]:
+        """Return runs and all that they continue, the newest first."""
+        places, found = self._places, list(order)
+        for place in found:  # grows by the runs that these continue
+            on_progress()
+            parents = [n[len(_PARENT) :] for n in self._names(place) if n.startswith(_PARENT)]
+            found.extend(places[n] for n in parents if n in places and places[n] not in found)
+        return found
+
+    def _one_training(self, places: list[str], on_progress: Callable[[], None]) -> list[str]:
+        """Return the last run of the only training, and the runs that it continues."""
+        newest = {}
+        for place in places:
+            on_progress()
+            written = [entry for entry in self._entries(place) if not entry.temporary]
+            if written:
+                newest[place] = written[0]
+        lineages = {place: self._lineage([place], on_progress) for place in newest}
+        continued = {each for lineage in lineages.values() for each in lineage[1:]}
+        last = [place for place in newest if place not in continued]
+        if len(last) > 1:
+            said = ", ".join(
+                f"{posixpath.basename(place)} (commit {newest[place].version})" for place in last
+            )
+            raise AmbiguousCheckpoints(
+                f"{self._storage[1]} holds {len(last)} trainings that do not continue each other: "
+                f"{said}. Move those that are not meant to another directory; a job that starts "
+                "anew needs a directory of its own"
+            )
+        return lineages[last[0]] if last else []
 
     def paths(self) -> Iterator[str]:
         """Yield possible checkpoints of any job, in the order of preference.
@@ -255,12 +311,36 @@ class CheckpointFiles:
         own = [place for _, run, place in runs if run == self._run]
         if own:
             return own[0]
-        number = runs[0][0] + 1 if runs else 1
-        directory = posixpath.join(root, f"run-{number:04d}-{self._run}")
-        system.makedirs(directory, exist_ok=True)
-        if local:
+        if not local:
+            directory = posixpath.join(root, _name(runs[0][0] + 1 if runs else 1, self._run))
+            system.makedirs(directory, exist_ok=True)
+            return directory
+        os.makedirs(root, exist_ok=True)
+        number = 0
+        while True:  # two jobs that start at once get two numbers
+            number = max([number, *(run[0] for run in self._runs())]) + 1
+            with contextlib.suppress(FileExistsError):
+                return self._make_directory(root, number)
+
+    def _make_directory(self, root: str, number: int) -> str:
+        """Make the directory of a local run.
+
+        Raises
+        ------
+        FileExistsError
+            Another job has the number, or is about to take it.
+        """
+        taken = posixpath.join(root, f".run-{number:04d}.taken")
+        os.close(os.open(taken, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        try:
+            if any(run[0] == number for run in self._runs()):
+                raise FileExistsError
+            directory = posixpath.join(root, _name(number, self._run))
+            os.mkdir(directory)
             _sync_directory(root)
-        return directory
+            return directory
+        finally:
+            os.unlink(taken)
 
     def _tidy(self, directory: str, written: Header) -> None:
         """Delete all but the newest complete files, and unfinished ones of earlier writers."""
@@ -276,6 +356,10 @@ class CheckpointFiles:
         for entry in [*complete[KEPT:], *torn]:
             with contextlib.suppress(OSError):  # it does no harm
                 system.rm_file(entry.path)
+
+
+def _name(number: int, run: str) -> str:
+    return f"run-{number:04d}-{run}"
 
 
 def _kind_of(path: str) -> str:

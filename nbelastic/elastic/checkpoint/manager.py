@@ -193,7 +193,9 @@ class CheckpointManager:
         spec = self._spec
         others = spec.resume and self._loop == 1
         reader = Reader(spec.patience, self._on_progress)
-        entries = self._files.candidates(self._loop, others=others, on_progress=reader.on_progress)
+        entries = self._files.candidates(
+            self._loop, others=others, resumes=True, on_progress=reader.on_progress
+        )
         unreadable: OSError | None = None
         while True:
             entry = reader.call(lambda: next(entries, None))
@@ -212,14 +214,23 @@ class CheckpointManager:
                 unreadable = unreadable or error
                 continue
             if loaded is not None:
+                self._report_unlisted()
                 self._take_over(path, loaded)
                 return loaded.header
             self._report(f"passed over {path}: it is not complete")
+        unreadable = unreadable or self._report_unlisted()
         if unreadable is not None:
             raise unreadable
         if spec.resume and self._loop == 1:
             self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
         return None
+
+    def _report_unlisted(self) -> OSError | None:
+        """Report directories that cannot be listed, and return the first error."""
+        unlisted = self._files.unlisted
+        for place, error in unlisted.items():
+            self._report(f"passed over {place}: it cannot be listed: {error!r}")
+        return next(iter(unlisted.values()), None)
 
     def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
         session, state, header = self._session, self._state, checkpoint.header
