@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.data.comparison import DataSample
     from nbelastic.data.sources import RowSource
     from nbelastic.data.step import StepParticipant
     from nbelastic.elastic.context import Context
@@ -480,6 +481,10 @@ class Loader:
         if self.batch.exact and not self.why_not_exact:
             self.why_not_exact = reason
             self._say(NOT_EXACT.format(reason=reason))
+
+    def data_sample(self) -> DataSample | None:
+        """Return digests of some rows of the dataset, to be compared with those of other ranks."""
+        return self._source.sample()
 
     def requirements(self) -> dict[str, str]:
         """Return what must be equal on ranks that share a state, as names and texts."""

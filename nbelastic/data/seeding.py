@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-from typing import TYPE_CHECKING
+import types
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from nbelastic.data.permutation import mix
 
-__all__ = ["generators_kept", "seed_generators"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["generators_in", "generators_kept", "seed_each", "seed_generators"]
 
 _SEED_LIMIT = 1 << 32
+
+_KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+_LEAVES = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, type, types.ModuleType)
+
+_LOOKED_AT = 2000
+"""Most objects that are looked at for generators."""
+
+_LONGEST = 100
+"""Longest container that is looked through: a longer one holds rows."""
 
 
 def seed_generators(seed: int) -> None:
@@ -52,3 +66,58 @@ def generators_kept() -> Iterator[None]:
         random.setstate(of_python)
         if of_cuda is not None:
             torch.cuda.set_rng_state(of_cuda)
+
+
+def generators_in(dataset: object) -> list[Any]:
+    """Return the random generators that a dataset and its transforms hold, in a fixed order.
+
+    These are found among attributes, in short containers, and among what functions have captured.
+    """
+    found: list[Any] = []
+    waiting, seen = deque([dataset]), set[int]()
+    while waiting and len(seen) < _LOOKED_AT:
+        value = waiting.popleft()
+        if value is None or isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _KINDS):
+            found.append(value)
+        else:
+            waiting.extend(_held_by(value))
+    return found
+
+
+def _held_by(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values()) if len(value) <= _LONGEST else []
+    if isinstance(value, (list, tuple)):
+        return list(value) if len(value) <= _LONGEST else []
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.FunctionType):
+        held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                held.append(cell.cell_contents)
+        return held
+    try:
+        return list(vars(value).values())
+    except TypeError:
+        return []
+
+
+def seed_each(generators: Iterable[Any], seed: int) -> None:
+    """Seed generators, each differently."""
+    for number, generator in enumerate(generators):
+        own = mix(seed, number)
+        if isinstance(generator, np.random.Generator):
+            bits: Any = generator.bit_generator
+            bits.state = type(bits)(own).state
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(own % _SEED_LIMIT)
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        else:
+            generator.seed(own)

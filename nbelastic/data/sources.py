@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from nbelastic.data.comparison import sample_of
 from nbelastic.data.dealing import BlockSchedule
 from nbelastic.data.permutation import mix
-from nbelastic.data.seeding import seed_generators
+from nbelastic.data.seeding import generators_in, seed_each, seed_generators
 from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from nbelastic.data.comparison import DataSample
     from nbelastic.data.dealing import Dealing
     from nbelastic.data.permutation import Rows
     from nbelastic.elastic.context import Context
@@ -109,6 +111,10 @@ class RowSource(Protocol):
         """Warning for the history, if there is one."""
         return ""
 
+    def sample(self) -> DataSample | None:
+        """Return digests of some rows; None where `requirements` describe them."""
+        return None
+
     def requirements(self) -> dict[str, str]:
         """Return what must be equal on ranks that share a state, as names and texts."""
 
@@ -179,6 +185,10 @@ class MapSource(RowSource):
             self._running = weakref.ref(running)
         running.turn(first, blocks)
         return running.batches(first, blocks)
+
+    def sample(self) -> DataSample:
+        """Return digests of some rows, to be compared with those of other ranks."""
+        return sample_of(self._dataset, fetches=self._loader.num_workers == 0)
 
     def requirements(self) -> dict[str, str]:
         """Return the number of rows, because nothing else is known of any dataset."""
@@ -348,20 +358,30 @@ class _Rows:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+        self._own: list[Any] | None = None  # generators that the dataset holds, in this process
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_own": None}
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def _seed(self, seed: int) -> None:
+        seed_generators(seed)
+        if self._own is None:
+            self._own = generators_in(self._dataset)
+        seed_each(self._own, seed)
 
     def __getitems__(self, item: WorkItem) -> list[Any]:
         dataset, (seed, rows) = self._dataset, item
         at_once = getattr(dataset, "__getitems__", None)
         if at_once is not None:
-            seed_generators(mix(seed, *rows[:1]))
+            self._seed(mix(seed, *rows[:1]))
             found: list[Any] = at_once(rows)
         else:
             found = []
             for row in rows:
-                seed_generators(mix(seed, row))
+                self._seed(mix(seed, row))
                 found.append(dataset[row])
         seed_generators(mix(seed, rows[0], COLLATING))
         return found

@@ -13,12 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbelastic.data import Loader
+from nbelastic.data.comparison import USUAL_CAUSES, DataSample, difference, sample_of
 from nbelastic.elastic.context import current_or_alone
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import ObjectState, check_names, public
 from nbelastic.elastic.state_payload import StatePayload
-from nbelastic.errors import OptionError
+from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.pickling import Pickler
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, adjusts_to_size
@@ -101,6 +102,7 @@ class TorchState(ObjectState):
 
     _loaders: Sequence[Loader] = ()
     _accumulating: Sequence[Optimizer] = ()
+    _data: Sequence[DataSample | None] | None = None  # of the datasets as they were built
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         self._copies = Copies()
@@ -333,7 +335,10 @@ class TorchState(ObjectState):
         present = CapturedState(
             objects, labels_of(objects, values), flattener.captured, flattener.tensors
         )
-        return StatePayload(self._head(present, nodes, trusted), flattener.tensors)
+        if self._data is None:
+            self._data = _data_samples(objects)
+        head = self._head(present, nodes, trusted, self._data)
+        return StatePayload(head, flattener.tensors)
 
     def _pack_commit(self) -> StatePayload:
         self._materialize()
@@ -343,12 +348,18 @@ class TorchState(ObjectState):
         devices = [owner.device.type for owner in commit.owners]
         return StatePayload(head, self._copies.values, devices, names=present.names(commit.nodes))
 
-    def _head(self, present: CapturedState, nodes: dict[str, Node], trusted: bool) -> bytes:
+    def _head(
+        self,
+        present: CapturedState,
+        nodes: dict[str, Node],
+        trusted: bool,
+        data: Sequence[DataSample | None] = (),
+    ) -> bytes:
         """Return everything except tensors, and what has changed since the state was built."""
         before = changes(self._built, present.structure())
         content = _dump((present.captured, nodes, trusted), present.objects)
         adapters = [type(adapter_of(obj)) for obj in present.objects]
-        return pickle.dumps((present.kinds(), list(nodes), before, content, adapters))
+        return pickle.dumps((data, present.kinds(), list(nodes), before, content, adapters))
 
     @staticmethod
     def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -376,7 +387,7 @@ class TorchState(ObjectState):
     def _unpack(self, payload: StatePayload) -> None:
         values = self._values()
         objects = objects_in(values.values())
-        kinds, names, before, content, _ = pickle.loads(payload.head)
+        *data, kinds, names, before, content, _ = pickle.loads(payload.head)
         flattener = Flattener(objects, capture_object, duplicate=False)
         mine = CapturedState(
             objects, labels_of(objects, values), flattener.captured, flattener.tensors
@@ -389,6 +400,8 @@ class TorchState(ObjectState):
                 flattener.flatten(obj)
             theirs = CapturedState(objects, mine.labels, captured, payload.tensors)
             check_fit(mine.structure(), theirs.structure(), before)
+        if data and data[0]:
+            _check_data(_data_samples(objects), data[0])
         keep = payload.buffer is not None
         unflattener = Unflattener(
             payload.tensors, objects, restore_object, devices=payload.devices, keep=keep
@@ -400,6 +413,33 @@ class TorchState(ObjectState):
                     payload.buffer.give_back(tensor)
         if trusted:  # this rank runs the same function
             self._lazy.pattern.trust()
+
+
+def _data_samples(objects: Iterable[object]) -> list[DataSample | None]:
+    """Return digests of the datasets of loaders and samplers, in the order of these."""
+    found = []
+    for each in objects:
+        if isinstance(each, Loader):
+            found.append(each.data_sample())
+        elif isinstance(each, ShardSampler):
+            found.append(sample_of(each.dataset, fetches=False))
+    return found
+
+
+def _check_data(mine: Sequence[DataSample | None], theirs: Sequence[DataSample | None]) -> None:
+    """Refuse to train on other data than the rank that has sent its state.
+
+    Raises
+    ------
+    StateMismatch
+        The data are different.
+    """
+    for one, other in zip(mine, theirs, strict=True):
+        found = difference(one, other) if one is not None and other is not None else ""
+        if found:
+            context = current_or_alone()
+            ranks = "" if context is None else f" on ranks {context.source} and {context.rank}"
+            raise StateMismatch(f"the datasets are not the same{ranks}: {found}. {USUAL_CAUSES}")
 
 
 def _rates_of(objects: Iterable[object]) -> list[float]:

@@ -1,0 +1,226 @@
+"""Ranks that have built different data find out before they train."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
+
+import nbelastic.torch as hvd
+from nbelastic.collectives import SoloCommunicator
+from nbelastic.data import Batch, Loader
+from nbelastic.data.comparison import difference, sample_of
+from nbelastic.data.seeding import generators_in
+from nbelastic.elastic.context import activate
+from nbelastic.errors import StateMismatch
+from nbelastic.torch.elastic import ElasticSampler
+from nbelastic.torch.state.torch_state import TorchState
+from tests.support.world import StaticContext, run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Rows(Dataset):
+    def __init__(self, function: Callable[[int], Any], length: int = 50) -> None:
+        self.function, self.length = function, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, row: int) -> Any:
+        return self.function(row)
+
+
+def numbers() -> TensorDataset:
+    return TensorDataset(torch.arange(50.0).view(-1, 1), torch.arange(50.0))
+
+
+def seeded(rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(rank)
+
+
+def split(rank: int) -> Any:
+    return random_split(numbers(), [40, 10], generator=seeded(rank))[0]
+
+
+def split_in_parts(rank: int) -> Any:
+    return ConcatDataset([numbers(), Subset(split(rank), range(20))])
+
+
+def labels(rank: int) -> Any:
+    words = ["cat", "dog", "owl"][:: -1 if rank else 1]
+    return Rows(lambda row: (float(row), words.index("cat")))
+
+
+def listing(rank: int) -> Any:
+    return [(f"{n}.png", n % 3) for n in (range(50) if rank else reversed(range(50)))]
+
+
+def by_rank(rank: int) -> Any:
+    noise = np.random.default_rng(rank).normal(size=(50, 3))
+    return TensorDataset(torch.from_numpy(noise))
+
+
+def trained(dataset_of: Callable[[int], Any], of: str) -> list[Any]:
+    def main(context: StaticContext) -> None:
+        dataset = dataset_of(context.rank)
+        model = torch.nn.Linear(1, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        data = Loader(dataset, Batch(8, micro=4)) if of == "loader" else ElasticSampler(dataset)
+        state = TorchState(model, optimizer, data=data)
+        if context.rank == 0:
+            sent.append(state._pack())
+        context.communicator().barrier()
+        if context.rank == 1:
+            state._unpack(sent[0])
+
+    sent: list[Any] = []
+    return run_ranks(2, main)
+
+
+@pytest.mark.parametrize("of", ["loader", "sampler"])
+@pytest.mark.parametrize(
+    ("dataset_of", "what"),
+    [
+        (split, "the indices of its Subset differ"),
+        (split_in_parts, "the indices of its Subset differ"),
+        (listing, "row 0 differs"),
+        (by_rank, "row 0 differs"),
+    ],
+)
+def test_other_data_are_refused(dataset_of: Any, what: str, of: str) -> None:
+    said = f"not the same on ranks 0 and 1: {what}.*random_split.*same dataset on all ranks"
+    with pytest.raises(StateMismatch, match=said):
+        trained(dataset_of, of)
+
+
+def test_labels_from_a_set_are_refused() -> None:
+    with pytest.raises(StateMismatch, match="row 0 differs"):
+        trained(labels, "loader")
+
+
+class Augmented(Dataset):
+    """Draws from generators of its own, and from the process's."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.transforms = [functools.partial(_noise, rng=random.Random(seed))]
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        drawn = self.rng.random() + random.random() + self.transforms[0](row)
+        return torch.tensor([drawn + float(torch.rand(()))])
+
+
+def _noise(row: int, rng: random.Random) -> float:
+    return row + rng.random()
+
+
+def circular(rank: int) -> Any:
+    def row(number: int) -> Any:
+        value: list[Any] = [number]
+        value.append(value)
+        return value
+
+    return Rows(row)
+
+
+@pytest.mark.parametrize(
+    "dataset_of",
+    [
+        lambda rank: split(0),
+        lambda rank: Augmented(),
+        Augmented,
+        lambda rank: Rows(lambda row: random.random() < 0.5),
+        lambda rank: Rows(lambda row: time.perf_counter()),
+        lambda rank: Rows(lambda row: object()),
+        lambda rank: Rows(lambda row: 1 / 0),
+        circular,
+    ],
+)
+def test_the_same_data_and_augmentation_are_not(dataset_of: Any) -> None:
+    trained(dataset_of, "loader")
+
+
+def test_rows_that_worker_processes_fetch_are_not_fetched_here() -> None:
+    fetched = []
+    rows = Rows(fetched.append)
+    sample = Loader(rows, Batch(8, micro=4), num_workers=1).data_sample()
+    assert sample is not None
+    assert (sample.length, dict(sample.rows), fetched) == (50, {}, [])
+
+
+def test_generators_are_as_before() -> None:
+    random.seed(1)
+    torch.manual_seed(1)
+    before = random.getstate(), torch.get_rng_state().tolist()
+    sample_of(Rows(lambda row: (random.random(), torch.rand(()))), fetches=True)
+    assert (random.getstate(), torch.get_rng_state().tolist()) == before
+
+
+def test_datasets_of_different_lengths_are_compared_elsewhere() -> None:
+    assert difference(sample_of([1], fetches=True), sample_of([2, 3], fetches=True)) == ""
+
+
+# -- generators of a dataset's own -----------------------------------------------------------------
+
+
+class Own(Dataset):
+    def __init__(self) -> None:
+        self.python = random.Random()
+        self.numpy = {"new": np.random.default_rng(), "old": np.random.RandomState()}
+        generator = torch.Generator()
+        generator.seed()
+        rng = random.Random()
+        self.transform = lambda row: row + rng.random() + float(torch.rand((), generator=generator))
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        drawn = self.python.random() + self.numpy["new"].random() + self.numpy["old"].rand()
+        return torch.tensor(drawn + self.transform(row), dtype=torch.float64)
+
+
+def _epoch(size: int, **options: Any) -> dict[tuple[int, int], list[float]]:
+    found = {}
+    for rank in range(size):
+        with activate(_member(rank, size)):
+            for step in Loader(Own(), Batch(8, micro=2), seed=3, **options):
+                for number, rows in zip(step.numbers, step, strict=True):
+                    found[step.number, number] = rows.tolist()
+    return found
+
+
+def _member(rank: int, size: int) -> StaticContext:
+    context = StaticContext(SoloCommunicator(generation=1))
+    context.rank, context.size = rank, size
+    return context
+
+
+def test_what_a_dataset_draws_from_its_own_generators_depends_on_the_row_alone() -> None:
+    alone = _epoch(1)
+    assert len({value for rows in alone.values() for value in rows}) == 24
+    assert _epoch(3) == alone
+    assert _epoch(1, num_workers=2) == alone
+
+
+def test_generators_are_found_once_and_rows_are_not_searched() -> None:
+    rng = random.Random(0)
+
+    class Holder:
+        def __init__(self) -> None:
+            self.rng, self.again, self.me = rng, [rng, (rng,)], self
+            self.rows = [random.Random(n) for n in range(500)]
+
+    assert generators_in(Holder()) == [rng]
+    assert generators_in(random.random) == []
