@@ -5,20 +5,30 @@ Runs in the kernel, in the thread that calls ``fit``, and in workers, in the thr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import secrets
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from .wire import JobPayload
 
-__all__ = ["Modules", "Source", "process_name", "unpack_call", "unpack_modules"]
+__all__ = [
+    "Modules",
+    "Source",
+    "process_name",
+    "torch_as",
+    "torch_settings",
+    "unpack_call",
+    "unpack_modules",
+]
 
 _TOKEN = secrets.token_hex(8)
 
@@ -94,3 +104,52 @@ def unpack_call(
     """Return the function and its arguments; its modules must be importable."""
     function, args, kwargs = cloudpickle.loads(payload.call)
     return function, args, kwargs
+
+
+def torch_settings() -> dict[str, str]:
+    """Return torch's settings of this process that training depends on, without its defaults."""
+    torch = sys.modules.get("torch")
+    if not hasattr(torch, "get_default_device"):  # not imported, or an older one
+        return {}
+    assert torch is not None
+    found = {
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "device": str(torch.get_default_device().type),
+        "precision": str(torch.get_float32_matmul_precision()),
+        "deterministic": "no",
+    }
+    if torch.are_deterministic_algorithms_enabled():
+        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        found["deterministic"] = "warn" if only_warns else "yes"
+    defaults = {"dtype": "float32", "device": "cpu", "precision": "highest", "deterministic": "no"}
+    return {name: value for name, value in found.items() if value != defaults[name]}
+
+
+@contextlib.contextmanager
+def torch_as(settings: Mapping[str, str]) -> Iterator[None]:
+    """Give torch in this process settings of another one, for the length of a block.
+
+    A device that this process lacks stays the default. The worker puts back all but the device,
+    which is a setting of the thread.
+    """
+    if not settings:
+        yield
+        return
+    import torch
+
+    if dtype := settings.get("dtype"):
+        torch.set_default_dtype(getattr(torch, dtype))
+    if precision := settings.get("precision"):
+        torch.set_float32_matmul_precision(precision)
+    if deterministic := settings.get("deterministic"):
+        torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
+    device = settings.get("device")
+    if device is None or (device == "cuda" and not torch.cuda.is_available()):
+        yield
+        return
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(before if before.type != "cpu" else None)

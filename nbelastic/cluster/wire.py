@@ -371,11 +371,14 @@ class JobPayload(Message):
         The user's own modules, pickled.
     call : bytes
         The function and its arguments, pickled; it needs the modules to be unpacked.
+    torch : dict of str to str
+        Torch's settings in the kernel that are not its defaults.
     """
 
     secret: bytes = field(repr=False)
     modules: bytes = field(repr=False)
     call: bytes = field(repr=False)
+    torch: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,10 @@ class State:
         """Return values of trained parameters, and optimizers that do not average gradients."""
         return (), ()
 
+    def _moving_values(self) -> dict[str, object]:
+        """Return tokens of values in models that are part of no state, by name."""
+        return {}
+
     def align(self, behind: Sequence[int]) -> None:
         """Bring all members of a new generation to the same state. Called by the elastic loop.
 

@@ -67,6 +67,18 @@ NEVER_COMMITTED = (
 )
 
 
+MOVING = (
+    "values in modules change that are part of no state: {names}\n"
+    "They are in no state_dict. After a failure they are not rolled back, and ranks that join "
+    "start with other values. It does not matter for what each forward() computes anew.\n"
+    "Make them buffers (register_buffer), return them from get_extra_state() and "
+    "set_extra_state(), or make them values of the state."
+)
+
+MOST_NAMES = 5
+"""Most names in that warning."""
+
+
 class Supervision:
     """Supervises one elastic loop on one rank.
 
@@ -86,6 +98,7 @@ class Supervision:
         self._commits = 0  # of the present generation
         self._is_new = session.version == FRESH
         self._waits = True  # until the first commit or the warning
+        self._moving: dict[str, object] | None = {}  # None after the warning
         session.before_exchange += (self._count,)
 
     def begun(self) -> None:
@@ -105,6 +118,22 @@ class Supervision:
         if self._commits in MOMENTS:
             self._sample(self._commits)
             self._sample_besides(self._commits)
+            self._look_for_moving()
+
+    def _look_for_moving(self) -> None:
+        """Warn of values in modules that are different from those at the sample before."""
+        session, before = self._session, self._moving
+        if before is None or session.size == 1 or session.rank != 0:
+            return
+        try:
+            self._moving = now = self._state._moving_values()
+        except Exception:  # attributes of users' classes raise what they like
+            return
+        names = [name for name, token in now.items() if before.get(name, token) != token]
+        if names and self._commits > MOMENTS[0]:
+            self._moving = None
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            warn(session, MOVING.format(names=", ".join(names[:MOST_NAMES]) + more))
 
     def ended(self) -> None:
         """Record that the loop has ended on this rank."""

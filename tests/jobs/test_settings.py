@@ -66,3 +66,37 @@ def evaluated_when_a_peer_fails():
 def test_gradients_are_enabled_again_after_a_reset(crew):
     job = crew.fit(evaluated_when_a_peer_fails, np=2)
     assert job.results() == [[(True, False), (True, False)]] * 2
+
+
+def torchs_settings():
+    import torch
+
+    return {
+        "dtype": torch.get_default_dtype(),
+        "made": str(torch.empty(1).device),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+    }
+
+
+def test_torchs_settings_of_the_kernel_are_those_of_its_ranks(crew):
+    import torch
+
+    plain = torchs_settings()
+    assert crew.fit(torchs_settings, np=2).results() == [plain] * 2
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        changed = torchs_settings()
+        found = crew.fit(torchs_settings, np=2).results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+    assert changed != plain
+    assert found == [changed] * 2
+    assert crew.fit(torchs_settings, np=2).results() == [plain] * 2
