@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.elastic.context import current
+from nbelastic.elastic.in_place import Originals, adopt
 from nbelastic.elastic.state_payload import StatePayload
 from nbelastic.elastic.transfer import spread
 from nbelastic.errors import OptionError, StateMismatch
@@ -197,6 +198,7 @@ class ObjectState(State):
             if name.startswith("_") or hasattr(type(self), name):
                 raise OptionError(f"a state cannot have a value named {name!r}: choose another")
         self._names = tuple(values)
+        self._first = values
         self.__dict__.update(values)
         self.save()
 
@@ -305,11 +307,20 @@ class ObjectState(State):
 
     def _pack(self) -> StatePayload:
         """Return all values but samplers, for ranks that are behind."""
-        return _payload_of({name: getattr(self, name) for name in self._names}, self._samplers())
+        values = {name: getattr(self, name) for name in self._names}
+        return _payload_of(values, self._samplers(), self._held())
+
+    def _held(self) -> list[str]:
+        """Return the names of values that are still the objects that the state was made with.
+
+        The function may refer to these by other names, so other ranks fill their own.
+        """
+        return [n for n in self._names if n in self._first and getattr(self, n) is self._first[n]]
 
     def _pack_commit(self) -> StatePayload:
         """Return all values but samplers, as of the last commit."""
-        return _payload_of(self._saved, [sampler for sampler, _ in self._saved_samplers])
+        samplers = [sampler for sampler, _ in self._saved_samplers]
+        return _payload_of(self._saved, samplers, self._held())
 
     def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
         """Return the samplers with their snapshots of the last commit."""
@@ -323,16 +334,29 @@ class ObjectState(State):
         StateMismatch
             They do not fit this state, which has not changed.
         """
-        values, _ = pickle.loads(payload.head)
+        values, _, *held = pickle.loads(payload.head)
         samplers = self._samplers()
         mine = [n for n in self._names if not any(getattr(self, n) is each for each in samplers)]
         check_names("the values", public(mine), public(values))
+        self._take(values, {}, held)
+
+    def _take(
+        self, values: dict[str, Any], owned: dict[int, Any], held: Sequence[Sequence[str]]
+    ) -> None:
+        """Take over values of another rank; fill this rank's objects where they are `held`.
+
+        Those `owned` by objects are these objects' own already.
+        """
+        known = dict(owned)
+        for name in held[0] if held else ():
+            if name in values:
+                values[name] = adopt(getattr(self, name), values[name], known)
         self.__dict__.update(values)
 
     @staticmethod
     def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the values of a packed commit, and the states of its samplers, by name."""
-        values, names = pickle.loads(payload.head)
+        values, names, *_ = pickle.loads(payload.head)
         return {**values, **dict(zip(names, samplers, strict=True))}
 
     # -- the life of a state ---------------------------------------------------------------------
@@ -341,13 +365,16 @@ class ObjectState(State):
         """Keep copies of the present values as the last commit."""
         values = {name: getattr(self, name) for name in self._names}
         samplers = self._samplers()
-        self._saved = copy.deepcopy(values, {id(each): each for each in samplers})
+        self._memo = {id(each): each for each in samplers}
+        self._saved = copy.deepcopy(values, self._memo)
         self._saved_samplers = [(each, each.snapshot()) for each in samplers]
 
     def restore(self) -> None:
         """Go back to exactly the last commit."""
+        originals = Originals(self._memo)
         memo = {id(each): each for each, _ in self._saved_samplers}
-        self.__dict__.update(copy.deepcopy(self._saved, memo))
+        for name, saved in self._saved.items():
+            self.__dict__[name] = originals.restored(saved, memo)
         for sampler, snapshot in self._saved_samplers:
             sampler.go_back(snapshot)
 
@@ -427,10 +454,12 @@ def public(names: Iterable[str]) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def _payload_of(values: dict[str, Any], samplers: Sequence[ShardSampler]) -> StatePayload:
+def _payload_of(
+    values: dict[str, Any], samplers: Sequence[ShardSampler], held: Sequence[str]
+) -> StatePayload:
     kept = {k: v for k, v in values.items() if not any(v is each for each in samplers)}
     names = [next(k for k, v in values.items() if v is each) for each in samplers]
-    return StatePayload(dumps((kept, names)))
+    return StatePayload(dumps((kept, names, held)))
 
 
 def _count(state: State, name: str) -> int:

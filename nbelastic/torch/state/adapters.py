@@ -28,6 +28,7 @@ from nbelastic.torch.state.flatten import (
     is_flat,
     leaves_in,
     mapping,
+    nested,
     refs_in,
 )
 from nbelastic.torch.state.optimizer_adapter import (
@@ -49,6 +50,7 @@ __all__ = [
     "CapturedState",
     "adapter_of",
     "capture_object",
+    "check_models",
     "keeps_more",
     "labels_of",
     "models_first",
@@ -436,6 +438,42 @@ def objects_in(values: Iterable[object]) -> list[object]:
             if id(optimizer) not in seen:
                 _refuse(other, optimizer)
     return objects
+
+
+def check_models(values: Iterable[object], objects: Iterable[object]) -> None:
+    """Refuse values that hold a model which is not one of the `objects` of the state."""
+    seen = {id(each) for each in objects}
+    for value in values:
+        for each in nested(value):
+            if id(each) in seen or is_container(each) or isinstance(each, _PLAIN):
+                continue
+            for name, model in _models_within(each):
+                if id(model) not in seen:
+                    _refuse_model(each, name, model)
+
+
+def _models_within(value: object) -> Iterable[tuple[str, torch.nn.Module]]:
+    """Return the models in the attributes of an object, and in a container of its own class."""
+    attributes = [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
+    if isinstance(value, dict):
+        attributes += [(f"[{key!r}]", each) for key, each in value.items()]
+    elif isinstance(value, (list, tuple)):
+        attributes += [(f"[{number}]", each) for number, each in enumerate(value)]
+    return [
+        (name, each)
+        for name, part in attributes
+        for each in nested(part)
+        if isinstance(each, torch.nn.Module)
+    ]
+
+
+def _refuse_model(value: object, name: str, model: torch.nn.Module) -> None:
+    kind, inner = type(value).__qualname__, type(model).__qualname__
+    raise NbelasticError(
+        f"a {kind} in the state holds a model ({inner}, at {name}) that the state does not have: "
+        f"after a failure the {kind} would hold a copy of it, and the model that is trained would "
+        f"not go back. Name the {inner} in the state as well, or keep it in a dict, list or tuple"
+    )
 
 
 def _refuse(other: object, optimizer: torch.optim.Optimizer) -> None:

@@ -46,6 +46,7 @@ class Commit:
     addresses: list[int]
     samplers: list[tuple[ShardSampler, SamplerSnapshot]]
     generators: GeneratorStates
+    flattener: Flattener
 
     @property
     def objects(self) -> list[object]:
@@ -61,9 +62,14 @@ class Commit:
             The value of each of `owners`: a copy, or the owner itself if it is uncopied.
         """
         unflattener = Unflattener(
-            tensors, self.objects, restore_object, owners=self.owners, addresses=self.addresses
+            tensors,
+            self.objects,
+            restore_object,
+            owners=self.owners,
+            addresses=self.addresses,
+            flattener=self.flattener,
         )
-        values = rebuild(unflattener, self.captured, self.nodes)
+        values, _ = rebuild(unflattener, self.captured, self.nodes)
         for sampler, snapshot in self.samplers:
             sampler.go_back(snapshot)
         self.generators.restore()
@@ -99,15 +105,17 @@ def make_commit(values: Mapping[str, Any], before: Commit | None = None) -> Comm
         list(map(_address_of, flattener.tensors)),
         [(each, each.snapshot()) for each in objects if isinstance(each, ShardSampler)],
         GeneratorStates(None if before is None else before.generators),
+        flattener,
     )
 
 
 def rebuild(
     unflattener: Unflattener, captured: list[ObjectNode], nodes: dict[str, Node]
-) -> dict[str, Any]:
-    """Return values by name; restore objects in place."""
+) -> tuple[dict[str, Any], dict[int, Any]]:
+    """Return values by name, and what objects have by id; restore objects in place."""
     for obj in models_first(captured, unflattener.objects):  # tensors that others share stay theirs
         unflattener.unflatten(obj)
+    owned = unflattener.begin_values()
     built = {name: unflattener.unflatten(node) for name, node in nodes.items()}
     unflattener.flush()
-    return built
+    return built, owned

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbelastic.elastic.in_place import Originals
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -239,6 +241,12 @@ class Flattener:
         self._know(obj, node)
         self.captured.append(node)
 
+    def originals(self) -> tuple[Originals, dict[int, Any]]:
+        """Return the values that were copied, and containers by the ids of their nodes."""
+        nodes = [(self._known[id(each)], each) for each in self._alive]
+        containers = {id(n): each for n, each in nodes if isinstance(n, ContainerNode)}
+        return Originals(self._copies, self._alive), containers
+
     def _key(self, key: object) -> object:
         return self.flatten(key) if isinstance(key, torch.Tensor) and is_dense(key) else key
 
@@ -270,6 +278,8 @@ class Unflattener:
         For each value the type of its device, if that was on another rank.
     keep : bool, default False
         Whether a value may be used itself where no tensor exists yet to copy it into.
+    flattener : Flattener, optional
+        The one that made the nodes, if that was on this rank.
 
     Attributes
     ----------
@@ -289,8 +299,12 @@ class Unflattener:
         addresses: Sequence[int] = (),
         devices: Sequence[str] = (),
         keep: bool = False,
+        flattener: Flattener | None = None,
     ) -> None:
         self._keep = keep
+        self._flattener = flattener
+        self._originals: Originals | None = None
+        self._containers: Mapping[int, Any] = {}
         self._values = values
         self.objects = objects
         self._restore = restore
@@ -321,6 +335,16 @@ class Unflattener:
         """Return the identities of all tensors that have been restored already."""
         return {id(tensor) for tensor in self._filled.values()}
 
+    def begin_values(self) -> dict[int, Any]:
+        """End with objects, and begin with values, which are restored in place on their rank.
+
+        Returns what the objects have, by ids. (What an object has loaded is its own business: it
+        may clear its containers before it fills them from those that it is given.)
+        """
+        if self._flattener is not None:
+            self._originals, self._containers = self._flattener.originals()
+        return {id(each): each for each in (*self._built.values(), *self._filled.values())}
+
     def replace(self, ref: TensorRef, tensor: torch.Tensor) -> None:
         """Replace a restored tensor by another one with the same memory."""
         self._filled[ref] = tensor
@@ -338,7 +362,9 @@ class Unflattener:
         if isinstance(node, ContainerNode):
             return self._container(node)
         value = node.value
-        if type(value) not in ATOMS:
+        if type(value) not in ATOMS and self._originals is not None:
+            value = self._built[id(node)] = self._originals.restored(value, self._copies)
+        elif type(value) not in ATOMS:
             flat = type(value) in _CONTAINERS and is_flat(value)
             value = self._built[id(node)] = _copied(value, self._copies, flat)
         return value
@@ -387,14 +413,18 @@ class Unflattener:
                 return self._built.setdefault(
                     id(node), tuple(self.unflatten(n) for n in node.nodes)
                 )
-            items = self._built[id(node)] = []
-            items.extend(self.unflatten(each) for each in node.nodes)
+            items = self._built[id(node)] = self._containers.get(id(node), [])
+            items[:] = [self.unflatten(each) for each in node.nodes]
             return items
-        mapping = self._built[id(node)] = node.kind()
+        mapping = self._built[id(node)] = self._containers.get(id(node), node.kind())
         if node.kind is defaultdict:
             mapping.default_factory = node.factory
-        for key, each in zip(node.keys, node.nodes, strict=True):
-            mapping[self.tensor(key) if isinstance(key, TensorRef) else key] = self.unflatten(each)
+        pairs = [
+            (self.tensor(key) if isinstance(key, TensorRef) else key, self.unflatten(each))
+            for key, each in zip(node.keys, node.nodes, strict=True)
+        ]
+        mapping.clear()
+        mapping.update(pairs)
         return mapping
 
     def _device(self, ref: TensorRef, target: torch.Tensor | None) -> str | torch.device:

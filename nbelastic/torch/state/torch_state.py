@@ -28,6 +28,7 @@ from nbelastic.torch.state.adapters import (
     SamplerAdapter,
     adapter_of,
     capture_object,
+    check_models,
     labels_of,
     objects_in,
     restore_object,
@@ -111,6 +112,8 @@ class TorchState(ObjectState):
         self._stepped: Commit | None = None
         self._stepped_copies = Copies()
         self._reported: tuple[object, ...] = ()
+        given = [model, optimizer, *values.values()]
+        check_models(given, objects_in(given))
         super().__init__(model=model, optimizer=optimizer, **values)
         self._loaders = self._take_part_in_steps()
         self._built = _captured(self._commit).structure()
@@ -367,7 +370,7 @@ class TorchState(ObjectState):
     ) -> bytes:
         """Return everything except tensors, and what has changed since the state was built."""
         before = changes(self._built, present.structure())
-        content = _dump((present.captured, nodes, trusted), present.objects)
+        content = _dump((present.captured, nodes, trusted, self._held()), present.objects)
         adapters = [type(adapter_of(obj)) for obj in present.objects]
         return pickle.dumps((extra, present.kinds(), list(nodes), before, content, adapters))
 
@@ -375,7 +378,7 @@ class TorchState(ObjectState):
     def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         *_, content, adapters = pickle.loads(payload.head)
         objects: list[Any] = [{} for _ in adapters]
-        captured, nodes, _ = _load(content, objects)
+        captured, nodes, *_ = _load(content, objects)
         cpu = ["cpu"] * len(payload.tensors)
         unflattener = Unflattener(payload.tensors, objects, lambda *_: None, devices=cpu, keep=True)
         # All are kept: the unflattener identifies nodes by their ids.
@@ -405,7 +408,7 @@ class TorchState(ObjectState):
         )
         check_names("the values", public(self._names), public(names))
         check_names("the objects", mine.kinds(), kinds, in_order=True)
-        captured, nodes, trusted = _load(content, objects)
+        captured, nodes, trusted, *held = _load(content, objects)
         if not self._aligned:  # else it may be behind ranks that have changed it since
             for obj in objects:
                 flattener.flatten(obj)
@@ -419,7 +422,7 @@ class TorchState(ObjectState):
         unflattener = Unflattener(
             payload.tensors, objects, restore_object, devices=payload.devices, keep=keep
         )
-        self.__dict__.update(rebuild(unflattener, captured, nodes))
+        self._take(*rebuild(unflattener, captured, nodes), held)
         if extra is not None:
             ModuleSettings.apply(models, extra[1])
         if payload.buffer is not None:

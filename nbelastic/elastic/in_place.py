@@ -1,0 +1,206 @@
+"""Values of a state given back in place, because the user may refer to them, too.
+
+In ``history = []; state = ObjectState(history=history)`` the function goes on to append to
+``history``. If a restore gave the state another list, the two would part.
+
+Lists, dicts, sets, deques, arrays, tensors, random generators and objects of plain classes are
+filled again, also within each other. Anything else is replaced by a copy.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+__all__ = ["Originals", "adopt", "attributes_in"]
+
+_SEQUENCES = (list, collections.deque)
+_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_NO_RECORDS = (type, types.ModuleType, types.FunctionType, types.MethodType)
+_OF_PICKLE = ("__setstate__", "__deepcopy__", "__copy__")
+_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_getstate = getattr(object, "__getstate__", None)  # new in Python 3.11
+
+
+class Originals:
+    """Values that a commit has copied, to be filled again from the copies.
+
+    Parameters
+    ----------
+    memo : dict
+        The memo of the deep copies.
+    more : iterable of object
+        Values whose copies are in the memo, besides those that ``copy.deepcopy`` has noted.
+    """
+
+    def __init__(self, memo: Mapping[int, Any], more: Iterable[object] = ()) -> None:
+        self._memo = memo  # keeps the copies, whose ids are used here
+        self._originals = {}
+        for each in (*more, *memo.get(id(memo), ())):
+            copied = memo.get(id(each))
+            if copied is not each and type(copied) is type(each):
+                self._originals[id(copied)] = each
+
+    def restored(self, saved: Any, memo: dict[int, Any]) -> Any:
+        """Return the value that `saved` is a copy of, with its content again.
+
+        Parameters
+        ----------
+        saved : object
+            The copy, which stays as it is.
+        memo : dict
+            Values that were restored before, by the ids of their copies.
+        """
+        if id(saved) in memo:
+            return memo[id(saved)]
+        if type(saved) is tuple:
+            parts = tuple(self.restored(each, memo) for each in saved)
+            return memo.setdefault(id(saved), parts)
+        original = self._originals.get(id(saved))
+        filler = None if original is None else _filler_for(original, saved)
+        if filler is None:
+            return copy.deepcopy(saved, memo)
+        memo[id(saved)] = original
+        filler(original, saved, lambda _, each: self.restored(each, memo))
+        return original
+
+
+def adopt(live: Any, came: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Return `live` with the content of `came`, or `came` itself where that cannot be done."""
+    known: dict[int, Any] = {} if memo is None else memo
+    if id(came) in known:
+        return known[id(came)]
+    if live is came or type(live) is not type(came):
+        return came
+    if type(came) is tuple:
+        pairs = [*zip(live, came, strict=False)]
+        return tuple(adopt(mine, theirs, known) for mine, theirs in pairs) + came[len(pairs) :]
+    filler = _filler_for(live, came)
+    if filler is None:
+        return came
+    known[id(came)] = live
+    filler(live, came, lambda mine, theirs: adopt(mine, theirs, known))
+    return live
+
+
+def attributes_in(value: object) -> dict[str, Any] | None:
+    """Return the attributes that are all there is of an object; None if there may be more."""
+    kind = type(value)
+    if kind is types.SimpleNamespace:
+        return vars(value)
+    if (
+        isinstance(value, _NO_RECORDS)
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+        or kind.__reduce__ is not object.__reduce__
+        or getattr(kind, "__getstate__", None) is not _getstate
+        or any(hasattr(kind, name) for name in _OF_PICKLE)
+        or any(vars(each).get("__slots__") for each in kind.__mro__)
+        or not all(each is object or each.__flags__ & _DEFINED_IN_PYTHON for each in kind.__mro__)
+    ):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+# -- how a value takes the content of a copy; `inner(mine, theirs)` makes what is in it ------------
+
+
+def _filler_for(value: Any, saved: Any) -> Callable[[Any, Any, Callable[..., Any]], None] | None:
+    kind = type(value)
+    if kind in _MAPPINGS:
+        return _fill_mapping
+    if kind is list or (kind is collections.deque and value.maxlen == saved.maxlen):
+        return _fill_sequence
+    if kind is set:
+        return _fill_set
+    if kind is bytearray:
+        return _fill_bytes
+    if _is_a(value, "numpy", "ndarray"):
+        return _fill_array if _is_like(value, saved) else None
+    if _is_a(value, "torch", "Tensor"):
+        return _fill_tensor if _is_like(value, saved) else None
+    if _is_generator(value):
+        kinds = [type(getattr(each, "bit_generator", None)) for each in (value, saved)]
+        return _fill_generator if kinds[0] is kinds[1] else None
+    return None if attributes_in(value) is None else _fill_object
+
+
+def _fill_mapping(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+    items = [(inner(None, key), inner(value.get(key), each)) for key, each in saved.items()]
+    if type(value) is collections.defaultdict:
+        value.default_factory = saved.default_factory
+    value.clear()
+    for key, each in items:  # update() of a Counter would count
+        value[key] = each
+
+
+def _fill_sequence(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+    mine = [*value, *[None] * len(saved)]
+    parts = [inner(own, each) for own, each in zip(mine, saved, strict=False)]
+    value.clear()
+    value.extend(parts)
+
+
+def _fill_set(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+    parts = [inner(None, each) for each in saved]
+    value.clear()
+    value.update(parts)
+
+
+def _fill_bytes(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+    del inner
+    value[:] = saved
+
+
+def _fill_array(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+    del inner
+    value[...] = saved
+
+
+def _fill_tensor(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+    del inner
+    value.detach().copy_(saved)
+
+
+def _fill_generator(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+    del inner
+    if isinstance(value, random.Random):
+        value.setstate(saved.getstate())
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = saved.bit_generator.state
+    else:
+        value.set_state(saved.get_state())
+
+
+def _fill_object(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+    mine = vars(value)
+    attributes = {name: inner(mine.get(name), each) for name, each in vars(saved).items()}
+    mine.clear()
+    mine.update(attributes)
+
+
+def _is_a(value: object, module: str, name: str) -> bool:
+    """Return whether a value is of a class of a module that may not be imported."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _is_generator(value: Any) -> bool:
+    return type(value) is random.Random or any(
+        _is_a(value, "numpy.random", name) for name in ("Generator", "RandomState")
+    )
+
+
+def _is_like(value: Any, saved: Any) -> bool:
+    """Return whether an array or a tensor can take the values of another in place."""
+    if value.shape != saved.shape or value.dtype != saved.dtype:
+        return False
+    if hasattr(value, "flags"):
+        return bool(value.flags.writeable) and not value.dtype.hasobject
+    return bool(value.device == saved.device and value.is_contiguous() and not value.is_inference())

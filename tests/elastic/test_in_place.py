@@ -1,0 +1,285 @@
+"""Values of a state that the function also refers to by other names."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import enum
+import random
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nbelastic.elastic import ObjectState
+from nbelastic.torch.state.torch_state import TorchState
+from tests.support.world import StaticContext, run_ranks
+from tests.torch.test_state_mismatch import resume_from, save_to
+
+
+@dataclass
+class Record:
+    best: float = 0.0
+    losses: list[float] = field(default_factory=list)
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.seen = {1, 2}
+
+
+def _append(each: Any) -> None:
+    each.append(each[-1] + 1)
+
+
+def _append_to_loss(each: Any) -> None:
+    each["loss"].append(1)
+
+
+def _drop(each: Any) -> None:
+    each.popitem()
+
+
+def _add(each: Any) -> None:
+    each.add(len(each))
+
+
+def _write(each: Any) -> None:
+    each[0] += 1
+
+
+def _record(each: Any) -> None:
+    each.best += 1.0
+    each.losses.append(2.0)
+    each.more = [3]
+
+
+def _seen(each: Any) -> None:
+    each.seen.add(len(each.seen) + 1)
+
+
+def _namespace(each: Any) -> None:
+    each.steps += 1
+    each.log.append(1)
+
+
+def _draw(each: Any) -> None:
+    each.random()
+
+
+def _draw_old(each: Any) -> None:
+    each.rand()
+
+
+def _count(each: Any) -> None:
+    each["a"] += 5
+
+
+def _in_tuple(each: Any) -> None:
+    each[0].append(1)
+
+
+def _fill(each: Any) -> None:
+    each.add_(1.0)
+
+
+def _fill_in_dict(each: Any) -> None:
+    each["ema"].mul_(2.0)
+
+
+MAKE: dict[str, tuple[Any, Any]] = {
+    "list": (lambda: [0], _append),
+    "dict of lists": (lambda: {"loss": [], "step": 0}, _append_to_loss),
+    "ordered dict": (lambda: collections.OrderedDict.fromkeys("abcdefgh", 1), _drop),
+    "defaultdict": (lambda: collections.defaultdict(list, loss=[0]), _append_to_loss),
+    "counter": (lambda: collections.Counter(a=2, b=1), _count),
+    "set": (lambda: {0}, _add),
+    "deque": (lambda: collections.deque([1, 2], maxlen=2), _append),
+    "bytearray": (lambda: bytearray(b"abc"), _write),
+    "array": (lambda: np.zeros(3), _write),
+    "dataclass": (Record, _record),
+    "object": (Plain, _seen),
+    "namespace": (lambda: types.SimpleNamespace(steps=0, log=[]), _namespace),
+    "arguments": (lambda: argparse.Namespace(steps=0, log=[]), _namespace),
+    "random": (lambda: random.Random(3), _draw),
+    "generator": (lambda: np.random.default_rng(3), _draw),
+    "old generator": (lambda: np.random.RandomState(3), _draw_old),
+    "tuple of lists": (lambda: ([0], "b"), _in_tuple),
+    "tensor": (lambda: torch.zeros(2), _fill),
+    "dict of tensors": (lambda: {"ema": torch.ones(2), "log": []}, _fill_in_dict),
+}
+
+
+def content(value: Any) -> Any:
+    """Return what can be compared of a value."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return str(value.get_state())
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: content(each) for key, each in value.items()}
+    return copy.deepcopy(getattr(value, "__dict__", value))
+
+
+KINDS = [ObjectState, TorchState]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MAKE)
+def test_an_alias_goes_back_with_the_state(kind: Any, name: str) -> None:
+    make, change = MAKE[name]
+    alias = make()
+    state = kind(value=alias, other=1)
+    for _ in range(2):
+        change(alias)
+        state.save()
+        at_commit = content(alias)
+        for _ in range(2):
+            change(alias)
+            assert content(alias) != at_commit
+            state.restore()
+            assert content(alias) == at_commit
+            assert state.value is alias or name == "tuple of lists"
+            assert content(state.value) == at_commit
+    if name == "tuple of lists":
+        assert state.value[0] is alias[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("way", ["newcomer", "checkpoint"])
+def test_an_alias_on_another_rank_gets_the_values(
+    kind: Any, name: str, way: str, tmp_path: Any
+) -> None:
+    make, change = MAKE[name]
+    aliases: list[Any] = []
+    expected: list[Any] = []
+
+    def build() -> Any:
+        aliases.append(make())
+        return kind(value=aliases[-1], other=1)
+
+    def train(state: Any) -> None:
+        change(state.value)
+        expected.append(content(state.value))
+
+    def main(context: StaticContext) -> Any:
+        mine = make()
+        state = kind(value=mine, other=1)
+        if context.rank == 0:
+            train(state)
+        state.align([1])
+        return state, mine
+
+    if way == "newcomer":
+        state, alias = run_ranks(2, main)[1]
+    else:
+        save_to(tmp_path, build, train)
+        state, alias = resume_from(tmp_path, build)[0], aliases[-1]
+    assert content(alias) == expected[0]
+    assert content(state.value) == expected[0]
+    assert state.value is alias or name == "tuple of lists"
+    change(alias)
+    assert content(state.value) == content(alias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_alias_of_a_part_goes_back_too(kind: Any) -> None:
+    losses: list[int] = []
+    record = Record(losses=losses)
+    state = kind(history={"loss": losses, "record": record}, again=losses)
+    losses.append(1)
+    state.save()
+    losses.append(2)
+    record.best = 5.0
+    state.restore()
+    assert losses == [1]
+    assert state.history["loss"] is state.again is state.history["record"].losses is losses
+    assert record.best == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_containers_that_refer_to_themselves(kind: Any) -> None:
+    ring: dict[str, Any] = {"log": []}
+    ring["ring"] = ring
+    state = kind(ring=ring)
+    ring["log"].append(1)
+    ring["more"] = 1
+    state.restore()
+    assert state.ring is ring
+    assert ring["ring"] is ring
+    assert ring["log"] == []
+    assert "more" not in ring
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_that_was_assigned_leaves_what_it_was_before_alone(kind: Any) -> None:
+    """A row of the user's data in the state is not overwritten by another row."""
+    data = [[0], [1], [2]]
+    state = kind(row=data[0])
+    state.row = data[1]
+    state.save()
+    state.row = data[2]
+    state.restore()
+    assert data == [[0], [1], [2]]
+    assert state.row is data[1]
+
+    def main(context: StaticContext) -> Any:
+        rows = [[0], [1], [2]]
+        state = kind(row=rows[0])
+        if context.rank == 0:
+            state.row = rows[2]
+        state.align([1])
+        return rows, state.row
+
+    assert run_ranks(2, main) == [([[0], [1], [2]], [2])] * 2
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Own(list):
+    """A list with more than its items."""
+
+
+class Slots:
+    __slots__ = ("a",)
+
+    def __init__(self) -> None:
+        self.a = 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "make", [lambda: Color.RED, lambda: Own([1]), Slots, lambda: frozenset([1]), lambda: object]
+)
+def test_other_values_are_replaced_by_copies(kind: Any, make: Any) -> None:
+    state = kind(value=make())
+    state.save()
+    state.value = None
+    state.restore()
+    assert type(state.value) is type(make())
+    if isinstance(state.value, (Own, frozenset)):
+        assert [*state.value] == [1]
+
+
+def test_an_array_of_another_shape_is_replaced() -> None:
+    alias = np.zeros(3)
+    state = ObjectState(value=alias)
+    state.value = np.zeros(4)
+    state.restore()
+    assert state.value is alias
+    frozen = np.zeros(3)
+    state = ObjectState(value=frozen)
+    frozen.flags.writeable = False
+    state.restore()
+    assert state.value.tolist() == [0, 0, 0]
