@@ -1,4 +1,4 @@
-"""Values given back in place: the user may refer to them by other names than the state's.
+"""Values given back in place, because the user may have other names for them.
 
 In ``history = []; state = ObjectState(history=history)`` the function goes on to append to
 ``history``. If a restore gave the state another list, the two would part.

@@ -345,7 +345,8 @@ class CheckpointManager:
         except (
             Exception
         ) as error:  # pickling runs code of any class; memory or threads may be short
-            self._report(f"the state cannot be copied: {error!r}")
+            known = isinstance(error, NbelasticError)
+            self._report(f"the state cannot be copied: {error if known else repr(error)}")
 
     def _copy(self, deals: Sequence[Deal]) -> tuple[Header, dict[str, StoredTensor]]:
         session = self._session
