@@ -1,4 +1,4 @@
-"""Values given back in place, because the user may have other names for them.
+"""Values of a state given back in place, because the user may refer to them, too.
 
 In ``history = []; state = ObjectState(history=history)`` the function goes on to append to
 ``history``. If a restore gave the state another list, the two would part.

@@ -118,7 +118,11 @@ class Machine:
                 self.roster.find_slot(slot)
 
     def _on_workers_unused(self, event: ev.WorkersUnused) -> None:
+        before = rules.held_up(self.roster)
         self.roster.unused = list(event.workers)
+        for rank in before:
+            if rank not in rules.held_up(self.roster):
+                self.roster.counted.begin_again(rank, self._now)
 
     def _on_slot_busy(self, event: ev.SlotBusy) -> None:
         roster = self.roster
@@ -627,7 +631,10 @@ class Machine:
             return
         starting = roster.counted.first(Stage.STARTING)
         if starting is not None and starting.start < roster.first_starts and not synced:
-            return  # ranks that were started together take part from the first generation
+            held_up = rules.held_up(roster)
+            first = [r for r in roster.in_stage(Stage.STARTING) if r.start < roster.first_starts]
+            if any(rank not in held_up for rank in first):
+                return  # ranks that were started together take part from the first generation
         most = rules.most_ranks(roster)
         if most is not None and most < roster.limits.min_np:  # no plan will leave them out
             staying = [rank for rank in roster.in_stage(Stage.READY) if not rank.leaving]
@@ -818,6 +825,11 @@ class Machine:
             return
         starting = self.roster.in_stage(Stage.STARTING)
         late = [rank for rank in starting if self._now >= rank.since + limit]
+        held_up = rules.held_up(self.roster)  # their workers do what others have asked for
+        if rules.cannot_begin(self.roster, [rank for rank in late if rank in held_up]):
+            self._fail(FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(self.roster))
+            return
+        late = [rank for rank in late if rank not in held_up]
         self._evict(late, why.LossReason.NOT_READY, limit)
 
     def _expire_forming(self) -> None:

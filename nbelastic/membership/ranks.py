@@ -240,6 +240,12 @@ class Ranks(dict[int, Rank]):
         """Return the rank that has been in `stage` the longest."""
         return next(iter(self.stages[stage].values()), None)
 
+    def begin_again(self, rank: Rank, now: float) -> None:
+        """Count the time of a rank in its stage from now on."""
+        rank.since = now
+        there = self.stages[rank.stage]
+        there[rank.start] = there.pop(rank.start)
+
     def begin(self, generation: int) -> None:
         """Begin a generation, which has no members yet."""
         self.generation = generation

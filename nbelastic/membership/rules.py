@@ -321,6 +321,23 @@ def unused(roster: Roster, *, chosen: bool = True) -> tuple[UnusedGroup, ...]:
     )
 
 
+def held_up(roster: Roster) -> list[Rank]:
+    """Return the ranks that wait for other tasks of Dask to leave their workers."""
+    busy = {each.worker for each in roster.unused if each.reason == UnusedReason.BUSY}
+    if not busy:
+        return []
+    return [rank for rank in roster.in_stage(Stage.STARTING) if rank.slot.worker in busy]
+
+
+def cannot_begin(roster: Roster, late: list[Rank]) -> bool:
+    """Return whether the job waits for nothing but ranks that are held up, some for too long."""
+    if roster.phase != Phase.GATHERING or roster.any_in(Stage.MEMBER, Stage.DONE, Stage.ENDING):
+        return False
+    all_starting = roster.in_stage(Stage.STARTING)
+    enough = roster.counted.ready + len(last_holders(roster)) >= roster.limits.min_np
+    return not enough and bool(late) and len(held_up(roster)) == len(all_starting)
+
+
 # -- members of the next generation ---------------------------------------------------------------
 
 

@@ -79,6 +79,9 @@ class FakeRank:
 
     def enter(self) -> None:
         """Come out of user code, to the first collective, the next loop, or the end."""
+        if self.worker.busy:
+            self.worker.postponed.append(self.enter)
+            return
         script = self.world.script
         if self.where not in ("setup", "outside") or self.hung:
             return

@@ -55,6 +55,7 @@ class Worker:
     nanny: bool = False
     alive: bool = True
     frozen: bool = False
+    busy: bool = False
     leaving: bool = False
     cut: bool = False
     holder: int | None = None
@@ -223,10 +224,14 @@ class World(Timeline):
         """Stop a worker's process, so that it does nothing at all."""
         self.worker(name).frozen = True
 
+    def occupy(self, name: str) -> None:
+        """Have a rank wait for other tasks of a worker, from its start on."""
+        self.worker(name).busy = True
+
     def thaw(self, name: str) -> None:
         """Let a stopped process go on."""
         worker = self.worker(name)
-        worker.frozen, worker.silence = False, 0.0
+        worker.frozen, worker.busy, worker.silence = False, False, 0.0
         postponed, worker.postponed = worker.postponed, []
         for action in postponed:
             self.later(0.0, action)
