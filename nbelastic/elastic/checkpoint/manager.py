@@ -166,6 +166,13 @@ class CheckpointManager:
             return plan.behind
         return [rank for rank in range(self._session.size) if rank != plan.source]
 
+    @property
+    def resumed(self) -> bool:
+        """Whether the state is from a checkpoint, or may be, as far as this rank knows."""
+        if not self._active:
+            return False
+        return self._found is not None or (self._spec.resume and not self._looked)
+
     def begun(self) -> None:
         """Record that this rank has the state of the loop, so that none is loaded later."""
         self._begun = True
