@@ -103,7 +103,7 @@ def _train_on(
             state.save()
             session.synchronized(plan)
             checkpoints.begun()
-            supervision.begun()
+            supervision.begun(resumed=checkpoints.resumed)
             try:
                 state._run_due()
                 result = call()

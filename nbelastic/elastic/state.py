@@ -23,8 +23,8 @@ from nbelastic.elastic.context import current
 from nbelastic.elastic.in_place import Originals, adopt
 from nbelastic.elastic.state_payload import StatePayload
 from nbelastic.elastic.transfer import spread
-from nbelastic.errors import OptionError, StateMismatch
-from nbelastic.pickling import dumps
+from nbelastic.errors import NbelasticError, OptionError, StateMismatch
+from nbelastic.pickling import dumps, failing_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from nbelastic.elastic.supervision import Supervision
 
 __all__ = ["ObjectState", "State"]
+
+SENT = "sent to other ranks or to a checkpoint"
 
 Task = TypeVar("Task", bound="Callable[[], object]")
 
@@ -365,8 +367,13 @@ class ObjectState(State):
         """Keep copies of the present values as the last commit."""
         values = {name: getattr(self, name) for name in self._names}
         samplers = self._samplers()
-        self._memo = {id(each): each for each in samplers}
-        self._saved = copy.deepcopy(values, self._memo)
+        memo: dict[int, Any] = {id(each): each for each in samplers}
+        try:
+            self._saved = copy.deepcopy(values, memo)
+        except Exception as error:  # copying runs code of any class
+            refuse_by_name(error, values, samplers)
+            raise
+        self._memo = memo
         self._saved_samplers = [(each, each.snapshot()) for each in samplers]
 
     def restore(self) -> None:
@@ -438,6 +445,45 @@ class ObjectState(State):
             ) from None
 
 
+def refuse_by_name(
+    error: Exception,
+    values: Mapping[str, Any],
+    known: Iterable[object],
+    done: str = "copied at each commit",
+    use: Callable[[Any], object] | None = None,
+) -> None:
+    """Raise a better error, if one of the values alone raises, too.
+
+    Parameters
+    ----------
+    error : Exception
+        The error.
+    values : mapping of str to object
+        The values of a state by name.
+    known : iterable of object
+        Values that are kept in another way.
+    done, use
+        What is done with all others, as text and as function; by default a deep copy.
+
+    Raises
+    ------
+    NbelasticError
+        With the place of the part that cannot be copied or sent.
+    """
+    memo = {id(each): each for each in known}
+    for name, value in values.items():
+        one = {name: value}
+        where, part = failing_part(one, use or (lambda each: copy.deepcopy(each, dict(memo))))
+        if where:
+            place = f"state.{name}{where.removeprefix(f'[{name!r}]')}"
+            raise NbelasticError(
+                f"{place} (a {type(part).__name__}) cannot be {done}: "
+                f"{str(error).partition('. ')[0].rstrip('.')}. Values of a state must be such that "
+                "they can be copied and pickled: keep this one outside the state, and make it anew "
+                "on each rank"
+            ) from error
+
+
 def check_names(
     what: str, expected: Iterable[str], came: Iterable[str], *, in_order: bool = False
 ) -> None:
@@ -459,7 +505,11 @@ def _payload_of(
 ) -> StatePayload:
     kept = {k: v for k, v in values.items() if not any(v is each for each in samplers)}
     names = [next(k for k, v in values.items() if v is each) for each in samplers]
-    return StatePayload(dumps((kept, names, held)))
+    try:
+        return StatePayload(dumps((kept, names, held)))
+    except Exception as error:  # pickling runs code of any class
+        refuse_by_name(error, kept, (), SENT, dumps)
+        raise
 
 
 def _count(state: State, name: str) -> int:

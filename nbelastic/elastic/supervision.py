@@ -98,12 +98,17 @@ class Supervision:
         self._commits = 0  # of the present generation
         self._is_new = session.version == FRESH
         self._waits = True  # until the first commit or the warning
+        self._resumed = False
         self._moving: dict[str, object] | None = {}  # None after the warning
         session.before_exchange += (self._count,)
 
-    def begun(self) -> None:
-        """Record that a generation trains."""
+    def begun(self, *, resumed: bool = False) -> None:
+        """Record that a generation trains, and whether it may have a checkpoint's state.
+
+        If it has, the function commits, and the loop may have ended before.
+        """
         self._commits = 0
+        self._resumed = resumed
         if self._session.stepped is not None:
             self._session.stepped.begin()
         if self._is_new and self._session.version > 0:
@@ -139,7 +144,7 @@ class Supervision:
         """Record that the loop has ended on this rank."""
         self._sample(0)
         self._sample_besides(0)
-        if self._waits:
+        if self._waits and not self._resumed:
             warn(self._session, NEVER_COMMITTED)
 
     def close(self) -> None:

@@ -292,7 +292,9 @@ def test_a_state_that_cannot_be_copied_is_told_and_training_goes_on(tmp_path):
         return context.port
 
     (notes,) = run_ranks(1, rank)
-    assert notes == ["the state cannot be copied: TypeError('a lock cannot be pickled')"]
+    (note,) = notes
+    assert note.startswith("the state cannot be copied: state.lock (a Lock) cannot be sent to")
+    assert "a lock cannot be pickled" in note
 
 
 def resumed(url, state_of, *, resume=True):

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from typing import Any
+
 import cloudpickle
 import pytest
+import torch
 
+from nbelastic.cluster.kernel.preflight import pack_function
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.transfer import allgather_object
+from nbelastic.errors import NbelasticError, NotPicklable
 from nbelastic.pickling import dumps
 from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import run_ranks
@@ -67,3 +80,146 @@ def test_classes_that_travel_by_themselves_keep_their_file(cell):
         return gathered.forward.__code__.co_filename
 
     assert run_ranks(2, main) == ["/tmp/cell.py"] * 2
+
+
+CACHED = """
+import functools, threading
+from functools import lru_cache
+
+@lru_cache(maxsize=7, typed=True)
+def square(x):
+    return x * x
+
+@functools.cache
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+class Table:
+    @functools.lru_cache
+    def row(self, n):
+        return n + 1
+
+    @functools.cached_property
+    def size(self):
+        return 5
+
+def outer():
+    @functools.cache
+    def inner():
+        return 3
+    return inner
+
+def main():
+    table = Table()
+    return square(3), fib(30), table.row(1), table.size, outer()()
+
+inner = outer()
+"""
+
+
+def test_cached_functions_of_main_are_sent_by_value(tmp_path):
+    """In another process, whose __main__ has none of them."""
+    space = {"__name__": "__main__"}
+    exec(compile(CACHED, "/tmp/cell.py", "exec"), space)
+    sys.modules["__main__"].__dict__.update({k: space[k] for k in ("square", "fib")})
+    try:
+        data = dumps((space["main"], space["square"], space["inner"], space["Table"]()))
+    finally:
+        for name in ("square", "fib"):
+            del sys.modules["__main__"].__dict__[name]
+    file = tmp_path / "call"
+    file.write_bytes(data)
+    code = (
+        f"import pickle; main, square, inner, table = pickle.load(open({str(file)!r}, 'rb')); "
+        "print(main(), square.cache_parameters(), inner(), table.size, table.row(2))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == ("(9, 832040, 2, 5, 3) {'maxsize': 7, 'typed': True} 3 5 3")
+
+
+@functools.cache
+def importable():
+    return 1
+
+
+def test_cached_functions_of_modules_are_sent_by_name():
+    assert pickle.loads(dumps(importable)) is importable
+
+
+LOCK = threading.Lock()
+
+
+def uses_lock():
+    return LOCK
+
+
+def uses_helper():
+    return uses_lock()
+
+
+class HasLock:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("args", "place"),
+    [
+        ([{"a": [1, {"b": LOCK}]}], r"args[0] (a dict; there ['a'][1]['b'] is a lock)"),
+        (
+            [types.SimpleNamespace(inner=HasLock())],
+            "args[0] (a SimpleNamespace; there .inner.lock is a lock)",
+        ),
+        ([LOCK], "args[0] (a lock)"),
+        ([uses_helper], "the variable 'uses_lock' that uses_helper() uses, the variable 'LOCK'"),
+    ],
+)
+def test_the_error_of_a_job_says_where_the_lock_is(args, place, monkeypatch):
+    monkeypatch.setattr(uses_lock, "__module__", "__main__")
+    monkeypatch.setattr(uses_helper, "__module__", "__main__")
+    with pytest.raises(NotPicklable, match=re.escape(place)):
+        pack_function(print, tuple(args), {})
+
+
+VALUES = {
+    "lock": (threading.Lock, "state.value (a lock) cannot be copied at each commit"),
+    "in containers": (lambda: {"a": [LOCK]}, "state.value['a'][0] (a lock)"),
+    "in an object": (HasLock, "state.value.lock (a lock)"),
+    "generator": (lambda: (n for n in range(3)), "state.value (a generator)"),
+    "event": (threading.Event, "state.value._cond._lock (a lock)"),
+    "a module": (lambda: {"m": re}, "state.value['m'] (a module)"),
+    "part of a graph": (
+        lambda: types.SimpleNamespace(hidden=torch.ones(1, requires_grad=True) * 2),
+        "state.value.hidden (a Tensor) cannot be copied at each commit: Only Tensors created "
+        "explicitly by the user (graph leaves) support the deepcopy protocol at the moment. Values",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [ObjectState, TorchState])
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("when", ["built", "later"])
+def test_a_value_that_cannot_be_copied_is_named(kind: Any, name: str, when: str) -> None:
+    make, message = VALUES[name]
+
+    def build() -> None:
+        if when == "built":
+            kind(epoch=0, value=make())
+        else:
+            state = kind(epoch=0, value=None)
+            state.value = make()
+            state.save()
+
+    with pytest.raises(NbelasticError, match=re.escape(message)):
+        build()
+
+
+@pytest.mark.parametrize("kind", [ObjectState, TorchState])
+def test_a_value_that_cannot_be_sent_is_named(kind: Any) -> None:
+    state = kind(epoch=0, value={"refs": [weakref.ref(HasLock)]})
+    place = r"state.value['refs'][0] (a ReferenceType) cannot be sent to other ranks or to a check"
+    for pack in (state._pack, state._pack_commit):
+        with pytest.raises(NbelasticError, match=re.escape(place)):
+            pack()

@@ -65,6 +65,25 @@ def train(session, steps, commit_every=0, state=None):
     watched.close()
 
 
+def test_a_loop_of_a_checkpoint_that_had_ended_need_not_commit(session):
+    watched = Supervision(session, Sampled())
+    watched.begun(resumed=True)
+    watched.ended()
+    watched.close()
+    assert session.port.warnings() == []
+    watched = Supervision(session, Sampled())
+    watched.begun(resumed=True)
+    for _ in range(101):
+        session.about_to_exchange()
+    watched.ended()
+    assert session.port.warnings() == [NO_COMMIT]
+    watched = Supervision(session, Sampled())
+    watched.begun()
+    watched.ended()
+    assert session.port.warnings() == [NO_COMMIT, NEVER_COMMITTED]
+    watched.close()
+
+
 @pytest.mark.parametrize(
     ("steps", "commit_every", "warnings"),
     [

@@ -113,6 +113,32 @@ def test_a_job_that_has_finished_has_nothing_left_to_do_when_resumed(crew, tmp_p
     assert {key: job.result()[key] for key in SAME} == {key: before[key] for key in SAME}
     assert went_on_from(job) == before["steps"]
     assert job.result()["times"] == []
+    assert job.status.headlines == ()
+
+
+def two_loops():
+    import nbelastic.torch as hvd
+    from nbelastic.elastic import ObjectState
+
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state):
+        while state.n < 3:
+            state.n += 1
+            hvd.barrier()
+            state.commit()
+        return state.n
+
+    return train(ObjectState(n=0)), train(ObjectState(n=1))
+
+
+def test_a_job_whose_first_of_two_loops_was_done_warns_of_nothing(crew, tmp_path):
+    options = {"np": 2, "checkpoint": tmp_path / "place", "checkpoint_every": 1}
+    assert crew.fit(two_loops, **options).result() == (3, 3)
+    again = crew.fit(two_loops, resume=True, **options)
+    assert again.result() == (3, 3)
+    assert again.status.headlines == ()
 
 
 def test_a_place_that_cannot_be_written_is_told_and_training_goes_on(crew, tmp_path):

@@ -20,7 +20,7 @@ from nbelastic.cluster.wire import JobPayload
 from nbelastic.cluster.worker.environment import MUST_MATCH, versions, versions_reader
 from nbelastic.cluster.worker.signals import after_shielding
 from nbelastic.errors import NotPicklable, VersionMismatch
-from nbelastic.pickling import dumps
+from nbelastic.pickling import dumps, failing_part
 
 from .sources import collect, dumps_noting
 
@@ -209,27 +209,16 @@ def _elements(value: Any, where: str = "", depth: int = 4) -> Iterator[tuple[str
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     for name, value in parts_of(function, args, kwargs):
         if not _pickles(value):
-            return f"{name} (a {type(value).__name__}{_inside(value)})"
+            where, part = failing_part(value, dumps, _variables)
+            there = f"; there {where.removeprefix(', ')} is a {type(part).__name__}"
+            return f"{name} (a {type(value).__name__}{there if where else ''})"
     return f"the function {getattr(function, '__name__', function)!r}"
 
 
-def _inside(value: Any) -> str:
-    """Name the attribute or item of a value that does not pickle, if it is one."""
-    for name, inner in _contents(value):
-        if not _pickles(inner):
-            return f"; there {name} is a {type(inner).__name__}"
-    return ""
-
-
-def _contents(value: Any) -> Iterator[tuple[str, Any]]:
+def _variables(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function uses."""
     if inspect.isfunction(value):
-        yield from parts_of(value, (), {})
-    elif isinstance(value, dict):
-        yield from ((repr(key), item) for key, item in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"item {index}", item) for index, item in enumerate(value))
-    elif hasattr(value, "__dict__"):
-        yield from ((f"its attribute {key!r}", item) for key, item in vars(value).items())
+        yield from ((f", {name}", part) for name, part in parts_of(value, (), {}))
 
 
 def _pickles(value: Any) -> bool:

@@ -166,6 +166,13 @@ class CheckpointManager:
             return plan.behind
         return [rank for rank in range(self._session.size) if rank != plan.source]
 
+    @property
+    def resumed(self) -> bool:
+        """Whether the state is from a checkpoint, or may be, as far as this rank knows."""
+        if not self._active:
+            return False
+        return self._found is not None or (self._spec.resume and not self._looked)
+
     def begun(self) -> None:
         """Record that this rank has the state of the loop, so that none is loaded later."""
         self._begun = True
@@ -345,7 +352,8 @@ class CheckpointManager:
         except (
             Exception
         ) as error:  # pickling runs code of any class; memory or threads may be short
-            self._report(f"the state cannot be copied: {error!r}")
+            known = isinstance(error, NbelasticError)
+            self._report(f"the state cannot be copied: {error if known else repr(error)}")
 
     def _copy(self, deals: Sequence[Deal]) -> tuple[Header, dict[str, StoredTensor]]:
         session = self._session

@@ -17,9 +17,9 @@ from nbelastic.data.comparison import USUAL_CAUSES, DataSample, difference, samp
 from nbelastic.elastic.context import current_or_alone
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.sampling import sample
-from nbelastic.elastic.state import ObjectState, check_names, public
+from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
 from nbelastic.elastic.state_payload import StatePayload
-from nbelastic.errors import OptionError, StateMismatch
+from nbelastic.errors import NbelasticError, OptionError, StateMismatch
 from nbelastic.pickling import Pickler
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, adjusts_to_size
@@ -201,7 +201,13 @@ class TorchState(ObjectState):
         if self._loaders:
             self._check_between_steps("commit()")
         self._check_between_passes("commit()")
-        commit = make_commit(self._values(), self.__dict__.get("_commit"))
+        values = self._values()
+        try:
+            commit = make_commit(values, self.__dict__.get("_commit"))
+        except Exception as error:  # copying runs code of any class
+            if not isinstance(error, NbelasticError):
+                refuse_by_name(error, values, objects_in(values.values()))
+            raise
         uncopied = self._lazy.commit(commit.cache, current_or_alone(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
         self._commit, self._stepped = commit, None
@@ -370,7 +376,12 @@ class TorchState(ObjectState):
     ) -> bytes:
         """Return everything except tensors, and what has changed since the state was built."""
         before = changes(self._built, present.structure())
-        content = _dump((present.captured, nodes, trusted, self._held()), present.objects)
+        try:
+            content = _dump((present.captured, nodes, trusted, self._held()), present.objects)
+        except Exception as error:  # pickling runs code of any class
+            values, objects = self._values(), present.objects
+            refuse_by_name(error, values, objects, SENT, lambda each: _dump(each, objects))
+            raise
         adapters = [type(adapter_of(obj)) for obj in present.objects]
         return pickle.dumps((extra, present.kinds(), list(nodes), before, content, adapters))
 
