@@ -322,6 +322,18 @@ def _(reason: why.OperationsDiffer) -> str:
 
 
 @_words.register
+def _(reason: why.PastFirstLoop) -> str:
+    what = "no rank can join any more"
+    if reason.ranks is not None:
+        what = f"{reason.ranks} of at least {reason.low} ranks are left, and none can join"
+    return (
+        f"{what}: the others are in elastic loop {reason.loop} of the function, and a rank that "
+        "joins starts at its top, with the first loop. To let ranks join in all phases, put the "
+        "phases into one elastic loop, with the phase among the values of the state"
+    )
+
+
+@_words.register
 def _(_: why.PlacesDiffer) -> str:
     return (
         "ranks wait at different places of the function. All ranks must enter the same elastic "

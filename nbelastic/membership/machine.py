@@ -510,6 +510,7 @@ class Machine:
             self._start_ranks()
         if self.roster.phase == Phase.RUNNING:
             self._announce_changes()
+            self._warn(rules.past_first_loop(self.roster))
         if self.roster.phase == Phase.ENDING:
             self._close()
 
@@ -564,6 +565,10 @@ class Machine:
             return
         if rules.suspended(roster):
             roster.short_since = None  # this wait does not count
+            return
+        past = rules.past_first_loop(roster)
+        if past is not None and past.ranks is not None:
+            self._fail(FailureKind.NOT_ENOUGH_WORKERS, past)
             return
         if roster.user_errors and roster.counted.synced and rules.is_stuck(roster):
             errors = why.UserErrors(rules.errors(roster), rules.presence(roster))

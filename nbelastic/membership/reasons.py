@@ -38,6 +38,7 @@ __all__ = [
     "Noticed",
     "OperationsDiffer",
     "OwnFailures",
+    "PastFirstLoop",
     "PlacesDiffer",
     "Presence",
     "RankId",
@@ -359,6 +360,18 @@ class OperationsDiffer(Reason):
 
     ranks: tuple[RankId, ...]
     operations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PastFirstLoop(Reason):
+    """No rank can join any more: the others are in a later elastic loop, of at least `low` ranks.
+
+    `ranks` are left; it is None while they are enough.
+    """
+
+    loop: int
+    ranks: int | None = None
+    low: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from . import events as ev
 from .model import FRESH
 from .placement import arrange, choose, choose_released, count_by_host
 from .ranks import Phase, Rank, Stage
-from .reasons import NeverMet, Presence, Shortage, UnusedGroup, UnusedReason
+from .reasons import NeverMet, PastFirstLoop, Presence, Shortage, UnusedGroup, UnusedReason
 
 if TYPE_CHECKING:
     from .model import Slot
@@ -319,6 +319,19 @@ def unused(roster: Roster, *, chosen: bool = True) -> tuple[UnusedGroup, ...]:
         UnusedGroup(*why, len(workers), tuple(workers[:MOST_NAMES]))
         for why, workers in groups.items()
     )
+
+
+def past_first_loop(roster: Roster) -> PastFirstLoop | None:
+    """Return that no rank can join any more, if that is so and the job may have more ranks.
+
+    If it has too few, it cannot go on.
+    """
+    here, staying, most = loop(roster) or 0, roster.counted.staying, most_ranks(roster)
+    if here < 2 or not staying or last_holders(roster) or (most is not None and staying >= most):
+        return None
+    if staying < roster.limits.min_np:
+        return PastFirstLoop(here, staying, roster.limits.min_np)
+    return PastFirstLoop(here) if free_slots(roster) else None
 
 
 def held_up(roster: Roster) -> list[Rank]:

@@ -194,6 +194,8 @@ LONG = [
     (why.LoopsDiffer(ONE, TWO), ["tcp://A0 has reached the end", "ElasticSampler"]),
     (why.OperationsDiffer((ONE, TWO), ("a", "b")), ["tcp://A0: a", "tcp://B0: b", "same order"]),
     (why.PlacesDiffer(), ["different places", "same order"]),
+    (why.PastFirstLoop(2), ["no rank can join any more", "elastic loop 2", "into one"]),
+    (why.PastFirstLoop(2, 1, 3), ["1 of at least 3 ranks are left, and none can join"]),
     (why.NeverMet(3, ("Lightning",)), ["3 separate trainings\n", "Imported in the ranks: Light"]),
     (why.WeightsDiffer(("SGD",)), ["different parameters\n", "SGD is not wrapped"]),
     (why.WeightsDiffer(()), ["different parameters\n", "by itself"]),

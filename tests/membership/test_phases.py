@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,13 @@ from nbelastic.membership import (
     StopRequested,
     view,
 )
-from nbelastic.membership.reasons import NoLoop, RanksMissing, SchedulerLost, Stopping
+from nbelastic.membership.reasons import (
+    NoLoop,
+    PastFirstLoop,
+    RanksMissing,
+    SchedulerLost,
+    Stopping,
+)
 
 from .ranks import Script
 from .stories import batches, job, starts, trained, workers
@@ -202,6 +209,42 @@ def test_too_few_for_the_second_loop() -> None:
     world.run()
     assert world.outcome.error == "not_enough_workers"
     assert len(world.of(StartRank)) == 2, "newcomers could not join: they would begin at the first"
+
+
+def in_second_loop(*names: str, **limits: Any) -> World:
+    world = job(*names, script=Script(batches=60, loops=2), elastic_timeout=600.0, **limits)
+    world.run(until=lambda: bool(world.plans) and world.plans[-1].loop == 2)
+    return world.run_for(0.2)
+
+
+def test_a_job_with_too_few_ranks_in_a_later_loop_says_at_once_that_none_can_join() -> None:
+    world = in_second_loop("A0", "B0", np=2, min_np=2)
+    world.kill("A0")
+    world.add("C0")
+    lost_at = world.now
+    world.run()
+    assert world.outcome.error == "not_enough_workers"
+    assert world.outcome.reason == PastFirstLoop(2, 1, 2)
+    assert world.now < lost_at + 30.0
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_worker_that_is_back_in_a_later_loop_is_an_event(comes: bool) -> None:
+    world = in_second_loop("A0", "B0", np=2, min_np=1)
+    world.kill("A0")
+    if comes:
+        world.add("C0", "D0")
+    world.run()
+    assert world.outcome.kind == "finished"
+    said = [record.reason for record in world.records("warning")]
+    assert said == [PastFirstLoop(2)] * comes
+
+
+def test_a_complete_job_in_a_later_loop_has_no_warning() -> None:
+    world = in_second_loop("A0", "B0", np=2, min_np=1, max_np=2)
+    world.add("C0")
+    world.run()
+    assert world.records("warning") == []
 
 
 def test_a_loss_between_the_loops() -> None:
