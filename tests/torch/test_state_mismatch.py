@@ -474,3 +474,95 @@ def test_a_member_that_is_behind_takes_over_what_the_others_have_changed_since()
 
     first, second = run_ranks(2, main)
     assert first == second
+
+
+# -- compiled models ------------------------------------------------------------------------------
+
+compiles = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def whole_compiled() -> TorchState:
+    net = Net()
+    net.counting = Counting()
+    compiled = torch.compile(net)
+    return state_of(compiled, torch.optim.Adam(compiled.parameters(), lr=0.1))
+
+
+def part_compiled() -> TorchState:
+    net = Net()
+    net.counting = Counting()
+    net.body = torch.compile(net.body)
+    return state_of(net)
+
+
+def twice_compiled() -> TorchState:
+    net = Net()
+    net.counting = Counting()
+    net.head = torch.compile(net.head)
+    return state_of(torch.compile(net))
+
+
+def in_dict_compiled(compiled: bool) -> TorchState:
+    net = Net()
+    return TorchState({"a": torch.compile(net) if compiled else net})
+
+
+COMPILED = [counting, whole_compiled, part_compiled, twice_compiled]
+
+
+def plain_bits(state: TorchState) -> object:
+    models = state.model if isinstance(state.model, dict) else {"": state.model}
+    return {
+        f"{label}.{name}".replace("_orig_mod.", ""): bits(value)
+        for label, model in models.items()
+        for name, value in model.state_dict().items()
+    }
+
+
+def trained(state: TorchState) -> None:
+    train_step(state)
+    for model in state.model.values() if isinstance(state.model, dict) else [state.model]:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        for module in model.modules():
+            if isinstance(module, Counting):
+                module.calls = 5
+
+
+@compiles
+@pytest.mark.parametrize("theirs", COMPILED)
+@pytest.mark.parametrize("mine", COMPILED)
+def test_compiled_and_plain_models_resume_each_other(theirs: Any, mine: Any, tmp_path: Any) -> None:
+    def train(state: TorchState) -> None:
+        trained(state)
+        found.append((plain_bits(state), optimizer_bits(state.optimizer)))
+
+    found: list[Any] = []
+    save_to(tmp_path, theirs, train)
+    state, _ = resume_from(tmp_path, mine)
+    assert (plain_bits(state), optimizer_bits(state.optimizer)) == found[0]
+
+
+@compiles
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiled_models_in_a_dict_resume_plain_ones(compiled: bool, tmp_path: Any) -> None:
+    found: list[Any] = []
+
+    def train(state: TorchState) -> None:
+        trained(state)
+        found.append(plain_bits(state))
+
+    save_to(tmp_path, lambda: in_dict_compiled(compiled), train)
+    state, _ = resume_from(tmp_path, lambda: in_dict_compiled(not compiled))
+    assert plain_bits(state) == found[0]
+
+
+@compiles
+def test_a_compiled_model_that_does_not_fit_is_refused_by_plain_names(tmp_path: Any) -> None:
+    save_to(tmp_path, usual)
+    message = "parameter model.body.weight: expected float32 [16, 3], came float32 [8, 3]"
+    with pytest.raises(StateMismatch, match=re.escape(message)):
+        resume_from(tmp_path, lambda: state_of(torch.compile(Net(hidden=16))))
+    with pytest.raises(StateMismatch, match=r"expected the objects model \(Linear\)"):
+        resume_from(tmp_path, lambda: state_of(torch.compile(nn.Linear(1, 1))))

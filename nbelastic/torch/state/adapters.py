@@ -87,6 +87,9 @@ _UNMADE = TensorRef(-1)
 """Reference of a tensor that does not exist yet."""
 
 
+_COMPILED = "_orig_mod"
+"""Name of a model in the one that ``torch.compile`` returns."""
+
 _TORCHS = ("torch.nn.", "torch.jit.", "torch._dynamo.")
 """Packages of modules with only tensors and extra state in their state dicts."""
 
@@ -119,9 +122,10 @@ class ModuleAdapter:
     def restore(self, unflattener: Unflattener, obj: torch.nn.Module, content: Any) -> None:
         """Fill tensors in place, put replaced ones back, and remove added ones."""
         tensors, extras, custom = content
-        modules = dict(obj.named_modules())
+        modules = {_uncompiled(path): each for path, each in obj.named_modules()}
         captured = set()
-        for path, kind, name, node, requires_grad, _ in tensors:
+        for raw, kind, name, node, requires_grad, _ in tensors:
+            path = _uncompiled(raw)
             if path not in modules:
                 raise StateMismatch(f"the model of this rank has no submodule {path!r}")
             captured.add((path, kind, name))
@@ -137,16 +141,17 @@ class ModuleAdapter:
         for path, node in extras:
             extra = unflattener.unflatten(node)
             unflattener.flush()
-            modules[path].set_extra_state(extra)
+            modules[_uncompiled(path)].set_extra_state(extra)
         for path, node in custom:
-            load(modules[path], unflattener, node)
+            load(modules[_uncompiled(path)], unflattener, node)
 
     def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
         """Describe parameters and buffers by type and shape, and whether they are frozen."""
         tensors, extras, _ = content
-        found: Structure = {("extra state of", _join(label, path)): "" for path, _ in extras}
+        paths = [_join(label, _uncompiled(path)) for path, _ in extras]
+        found: Structure = {("extra state of", path): "" for path in paths}
         for path, kind, name, node, requires_grad, _ in tensors:
-            full = _join(label, path, name)
+            full = _join(label, _uncompiled(path), name)
             is_parameter = kind == "_parameters"
             if node is None:
                 words = "None"
@@ -177,6 +182,11 @@ class ModuleAdapter:
             elif isinstance(node, ValueNode) and isinstance(node.value, dict):
                 found.update((_join(path, str(k)), ValueNode(v)) for k, v in node.value.items())
         return mapping(found)
+
+
+def _uncompiled(path: str) -> str:
+    """Return a module's path without the modules that ``torch.compile`` has put around others."""
+    return ".".join(part for part in path.split(".") if part != _COMPILED)
 
 
 def _is_in(path: str, outer: Iterable[str]) -> bool:
@@ -514,6 +524,13 @@ def _inside(value: object) -> Iterable[tuple[object, object]]:
     return ()
 
 
+def _kind_of(obj: object) -> str:
+    """Return the name of an object's class; of a compiled model that of the model itself."""
+    if type(obj).__module__.startswith("torch._dynamo."):  # whose import takes a second
+        obj = getattr(obj, _COMPILED, obj)
+    return type(obj).__qualname__
+
+
 class CapturedState(NamedTuple):
     """Objects with their captured content.
 
@@ -558,7 +575,7 @@ class CapturedState(NamedTuple):
     def kinds(self) -> list[str]:
         """Return names and types of the objects."""
         pairs = zip(self.labels, self.objects, strict=True)
-        return [f"{label} ({type(obj).__qualname__})" for label, obj in pairs]
+        return [f"{label} ({_kind_of(obj)})" for label, obj in pairs]
 
     def structure(self) -> Structure:
         """Return the structure of the objects, to be compared with another one."""
