@@ -25,7 +25,7 @@ from .hosts import parse_hosts
 from .hosts.worker import is_local
 from .script import ScriptCall, bundle_of, run_script, script_command
 from .script.rank import mark_of
-from .view import CommandDisplay, ViewOptions
+from .view import CommandDisplay, ViewOptions, write_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -98,7 +98,7 @@ def exit_code(start: Callable[[], object], display: CommandDisplay) -> int:
         return FAILED
     finally:
         display.flush()
-    return 0
+    return FAILED if write_errors else 0
 
 
 def view_options(options: Mapping[str, Any]) -> ViewOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 import psutil
@@ -91,3 +93,58 @@ def test_sigterm_without_a_terminal_ends_the_command_and_leaves_nothing(tmp_path
     assert code == 130, text
     assert "Rank 1 has joined" in text
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f]", text)
+
+
+PRINTS = """
+import sys, torch, nbelastic.torch as hvd
+hvd.init()
+print("rank", hvd.rank(), float(hvd.allreduce(torch.ones(1))))
+open(sys.argv[1], "a").write("trained")
+"""
+
+
+@pytest.mark.parametrize("style", [["--plain"], ["--json"], ["--quiet"]])
+def test_output_to_a_full_disk_is_said_and_the_exit_code_is_not_0(tmp_path, style):
+    script = tmp_path / "prints.py"
+    script.write_text(PRINTS)
+    words = [*RUN, *style, str(script), str(tmp_path / "log")]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=90, check=False
+        )
+    assert ended.returncode == 1, ended.stderr
+    assert "<stdout> takes no more: No space left on device; the job goes on" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert (tmp_path / "log").read_text(), "it has trained"
+
+
+@pytest.mark.parametrize("style", [["--plain"], []])
+def test_a_terminal_that_is_closed_interrupts_the_job(tmp_path, style):
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        command(tmp_path, *style),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 (no threads yet)
+    )
+    os.close(slave)
+    try:
+        reader = threading.Thread(target=_read_all, args=(master,), daemon=True)
+        reader.start()
+        until((tmp_path / "log").exists, "an epoch is over", 90)
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGHUP)  # as the system does when the terminal goes
+        os.close(master)
+        code = wait_for_end(process, children)
+    finally:
+        process.kill()
+    assert code == 130
+
+
+def _read_all(terminal: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 65536):
+            pass

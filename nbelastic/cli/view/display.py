@@ -218,6 +218,10 @@ class JsonView(WaitView):
         )
 
 
+write_errors: list[str] = []
+"""Streams of this command that could not take what was written, with the error."""
+
+
 def _taken(messages: queue.SimpleQueue[str]) -> list[str]:
     found = []
     while not messages.empty():
@@ -236,12 +240,18 @@ def _say(words: str) -> None:
 
 def _write(stream: Any, line: str) -> None:
     """Write a line; a stream that is closed, or whose reader has gone, gets nothing."""
-    if stream is None:
+    if stream is None or stream.closed:
         return
     try:
         stream.write(line + "\n")
         stream.flush()
-    except BrokenPipeError:  # as with "| head": what is left in the stream goes nowhere
+    except OSError as error:  # as with "| head": what is left in the stream goes nowhere
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
+        if not isinstance(
+            error, BrokenPipeError
+        ):  # a disk that is full, or a terminal that is gone
+            problem = f"{stream.name} takes no more: {error.strerror or error}"
+            write_errors.append(problem)
+            _say(f"{problem}; the job goes on")
