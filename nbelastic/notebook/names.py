@@ -1,10 +1,11 @@
 """Names that a cell needs from the notebook, found without running it.
 
 Code at the top level runs in order, so a name is needed if it is read before it is bound. Bodies of
-functions run later, so a name that they use is needed unless the cell certainly binds it. One name
-too many costs little; one too few is a ``NameError`` on a worker. So after an ``if`` a name counts
-as bound only if every branch binds it. Bodies of loops and of ``with`` count as run, because what
-is read after them is nearly always what they have bound.
+functions run later, at the earliest when the function's name is read; a name that they use is
+needed unless the cell certainly binds it before. One name too many costs little; one too few is a
+``NameError`` on a worker. So after an ``if`` a name counts as bound only if every branch binds it.
+Bodies of loops and of ``with`` count as run, because what is read after them is nearly always what
+they have bound.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def needed_names(tree: ast.Module, source: str) -> set[str]:
     source : str
         Its source.
     """
-    flow = _Flow()
+    table = symtable.symtable(source, "cell", "exec")
+    flow = _Flow(table)
     flow.run(tree.body)
-    later = set(_used_in_bodies(symtable.symtable(source, "cell", "exec")))
-    return flow.needed | (later - flow.bound)
+    return flow.needed | (set(_used_in_bodies(table)) - flow.bound)
 
 
 def imported_names(tree: ast.Module) -> Iterator[str]:
@@ -86,9 +87,20 @@ class _Flow(ast.NodeVisitor):
         Names that have a value by now.
     needed : set of str
         Names that were read before they had one.
+
+    Parameters
+    ----------
+    table : symtable.SymbolTable
+        The cell's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, table: symtable.SymbolTable) -> None:
+        self._bodies: dict[tuple[str, int], list[str]] = {}
+        for child in table.get_children():
+            used = self._bodies.setdefault((child.get_name(), child.get_lineno()), [])
+            used += [s.get_name() for s in child.get_symbols() if s.is_global()]
+            used += _used_in_bodies(child)
+        self._uses: dict[str, list[str]] = {}  # of functions and classes that were not read yet
         self.bound: set[str] = set()
         self.needed: set[str] = set()
         self._likely: set[str] = set()  # in handlers: what the body of the try binds
@@ -102,6 +114,8 @@ class _Flow(ast.NodeVisitor):
     def _read(self, name: str) -> None:
         if name not in self.bound and name not in self._likely:
             self.needed.add(name)
+        for used in self._uses.pop(name, ()):  # it may be called from here on
+            self._read(used)
 
     def _branch(self, start: set[str], nodes: Sequence[ast.AST]) -> set[str] | None:
         """Return the names bound after a branch; None if it leaves the block."""
@@ -149,18 +163,25 @@ class _Flow(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self.run([*node.decorator_list, node.args, node.returns])
+        self._define(node)
+
+    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         self.bound.add(node.name)
+        self._uses[node.name] = self._bodies.get((node.name, node.lineno), [])
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815  # as ast has it
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
         self.visit(node.args)
+        for used in self._bodies.get(("lambda", node.lineno), ()):
+            self._read(used)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.run([*node.decorator_list, *node.bases, *node.keywords])
         around = set(self.bound)
         self.run(node.body)
-        self.bound = around | {node.name}
+        self.bound = around
+        self._define(node)
 
     def _visit_comprehension(self, node: Any) -> None:
         around = set(self.bound)
