@@ -88,7 +88,9 @@ class TorchState(ObjectState):
     state at the end of the step replaces it, which is complete and the same on all ranks. The same
     happens if you call ``restore()`` yourself between ``step()`` and ``commit()``: call it before
     the step, or set ``always_copy``. Only the ``step()`` of an optimizer of your own may change its
-    tensors, and not through ``tensor.data``.
+    tensors, and not through ``tensor.data``. Where something else does so before each step, as a
+    weight decay by hand, values that are compared before the first steps show it, and all commits
+    are copied. Set ``always_copy`` if it begins later, or changes few values.
 
     Copies of tensors are on the tensors' device, or in the host's memory once the device is full.
     Python attributes of a model other than parameters, buffers and extra state
@@ -358,7 +360,7 @@ class TorchState(ObjectState):
         nodes = {name: flattener.flatten(value) for name, value in values.items()}
         for obj in objects:  # those within others
             flattener.flatten(obj)
-        trusted = self._lazy.pattern.is_trusted
+        trusted = self._lazy.trusted
         present = CapturedState(
             objects, labels_of(objects, values), flattener.captured, flattener.tensors
         )
