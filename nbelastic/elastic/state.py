@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ObjectState", "State"]
 
+_PLAIN = (bool, int, float, str, type(None))
+
 SENT = "sent to other ranks or to a checkpoint"
 
 Task = TypeVar("Task", bound="Callable[[], object]")
@@ -203,12 +205,14 @@ class ObjectState(State):
         self._first = values
         self.__dict__.update(values)
         self.save()
+        self._settings = self._find_settings()
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
     _aligned = False  # with the other ranks, once at least
+    _settings_there: Mapping[str, Any] = MappingProxyType({})  # of the sender
 
     # -- functions called after commits ------------------------------------------------------------
 
@@ -310,19 +314,40 @@ class ObjectState(State):
     def _pack(self) -> StatePayload:
         """Return all values but samplers, for ranks that are behind."""
         values = {name: getattr(self, name) for name in self._names}
-        return _payload_of(values, self._samplers(), self._held())
+        return _payload_of(values, self._samplers(), self._more())
 
-    def _held(self) -> list[str]:
-        """Return the names of values that are still the objects that the state was made with.
+    def _more(self) -> tuple[list[str], dict[str, Any]]:
+        """Return what goes with the values: names of some, and settings.
 
-        The function may refer to these by other names, so other ranks fill their own.
+        The names are of values that are still the objects that the state was made with. The
+        function may refer to these by other names, so other ranks fill their own.
         """
-        return [n for n in self._names if n in self._first and getattr(self, n) is self._first[n]]
+        first = self._first
+        held = [n for n in self._names if n in first and getattr(self, n) is first[n]]
+        return held, self._settings
+
+    def _find_settings(self) -> dict[str, Any]:
+        """Return plain values that the function has chosen, by name, as the state is made."""
+        found = {f"state.{name}": getattr(self, name) for name in self._names}
+        for sampler in self._samplers():
+            for name in [name for name, value in found.items() if value is sampler]:
+                found[f"{name}.seed"], found[f"{name}.shuffle"] = sampler.seed, sampler.shuffle
+        return {name: each for name, each in found.items() if isinstance(each, _PLAIN)}
+
+    def _adopt_settings(self) -> list[str]:
+        """Take over the settings of a checkpoint; return texts of those that are different."""
+        mine, theirs = self._settings, self._settings_there
+        self._settings = {**mine, **theirs}
+        return [
+            f"{name} {theirs[name]!r} (not {value!r})"
+            for name, value in mine.items()
+            if name in theirs and theirs[name] != value
+        ]
 
     def _pack_commit(self) -> StatePayload:
         """Return all values but samplers, as of the last commit."""
         samplers = [sampler for sampler, _ in self._saved_samplers]
-        return _payload_of(self._saved, samplers, self._held())
+        return _payload_of(self._saved, samplers, self._more())
 
     def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
         """Return the samplers with their snapshots of the last commit."""
@@ -336,21 +361,20 @@ class ObjectState(State):
         StateMismatch
             They do not fit this state, which has not changed.
         """
-        values, _, *held = pickle.loads(payload.head)
+        values, _, *more = pickle.loads(payload.head)
         samplers = self._samplers()
         mine = [n for n in self._names if not any(getattr(self, n) is each for each in samplers)]
         check_names("the values", public(mine), public(values))
-        self._take(values, {}, held)
+        self._take(values, {}, more)
 
-    def _take(
-        self, values: dict[str, Any], owned: dict[int, Any], held: Sequence[Sequence[str]]
-    ) -> None:
-        """Take over values of another rank; fill this rank's objects where they are `held`.
+    def _take(self, values: dict[str, Any], owned: dict[int, Any], more: Sequence[Any]) -> None:
+        """Take over values of another rank, with what :meth:`_more` has returned there.
 
         Those `owned` by objects are these objects' own already.
         """
+        held, self._settings_there = more[0] if more else ((), {})
         known = dict(owned)
-        for name in held[0] if held else ():
+        for name in held:
             if name in values:
                 values[name] = adopt(getattr(self, name), values[name], known)
         self.__dict__.update(values)
@@ -501,12 +525,12 @@ def public(names: Iterable[str]) -> list[str]:
 
 
 def _payload_of(
-    values: dict[str, Any], samplers: Sequence[ShardSampler], held: Sequence[str]
+    values: dict[str, Any], samplers: Sequence[ShardSampler], more: object
 ) -> StatePayload:
     kept = {k: v for k, v in values.items() if not any(v is each for each in samplers)}
     names = [next(k for k, v in values.items() if v is each) for each in samplers]
     try:
-        return StatePayload(dumps((kept, names, held)))
+        return StatePayload(dumps((kept, names, more)))
     except Exception as error:  # pickling runs code of any class
         refuse_by_name(error, kept, (), SENT, dumps)
         raise

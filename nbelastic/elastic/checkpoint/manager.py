@@ -44,6 +44,15 @@ __all__ = ["CheckpointManager", "CheckpointSpec", "checkpointing"]
 LAST_WAIT = 600.0
 """Most seconds that the end of a loop waits for its last checkpoint."""
 
+MOST_NAMES = 5
+"""Settings that a report names."""
+
+OTHER_SETTINGS = (
+    "settings of the checkpoint that are not those of the function: {}. The checkpoint's hold. To "
+    "take others, set them in the elastic loop, or begin anew, without resume, and load models "
+    "from nbelastic.load_checkpoint()"
+)
+
 STOP_WAIT = 5.0
 """Most seconds that a rank which is stopped at a commit takes to write it."""
 
@@ -232,6 +241,13 @@ class CheckpointManager:
             self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
         return None
 
+    def _report_settings(self) -> None:
+        """Report settings of the function that are not those of the checkpoint."""
+        found = self._state._adopt_settings()
+        if found:
+            more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
+            self._report(OTHER_SETTINGS.format(", ".join(found[:MOST_NAMES]) + more))
+
     def _report_unlisted(self) -> OSError | None:
         """Report directories that cannot be listed, and return the first error."""
         unlisted = self._files.unlisted
@@ -264,6 +280,7 @@ class CheckpointManager:
         state.save()
         detail = f"goes on from {path} (commit {header.version} of job {header.job})"
         self._report(detail, (header.generation, header.version))
+        self._report_settings()
         with contextlib.suppress(Exception):  # needed by a second loop only
             self._files.record_parent(path)
 

@@ -41,7 +41,7 @@ from nbelastic.torch.state.optimizer_adapter import (
 from nbelastic.torch.state.structure import LAZY, TensorNames, word_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
     from nbelastic.torch.state.structure import Structure
@@ -56,6 +56,7 @@ __all__ = [
     "models_first",
     "objects_in",
     "restore_object",
+    "settings_of",
 ]
 
 
@@ -419,6 +420,33 @@ def restore_object(unflattener: Unflattener, obj: object, content: Any) -> None:
     adapter = adapter_of(obj)
     assert adapter is not None
     adapter.restore(unflattener, obj, content)
+
+
+def settings_of(obj: object) -> Iterator[tuple[str, Any]]:
+    """Yield what a function chooses of an object: a learning rate, a seed, a schedule's length."""
+    if isinstance(obj, torch.optim.Optimizer):
+        for index, group in enumerate(obj.param_groups):
+            options = {name: each for name, each in group.items() if name != "initial_lr"}
+            yield from _plain_in(f".param_groups[{index}][{{!r}}]", options)
+    elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+        values = {name: each for name, each in vars(obj).items() if name not in _OF_SCHEDULERS}
+        yield from _plain_in(".{}", values)
+    elif isinstance(obj, Loader):
+        state = obj.state_dict()
+        yield from [(f".{name}", state[name]) for name in ("seed", "shuffle", "drop_last")]
+    elif isinstance(obj, ShardSampler):
+        yield from _plain_in(".{}", {"seed": obj.seed, "shuffle": obj.shuffle})
+
+
+_OF_SCHEDULERS = ("base_lrs", "last_epoch")
+"""Values of schedulers that follow from others."""
+
+
+def _plain_in(form: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        if name[:1] != "_" and all(type(each) in (bool, int, float, str) for each in parts):
+            yield form.format(name), value if parts is not value else tuple(parts)
 
 
 def objects_in(values: Iterable[object]) -> list[object]:

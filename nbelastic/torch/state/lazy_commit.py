@@ -35,6 +35,12 @@ Smaller states are copied until the third, because a function that commits after
 then rarely looks regular at first. Copies of a large one would make the peak of memory.
 """
 
+SAMPLED_UNTIL, SAMPLED_AT = 4, (10, 100, 1000)
+"""Commits after which values are compared before the next step: the first ones, and a few more."""
+
+MOST_VALUES = 64
+"""Values of a tensor that are compared then."""
+
 SLOWER = 4
 """Factor on the commits that it takes after each break of the pattern."""
 
@@ -122,9 +128,10 @@ class LazyCommit:
     restores the commit. After that it takes four times as many regular commits to trust the
     pattern. A rank that receives its state from one that trusts it trusts it, too.
 
-    Changes through ``tensor.data`` by others than optimizers are not noticed once the pattern is
-    trusted: such tensors are restored as they are. All commits are copied where an optimizer's
-    methods may make such changes, or where hooks do not see its steps.
+    Changes through ``tensor.data`` leave no mark. So some values are compared before a few steps,
+    the first ones above all, with what they were at the commit. A function that makes such changes
+    before its steps is found out by them, and all its commits are copied from then on. So they are
+    where an optimizer's methods may make such changes, or where hooks do not see its steps.
 
     Parameters
     ----------
@@ -154,8 +161,16 @@ class LazyCommit:
         self._sees_steps = False  # of all optimizers
         self._tensors: list[torch.Tensor] = []
         self._marks: Marks = ([], [])
+        self._commits = 0
+        self._values: list[torch.Tensor] | None = None  # some, at the last commit
+        self._hidden = False  # whether there are changes that leave no mark
         self._watcher = _Hook(weakref.ref(self), "_before_exchange")
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether commits need no copies."""
+        return self.pattern.is_trusted and not self._hidden
 
     @property
     def overwritten(self) -> bool:
@@ -204,8 +219,10 @@ class LazyCommit:
             self.pattern.expect(sum(each.nbytes for each in self._tensors))
         if not unchanged:
             self._marks = _marks_of(self._tensors)
-        trusted = self.pattern.is_trusted and self._sees_steps
-        self.uncopied = trusted and context is not None and not copy
+        self._commits += 1
+        looks = self._commits <= SAMPLED_UNTIL or self._commits in SAMPLED_AT
+        self._values = _some_of(self._tensors) if looks and not self._hidden else None
+        self.uncopied = self.trusted and self._sees_steps and context is not None and not copy
         if not self.uncopied:
             self._unwatch()
             return frozenset()
@@ -219,6 +236,7 @@ class LazyCommit:
 
     def restored(self) -> None:
         """Record that the state is that of the last commit."""
+        self._values = None
         self.pattern.stepped = False
         self._marks = _marks_of(self._tensors)
         if self.uncopied:
@@ -234,7 +252,10 @@ class LazyCommit:
 
     def _before_step(self) -> None:
         if self.unchanged:
-            return
+            before, self._values = self._values, None
+            if before is None or _equal(before, _some_of(self._tensors)):
+                return
+            self._hidden = True
         self.pattern.disturb()
         if self.uncopied:
             self._on_break(False)
@@ -303,3 +324,22 @@ def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tenso
 
 def _marks_of(tensors: Sequence[torch.Tensor]) -> Marks:
     return [*map(_address_of, tensors)], [*map(_version_of, tensors)]
+
+
+def _some_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a few values of each parameter, as one tensor for each device and type."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for each in tensors:
+        if each.requires_grad and each.is_contiguous() and each.numel():
+            row = each.detach().view(-1)
+            some = row[:: max(1, each.numel() // MOST_VALUES)]
+            found.setdefault((each.device, each.dtype), []).append(some)
+    return [torch.cat(parts) for parts in found.values()]
+
+
+def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Return whether values are the same, those that are no numbers included."""
+    return all(
+        torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+        for one, other in zip(some, others, strict=True)
+    )

@@ -32,6 +32,7 @@ from nbelastic.torch.state.adapters import (
     labels_of,
     objects_in,
     restore_object,
+    settings_of,
 )
 from nbelastic.torch.state.buffer_means import BufferMeans
 from nbelastic.torch.state.commit import make_commit, rebuild
@@ -87,7 +88,9 @@ class TorchState(ObjectState):
     state at the end of the step replaces it, which is complete and the same on all ranks. The same
     happens if you call ``restore()`` yourself between ``step()`` and ``commit()``: call it before
     the step, or set ``always_copy``. Only the ``step()`` of an optimizer of your own may change its
-    tensors, and not through ``tensor.data``.
+    tensors, and not through ``tensor.data``. Where something else does so before each step, as a
+    weight decay by hand, values that are compared before the first steps show it, and all commits
+    are copied. Set ``always_copy`` if it begins later, or changes few values.
 
     Copies of tensors are on the tensors' device, or in the host's memory once the device is full.
     Python attributes of a model other than parameters, buffers and extra state
@@ -338,6 +341,14 @@ class TorchState(ObjectState):
 
     # -- synchronisation -------------------------------------------------------------------------
 
+    def _find_settings(self) -> dict[str, Any]:
+        values = self._values()
+        objects = objects_in(values.values())
+        found = super()._find_settings()
+        for label, obj in zip(labels_of(objects, values), objects, strict=True):
+            found.update((f"state.{label}{name}", each) for name, each in settings_of(obj))
+        return found
+
     def _samplers(self) -> list[ShardSampler]:
         objects = objects_in(self._values().values())
         return [each for each in objects if isinstance(each, ShardSampler)]
@@ -349,7 +360,7 @@ class TorchState(ObjectState):
         nodes = {name: flattener.flatten(value) for name, value in values.items()}
         for obj in objects:  # those within others
             flattener.flatten(obj)
-        trusted = self._lazy.pattern.is_trusted
+        trusted = self._lazy.trusted
         present = CapturedState(
             objects, labels_of(objects, values), flattener.captured, flattener.tensors
         )
@@ -377,7 +388,7 @@ class TorchState(ObjectState):
         """Return everything except tensors, and what has changed since the state was built."""
         before = changes(self._built, present.structure())
         try:
-            content = _dump((present.captured, nodes, trusted, self._held()), present.objects)
+            content = _dump((present.captured, nodes, trusted, self._more()), present.objects)
         except Exception as error:  # pickling runs code of any class
             values, objects = self._values(), present.objects
             refuse_by_name(error, values, objects, SENT, lambda each: _dump(each, objects))
@@ -419,7 +430,7 @@ class TorchState(ObjectState):
         )
         check_names("the values", public(self._names), public(names))
         check_names("the objects", mine.kinds(), kinds, in_order=True)
-        captured, nodes, trusted, *held = _load(content, objects)
+        captured, nodes, trusted, *more = _load(content, objects)
         if not self._aligned:  # else it may be behind ranks that have changed it since
             for obj in objects:
                 flattener.flatten(obj)
@@ -433,7 +444,7 @@ class TorchState(ObjectState):
         unflattener = Unflattener(
             payload.tensors, objects, restore_object, devices=payload.devices, keep=keep
         )
-        self._take(*rebuild(unflattener, captured, nodes), held)
+        self._take(*rebuild(unflattener, captured, nodes), more)
         if extra is not None:
             ModuleSettings.apply(models, extra[1])
         if payload.buffer is not None:
