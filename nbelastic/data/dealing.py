@@ -18,6 +18,8 @@ from nbelastic.data.permutation import Permutation, Rows, mix
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nbelastic.data.draws import Draws
+
 __all__ = ["BlockSchedule", "Dealing", "block_of", "imbalance"]
 
 
@@ -64,6 +66,10 @@ class BlockSchedule:
                 yield run, self.at(run.start)
 
 
+_DRAWING = 3
+"""Kind of keys, apart from that of the order."""
+
+
 @dataclass(frozen=True)
 class Dealing:
     """Rows of an epoch, dealt to the micro-batches of its steps.
@@ -82,6 +88,10 @@ class Dealing:
         Whether to permute the rows.
     drop_last : bool
         Whether to leave out the rows that do not fill a step.
+    limit : int or None
+        Most steps of an epoch; None for all that its rows make.
+    draws : Draws or None
+        By which rows are drawn with replacement; None where each is dealt once.
     """
 
     length: int
@@ -91,6 +101,8 @@ class Dealing:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    limit: int | None = None
+    draws: Draws | None = None
 
     @property
     def global_batch(self) -> int:
@@ -101,7 +113,8 @@ class Dealing:
     def steps(self) -> int:
         """Number of steps of the epoch."""
         full, rest = divmod(self.length, self.global_batch)
-        return full + (rest > 0 and not self.drop_last)
+        steps = full + (rest > 0 and not self.drop_last)
+        return steps if self.limit is None else min(steps, self.limit)
 
     @property
     def rows_of_epoch(self) -> int:
@@ -136,6 +149,9 @@ class Dealing:
     def rows(self, step: int, number: int) -> Rows:
         """Return the rows of a micro-batch, by their indices in the source."""
         places = self.places(step, number)
+        if self.draws is not None:
+            key = mix(self.seed, self.epoch, _DRAWING)
+            return self.draws.rows(np.arange(places.start, places.stop), key)
         if not self.shuffle:
             return np.arange(places.start, places.stop, dtype=np.int64)
         return self._permutation.rows(np.arange(places.start, places.stop))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch
 from nbelastic.data.dealing import Dealing, imbalance
+from nbelastic.data.draws import Draws
 from nbelastic.data.kernels import kernel_fingerprint
 from nbelastic.data.ledger import RowLedger
 from nbelastic.data.permutation import mix
@@ -57,6 +58,13 @@ NOT_EXACT = (
 )
 
 
+LEFT_EARLY = (
+    "epoch {epoch} was left after {done} of {steps} steps\n"
+    "A commit takes the rest for what is still to be done: after a failure in the first step of "
+    "the next epoch, the loop would train steps that were left out.\n"
+    "Pass Loader(steps={done}), so that an epoch has so many."
+)
+
 SHARED_PROCESS = (
     "ranks are threads of one process, so they draw from the same random generators; use workers "
     "that are processes of their own (processes=True)"
@@ -89,6 +97,14 @@ class Loader:
         Of the order, and of all random numbers; the same on all ranks.
     drop_last : bool, default False
         Whether to leave out rows that do not fill a step.
+    steps : int, optional
+        Most steps of an epoch. By default an epoch has all steps that its rows make. A loop that
+        stops early by itself (``break``, ``itertools.islice``) does not say that the epoch is done.
+    weights : array_like, optional
+        A number for each row of a map-style dataset, at least 0. Rows are then drawn with
+        replacement, in proportion to it, as by ``WeightedRandomSampler``: as many as there are
+        rows, by seed and epoch, the same for every number of ranks. By default each row is dealt
+        once per epoch.
     collate_fn : callable, optional
         As for ``DataLoader``; it gets the rows of one micro-batch.
     buffers : mapping of str to callable, optional
@@ -143,6 +159,8 @@ class Loader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        steps: int | None = None,
+        weights: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         buffers: Mapping[str, Callable[..., Any]] | None = None,
         balance: Literal["even", "speed"] = "even",
@@ -184,6 +202,8 @@ class Loader:
             seed=int(seed),
             shuffle=bool(shuffle),
             drop_last=bool(drop_last),
+            limit=self._limit_of(steps),
+            draws=self._draws_of(weights, shuffle=shuffle),
         )
         if self._dealing.steps == 0 and not is_open:
             raise OptionError(
@@ -202,6 +222,30 @@ class Loader:
         self._completed_in: int | None = None
         self._told: set[str] = set()
         self._ledger = RowLedger()
+
+    def _limit_of(self, steps: Any) -> int | None:
+        if steps is None:
+            return None
+        if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
+            raise OptionError(f"Loader(steps={steps!r}): must be a whole number, at least 1")
+        if self._source.is_open:
+            raise OptionError(
+                f"Loader({self._source.name}, steps=…): its epoch lasts as long as its streams; "
+                "leave it out"
+            )
+        return int(steps)
+
+    def _draws_of(self, weights: Any, *, shuffle: bool) -> Draws | None:
+        if weights is None:
+            return None
+        if not isinstance(self._source, MapSource):
+            raise OptionError(
+                f"Loader({self._source.name}, weights=…): only rows of a map-style dataset can be "
+                "drawn by weights"
+            )
+        if not shuffle:
+            raise OptionError("Loader(weights=…, shuffle=False): draws have no order; leave it out")
+        return Draws(weights, len(self._source))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a loader that was made in another process, with what depends on this one."""
@@ -268,9 +312,17 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless it has begun. A state with ``epoch`` among its values does it."""
         if epoch != self.epoch:
+            self._warn_if_left_early(epoch)
             self._dealing = dataclasses.replace(self._dealing, epoch=int(epoch))
             self.step = 0
             self._completed_in = None
+
+    def _warn_if_left_early(self, epoch: int) -> None:
+        """Warn that an epoch was left which a commit takes for unfinished."""
+        done, steps = self.step, self._dealing.steps
+        knows = self.participants and not self._source.is_open
+        if knows and epoch > self.epoch and 0 < done < steps:
+            self._say(LEFT_EARLY.format(epoch=self.epoch, done=done, steps=steps))
 
     def __iter__(self) -> Iterator[Step]:
         """Iterate over the steps of the epoch that are left.
@@ -494,6 +546,8 @@ class Loader:
             "batch": f"{dealing.global_batch} rows in {dealing.micro_batches} micro-batches",
             **self._source.requirements(),
         }
+        if dealing.draws is not None:
+            found["weights"] = dealing.draws.digest
         if self.batch.exact is True:
             found["kernels"] = self._kernels
         return found
@@ -609,7 +663,11 @@ def _check_dataset(dataset: Any) -> None:
 @functools.lru_cache(maxsize=8)
 def _order_of(dealing: Dealing, blocks: Blocks) -> int:
     """Return a digest of what ranks must agree on: the order of rows, and who has which."""
-    words = (dealing.seed, dealing.length, dealing.shuffle, dealing.drop_last, *blocks.quotas)
+    words = [dealing.seed, dealing.length, dealing.shuffle, dealing.drop_last, *blocks.quotas]
+    if dealing.limit is not None:
+        words.append(dealing.limit)
+    if dealing.draws is not None:
+        words.append(int(dealing.draws.digest, 16))
     return mix(*words) % _ORDERS
 
 

@@ -76,6 +76,11 @@ class Permutation:
         return result
 
 
+def hash_places(places: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Return 64 random bits for each place, by a key."""
+    return _hash(_hash(places, np.uint64(mix(key))), np.uint64(mix(key, 1)))
+
+
 def _hash(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     """Return 64 bits for each value: splitmix64, on arrays, where overflow is no error."""
     mixed = (values + np.uint64(1)) * np.uint64(_STEP) ^ key
