@@ -336,6 +336,7 @@ class Loader:
                     outer=outer,
                     deviates=bool(self.batch.exact) and not self.exact,
                     blocks=blocks,
+                    in_state=bool(self.participants),
                 )
                 self._begin(context, dealing, number, share, counts)
                 step = Step(self, dealing, number, share, counts, batches, loop)

@@ -9,7 +9,7 @@ from .context import current, initialize, shutdown
 from .loop import run
 from .ranks import cross_rank, cross_size, local_rank, local_size, rank, size
 from .runtime import DriverPort, RankSpec
-from .session import Session
+from .session import Session, warn
 from .state import ObjectState, State
 from .telemetry import as_numbers, as_step
 
@@ -32,6 +32,15 @@ __all__ = [
     "size",
     "sync_root",
 ]
+
+
+NOT_FINITE = (
+    "{name} has turned {value} at {at}\n"
+    "It was a finite number before.\n"
+    "Usual causes are a learning rate that is too large, a division by zero, and float16 without a "
+    "GradScaler. To leave out a step, call optimizer.synchronize(), look at the gradients, and "
+    "call step() in `with optimizer.skip_synchronize():` on all ranks or on none."
+)
 
 
 def init() -> None:
@@ -72,4 +81,8 @@ def report(*, step: float | None = None, **values: object) -> None:
     >>> nbelastic.report(loss=loss.item(), accuracy=0.9)  # doctest: +SKIP
     """
     context = current()
-    context.telemetry.report(context.version, context.generation, as_numbers(values), as_step(step))
+    numbers = as_numbers(values)
+    context.telemetry.report(context.version, context.generation, numbers, as_step(step))
+    for name in context.telemetry.turned(numbers):
+        at = f"commit {max(context.version, 0)}" if step is None else f"step {step:g}"
+        warn(context, NOT_FINITE.format(name=name, value=numbers[name], at=at))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbelastic.elastic.context import current_or_alone
+from nbelastic.elastic.session import Session, warn
 from nbelastic.elastic.shards import Claim, Deal, Order, Wire, merge_claims
 from nbelastic.errors import StateMismatch
 
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
     from nbelastic.elastic.spans import Indices
 
 __all__ = ["SamplerSnapshot", "ShardSampler", "state_dict_of"]
+
+NOT_IN_STATE = (
+    "a sampler that records batches is in no state\n"
+    "A commit does not say which samples are done: after a change of membership they are dealt "
+    "again.\n"
+    "Make it a value of the state: TorchState(model, optimizer, sampler=sampler)."
+)
 
 _AT_A_TIME = 4096
 """Samples of a share that are looked up at a time."""
@@ -65,6 +73,7 @@ class ShardSampler:
         self.shuffle = shuffle
         self.seed = seed
         self._resumed = False
+        self._in_state = False  # until a state commits it, or a warning has said that none does
         self._rank, size = _place()
         self._start(Deal.new(self._order(0), size))
 
@@ -158,7 +167,7 @@ class ShardSampler:
         if self._spans and self._spans[-1][1] == start:
             start = self._spans.pop()[0]
         self._spans.append((start, stop))
-        _count(stop - batch_idx * batch_size)
+        _count(stop - batch_idx * batch_size, in_state=self._told_or_in_state())
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that samples are done, by their indices."""
@@ -167,7 +176,11 @@ class ShardSampler:
         if done and not 0 <= min(done) <= max(done) < self._deal.order.length:
             raise ValueError(f"indices must be within 0 … {self._deal.order.length - 1}")
         self._indices.extend(done)
-        _count(len(done))
+        _count(len(done), in_state=self._told_or_in_state())
+
+    def _told_or_in_state(self) -> bool:
+        before, self._in_state = self._in_state, True
+        return before
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and its samples that this rank knows to be done."""
@@ -212,6 +225,7 @@ class ShardSampler:
 
     def snapshot(self) -> SamplerSnapshot:
         """Return a snapshot for :meth:`go_back`, at a cost that does not grow with progress."""
+        self._in_state = True
         spans, indices = self._spans, self._indices
         last = spans[-1] if spans else None
         return SamplerSnapshot(
@@ -295,8 +309,10 @@ def _ints(indices: Indices) -> list[int]:
     return values
 
 
-def _count(samples: int) -> None:
+def _count(samples: int, *, in_state: bool) -> None:
     """Count a batch in the rank's telemetry."""
     context = current_or_alone()
     if context is not None:  # else a sampler by itself
         context.telemetry.recorded(samples)
+        if not in_state and isinstance(context, Session) and context.loops:
+            warn(context, NOT_IN_STATE)

@@ -45,6 +45,8 @@ class StepShare:
         on all ranks.
     outer : StepShare or None
         Share of the step in which a loop over another loader has begun.
+    in_state : bool
+        Whether a state has the loader, so that a commit says which steps are done.
     over : bool
         Whether the loop has left the step.
     deviates, others_deviate : bool
@@ -72,6 +74,7 @@ class StepShare:
     finish: Callable[[], None] = lambda: None
     place: tuple[int, int, int] = (0, 0, 0)
     outer: StepShare | None = None
+    in_state: bool = True
     over: bool = False
     deviates: bool = False
     others_deviate: bool = False

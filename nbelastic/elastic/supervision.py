@@ -75,6 +75,13 @@ MOVING = (
     "set_extra_state(), or make them values of the state."
 )
 
+EPOCH_WENT_BACK = (
+    "state.epoch went back from {before} to {now}\n"
+    "The elastic loop is called again after each change of membership, and has to go on from the "
+    "state; epochs that are done are trained again.\n"
+    "Write `for state.epoch in range(state.epoch, epochs):` instead of range(0, epochs)."
+)
+
 MOST_NAMES = 5
 """Most names in that warning."""
 
@@ -99,6 +106,7 @@ class Supervision:
         self._is_new = session.version == FRESH
         self._waits = True  # until the first commit or the warning
         self._resumed = False
+        self._epoch: int | None = None  # of the state, when the generation began
         self._moving: dict[str, object] | None = {}  # None after the warning
         session.before_exchange += (self._count,)
 
@@ -109,6 +117,8 @@ class Supervision:
         """
         self._commits = 0
         self._resumed = resumed
+        epoch = getattr(self._state, "epoch", None)
+        self._epoch = epoch if isinstance(epoch, int) else None
         if self._session.stepped is not None:
             self._session.stepped.begin()
         if self._is_new and self._session.version > 0:
@@ -118,12 +128,20 @@ class Supervision:
     def committed(self) -> None:
         """Record a commit; sample the parameters if it is one of :data:`MOMENTS`."""
         self._commits += 1
+        if self._commits == 1:
+            self._check_epoch()
         if self._waits:
             self.close()
         if self._commits in MOMENTS:
             self._sample(self._commits)
             self._sample_besides(self._commits)
             self._look_for_moving()
+
+    def _check_epoch(self) -> None:
+        """Warn of a loop that begins at the first epoch again, although some are done."""
+        before, now = self._epoch, getattr(self._state, "epoch", None)
+        if before is not None and isinstance(now, int) and now < before:
+            warn(self._session, EPOCH_WENT_BACK.format(before=before, now=now))
 
     def _look_for_moving(self) -> None:
         """Warn of values in modules that are different from those at the sample before."""

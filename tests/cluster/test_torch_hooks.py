@@ -151,45 +151,66 @@ def test_outside_a_rank_nothing_is_added(monkeypatch):
 
 
 def made_anew():
-    torch.nn.SyncBatchNorm(4)
+    return torch.nn.SyncBatchNorm(4)
 
 
 def converted():
-    torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))
+    plain = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    return torch.nn.SyncBatchNorm.convert_sync_batchnorm(plain)[0]
 
 
 def unpickled():
-    pickle.loads(pickle.dumps(layer))
+    return pickle.loads(pickle.dumps(layer))
 
 
 def copied():
-    copy.deepcopy(layer)
+    return copy.deepcopy(layer)
+
+
+def statistics_free():
+    return torch.nn.SyncBatchNorm(4, track_running_stats=False)
 
 
 layer = torch.nn.SyncBatchNorm(4)
 
 
-@pytest.mark.parametrize("make", [made_anew, converted, unpickled, copied])
+@pytest.mark.parametrize("make", [made_anew, converted, unpickled, copied, statistics_free])
 def test_a_synchronised_norm_without_a_group_is_warned_of_once(session, make):
-    make()
-    make()
+    layers = make(), make()
+    for each in layers:
+        each(torch.ones(2, 4))
     assert session.port == []  # a group may still come
     session.about_to_exchange()
     session.about_to_exchange()
     assert session.port == [RankNote(3, about="warning", detail=SYNC_WARNING)]
 
 
+@pytest.mark.parametrize("make", [made_anew, converted, copied])
+def test_a_norm_that_only_evaluates_is_not_warned_of(session, make):
+    module = make().eval()
+    module.load_state_dict(module.state_dict())
+    module(torch.ones(2, 4))
+    session.about_to_exchange()
+    assert session.port == []
+    module.train()
+    session.about_to_exchange()
+    assert len(session.port) == 1, "it trains now"
+
+
 def test_with_a_group_or_alone_or_outside_a_job_it_is_right(session):
-    torch.nn.SyncBatchNorm(4)
+    layers = [torch.nn.SyncBatchNorm(4)]
+    layers[0](torch.ones(2, 4))
     session.in_torch_group = True
     session.about_to_exchange()
     session.in_torch_group, session.size = None, 1
-    torch.nn.SyncBatchNorm(4)
+    layers.append(torch.nn.SyncBatchNorm(4))
+    layers[1](torch.ones(2, 4))
     session.about_to_exchange()
     assert session.port == []
     context = LocalContext()
     with activate(context):
-        torch.nn.SyncBatchNorm(4)
+        layers.append(torch.nn.SyncBatchNorm(4))
+        layers[2](torch.ones(2, 4))
         context.about_to_exchange()
 
 

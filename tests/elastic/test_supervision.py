@@ -297,3 +297,30 @@ def test_other_ranks_and_a_rank_alone_do_not_look_for_them(session):
     session.rank, session.size = 0, 1
     train(session, 20, 1, Moving([]))
     assert session.port.warnings() == []
+
+
+class Counted(Sampled):
+    epoch = 0
+
+
+@pytest.mark.parametrize(
+    ("epochs", "said"),
+    [
+        ([0, 0, 1, 2], []),
+        ([2, 2, 3], []),
+        ([2, 3, 0, 1], []),  # a second phase begins
+        ([2, 0, 1], [(2, 0)]),
+        ([5, 1, 0], [(5, 1)]),
+        ([None, 0], []),
+    ],
+)
+def test_a_loop_that_begins_with_the_first_epoch_again_is_warned_of(session, epochs, said):
+    state = Counted()
+    state.epoch = epochs[0]
+    watched = Supervision(session, state)
+    watched.begun()
+    for state.epoch in epochs[1:]:
+        watched.committed()
+    watched.close()
+    sentences = [supervision.EPOCH_WENT_BACK.format(before=before, now=now) for before, now in said]
+    assert session.port.warnings() == sentences

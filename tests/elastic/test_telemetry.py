@@ -121,3 +121,13 @@ def test_the_device_is_known_once_it_has_been_asked_for(alone):
     import nbelastic.torch as hvd
 
     assert str(hvd.device()) == alone.telemetry.device != ""
+
+
+def test_a_metric_that_is_no_longer_finite_is_named_once():
+    telemetry = Telemetry()
+    nan = math.nan
+    assert telemetry.turned({"loss": 1.0, "val": nan}) == []
+    assert telemetry.turned({"loss": nan, "val": nan}) == ["loss"]
+    assert telemetry.turned({"loss": nan, "val": 2.0}) == []
+    assert telemetry.turned({"loss": 3.0, "val": math.inf}) == ["val"]
+    assert telemetry.turned({"loss": nan, "val": nan}) == []

@@ -47,7 +47,8 @@ def test_a_synchronised_norm_is_warned_of_while_the_job_runs(crew):
 
         import nbelastic.torch as hvd
 
-        torch.nn.SyncBatchNorm(3)
+        layer = torch.nn.SyncBatchNorm(3)
+        layer(torch.ones(2, 3))
         hvd.barrier()
 
     job = crew.fit(train, np=2)

@@ -16,6 +16,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.rank_error import summary_of
@@ -178,7 +179,7 @@ def _hook_batch_norm(module: ModuleType) -> Callable[[], None]:
             original(self, *args, **kwargs)
             context = current_or_none()
             if context is not None and context.size > 1:
-                _check_group_later(context)
+                _check_group_later(context, self)
 
         return made
 
@@ -195,19 +196,30 @@ def _hook_batch_norm(module: ModuleType) -> Callable[[], None]:
     return unhook
 
 
-def _check_group_later(context: Context) -> None:
-    """Warn at the next operation between ranks, unless there is a group of torch's by then."""
-    if any(isinstance(each, _GroupCheck) for each in context.before_exchange):
-        return
-    context.before_exchange += (_GroupCheck(context),)
+def _check_group_later(context: Context, module: Any) -> None:
+    """Warn at an operation between ranks after `module` has trained without a group of torch's."""
+    check = next((each for each in context.before_exchange if isinstance(each, _GroupCheck)), None)
+    if check is None:
+        check = _GroupCheck(context)
+        context.before_exchange += (check,)
+    check.modules.add(module)
+
+
+def _has_trained(module: Any) -> bool:
+    """Return whether a norm is in training and has counted a batch, without a look at a device."""
+    counter = getattr(module, "num_batches_tracked", None)
+    return bool(module.training) and (counter is None or counter._version > 0)
 
 
 class _GroupCheck:
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.modules: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self) -> None:
         context = self._context
+        if not any(map(_has_trained, self.modules)):
+            return
         context.before_exchange = tuple(each for each in context.before_exchange if each != self)
         if context.size > 1 and not context.in_torch_group:
             warn(context, SYNC_WARNING)

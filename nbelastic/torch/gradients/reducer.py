@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.elastic.context import current, current_or_none
+from nbelastic.elastic.session import Session, warn
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
@@ -37,6 +38,21 @@ if TYPE_CHECKING:
 __all__ = ["Reducer"]
 
 _NONE: set[int] = set()
+
+NOT_IN_STATE = (
+    "the Loader that trains is in no state\n"
+    "A commit does not say which of its steps are done: after a change of membership its epoch "
+    "begins anew.\n"
+    "Make it a value of the state: TorchState(model, optimizer, loader=loader)."
+)
+
+HOOK_IS_LATE = (
+    "a hook finds no gradient: {name} has a post-accumulate-grad hook\n"
+    "Over a Loader the optimizer takes each gradient as it arrives, so that `.grad` is None in "
+    "hooks that were registered after hvd.DistributedOptimizer.\n"
+    "Register the hook before the optimizer is wrapped; or read gradients after "
+    "optimizer.synchronize()."
+)
 
 
 class Reducer:
@@ -75,6 +91,7 @@ class Reducer:
         self._yielded: set[int] = set()
         # Backward may run in several threads where parameters are on several devices.
         self._lock = threading.Lock()
+        self._checked = False
         self.synchronized = False
         _take_over(self, self._trained())
 
@@ -266,11 +283,29 @@ class Reducer:
         """Begin a step that consists of micro-batches."""
         if self._agreement.layout is not None:
             self._agreement.layout.release()
+        if not self._checked:
+            self._checked = True
+            self._warn_of_oversights(context, parameters, share)
         step = MicroBatchReduction(
             context, communicator, parameters, self._arrived, self.options, share, self._previous
         )
         self._step = step
         return step
+
+    def _warn_of_oversights(
+        self, context: Context, parameters: list[torch.Tensor], share: StepShare
+    ) -> None:
+        """Warn, once, of what goes wrong in silence in steps of micro-batches."""
+        if not isinstance(context, Session):
+            return
+        if context.loops and not share.in_state:
+            warn(context, NOT_IN_STATE)
+        for parameter in parameters:
+            own = self._hooks[id(parameter)][1] if id(parameter) in self._hooks else None
+            hooks = list(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+            if own is not None and own.id in hooks and hooks[-1] != own.id:
+                warn(context, HOOK_IS_LATE.format(name=self._arrived.name(parameter)))
+                return
 
     def _agreed_layout(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
         if communicator.generation == self._failed:
