@@ -1,4 +1,4 @@
-"""Settings of modules: plain attributes, such as modes, rates and flags; and values that move.
+"""Settings of modules, such as modes, rates and flags; and values that move.
 
 No ``state_dict`` has settings, and training may change them (``bn.eval()``, ``dropout.p = 0``). A
 commit keeps all of a model's settings. To another rank, or to a checkpoint, those are sent that
