@@ -31,6 +31,7 @@ from nbelastic.torch.state.flatten import (
     nested,
     refs_in,
 )
+from nbelastic.torch.state.module_settings import COMPILED, ModuleSettings, uncompiled
 from nbelastic.torch.state.optimizer_adapter import (
     OptimizerAdapter,
     attributes_of,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
+    from nbelastic.torch.state.module_settings import SentSettings
     from nbelastic.torch.state.structure import Structure
 
 __all__ = [
@@ -88,21 +90,38 @@ _UNMADE = TensorRef(-1)
 """Reference of a tensor that does not exist yet."""
 
 
-_COMPILED = "_orig_mod"
-"""Name of a model in the one that ``torch.compile`` returns."""
-
 _TORCHS = ("torch.nn.", "torch.jit.", "torch._dynamo.")
 """Packages of modules with only tensors and extra state in their state dicts."""
 
 
+class ModuleContent(NamedTuple):
+    """Captured content of a model.
+
+    Attributes
+    ----------
+    tensors : list
+        For each parameter and buffer the path of its module, its dict, name and node, whether it
+        requires gradients, and whether it is persistent.
+    extras, custom : list
+        Extra states and overridden state dicts, by paths of modules.
+    settings : ModuleSettings
+        Plain attributes.
+    """
+
+    tensors: list[tuple[str, str, str, Any, bool, bool]]
+    extras: list[tuple[str, Node]]
+    custom: list[tuple[str, Node]]
+    settings: ModuleSettings | SentSettings
+
+
 class ModuleAdapter:
-    """Parameters and buffers of a module, tied ones once, and its extra state.
+    """Parameters and buffers of a module, tied ones once, extra state, and plain attributes.
 
     Gradients are not part of a state: they belong to a batch that is done or is done again.
     """
 
-    def capture(self, flattener: Flattener, obj: torch.nn.Module) -> Any:
-        """Return all tensors under the paths of their submodules, and extra state."""
+    def capture(self, flattener: Flattener, obj: torch.nn.Module) -> ModuleContent:
+        """Return all tensors under the paths of their submodules, and what else there is."""
         tensors: list[tuple[str, str, str, Node | None, bool, bool]] = []
         extras = []
         for path, module in obj.named_modules():
@@ -118,15 +137,17 @@ class ModuleAdapter:
                     tensors.append((path, kind, name, node, trains, persistent))
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                 extras.append((path, flattener.flatten(module.get_extra_state())))
-        return tensors, extras, _custom(flattener, obj)
+        return ModuleContent(tensors, extras, _custom(flattener, obj), ModuleSettings(obj))
 
-    def restore(self, unflattener: Unflattener, obj: torch.nn.Module, content: Any) -> None:
+    def restore(
+        self, unflattener: Unflattener, obj: torch.nn.Module, content: ModuleContent
+    ) -> None:
         """Fill tensors in place, put replaced ones back, and remove added ones."""
-        tensors, extras, custom = content
-        modules = {_uncompiled(path): each for path, each in obj.named_modules()}
+        tensors, extras, custom, *settings = content  # checkpoints may be older
+        modules = {uncompiled(path): each for path, each in obj.named_modules()}
         captured = set()
         for raw, kind, name, node, requires_grad, _ in tensors:
-            path = _uncompiled(raw)
+            path = uncompiled(raw)
             if path not in modules:
                 raise StateMismatch(f"the model of this rank has no submodule {path!r}")
             captured.add((path, kind, name))
@@ -139,20 +160,22 @@ class ModuleAdapter:
                 into = getattr(module, kind)
                 for name in [n for n in into if (path, kind, n) not in captured]:
                     del into[name]
+        for each in settings:
+            each.restore(obj)
         for path, node in extras:
             extra = unflattener.unflatten(node)
             unflattener.flush()
-            modules[_uncompiled(path)].set_extra_state(extra)
+            modules[uncompiled(path)].set_extra_state(extra)
         for path, node in custom:
-            load(modules[_uncompiled(path)], unflattener, node)
+            load(modules[uncompiled(path)], unflattener, node)
 
-    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Describe parameters and buffers by type and shape, and whether they are frozen."""
-        tensors, extras, _ = content
-        paths = [_join(label, _uncompiled(path)) for path, _ in extras]
+    def parts(self, label: str, content: ModuleContent, names: TensorNames) -> Structure:
+        """Describe parameters and buffers by type and shape, and classes and functions."""
+        tensors, extras, _, *settings = content
+        paths = [_join(label, uncompiled(path)) for path, _ in extras]
         found: Structure = {("extra state of", path): "" for path in paths}
         for path, kind, name, node, requires_grad, _ in tensors:
-            full = _join(label, _uncompiled(path), name)
+            full = _join(label, uncompiled(path), name)
             is_parameter = kind == "_parameters"
             if node is None:
                 words = "None"
@@ -164,11 +187,13 @@ class ModuleAdapter:
                 if isinstance(node, TensorRef):
                     names.known.setdefault(node, full)
             found["parameter" if is_parameter else "buffer", full] = words
+        for each in settings:
+            found.update({(k, _join(label, path)): t for (k, path), t in each.described.items()})
         return found
 
-    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+    def state_dict(self, content: ModuleContent, *, whole: bool = False) -> Node:
         """Return tensors and extra state by path; `whole` adds buffers not persistent."""
-        tensors, extras, custom = content
+        tensors, extras, custom, *_ = content
         own = [path for path, _ in custom]
         found = {
             _join(path, name): node
@@ -183,11 +208,6 @@ class ModuleAdapter:
             elif isinstance(node, ValueNode) and isinstance(node.value, dict):
                 found.update((_join(path, str(k)), ValueNode(v)) for k, v in node.value.items())
         return mapping(found)
-
-
-def _uncompiled(path: str) -> str:
-    """Return a module's path without the modules that ``torch.compile`` has put around others."""
-    return ".".join(part for part in path.split(".") if part != _COMPILED)
 
 
 def _is_in(path: str, outer: Iterable[str]) -> bool:
@@ -555,7 +575,7 @@ def _inside(value: object) -> Iterable[tuple[object, object]]:
 def _kind_of(obj: object) -> str:
     """Return the name of an object's class; of a compiled model that of the model itself."""
     if type(obj).__module__.startswith("torch._dynamo."):  # whose import takes a second
-        obj = getattr(obj, _COMPILED, obj)
+        obj = getattr(obj, COMPILED, obj)
     return type(obj).__qualname__
 
 

@@ -52,6 +52,9 @@ _ON_BOTH = frozenset({"parameter", "extra state of"})
 _IF_ON_BOTH = "tensor"
 """Kind of parts that may appear and vanish: tensors in state dicts of other objects."""
 
+_IF_CHANGED = frozenset({"class of", "function"})
+"""Kinds of parts that must be equal once training has changed them; else ranks may differ."""
+
 _LISTED = 5
 """Most differences that an error lists."""
 
@@ -95,7 +98,7 @@ def check_fit(expected: Structure, came: Structure, before: dict[Key, Descriptio
     late = False
     for key in dict.fromkeys([*expected, *came]):
         mine, theirs = expected.get(key), came.get(key)
-        if _fits(key[0], mine, theirs):
+        if _fits(key[0], mine, theirs) or (key[0] in _IF_CHANGED and key not in before):
             continue
         changed_since = mine == before.get(key, theirs)
         if changed_since and _can_follow(key[0], mine, theirs):
@@ -108,8 +111,8 @@ def check_fit(expected: Structure, came: Structure, before: dict[Key, Descriptio
         if late:
             text += (
                 ". This was added or changed after training began, and a rank that joins builds "
-                "its state anew: build all of it before the state is made, and freeze what is "
-                "trained later (requires_grad_(False))"
+                "its state anew: build all of it before the state is made, freeze what is "
+                "trained later (requires_grad_(False)), and switch functions by a flag"
             )
         raise StateMismatch(text)
 
@@ -122,6 +125,8 @@ def _fits(kind: str, mine: Description | None, theirs: Description | None) -> bo
 
 def _can_follow(kind: str, mine: Description | None, theirs: Description | None) -> bool:
     """Return whether a rank that is as the sender was built can become as it is now."""
+    if kind in _IF_CHANGED:
+        return False
     if kind in _ON_BOTH:
         return mine is not None and theirs is not None
     return _own(mine) == _own(theirs)

@@ -163,8 +163,13 @@ def _structure_of(obj: object) -> _ModuleStructure | _OptimizerStructure | _NoSt
 def recapture(flattener: Flattener, obj: object, node: ObjectNode, known: Row) -> ObjectNode:
     """Return the node of an object whose structure has not changed.
 
-    The node of a model is the same. An optimizer's learning rate and the like may have changed.
+    A model's settings may have changed, and an optimizer's learning rate and the like.
     """
+    if isinstance(obj, torch.nn.Module):
+        settings = node.content.settings.renewed()
+        if settings is node.content.settings:
+            return node
+        return ObjectNode(node.number, node.content._replace(settings=settings))
     if not isinstance(obj, torch.optim.Optimizer):
         return node
     if known and same(known, _options_in(obj)):

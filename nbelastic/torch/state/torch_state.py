@@ -39,7 +39,7 @@ from nbelastic.torch.state.commit import make_commit, rebuild
 from nbelastic.torch.state.copies import Copies, nbytes_of
 from nbelastic.torch.state.flatten import Flattener, Unflattener
 from nbelastic.torch.state.lazy_commit import LazyCommit
-from nbelastic.torch.state.module_settings import ModuleChanges, ModuleSettings, moving_values
+from nbelastic.torch.state.module_settings import moving_values
 from nbelastic.torch.state.structure import changes, check_fit
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class TorchState(ObjectState):
     are copied. Set ``always_copy`` if it begins later, or changes few values.
 
     Copies of tensors are on the tensors' device, or in the host's memory once the device is full.
-    Python attributes of a model other than parameters, buffers and extra state
-    (``get_extra_state``) are not kept.
+    Of a model, parameters, buffers, extra state (``get_extra_state``) and plain attributes of its
+    modules are kept: modes, numbers, strings and tuples of them. Other attributes are not.
 
     Examples
     --------
@@ -120,7 +120,6 @@ class TorchState(ObjectState):
         super().__init__(model=model, optimizer=optimizer, **values)
         self._loaders = self._take_part_in_steps()
         self._built = _captured(self._commit).structure()
-        self._module_settings = ModuleSettings(self._modules())
 
     def _take_part_in_steps(self) -> list[Loader]:
         """Connect the loaders in this state with its epoch, and with the buffers of its models.
@@ -366,8 +365,7 @@ class TorchState(ObjectState):
         )
         if self._data is None:
             self._data = _data_samples(objects)
-        extra = (self._data, self._module_settings.changes())
-        head = self._head(present, nodes, trusted, extra)
+        head = self._head(present, nodes, trusted, self._data)
         return StatePayload(head, flattener.tensors)
 
     def _pack_commit(self) -> StatePayload:
@@ -383,7 +381,7 @@ class TorchState(ObjectState):
         present: CapturedState,
         nodes: dict[str, Node],
         trusted: bool,
-        extra: _Extra | None = None,
+        data: Sequence[DataSample | None] = (),
     ) -> bytes:
         """Return everything except tensors, and what has changed since the state was built."""
         before = changes(self._built, present.structure())
@@ -394,7 +392,7 @@ class TorchState(ObjectState):
             refuse_by_name(error, values, objects, SENT, lambda each: _dump(each, objects))
             raise
         adapters = [type(adapter_of(obj)) for obj in present.objects]
-        return pickle.dumps((extra, present.kinds(), list(nodes), before, content, adapters))
+        return pickle.dumps((data, present.kinds(), list(nodes), before, content, adapters))
 
     @staticmethod
     def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -422,8 +420,7 @@ class TorchState(ObjectState):
     def _unpack(self, payload: StatePayload) -> None:
         values = self._values()
         objects = objects_in(values.values())
-        *more, kinds, names, before, content, _ = pickle.loads(payload.head)
-        extra: _Extra | None = more[0] if more else None  # checkpoints may be older
+        *data, kinds, names, before, content, _ = pickle.loads(payload.head)
         flattener = Flattener(objects, capture_object, duplicate=False)
         mine = CapturedState(
             objects, labels_of(objects, values), flattener.captured, flattener.tensors
@@ -436,27 +433,19 @@ class TorchState(ObjectState):
                 flattener.flatten(obj)
             theirs = CapturedState(objects, mine.labels, captured, payload.tensors)
             check_fit(mine.structure(), theirs.structure(), before)
-        models = [each for each in objects if isinstance(each, Module)]
-        if extra is not None:
-            _check_data(_data_samples(objects), extra[0])
-            ModuleSettings.check(models, extra[1])
+        if data and data[0]:  # checkpoints have none
+            _check_data(_data_samples(objects), data[0])
         keep = payload.buffer is not None
         unflattener = Unflattener(
             payload.tensors, objects, restore_object, devices=payload.devices, keep=keep
         )
         self._take(*rebuild(unflattener, captured, nodes), more)
-        if extra is not None:
-            ModuleSettings.apply(models, extra[1])
         if payload.buffer is not None:
             for ref, tensor in enumerate(payload.tensors):
                 if ref not in unflattener.kept:
                     payload.buffer.give_back(tensor)
         if trusted:  # this rank runs the same function
             self._lazy.pattern.trust()
-
-
-_Extra = tuple["Sequence[DataSample | None]", ModuleChanges]
-"""What only ranks compare and carry over: samples of data, and changed settings of modules."""
 
 
 def _data_samples(objects: Iterable[object]) -> list[DataSample | None]:
