@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +25,7 @@ from nbelastic.data.columns import (
     choose,
     row_block,
 )
-from nbelastic.data.row_block import RowBlock, transformed
+from nbelastic.data.row_block import MadeBlocks, RowBlock, transformed
 from nbelastic.data.units import UnitSource
 from nbelastic.elastic.redaction import Secrets
 from nbelastic.errors import DataError, OptionError
@@ -36,6 +39,9 @@ _AT_ONCE = 16
 """Footers that are read at the same time."""
 
 _NO_SECRETS = Secrets([])
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Most places of a local file that are looked at, evenly spread over its columns, and bytes."""
 
 _MOST_TEXTS = 100
 """Most files that are compared one by one; more are compared in groups."""
@@ -73,12 +79,17 @@ class _ArrowRows(UnitSource):
 
     def _block(self, table: Any, where: str) -> RowBlock:
         if self.transform is not None:
-            return RowBlock.of(transformed(self.transform, table, where), table.num_rows, where)
+            block = RowBlock.of(transformed(self.transform, table, where), table.num_rows, where)
+            _made_by.setdefault(self, MadeBlocks()).add(block, where)
+            return block
 
         def array_of(name: str) -> np.ndarray[Any, Any]:
             return arrow_array(table.column(name), name, self.fill, where)
 
         return row_block(self._choice, array_of, where)
+
+
+_made_by: weakref.WeakKeyDictionary[_ArrowRows, MadeBlocks] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -90,10 +101,13 @@ class _File:
     size: int
     digest: str
     footer: Any
+    stamp: str = ""  # the file system's own mark of this version of the file
+    content: str = ""  # digest of samples of its pages, or the mark of an object store
 
     @property
     def text(self) -> str:
-        return f"{self.footer.num_rows} rows in {self.size} bytes, footer {self.digest}"
+        text = f"{self.footer.num_rows} rows in {self.size} bytes, footer {self.digest}"
+        return f"{text}, content {self.content}" if self.content else text
 
 
 class Parquet(_ArrowRows):
@@ -165,6 +179,7 @@ class Parquet(_ArrowRows):
         self._filesystem, paths = _find(given, options, shown, self._secrets)
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-footers") as pool:
             self._files = list(pool.map(self._footer, paths))
+        self._found_at = time.time()
         first = self._files[0]
         schema = first.footer.schema.to_arrow_schema()
         self._choose(schema, first.name)
@@ -172,6 +187,12 @@ class Parquet(_ArrowRows):
             self._compare(schema, first.name, file)
         if transform is None and fill is None:
             self._refuse_nulls()
+        with ThreadPoolExecutor(_AT_ONCE, "nbelastic-pages") as pool:
+            contents = list(pool.map(self._content_of, self._files))
+        self._files = [
+            dataclasses.replace(file, content=content)
+            for file, content in zip(self._files, contents, strict=True)
+        ]
         self._groups = [
             (file, group) for file in self._files for group in range(file.footer.num_row_groups)
         ]
@@ -189,7 +210,8 @@ class Parquet(_ArrowRows):
         try:
             if not self._filesystem.isfile(path):  # to open a pipe would wait for its writer
                 raise OptionError(f"{name} cannot be read: it is no regular file")
-            size = self._filesystem.size(path)
+            info = self._filesystem.info(path)
+            size = info["size"]
             with self._open(path) as file:
                 footer = pq.ParquetFile(file).metadata
         except OptionError:
@@ -200,12 +222,60 @@ class Parquet(_ArrowRows):
         digest = hashlib.blake2b(digest_size=6)
         for group in range(footer.num_row_groups):
             digest.update(repr(footer.row_group(group).to_dict()).encode())
-        return _File(path, name, size, digest.hexdigest(), footer)
+        return _File(path, name, size, digest.hexdigest(), footer, _stamp_of(info))
+
+    def _content_of(self, file: _File) -> str:
+        """Return a digest of samples of the chosen columns, which a file written anew has others.
+
+        An object store's mark of a version is used where there is one, because each sample would be
+        a request.
+        """
+        if not self._is_local:
+            return file.stamp if file.stamp.startswith("tag ") else ""
+        columns = [
+            column
+            for group in range(file.footer.num_row_groups)
+            for _, column in self._columns_in(file, group)
+        ]
+        every = len(columns) // _SAMPLES + 1
+        digest = hashlib.blake2b(digest_size=6)
+        try:
+            with open(file.path, "rb") as opened:
+                for column in columns[::every]:
+                    opened.seek(column.dictionary_page_offset or column.data_page_offset)
+                    size = min(column.total_compressed_size, _SAMPLE_BYTES)
+                    digest.update(opened.read(size))
+        except OSError as error:
+            raise OptionError(f"{file.name} cannot be read: {_reason(error)}") from error
+        return digest.hexdigest()
+
+    @property
+    def _is_local(self) -> bool:
+        return type(self._filesystem) is fsspec.implementations.local.LocalFileSystem
+
+    def _check_unchanged(self, file: _File) -> None:
+        """Refuse a file that is not the one that was found; a copy on another host is the same.
+
+        Raises
+        ------
+        DataError
+            It has another size, or was written after it was found.
+        """
+        info = self._filesystem.info(file.path)
+        if info["size"] != file.size:
+            raise DataError(f"it has {info['size']} bytes, and had {file.size} when it was found")
+        stamp = _stamp_of(info)
+        if stamp == file.stamp or not file.stamp:
+            return
+        written = info.get("mtime")
+        if self._is_local and isinstance(written, float) and written <= self._found_at:
+            return
+        raise DataError("it was written again after it was found")
 
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[Any]:
         """Open a file so that nothing is read but what is asked for."""
-        if type(self._filesystem) is fsspec.implementations.local.LocalFileSystem:
+        if self._is_local:
             yield path  # Arrow's own files are read without Python's lock
             return
         with self._filesystem.open(path, "rb", cache_type="none") as file:
@@ -240,6 +310,8 @@ class Parquet(_ArrowRows):
         for file in self._files:
             for group in range(file.footer.num_row_groups):
                 for name, column in self._columns_in(file, group):
+                    if column.path_in_schema != name:
+                        continue  # of lists, an empty one counts as a null there
                     known = column.statistics if column.is_stats_set else None
                     if known is not None and known.has_null_count and known.null_count:
                         raise OptionError(
@@ -265,10 +337,13 @@ class Parquet(_ArrowRows):
         where = f"{file.name}, row group {group}"
         try:
             with self._open(file.path) as opened:
-                size = self._filesystem.size(file.path)
-                if size != file.size:
-                    raise DataError(f"it has {size} bytes, and had {file.size} when it was found")
-                reader = pq.ParquetFile(opened, metadata=file.footer, pre_buffer=True)
+                self._check_unchanged(file)
+                reader = pq.ParquetFile(
+                    opened,
+                    metadata=file.footer,
+                    pre_buffer=True,
+                    page_checksum_verification=True,
+                )
                 with reader:
                     table = reader.read_row_group(
                         group, columns=self._choice.names, use_threads=False
@@ -394,6 +469,8 @@ def _find(
         raise OptionError(f"Parquet({shown}): must be the name of a file, or names")
     if any(each != filesystem for each in filesystems):
         raise OptionError(f"Parquet({shown}): all files must be in one file system")
+    if isinstance(filesystem, fsspec.implementations.local.LocalFileSystem):
+        _refuse_same_files(paths, shown, secrets)
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise OptionError(
@@ -401,6 +478,35 @@ def _find(
             "would be repeated"
         )
     return filesystem, paths
+
+
+def _refuse_same_files(paths: list[str], shown: str, secrets: Secrets) -> None:
+    """Refuse one file under two names: links, and paths that are written in two ways.
+
+    Raises
+    ------
+    OptionError
+        There is one.
+    """
+    names: dict[str, str] = {}
+    for path in paths:
+        before = names.setdefault(os.path.realpath(path), path)
+        if before != path:
+            raise OptionError(
+                f"Parquet({shown}): {secrets.hide(before)} and {secrets.hide(path)} are one file, "
+                "so its rows would be repeated; name one of them"
+            )
+
+
+def _stamp_of(info: Mapping[str, Any]) -> str:
+    """Return the file system's mark of a version of a file; nothing where it has none."""
+    for name in ("ETag", "etag", "md5Hash", "content_md5", "crc32c"):
+        if info.get(name):
+            return f"tag {info[name]}"
+    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        if info.get(name):
+            return f"{name} {info[name]}"
+    return ""
 
 
 def _is_data(name: str) -> bool:

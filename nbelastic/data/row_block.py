@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from nbelastic.data.permutation import Rows
 
-__all__ = ["RowBlock", "transformed"]
+__all__ = ["MadeBlocks", "RowBlock", "transformed"]
 
 _SINGLE, _TUPLE = "a tensor", "a tuple"
 Form = str | tuple[Any, ...]
@@ -157,3 +158,41 @@ def transformed(transform: Callable[[Any], Any], rows: Any, where: str) -> Any:
         raise
     except Exception as error:
         raise DataError(f"{where}: transform raised {summary_of(error)}") from error
+
+
+class MadeBlocks:
+    """Blocks that a ``transform`` has made and that are in use, to find memory that is used twice.
+
+    They are looked at by some of their bytes, and only where memory of a newer block overlaps.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[weakref.ref[np.ndarray[Any, Any]], bytes, str]] = []
+
+    def add(self, block: RowBlock, where: str) -> None:
+        """Add a block.
+
+        Raises
+        ------
+        DataError
+            It has overwritten an earlier one.
+        """
+        alive = []
+        for ref, edges, before in self._made:
+            array = ref()
+            if array is None:
+                continue
+            overlaps = any(np.may_share_memory(array, each) for each in block.arrays)
+            if overlaps and _edges(array) != edges:
+                raise DataError(
+                    f"{where}: transform has overwritten what it returned for {before}; return new "
+                    "tensors each time, as by .copy() or .clone()"
+                )
+            alive.append((ref, edges, before))
+        alive += [(weakref.ref(each), _edges(each), where) for each in block.arrays]
+        self._made = alive
+
+
+def _edges(array: np.ndarray[Any, Any]) -> bytes:
+    """Return the first and the last bytes of an array's rows."""
+    return b"".join(array[part].tobytes()[:256] for part in (slice(0, 8), slice(-8, None)))

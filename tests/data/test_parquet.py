@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import threading
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -623,3 +624,145 @@ def test_other_values_in_a_file_of_the_same_size_are_noticed(tmp_path: Path) -> 
     (size, before), (other, after) = texts
     assert size == other
     assert before != after
+
+
+# -- files that are not what they were -------------------------------------------------------------
+
+
+def eights(source: UnitSource) -> Loader:
+    return Loader(source, Batch(8, micro=2), seed=3)
+
+
+def labels(flipped: bool = False, rows: int = 64) -> pa.Table:
+    """Return a table whose file has the same size and the same statistics with other labels."""
+    found = [(number + flipped) % 2 for number in range(rows)]
+    return pa.table({"x": [float(n) for n in range(rows)], "y": found})
+
+
+def test_a_file_that_was_written_again_with_the_same_size_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(labels(), path, row_group_size=8)
+    size = path.stat().st_size
+    loader = eights(Parquet(str(path), ["x", "y"], shuffle_rows=8))
+    written = time.time() + 10
+    pq.write_table(labels(flipped=True), path, row_group_size=8)
+    os.utime(path, (written, written))
+    assert path.stat().st_size == size
+    with pytest.raises(DataError, match=r"a\.parquet, row group \d+ .*written again after it was"):
+        consume(loader)
+
+
+def test_a_copy_of_a_file_on_another_host_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(labels(), path, row_group_size=8)
+    loader = eights(Parquet(str(path), ["x", "y"]))
+    os.utime(path, (1e9, 1e9))  # copied there years ago
+    consume(loader)
+
+
+def test_other_labels_in_a_file_of_the_same_size_are_noticed_on_resuming(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    found = []
+    for flipped in (False, True, False):
+        pq.write_table(labels(flipped), path)
+        found.append((path.stat().st_size, Parquet(str(path), ["x", "y"]).describe()))
+    first, other, again = found
+    assert first[0] == other[0]
+    assert first[1] != other[1]
+    assert first == again, "a file that was only written again is the same"
+
+
+def test_an_object_store_marks_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    tag = ["one"]
+    plain = MemoryFileSystem.info
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda self, path, **_: {**plain(self, path), "ETag": tag[0]}
+    )
+    with fsspec.filesystem("memory").open("/tagged.parquet", "wb") as file:
+        pq.write_table(labels(), file, row_group_size=8)
+    source = Parquet("memory://tagged.parquet", ["x", "y"])
+    assert "content tag one" in str(source.describe())
+    consume(eights(source))
+    tag[0] = "two"
+    with pytest.raises(DataError, match="written again"):
+        consume(eights(source))
+
+
+def test_pages_with_a_wrong_checksum_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        labels(), path, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    source = Parquet(str(path), ["x"])
+    stat = path.stat()
+    content = bytearray(path.read_bytes())
+    place = content.index(np.float64(40.0).tobytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(DataError, match=r"a\.parquet, row group 0 cannot be read"):
+        consume(eights(source))
+
+
+@pytest.mark.parametrize("how", ["link in the folder", "link to a folder", "dots", "hard way"])
+def test_one_file_under_two_names_is_refused(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    path = folder / "a.parquet"
+    pq.write_table(labels(), path)
+    urls: Any = [str(path)]
+    if how == "link in the folder":
+        (folder / "b.parquet").symlink_to(path)
+        urls = str(folder)
+    elif how == "link to a folder":
+        (tmp_path / "e").symlink_to(folder)
+        urls.append(f"{tmp_path}/e/a.parquet")
+    elif how == "dots":
+        urls.append(f"{tmp_path}/d/../d/a.parquet")
+    else:
+        (tmp_path / "e").mkdir()
+        urls.append(f"{tmp_path}/e/../d/a.parquet")
+    with pytest.raises(OptionError, match=r"are one file|named more than once"):
+        Parquet(urls)
+
+
+def test_links_alone_are_files_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for number in range(2):
+        pq.write_table(labels(), tmp_path / "blobs" / f"{number}")
+        (tmp_path / "snapshot" / f"{number}.parquet").symlink_to(tmp_path / "blobs" / f"{number}")
+    assert len(Parquet(str(tmp_path / "snapshot"))) == 128
+
+
+def test_a_transform_that_reuses_its_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(labels(), path, row_group_size=8)
+    memory, zeros = np.zeros((8, 1)), np.zeros(8)
+
+    def reusing(rows: pa.Table) -> Any:
+        memory[:, 0] = rows["x"].to_numpy()
+        return torch.from_numpy(memory)
+
+    with pytest.raises(DataError, match="transform has overwritten what it returned for"):
+        consume(eights(Parquet(str(path), transform=reusing)))
+
+    def constant(rows: pa.Table) -> Any:
+        return rows["x"].to_numpy(), zeros
+
+    def copying(rows: pa.Table) -> Any:
+        memory[:, 0] = rows["x"].to_numpy()
+        return memory.copy()
+
+    for right in (constant, copying):
+        consume(eights(Parquet(str(path), transform=right)))
+
+
+def test_a_column_of_empty_lists_has_no_nulls(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    kind = pa.list_(pa.int64())
+    pq.write_table(pa.table({"x": list(range(16)), "l": pa.array([[]] * 16, kind)}), path)
+    sizes = Parquet(str(path), transform=lambda rows: rows["x"].to_numpy())
+    consume(eights(sizes))
+    source = Parquet(str(path), ["x", "l"])
+    assert len(source) == 16
