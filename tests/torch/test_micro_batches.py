@@ -950,6 +950,57 @@ def test_more_passes_than_announced_are_an_error() -> None:
         mistaken(act)
 
 
+def two_loaders(how: str, fails: bool = False) -> Callable[[StaticContext], str]:
+    def main(_: StaticContext) -> str:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        labelled = Loader(data(), Batch(8, micro=2), seed=1)
+        other = Loader(data(), Batch(8, micro=2), seed=2)
+        state = TorchState(model, optimizer, labelled=labelled, other=other)
+        left = 1 if fails else 0
+        seen: list[tuple[int, int]] = []
+        while len(seen) < 3:
+            for step, more in zip(labelled, other, strict=False):
+                optimizer.zero_grad()
+                if how == "together":
+                    for (x, y), (u, _) in zip(step, more, strict=True):
+                        (loss_of(model(x), y) + model(u).square().mean()).backward()
+                elif how == "the other first":
+                    for (u, _), (x, y) in zip(more, step, strict=True):
+                        (loss_of(model(x), y) + model(u).square().mean()).backward()
+                else:
+                    for x, y in step:
+                        loss_of(model(x), y).backward()
+                    for u, _ in more:
+                        model(u).square().mean().backward()
+                if step.number == 1 and left:
+                    left -= 1
+                    state.restore()
+                    break
+                optimizer.step()
+                seen.append((step.number, more.number))
+                state.commit()
+                if len(seen) == 3:
+                    break
+        assert seen == [(0, 0), (1, 1), (2, 2)]
+        return digest(model.parameters())
+
+    return main
+
+
+@pytest.mark.parametrize("how", ["together", "the other first"])
+def test_two_loaders_in_one_step_have_the_same_bits_on_any_number_of_ranks(how: str) -> None:
+    (right,) = run_ranks(1, two_loaders("together"))
+    assert run_ranks(1, two_loaders(how, fails=True)) == [right]
+    for size in (2, 3, 4):
+        assert run_ranks(size, two_loaders(how)) == [right] * size
+
+
+def test_two_loaders_one_after_the_other_are_refused_with_the_way() -> None:
+    with pytest.raises(RuntimeError, match=r"iterate over both steps together: .*zip\(step, "):
+        run_ranks(1, two_loaders("one by one"))
+
+
 def test_backward_before_the_first_micro_batch_is_an_error() -> None:
     def act(_: Any, step: Any, model: nn.Module) -> None:
         loss_of(model(torch.ones(1, 6)), torch.ones(1, 3)).backward()

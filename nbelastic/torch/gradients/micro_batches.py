@@ -138,6 +138,13 @@ class MicroBatchReduction:
                 "`next(iter(loader))` ends the loop at once; keep `steps = iter(loader)`, and call "
                 "`next(steps)`"
             )
+        if number is None and self.share.enclosing is not None:
+            raise RuntimeError(
+                "backward() was called without a micro-batch of the loader whose step has begun "
+                "last. To train on two loaders in one step, give them batches of the same number "
+                "of micro-batches, and iterate over both steps together: "
+                "`for (x, y), (u,) in zip(step, other_step):`, with one backward() for both losses"
+            )
         if number is None:
             raise RuntimeError(
                 "backward() was called in a step without a micro-batch; iterate over the step, and "
