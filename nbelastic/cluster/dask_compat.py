@@ -317,6 +317,7 @@ LOG_READS = 20
 LOG_MESSAGES = 50
 """Messages of the log that are searched."""
 
+_MEMORY = re.compile(r"\(pid=(\d+)\) exceeded (\d+ ?%) memory budget")
 _DEATH = re.compile(r"Worker process (\d+) (?:was killed by signal (\d+)|exited with status (\d+))")
 
 
@@ -327,11 +328,26 @@ async def cause_of_death(scheduler: Scheduler, nanny: str, pid: int) -> str:
     """
     for _ in range(LOG_READS):
         await asyncio.sleep(LOG_INTERVAL_S)
-        for _, line in await scheduler.rpc(nanny).get_logs(n=LOG_MESSAGES):
-            found = _DEATH.search(line)
-            if found is not None and int(found[1]) == pid:
-                return _in_words(found[2], found[3])
+        lines = [line for _, line in await scheduler.rpc(nanny).get_logs(n=LOG_MESSAGES)]
+        died = [words for line in lines if (words := _death_in(line, pid))]
+        if died:
+            by_memory = [words for line in lines if (words := _by_memory_in(line, pid))]
+            return (by_memory or died)[0]
     return ""
+
+
+def _death_in(line: str, pid: int) -> str:
+    """Return in words what a process has died of, if a line of its nanny's log says so."""
+    found = _DEATH.search(line)
+    return _in_words(found[2], found[3]) if found is not None and int(found[1]) == pid else ""
+
+
+def _by_memory_in(line: str, pid: int) -> str:
+    """Return in words that a nanny has ended a process for its memory, if a line says so."""
+    found = _MEMORY.search(line)
+    if found is None or int(found[1]) != pid:
+        return ""
+    return f"was ended by its nanny, because it exceeded {found[2]} of its memory limit"
 
 
 def _in_words(number: str | None, status: str | None) -> str:

@@ -5,7 +5,6 @@ Runs in the kernel, in the thread that calls ``fit``, and in workers, in the thr
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import secrets
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from .wire import JobPayload
 
@@ -24,7 +23,7 @@ __all__ = [
     "Modules",
     "Source",
     "process_name",
-    "torch_as",
+    "take_torch_settings",
     "torch_settings",
     "unpack_call",
     "unpack_modules",
@@ -125,16 +124,14 @@ def torch_settings() -> dict[str, str]:
     return {name: value for name, value in found.items() if value != defaults[name]}
 
 
-@contextlib.contextmanager
-def torch_as(settings: Mapping[str, str]) -> Iterator[None]:
-    """Give torch in this process settings of another one, for the length of a block.
+def take_torch_settings(settings: Mapping[str, str]) -> Callable[[], None]:
+    """Give torch in this process settings of another one; return what takes back the device.
 
-    A device that this process lacks stays the default. The worker puts back all but the device,
-    which is a setting of the thread.
+    A device that this process lacks stays the default. It is a setting of the thread; the worker
+    puts back the others.
     """
     if not settings:
-        yield
-        return
+        return lambda: None
     import torch
 
     if dtype := settings.get("dtype"):
@@ -145,11 +142,7 @@ def torch_as(settings: Mapping[str, str]) -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
     device = settings.get("device")
     if device is None or (device == "cuda" and not torch.cuda.is_available()):
-        yield
-        return
+        return lambda: None
     before = torch.get_default_device()
     torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(before if before.type != "cpu" else None)
+    return lambda: torch.set_default_device(before if before.type != "cpu" else None)

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from distributed import Event
 
 import nbelastic
 from nbelastic.errors import JobStopped, OptionError, RankFailed
@@ -109,16 +110,17 @@ def test_a_job_waits_for_the_slots_of_another(crew):
 
 
 def test_a_name_can_be_used_again_but_not_twice_at_once(crew):
-    def nap():
-        import time
+    def nap(until):
+        from distributed import Event
 
-        time.sleep(0.5)
+        Event(until).wait(60)
 
-    job = crew.fit(nap, np=1, name="naps", block=False)
+    job = crew.fit(nap, args=("refused",), np=1, name="naps", block=False)
     with pytest.raises(OptionError, match="name='naps'"):
-        crew.fit(nap, np=1, name="naps")
+        crew.fit(nap, args=("refused",), np=1, name="naps")
+    Event("refused", client=crew.client).set()
     job.result(30)
-    crew.fit(nap, np=1, name="naps")
+    crew.fit(nap, args=("refused",), np=1, name="naps")
 
 
 def test_cancel_ends_a_job_in_pure_python_code_and_its_cleanup_runs(crew, tmp_path):

@@ -58,7 +58,7 @@ class Crashes(GivesUp):
         import signal
         import time
 
-        time.sleep(0.3)  # its nanny tells of the death before the next one
+        time.sleep(0.8)  # a heartbeat tells of the commit, and its nanny of the last death
         os.kill(os.getpid(), signal.SIGSEGV)
 
 

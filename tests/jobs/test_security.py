@@ -77,10 +77,12 @@ def test_a_job_listens_where_dask_does_and_answers_no_stranger():
 
 
 def test_clusters_that_are_started_here_listen_on_the_loopback_only():
+    before = _listening()
     with HostCluster(lambda: {"localhost": 1}, loopback=True) as cluster:
         nbelastic.fit(lambda: None, cluster=cluster, np=1).result()
-        assert {where for where in _listening() if where not in LOOPBACKS} == set()
-        assert _listening() & LOOPBACKS
+        found = _listening() - before
+    assert found
+    assert {where for where, _ in found} <= LOOPBACKS
 
 
 def test_http_of_named_hosts_is_on_the_loopback_although_their_scheduler_is_not():
@@ -91,26 +93,29 @@ def test_http_of_named_hosts_is_on_the_loopback_although_their_scheduler_is_not(
 
 
 def test_an_embedded_cluster_listens_on_the_loopback_only():
+    before = _listening()
     client, close = attach_client(None, Options(np=2))
     try:
         client.wait_for_workers(2, timeout=60)
-        outside = {where for where in _listening() if where not in LOOPBACKS}
+        found = _listening() - before
     finally:
         close()
-    assert outside == set()
+    assert found
+    assert {where for where, _ in found} <= LOOPBACKS
 
 
 LOOPBACKS = {"127.0.0.1", "::1"}
 
 
-def _listening() -> set[str]:
-    """Return the addresses on which this process and its children listen."""
+def _listening() -> set[tuple[str, int]]:
+    """Return the addresses and ports on which this process and its children listen."""
     own = psutil.Process()
     found = set()
     for process in (own, *own.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             connections = process.net_connections("tcp")
-            found |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+            listening = [each for each in connections if each.status == psutil.CONN_LISTEN]
+            found |= {(each.laddr.ip, each.laddr.port) for each in listening}
     return found
 
 
