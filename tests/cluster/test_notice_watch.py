@@ -340,6 +340,14 @@ def test_all_that_is_asked_to_find_a_service_takes_the_limit_in_all():
     assert probes + 1 == MOST_PROBES
 
 
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 1.5])
+def test_a_service_that_always_takes_longer_than_the_first_limit_is_found(seconds):
+    played = machine("aws", given_at(70))
+    played.service.slow = seconds
+    played.run(NOON + 100)
+    assert verdicts(played) == [False, True]
+
+
 def test_a_service_that_was_slow_to_start_is_found():
     played = machine("google", change(3, slow=0.0), given_at(60))
     played.service.slow = 1.0

@@ -43,8 +43,11 @@ PROBE_LIMIT = 0.2
 Where something takes connections but does not answer in time, it is looked at again.
 """
 
-MOST_PROBES = 3
-"""How often a service is looked for that takes connections and does not answer."""
+MOST_PROBES = 9
+"""How often a service is looked for that takes connections and does not answer.
+
+Each time it has twice as long, up to :data:`REQUEST_LIMIT`.
+"""
 
 REQUEST_LIMIT = 2.0
 """Seconds that a service has for an answer, once it was found."""
@@ -122,7 +125,8 @@ class MachineWatch:
         return True
 
     def _probe(self) -> bool:
-        until = self._clock() + PROBE_LIMIT
+        limit = max(min(PROBE_LIMIT * 2**self._probes, REQUEST_LIMIT), PROBE_LIMIT)
+        until = self._clock() + limit
         self._probes += 1
         self._address = self._service.reach(PROBE_LIMIT)
         if self._address is None:
