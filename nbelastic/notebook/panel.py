@@ -262,7 +262,7 @@ def _field(name: str, least: int, meaning: str) -> Any:
         tooltip=meaning,
         continuous_update=False,
         style={"description_width": "initial"},
-        layout={"width": "150px"},
+        layout={"width": "150px", "max_width": "100%"},
     )
 
 

@@ -66,7 +66,10 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
         f"{HEIGHT - 3 - (HEIGHT - 6) * (value - low) / high:.1f}"
         for step, value in points
     ]
-    end = places[-1].split()
-    dot = f'<circle cx="{end[0]}" cy="{end[1]}" r="2.2" class="nbe-dot" fill="currentColor"/>'
+    # A line without a length: drawings are stretched, and a circle would become an ellipse.
+    dot = (
+        f'<path class="nbe-end" stroke="currentColor" stroke-width="5" stroke-linecap="round" '
+        f'd="M{places[-1]}h0"/>'
+    )
     line = f'<path class="nbe-step" fill="none" stroke="currentColor" d="M{"L".join(places)}"/>'
     return line + dot

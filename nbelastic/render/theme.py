@@ -66,16 +66,16 @@ font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)}
 .nbe-progress{display:flex;flex-wrap:wrap;align-items:center;gap:4px 12px}
 .nbe-progress progress{flex:1 1 220px;height:10px;accent-color:var(--nbe-accent)}
 .nbe-progress span{color:var(--nbe-muted)}
-.nbe .nbe-figure{padding:0 6px;overflow:hidden}
+.nbe .nbe-figure{padding:0 6px;overflow:hidden;container-type:inline-size}
 .nbe-figure>svg,.nbe-curves li>svg{display:block;width:100%;overflow:visible}
-.nbe-curves li>svg{height:auto}
-.nbe-lines path{vector-effect:non-scaling-stroke}
+.nbe-curves li>svg{height:32px}
+.nbe-lines path,.nbe-curves path{vector-effect:non-scaling-stroke}
+.nbe-end{stroke:var(--nbe-accent);stroke-width:5}
 .nbe svg text{fill:var(--nbe-muted);stroke:none;font-size:12px;
 font-family:var(--jp-ui-font-family,system-ui,sans-serif)}
 .nbe-grid{stroke:var(--nbe-line);stroke-width:1;fill:none}
 .nbe-limit{stroke:var(--nbe-muted);stroke-width:1;stroke-dasharray:2 4;fill:none}
 .nbe-step{stroke:var(--nbe-accent);stroke-width:2;fill:none;stroke-linejoin:round}
-.nbe-dot{fill:var(--nbe-accent);stroke:none}
 .nbe-under{fill:var(--nbe-accent);fill-opacity:.12;stroke:none}
 .nbe-lost{stroke:var(--nbe-bad);stroke-width:2.2;fill:none}
 .nbe-joined{fill:var(--nbe-good);stroke:var(--nbe-bg);stroke-width:.8}
@@ -85,11 +85,14 @@ font-family:var(--jp-ui-font-family,system-ui,sans-serif)}
 padding:0;color:var(--nbe-muted);font-size:12px}
 .nbe ul.nbe-legend li{display:flex;align-items:center;gap:5px;margin:0}
 .nbe ul.nbe-legend svg{width:12px;height:12px}
-.nbe ul.nbe-curves{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(180px,100%),1fr));
+.nbe ul.nbe-curves{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(150px,100%),1fr));
 gap:8px;
 list-style:none;margin:0;padding:0}
-.nbe ul.nbe-curves li{background:var(--nbe-soft);border-radius:6px;padding:6px 10px;margin:0}
-.nbe ul.nbe-curves b{float:right}
+.nbe ul.nbe-curves li{background:var(--nbe-soft);border-radius:6px;padding:6px 10px;margin:0;
+display:flex;flex-wrap:wrap;gap:0 8px;align-items:baseline}
+.nbe ul.nbe-curves span{flex:1 1 auto;overflow-wrap:anywhere}
+.nbe ul.nbe-curves b{order:1}
+.nbe ul.nbe-curves li>svg{order:2;flex:1 0 100%}
 .nbe-rows{overflow-x:auto;container-type:inline-size}
 .nbe caption span{display:inline-block;position:sticky;left:0;max-width:100cqw}
 .nbe table.nbe-ranks{border-collapse:collapse;border:0;width:100%;margin:0;font-size:12px;
@@ -116,6 +119,20 @@ border-left:3px solid var(--nbe-warn);padding-left:10px;
 animation:nbe-stale 1000000s step-end infinite}
 @keyframes nbe-stale{0%{visibility:hidden;height:0;margin:0}
 .0015%{visibility:visible;height:auto;margin:8px 0 0}}
+@container (max-width:200px){.nbe-wide{display:none}}
+@container (max-width:400px){
+.nbe table.nbe-ranks,.nbe table.nbe-ranks caption,.nbe table.nbe-ranks tbody{display:block}
+.nbe table.nbe-ranks thead{position:absolute;width:1px;height:1px;overflow:hidden;
+clip-path:inset(50%)}
+.nbe table.nbe-ranks tbody tr{display:flex;flex-wrap:wrap;gap:0 10px;padding:3px 0;
+border-top:1px solid var(--nbe-line)}
+.nbe table.nbe-ranks tbody td,.nbe table.nbe-ranks tbody th,
+.nbe table.nbe-ranks tbody .nbe-n{border:0;padding:0;text-align:left;min-width:0;
+overflow-wrap:anywhere}
+.nbe table.nbe-ranks tbody td:empty{display:none}
+.nbe table.nbe-ranks [data-label]::before{content:attr(data-label) " ";font-weight:400;
+color:var(--nbe-muted)}
+}
 @media (max-width:420px){.nbe-card,.nbe-panel{padding:8px}
 .nbe table.nbe-ranks th,.nbe table.nbe-ranks td{padding-right:8px}}
 .nbe-panel{background:var(--nbe-bg)}

@@ -47,6 +47,7 @@ MARKS = {
 
 _STROKE = 'fill="none" stroke="currentColor" vector-effect="non-scaling-stroke"'
 
+_WIDE = '<tspan class="nbe-wide">{}</tspan>'
 _TEXT = '<text fill="currentColor"'
 
 _NICE = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200)
@@ -177,18 +178,21 @@ def _grid(scale: _Scale, min_np: int, limit: int) -> str:
 def _labels(scale: _Scale, height: int, pace: Sequence[tuple[float, float]]) -> str:
     parts = []
     for size in _levels(scale)[1:]:
-        words = count(size, "rank") if size == scale.top else str(size)
+        words = str(size)
+        if size == scale.top:
+            words += _WIDE.format(count(size, "rank").removeprefix(words))
         parts.append(f'{_TEXT} x="0" y="{scale.y(size) - 4:g}">{words}</text>')
     nice = (s for s in _NICE if scale.end / s < MAX_TICKS)
     step = next(nice, 86400 * math.ceil(scale.end / 86400 / MAX_TICKS))
     for i in range(int(scale.end / step) + 1):
         at = scale.x(i * step) / 10
+        seldom = ' class="nbe-wide"' if i % 2 else ""
         anchor = "start" if i == 0 else "end" if at > 90 else "middle"
-        parts.append(f'{_TEXT} x="{at:g}%" y="{height - 6}" text-anchor="{anchor}">')
+        parts.append(f'{_TEXT}{seldom} x="{at:g}%" y="{height - 6}" text-anchor="{anchor}">')
         parts.append(f"{duration(i * step)}</text>")
     if pace:
         highest = max(value for _, value in pace)
-        words = f"samples/s, at most {rate(highest)}"
+        words = f"samples/s{_WIDE.format(f', at most {rate(highest)}')}"
         parts.append(f'{_TEXT} x="0" y="{TOP + STEP_HEIGHT + 15}">{words}</text>')
     return "".join(parts)
 

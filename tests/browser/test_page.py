@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,42 @@ def blank(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 960, "height": 900})
     yield context.new_page()
     context.close()
+
+
+CUT_OFF = """() => {
+    const card = document.querySelector(".nbe-card").getBoundingClientRect();
+    return [...document.querySelectorAll(".nbe *")].filter(each => {
+        const box = each.getBoundingClientRect();
+        return box.width > 1 && !each.closest("thead") && (box.right > card.right || box.left < 0);
+    }).map(each => each.outerHTML.slice(0, 80));
+}"""
+
+LAYOUT = """() => [...document.querySelectorAll(".nbe-curves li")].map(each => {
+    const [box, svg] = [each, each.querySelector("svg")].map(e => e.getBoundingClientRect());
+    const [name, value] = ["span", "b"].map(e => each.querySelector(e).getBoundingClientRect());
+    return {left: box.left, height: svg.height, words: name.height < 40 && value.height < 25};
+})"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "columns"), [(140, 1), (170, 1), (200, 1), (370, 2), (520, 3)])
+def test_nothing_is_cut_off_or_stretched(
+    blank: Page, width: int, columns: int, scheme: Any
+) -> None:
+    curves = {name: [(0.0, 1.0), (1.0, 0.5)] for name in ("loss", "accuracy", "learning rate")}
+    shown = dataclasses.replace(snapshot(), curves=curves)
+    blank.emulate_media(color_scheme=scheme)
+    blank.set_content(f'<div style="width:{width}px">{page(shown)}</div>')
+    assert blank.evaluate(CUT_OFF) == []
+    assert blank.evaluate(OVERLAPS) == []
+    assert blank.evaluate(SMALL_TEXT) == []
+    curves = blank.evaluate(LAYOUT)
+    assert [curve["height"] for curve in curves] == [32, 32, 32]
+    assert len({curve["left"] for curve in curves}) == columns
+    assert all(curve["words"] for curve in curves)
+    rank = blank.get_by_role("row").filter(has_text="10.0.0.2")
+    assert rank.get_by_role("cell").first.inner_text() == "running"
+    assert blank.get_by_role("rowheader").count() == 5
 
 
 @pytest.mark.parametrize("width", [200, 300, 960])

@@ -73,7 +73,7 @@ def test_the_size_stays_what_it_was_when_the_job_ends():
 def test_throughput_is_under_the_sizes():
     pace = ((1.0, 100.0), (20.0, 2000.0), (40.0, 1000.0))
     with_pace = timeline(JobSnapshot(job_status(), STORY, STARTED, pace=pace))
-    assert "samples/s, at most 2,000" in with_pace
+    assert 'samples/s<tspan class="nbe-wide">, at most 2,000</tspan>' in with_pace
     assert "samples/s" not in timeline(JobSnapshot(job_status(), STORY, STARTED))
 
 
