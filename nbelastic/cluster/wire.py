@@ -77,6 +77,7 @@ __all__ = [
     "RankOutput",
     "RankTelemetry",
     "ReleaseOrder",
+    "SaveOrder",
     "SlotGranted",
     "TelemetryBatch",
     "ToDriver",
@@ -302,6 +303,11 @@ class ReleaseOrder(RankOrder):
     """Leave the elastic loop: all members have left it."""
 
     generation: int
+
+
+@dataclass(frozen=True)
+class SaveOrder(RankOrder):
+    """Write the last commit to the checkpoint, while the rank waits."""
 
 
 @dataclass(frozen=True)

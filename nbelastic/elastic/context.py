@@ -91,6 +91,8 @@ class Context(abc.ABC):
         None outside of a job.
     share : StepShare or None
         This rank's micro-batches of the step under way; None without a loader.
+    save_commit : callable or None
+        Begins to write the last commit to the checkpoint, without waiting for it.
     time_to_save : float
         Seconds to write the state when this rank leaves, as no other rank has it; else 0.
     shares_process : bool
@@ -118,6 +120,7 @@ class Context(abc.ABC):
     max_np: int | None = None
     fetch_partition: Callable[[str], Any] | None = None
     share: StepShare | None = None
+    save_commit: Callable[[], None] | None = None
     time_to_save = 0.0
     shares_process = False
     _thread: threading.Thread | None = None  # operations belong to it

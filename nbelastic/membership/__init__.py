@@ -15,6 +15,7 @@ from .effects import (
     Record,
     Release,
     RestartWorker,
+    SaveCommit,
     StartRank,
 )
 from .events import (
@@ -104,6 +105,7 @@ __all__ = [
     "Record",
     "Release",
     "RestartWorker",
+    "SaveCommit",
     "ShareSet",
     "Slot",
     "SlotAtRisk",

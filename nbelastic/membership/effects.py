@@ -8,7 +8,7 @@ from .model import Outcome, Place, Plan, Slot
 from .reasons import Reason
 
 __all__ = ["Abort", "Effect", "End", "EndRank", "Notify", "Publish", "Record", "Release"]
-__all__ += ["RestartWorker", "StartRank"]
+__all__ += ["RestartWorker", "SaveCommit", "StartRank"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,13 @@ class Release(Effect):
 
     generation: int
     starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SaveCommit(Effect):
+    """Write the last commit of a rank that waits to its checkpoint, while it waits."""
+
+    start: int
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from .effects import (
     Record,
     Release,
     RestartWorker,
+    SaveCommit,
     StartRank,
 )
 from .failure_policy import STALLS, ErrorReport, FailurePolicy, MemberLoss, OwnFailure
@@ -506,6 +507,10 @@ class Machine:
             self._note_shortage()
         if self.roster.phase == Phase.GATHERING:
             self._gather()
+        saver = rules.saver(self.roster)
+        if saver is not None:
+            self.roster.saved_in = self.roster.generation
+            self._emit(SaveCommit(saver.start))
         if not self.roster.ended:
             self._start_ranks()
         if self.roster.phase == Phase.RUNNING:

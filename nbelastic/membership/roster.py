@@ -53,6 +53,8 @@ class Roster:
     expected : list of int
         Starts that have to return for the job to finish, by rank: the members of the newest plan;
         without any plan, the ranks that were there when the first of them returned.
+    saved_in : int
+        The generation after which a rank of the suspended job was last told to write its commit.
     short_since : float or None
         Time since when there has been no training because there are too few slots.
     still_since : float
@@ -117,6 +119,7 @@ class Roster:
     newest: int = 0
     starts: int = 0
     expected: list[int] = field(default_factory=list)
+    saved_in: int = -1
     short_since: float | None = None
     still_since: float = 0.0
     reset_causes: list[Reason] = field(default_factory=list)

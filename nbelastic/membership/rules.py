@@ -184,6 +184,17 @@ def suspended(roster: Roster) -> bool:
     return enough and (share > 0 or limits.checkpoint)
 
 
+def saver(roster: Roster) -> Rank | None:
+    """Return the rank that writes the last commit of a job that has just been suspended."""
+    if not roster.limits.checkpoint or roster.saved_in == roster.generation:
+        return None
+    if roster.phase != Phase.GATHERING or not suspended(roster):
+        return None
+    holding = [rank for rank in ready(roster) if rank.version > 0]
+    newest = max((rank.version for rank in holding), default=0)
+    return next((rank for rank in holding if rank.version == newest), None)
+
+
 def yields(roster: Roster) -> bool:
     """Return whether the last ranks end, too, and the job goes on from its checkpoint later."""
     limits = roster.limits

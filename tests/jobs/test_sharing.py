@@ -168,7 +168,8 @@ def test_priorities_come_first_and_floors_stay(cluster, tmp_path):
 
 
 def test_a_preemptible_job_is_suspended_and_goes_on_by_itself(cluster, tmp_path):
-    options = {"min_np": 4, "preemptible": True}
+    saved = {"checkpoint": str(tmp_path / "saved"), "checkpoint_every": 10**6}
+    options = {"min_np": 4, "preemptible": True, **saved}
     with started(cluster, tmp_path, "spare", **options) as spare:
         until(lambda: trains(spare, 6) and spare.status.commits > 20, "it has all")
         with started(cluster, tmp_path, "urgent", np=3, priority=1) as urgent:
@@ -179,6 +180,8 @@ def test_a_preemptible_job_is_suspended_and_goes_on_by_itself(cluster, tmp_path)
             )
             commits = spare.status.commits
             assert commits
+            saves = tmp_path / "saved"
+            until(lambda: [*saves.rglob("*.safetensors")], "its last commit is on disk")
         kept_all(urgent)
         until(lambda: trains(spare, 6) and spare.status.commits > commits, "it goes on")
     kept_all(spare)

@@ -11,6 +11,7 @@ from nbelastic.membership import (
     LimitsChanged,
     RankReturned,
     Record,
+    SaveCommit,
     ShareSet,
     SlotsFound,
     Stage,
@@ -199,6 +200,30 @@ def suspended(*, resumable: bool):
     world.run_for(50.0)
     assert len(world.machine.roster.ranks) == 1
     return world
+
+
+def test_a_suspended_job_with_a_checkpoint_writes_its_last_commit_once() -> None:
+    world = suspended(resumable=True)
+    (left,) = world.machine.roster.ranks
+    assert [effect.start for effect in world.of(SaveCommit)] == [left]
+    world.run_for(50.0)
+    assert len(world.of(SaveCommit)) == 1
+    share(world, 3)
+    offer(world, "A0", "B0", "C0")
+    world.run_for(10.0)
+    assert world.sizes()[-1] > 1
+    share(world, 1)
+    world.run_for(50.0)
+    assert len(world.of(SaveCommit)) == 2, "suspended again, with a newer one"
+
+
+def test_without_a_checkpoint_or_where_workers_are_missing_none_is_written() -> None:
+    assert suspended(resumable=False).of(SaveCommit) == []
+    limits = {"np": 2, "min_np": 2, "preemptible": True, "checkpoint": True}
+    world = trained(job("A0", "B0", script=LONG, elastic_timeout=30.0, **limits), 20)
+    world.kill("B0")
+    world.run_for(10.0)
+    assert world.of(SaveCommit) == []
 
 
 def test_a_suspended_job_that_yields_saves_its_state_and_starts_again() -> None:

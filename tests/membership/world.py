@@ -26,6 +26,7 @@ from nbelastic.membership import (
     Record,
     Release,
     RestartWorker,
+    SaveCommit,
     Slot,
     SlotBusy,
     SlotGone,
@@ -165,6 +166,10 @@ class World(Timeline):
     def _do_Release(self, effect: Release) -> None:
         for start in effect.starts:
             self._to_rank(start, "on_release", effect.generation)
+
+    def _do_SaveCommit(self, effect: SaveCommit) -> None:
+        rank = self.ranks[effect.start]
+        assert rank.where == "waiting", "only there it writes"
 
     def _do_EndRank(self, effect: EndRank) -> None:
         self._to_rank(effect.start, "on_end", effect.how)

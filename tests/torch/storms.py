@@ -188,6 +188,9 @@ class Storm:
         for start in effect.starts:
             self._ranks[start].session.on_release(effect.generation)
 
+    def _do_SaveCommit(self, effect: Any) -> None:
+        self._ranks[effect.start].session.on_save()
+
     def _do_EndRank(self, effect: Any) -> None:
         rank = self._ranks[effect.start]
         rank.session.on_end(effect.how, str(effect.reason))

@@ -20,6 +20,7 @@ from nbelastic.cluster.wire import (
     JobHandover,
     PlanOrder,
     ReleaseOrder,
+    SaveOrder,
     pack_machine,
 )
 from nbelastic.membership import (
@@ -32,6 +33,7 @@ from nbelastic.membership import (
     Publish,
     Release,
     RestartWorker,
+    SaveCommit,
     StartRank,
     StopReason,
     StopRequested,
@@ -173,6 +175,8 @@ class JobController:
             self._ops.order(record, ChangeOrder(job, 0, effect.generation), effect.starts)
         elif isinstance(effect, Release):
             self._ops.order(record, ReleaseOrder(job, 0, effect.generation), effect.starts)
+        elif isinstance(effect, SaveCommit):
+            self._ops.order(record, SaveOrder(job, effect.start), [effect.start])
         elif isinstance(effect, EndRank):
             end = EndRankOrder(job, effect.start, effect.how, str(effect.reason), effect.save)
             record.told.add(effect.start)

@@ -54,6 +54,7 @@ from nbelastic.cluster.wire import (
     RankOutput,
     RankTelemetry,
     ReleaseOrder,
+    SaveOrder,
     WatchOrder,
     pack,
     unpack,
@@ -372,5 +373,7 @@ def deliver(session: Session, order: RankOrder) -> None:
         session.on_notice(order.generation)
     elif isinstance(order, ReleaseOrder):
         session.on_release(order.generation)
+    elif isinstance(order, SaveOrder):
+        session.on_save()
     elif isinstance(order, EndRankOrder):
         session.on_end(order.how, order.reason, order.save)

@@ -92,6 +92,7 @@ class checkpointing:  # noqa: N801 (a generator would set the traceback of users
     def __enter__(self) -> CheckpointManager:
         if self._session.spec.checkpoint is not None:
             self._state._checkpoints = self._checkpoints
+            self._session.save_commit = self._checkpoints.save
         return self._checkpoints
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -104,6 +105,7 @@ class checkpointing:  # noqa: N801 (a generator would set the traceback of users
                 self._checkpoints.abandon()
         finally:
             self._state._checkpoints = None
+            self._session.save_commit = None
 
 
 class CheckpointManager:
@@ -301,6 +303,12 @@ class CheckpointManager:
             self._state._complete_commit()
             if self._session.rank == 0 and not self._writer.busy:
                 self._begin(deals)
+
+    def save(self) -> None:
+        """Begin to write the last commit: the job is suspended, and this rank has its state."""
+        present = (self._session.generation, self._session.version)
+        if self._writer.written != present and not self._writer.busy:
+            self._begin(self._progress_alone())
 
     def left(self) -> None:
         """Record that the generation was left as planned, at the last commit."""
