@@ -118,17 +118,22 @@ def test_child_processes_write_to_the_rank(printed, name):
     assert printed.text == "first\nsecond\n"
 
 
-def test_a_child_that_goes_on_does_not_hold_up_the_end(printed, monkeypatch):
+@pytest.mark.parametrize("command", [["cat"], ["sh", "-c", "(cat <&3 &) 3<&0; wait"]])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_child_that_goes_on_neither_holds_up_the_end_nor_prints(
+    printed, monkeypatch, command, stream
+):
     from nbelastic.cluster.worker import output as capture
 
     monkeypatch.setattr(capture, "_PATIENCE", 0.01)
     with captured(printed):
-        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=sys.stdout)
+        target = getattr(sys, stream)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=target, stderr=target)
     (reader,) = [t for t in threading.enumerate() if t.name == "nbelastic-output"]
-    child.communicate(b"late\n")
+    child.communicate(b"late\n" * 50_000)  # more than a pipe holds: it is read, or it would wait
     reader.join(30)
     assert not reader.is_alive()
-    assert printed.text == "late\n"
+    assert printed.text == ""
 
 
 def test_the_descriptor_outlives_the_rank(printed, capfd):

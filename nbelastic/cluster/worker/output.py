@@ -209,7 +209,7 @@ class _Pipe:
         self._sink = sink
         self._decoder = _decoder()
         self._reading = threading.Lock()
-        self._at_end = False
+        self._at_end = self._over = False
         self._thread = threading.Thread(target=self._run, name="nbelastic-output", daemon=True)
         self._thread.start()
 
@@ -225,7 +225,8 @@ class _Pipe:
             while not self._at_end and self._wait(0):
                 data = os.read(self._source, _PIPE_BYTES)
                 self._at_end = not data
-                self._sink(self._decoder.decode(data, final=not data))
+                if not self._over:
+                    self._sink(self._decoder.decode(data, final=not data))
 
     def _wait(self, milliseconds: int | None = None) -> bool:
         """Return whether there is something to read, or the end; wait for it."""
@@ -234,9 +235,10 @@ class _Pipe:
         return bool(poll.poll(milliseconds))
 
     def close(self) -> None:
-        """Let go of the pipe; a child that goes on writing keeps it until its own end."""
+        """Let go of the pipe. What a child writes after the rank's end is read and dropped."""
         os.close(self.end)
         self._thread.join(_PATIENCE)
+        self._over = True
 
 
 def _pipe_to(sink: Sink, name: str) -> int:
