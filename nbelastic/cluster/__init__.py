@@ -36,7 +36,7 @@ from .wire import (
     unpack_machine,
 )
 from .worker.environment import versions as own_versions
-from .worker.fault_injector import InjectedFault
+from .worker.rank.fault_injector import InjectedFault
 
 __all__ = [
     "AttachRefusal",

@@ -1,8 +1,8 @@
 """Collect all uses of Dask that its documentation does not cover.
 
-Runs in the kernel, the scheduler and the workers, in the event loop of each; the thread pool's part
-runs in the thread of a rank. Everything here reads or sets a private attribute of Dask's, or what
-only its source promises. Where an attribute is missing, a function does nothing.
+Runs in the kernel, the scheduler and the workers, in the event loop of each. Everything here reads
+or sets a private attribute of Dask's, or what only its source promises. Where an attribute is
+missing, a function does nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import re
 import signal
 import socket
 import struct
-import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from distributed import Future, metrics, secede, wait
-from distributed.threadpoolexecutor import thread_state
+import dask.config
+from distributed import Future, metrics, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from distributed import Client, Scheduler
 
@@ -33,7 +32,7 @@ __all__ = [
     "hold_keys",
     "is_stalled",
     "key_of",
-    "leave_thread_pool",
+    "memory_limit",
     "release_keys",
     "resume",
     "shorten_batching",
@@ -199,52 +198,14 @@ class PeriodicCall:
         self._function()
 
 
-# -- thread pools ----------------------------------------------------------------------------------
-#
-# A worker of one thread has one in its pool. While a rank holds that, no other task runs there:
-# neither a plain one of the same user, nor those of a collection that a rank computes, for which
-# another rank then waits without end. So a rank secedes, as Dask's tasks do that wait for others:
-# the pool gets another thread, and to the scheduler the rank's task is a long-running one, which
-# stays with its worker and keeps the resources that it has asked for.
-#
-# Dask's own code secedes in tasks that compute, and joins the pool again afterwards. There the rank
-# would be the only thread once more. So that code finds, in a rank's thread, a pool that it may
-# leave and join at any time.
+# -- memory ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def leave_thread_pool() -> Iterator[None]:
-    """Have the calling thread, which runs a task, be in no pool; it ends with the task."""
-    secede()
-    pool, thread_state.executor = thread_state.executor, _NoPool()
-    try:
-        yield
-    finally:
-        thread_state.executor = pool
-        thread_state.proceed = False  # a "rejoin" in between has set it
-
-
-class _Threads(set[threading.Thread]):
-    remove = set.discard
-
-
-class _NoPool:
-    """The part of a pool that ``secede`` and ``rejoin`` use; neither has anything to wait for."""
-
-    def __init__(self) -> None:
-        self._threads = _Threads()
-        self._rejoin_lock = threading.Lock()
-        self._rejoin_list: list[tuple[threading.Thread, threading.Event]] = []
-
-    def _adjust_thread_count(self) -> None:
-        """Start no thread in place of the one that leaves."""
-
-    def submit(self, _: Callable[[], Any]) -> None:
-        """Let all rejoin that want to."""
-        with self._rejoin_lock:
-            waiting, self._rejoin_list = self._rejoin_list, []
-        for _thread, event in waiting:
-            event.set()
+def memory_limit(worker: Any) -> float | None:
+    """Return above how many bytes a nanny ends its worker; None if it does not."""
+    limit = getattr(getattr(worker, "memory_manager", None), "memory_limit", None)
+    fraction = dask.config.get("distributed.worker.memory.terminate", default=None)
+    return None if not limit or not fraction else float(limit) * float(fraction)
 
 
 # -- keys ------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ Runs in the kernel, in the thread that calls ``fit``, and in workers, in the thr
 
 from __future__ import annotations
 
-import os
 import pickle
-import secrets
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,14 +20,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Modules",
     "Source",
-    "process_name",
     "take_torch_settings",
     "torch_settings",
     "unpack_call",
     "unpack_modules",
 ]
-
-_TOKEN = secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -56,17 +51,11 @@ class Modules:
         Modules that the function may need and that do not travel, with the reason.
     stale : frozenset of str
         Top-level names that a worker imports anew, since what it has may be older.
-    digest : str
-        Two jobs with equal digests have equal modules.
-    process : str
-        The process that has collected them, which has them imported.
     """
 
     sources: Mapping[str, Source] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     stale: frozenset[str] = frozenset()
-    digest: str = ""
-    process: str = ""
 
     def describe(self) -> str:
         """Return a line on the modules that travel, and one on each that does not."""
@@ -84,11 +73,6 @@ def _size(sources: list[Source]) -> str:
     size = sum(len(source.text or b"") for source in sources)
     files = "1 file" if len(sources) == 1 else f"{len(sources)} files"
     return f"{files}, {size / 1024:,.1f} KiB"
-
-
-def process_name() -> str:
-    """Return a name of this process."""
-    return f"{os.getpid()}-{_TOKEN}"
 
 
 def unpack_modules(payload: JobPayload) -> Modules:
@@ -124,14 +108,10 @@ def torch_settings() -> dict[str, str]:
     return {name: value for name, value in found.items() if value != defaults[name]}
 
 
-def take_torch_settings(settings: Mapping[str, str]) -> Callable[[], None]:
-    """Give torch in this process settings of another one; return what takes back the device.
-
-    A device that this process lacks stays the default. It is a setting of the thread; the worker
-    puts back the others.
-    """
+def take_torch_settings(settings: Mapping[str, str]) -> None:
+    """Give torch in this process settings of another one, but no device that it lacks."""
     if not settings:
-        return lambda: None
+        return
     import torch
 
     if dtype := settings.get("dtype"):
@@ -141,8 +121,5 @@ def take_torch_settings(settings: Mapping[str, str]) -> Callable[[], None]:
     if deterministic := settings.get("deterministic"):
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
     device = settings.get("device")
-    if device is None or (device == "cuda" and not torch.cuda.is_available()):
-        return lambda: None
-    before = torch.get_default_device()
-    torch.set_default_device(device)
-    return lambda: torch.set_default_device(before if before.type != "cpu" else None)
+    if device is not None and (device != "cuda" or torch.cuda.is_available()):
+        torch.set_default_device(device)

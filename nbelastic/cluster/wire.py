@@ -46,6 +46,8 @@ __all__ = [
     "ChangeOrder",
     "DriverReplaced",
     "EndRankOrder",
+    "FaultDone",
+    "FaultDue",
     "FaultOrder",
     "FaultReport",
     "FaultsOrder",
@@ -91,7 +93,7 @@ __all__ = [
     "unpack_machine",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Number of this protocol. To be raised with each change of a message."""
 
 PLUGIN = "nbelastic"
@@ -179,7 +181,7 @@ class RankLeaving(Message):
 
 @dataclass(frozen=True)
 class RankEnded(Message):
-    """The task of a rank is over; its slot is free."""
+    """The process of a rank has ended; its slot is free."""
 
     job: str
     start: int
@@ -360,6 +362,26 @@ class FaultsOrder(RankOrder):
     drop: tuple[int, ...] = ()
 
 
+# -- between a rank and its agent, besides what the agent passes on --------------------------------
+
+
+@dataclass(frozen=True)
+class FaultDue(Message):
+    """A fault of the worker, or of the rank's process, is due."""
+
+    job: str
+    start: int
+    fault: FaultOrder
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class FaultDone(RankOrder):
+    """A fault that was due has been injected, or could not be."""
+
+    number: int
+
+
 # -- kernel to scheduler ---------------------------------------------------------------------------
 
 
@@ -367,7 +389,7 @@ class FaultsOrder(RankOrder):
 class JobPayload(Message):
     """The function of a job, and what belongs to it.
 
-    The kernel packs it, the scheduler keeps it, and the task of each rank unpacks it.
+    The kernel packs it, the scheduler keeps it, and the process of each rank unpacks it.
 
     Attributes
     ----------

@@ -25,7 +25,7 @@ from nbelastic.data.sources import MapSource
 from nbelastic.data.step import Step
 from nbelastic.data.streams import StreamRows, StreamSource
 from nbelastic.data.units import UnitSource, WindowedRows
-from nbelastic.elastic.context import current_or_alone
+from nbelastic.elastic.context import current_or_none
 from nbelastic.elastic.session import warn
 from nbelastic.elastic.step_share import StepShare
 from nbelastic.elastic.telemetry import DataProgress
@@ -63,11 +63,6 @@ LEFT_EARLY = (
     "A commit takes the rest for what is still to be done: after a failure in the first step of "
     "the next epoch, the loop would train steps that were left out.\n"
     "Pass Loader(steps={done}), so that an epoch has so many."
-)
-
-SHARED_PROCESS = (
-    "ranks are threads of one process, so they draw from the same random generators; use workers "
-    "that are processes of their own (processes=True)"
 )
 
 
@@ -185,7 +180,7 @@ class Loader:
                 )
         if not isinstance(balance, str) or balance not in ("even", "speed"):
             raise OptionError(f"Loader(balance={balance!r}): must be 'even' or 'speed'")
-        context = current_or_alone()
+        context = current_or_none()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
         is_open = self._source.is_open
@@ -352,7 +347,7 @@ class Loader:
         return self._iterate(self._dealing, self.step)
 
     def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
-        context, balance = current_or_alone(), self.balancer.present()
+        context, balance = current_or_none(), self.balancer.present()
         self._loops += 1
         loop = self._loops
         self._leave(context, self._share)
@@ -369,8 +364,6 @@ class Loader:
                 self.check_loop(loop)
                 if not self._source.has_step(dealing, number):
                     break
-                if context is not None and context.shares_process:
-                    self.forgo_exactness(SHARED_PROCESS)
                 blocks = balance.begin(number)
                 if fetched != balance.changes:  # quotas for this step, or for the next
                     fetched = balance.changes
@@ -459,7 +452,7 @@ class Loader:
         if self._unsettled is None:
             return
         dealing, step, share, counts = self._unsettled
-        self._source.settle(dealing, step, counts, current_or_alone())
+        self._source.settle(dealing, step, counts, current_or_none())
         share.row_weights[:] = [count / dealing.micro for count in counts]
         self._unsettled = None
         if self._source.remark:
@@ -482,7 +475,7 @@ class Loader:
 
     def _say(self, warning: str) -> None:
         """Add a warning to the job's history, once."""
-        context = current_or_alone()
+        context = current_or_none()
         if context is not None and warning not in self._told:
             self._told.add(warning)
             warn(context, warning)
@@ -514,7 +507,7 @@ class Loader:
         """
         if self._unsettled is not None:
             return False
-        return self._source.exchange_states(self._dealing, self.step, current_or_alone())
+        return self._source.exchange_states(self._dealing, self.step, current_or_none())
 
     def committed(self) -> None:
         """Fix other quotas, if they are clearly better. All ranks call this at the same commits."""
@@ -673,5 +666,5 @@ def _order_of(dealing: Dealing, blocks: Blocks) -> int:
 
 def _generation() -> int:
     """Return the number of the present generation."""
-    context = current_or_alone()
+    context = current_or_none()
     return 0 if context is None else context.generation

@@ -15,7 +15,7 @@ import numpy as np
 from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
 from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
-from nbelastic.elastic.context import current_or_alone
+from nbelastic.elastic.context import current_or_none
 from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Dask(UnitSource):
 
     def prepare(self) -> None:
         """Take the hook by which this rank fetches partitions."""
-        context = current_or_alone()
+        context = current_or_none()
         self._fetch_partition = None if context is None else context.fetch_partition
 
     def read(self, unit: int) -> RowBlock:

@@ -173,6 +173,8 @@ def _causes(reasons: tuple[Reason, ...]) -> str:
 
 
 def _loss(lost: why.Lost) -> str:
+    if lost.reason == LossReason.PROCESS_ENDED and lost.detail:
+        return lost.detail
     return _LOSSES[lost.reason].format(detail=lost.detail, seconds=lost.seconds)
 
 

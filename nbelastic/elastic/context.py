@@ -31,11 +31,9 @@ __all__ = [
     "LocalContext",
     "activate",
     "current",
-    "current_or_alone",
     "current_or_none",
     "initialize",
     "one_of_all",
-    "ranks_in_process",
     "shutdown",
 ]
 
@@ -95,8 +93,6 @@ class Context(abc.ABC):
         Begins to write the last commit to the checkpoint, without waiting for it.
     time_to_save : float
         Seconds to write the state when this rank leaves, as no other rank has it; else 0.
-    shares_process : bool
-        Whether other ranks are threads of this process, and draw from the same random generators.
     """
 
     rank: int
@@ -122,7 +118,6 @@ class Context(abc.ABC):
     share: StepShare | None = None
     save_commit: Callable[[], None] | None = None
     time_to_save = 0.0
-    shares_process = False
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
 
@@ -260,7 +255,7 @@ def current() -> Context:
     Raises
     ------
     NotInitialized
-        Outside a job, before ``init()``; or in a thread of its own in a process with several ranks.
+        Outside a job, before ``init()``.
     """
     context = current_or_none()
     if context is None:
@@ -276,28 +271,6 @@ def current_or_none() -> Context | None:
         return own[0]
     with _lock:
         return _of_process[0] if len(_of_process) == 1 else None
-
-
-def current_or_alone() -> Context | None:
-    """Return the context of the calling rank; None where there is no rank.
-
-    Raises
-    ------
-    NotInitialized
-        The process has several ranks, and the calling thread is none of theirs. To go on as a
-        world of one would train on the rows of all ranks.
-    """
-    context = current_or_none()
-    if context is not None:
-        return context
-    count, thread = len(_of_process), threading.current_thread()
-    if count == 0 or thread is threading.main_thread():
-        return None
-    raise NotInitialized(
-        f"thread {thread.name!r} is none of the {count} ranks of this process, and it is not known "
-        "for which one it acts: call this in the thread of the rank, or use workers that are "
-        "processes (processes=True)"
-    )
 
 
 @contextlib.contextmanager
@@ -316,20 +289,9 @@ def activate(context: Context) -> Iterator[None]:
         own.clear()
 
 
-def ranks_in_process() -> int:
-    """Return the number of ranks that are threads of this process."""
-    return len(_of_process)
-
-
 def initialize() -> None:
-    """Ensure that the calling thread has a context: its job's, else a world of one rank.
-
-    Raises
-    ------
-    NotInitialized
-        The process has several ranks, and the calling thread is none of theirs.
-    """
-    if current_or_alone() is None:
+    """Ensure that the calling thread has a context: its job's, else a world of one rank."""
+    if current_or_none() is None:
         context = LocalContext()
         _of_thread.set([context])
         with _lock:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 from nbelastic.elastic.checkpoint.manager import checkpointing
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import Session
-from nbelastic.elastic.settings import TorchModes
 from nbelastic.elastic.supervision import Supervision
+from nbelastic.elastic.torch_modes import TorchModes
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
 from nbelastic.membership import FRESH
 

@@ -6,24 +6,57 @@ simulated threads, stores and communicators.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.collectives import Rendezvous, RendezvousServer, connect
 from nbelastic.collectives.rendezvous.client import unreachable
-from nbelastic.elastic.context import ranks_in_process
-from nbelastic.elastic.interrupt import Interrupt
 from nbelastic.elastic.warmup import form_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.checkpoint.manager import CheckpointSpec
     from nbelastic.membership import Event, Place, Plan
 
-__all__ = ["DEFAULT_RUNTIME", "DriverPort", "RankRuntime", "RankSpec"]
+__all__ = ["DEFAULT_RUNTIME", "DriverPort", "Interrupt", "NoInterrupt", "RankRuntime", "RankSpec"]
+
+
+class Interrupt(Protocol):
+    """The way to raise an exception in a rank's thread while it runs the user's code."""
+
+    def reachable(self) -> AbstractContextManager[None]:
+        """Let the thread be interrupted within a ``with`` block, and not after it."""
+
+    def request(self, kind: type[BaseException]) -> None:
+        """Raise an exception of this type in the thread, as soon as that is safe."""
+
+    def drop(self) -> None:
+        """Withdraw the request, because the thread has obeyed by itself."""
+
+    def nudge(self) -> None:
+        """Try again to do what is requested, if anything is."""
+
+
+class NoInterrupt:
+    """An interrupt that never raises: the rank obeys at its next call."""
+
+    def reachable(self) -> AbstractContextManager[None]:
+        """Change nothing."""
+        return contextlib.nullcontext()
+
+    def request(self, kind: type[BaseException]) -> None:
+        """Do nothing."""
+
+    def drop(self) -> None:
+        """Do nothing."""
+
+    def nudge(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +72,7 @@ class RankRuntime:
     condition : callable
         Makes a :class:`threading.Condition` or its like.
     interrupt : callable
-        Makes, in the rank's thread, an :class:`~nbelastic.elastic.interrupt.Interrupt` of it.
+        Makes, in the rank's thread, an :class:`Interrupt` of it. By default one that never raises.
     probe : callable
         Returns the positions of those addresses of stores that do not answer. By default none.
     form_alone : callable
@@ -47,23 +80,18 @@ class RankRuntime:
     on_set_up : callable
         Called once, when the user's code has set up. From then on the rank takes memory that it
         needs in each step. By default does nothing.
-    ranks_in_process : callable
-        Returns how many ranks draw from the random generators of this process. By default one.
     """
 
     connect: Callable[[Rendezvous], Communicator] = connect
     open_store: Callable[[str, bytes], RendezvousServer] = RendezvousServer
     condition: Callable[[], Any] = threading.Condition
-    interrupt: Callable[[], Any] = Interrupt
+    interrupt: Callable[[], Interrupt] = NoInterrupt
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
     form_alone: Callable[[Rendezvous], None] = lambda _rendezvous: None
     on_set_up: Callable[[], None] = lambda: None
-    ranks_in_process: Callable[[], int] = lambda: 1
 
 
-DEFAULT_RUNTIME = RankRuntime(
-    probe=unreachable, form_alone=form_alone, ranks_in_process=ranks_in_process
-)
+DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)
 """Real threads and sockets."""
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.elastic.context import current_or_alone
+from nbelastic.elastic.context import current_or_none
 from nbelastic.elastic.session import Session, warn
 from nbelastic.elastic.shards import Claim, Deal, Order, Wire, merge_claims
 from nbelastic.errors import StateMismatch
@@ -300,7 +300,7 @@ def _iterate(deal: Deal, rank: int) -> Iterator[int]:
 
 
 def _place() -> tuple[int, int]:
-    context = current_or_alone()
+    context = current_or_none()
     return (0, 1) if context is None else (context.rank, context.size)
 
 
@@ -311,7 +311,7 @@ def _ints(indices: Indices) -> list[int]:
 
 def _count(samples: int, *, in_state: bool) -> None:
     """Count a batch in the rank's telemetry."""
-    context = current_or_alone()
+    context = current_or_none()
     if context is not None:  # else a sampler by itself
         context.telemetry.recorded(samples)
         if not in_state and isinstance(context, Session) and context.loops:

@@ -65,7 +65,7 @@ class Session(Context):
     Messages may be late. ``_known`` is the newest generation that a plan or an abort has named.
     Older ones change nothing, and after an abort that overtakes its plan the rank reports ready
     again. An order to end is final. The rank obeys where it waits, at its next call, or in user
-    code by an exception raised in its thread (:mod:`nbelastic.elastic.interrupt`).
+    code by an exception that is raised where it stands (:class:`.runtime.Interrupt`).
     """
 
     def __init__(
@@ -96,11 +96,6 @@ class Session(Context):
         self.generation = self.source = 0
         self.max_np = spec.max_np
         self._take_place(spec.place)
-
-    @property
-    def shares_process(self) -> bool:  # type: ignore[override]
-        """Whether other ranks are threads of this process."""
-        return self._runtime.ranks_in_process() > 1
 
     # -- what the agent delivers ---------------------------------------------------------------
 
@@ -158,6 +153,11 @@ class Session(Context):
                 self._communicator.abort(reason)
             self._changed.notify_all()
             self._interrupt.request(_EXITS.get(how, Stopped))
+
+    @property
+    def ordered_to_end(self) -> bool:
+        """Whether this rank was ordered to end."""
+        return self._end is not None
 
     def nudge(self) -> None:
         """Interrupt the user's code if this rank is to end and it is safe. Call it repeatedly."""

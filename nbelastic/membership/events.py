@@ -14,6 +14,7 @@ __all__ = [
     "Event",
     "LimitsChanged",
     "LoopDone",
+    "RankDied",
     "RankFormed",
     "RankLeft",
     "RankNote",
@@ -245,8 +246,6 @@ class RankRaised(Event):
         Its last commit, or ``FRESH``.
     on_all_ranks : bool
         All ranks raise it at the same point, and would do so again.
-    interpreter : bool
-        It was an error of Python itself, not of the function.
     state_mismatch : bool
         The rank has built another state than the others have.
     """
@@ -256,8 +255,23 @@ class RankRaised(Event):
     collective: bool = False
     version: int = FRESH
     on_all_ranks: bool = False
-    interpreter: bool = False
     state_mismatch: bool = False
+
+
+@dataclass(frozen=True)
+class RankDied(Event):
+    """The process of a rank has ended without an event of its own; its worker lives.
+
+    Attributes
+    ----------
+    start : int
+        Start of the function.
+    detail : str
+        What it has died of, in words.
+    """
+
+    start: int
+    detail: str
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,8 @@ class Machine:
     def _on_slot_gone(self, event: ev.SlotGone) -> None:
         self.roster.depart(event.slot)
         self.roster.notices.pop(event.slot, None)
+        dead = self.roster.dead.items()
+        self.roster.dead = {start: slot for start, slot in dead if slot.id != event.slot}
         for rank in self.roster.on_slot(event.slot):
             self._warn_if_late(rank)
             if rank.stage != Stage.RETURNED:  # else its result is here already
@@ -223,8 +225,13 @@ class Machine:
 
     def _on_slot_silent(self, event: ev.SlotSilent) -> None:
         self.roster.drop_slot(event.slot)
-        ranks = [rank for rank in self.roster.on_slot(event.slot) if rank.stage != Stage.RETURNED]
-        self._evict(ranks, event.reason, event.seconds)
+        for rank in self.roster.on_slot(event.slot):
+            if rank.stage != Stage.RETURNED:
+                lost = why.Lost(self.roster.id(rank), event.reason, seconds=event.seconds)
+                self._send_end(rank, "evict", lost)
+                self._emit(RestartWorker(slot=rank.slot, reason=lost))
+                self.roster.depart(rank.slot.id)
+                self._lose(rank, event.reason, seconds=event.seconds)
 
     # -- events: ranks -------------------------------------------------------------------------
 
@@ -255,8 +262,9 @@ class Machine:
             rank = self.roster.ranks.get(start)
             if rank is None or rank.stage not in (Stage.MEMBER, Stage.DONE) or rank is witness:
                 continue  # it is known already
-            self.roster.depart(rank.slot.id)
+            self.roster.drop_slot(rank.slot.id)  # it is found again, if its worker lives
             self._lose(rank, why.LossReason.PROCESS_ENDED)
+            self.roster.dead[rank.start] = rank.slot
 
     def _left_generation(self, rank: Rank, event: ev.RankReady) -> None:
         roster = self.roster
@@ -368,10 +376,7 @@ class Machine:
             return
         cause = why.Lost(roster.id(rank), why.LossReason.RAISED, event.error)
         self._record("lost", rank, cause)
-        if event.interpreter and self._start_again(rank):
-            self._drop(rank, cause)
-            roster.drop_slot(rank.slot.id)  # it is found again when the rank's task is over
-        elif rules.is_fatal(roster, event):
+        if rules.is_fatal(roster, event):
             roster.ranks.pop(rank.start)
             if not event.collective:
                 roster.user_errors[event.start] = event.error
@@ -392,19 +397,6 @@ class Machine:
             self._note_failure(rank, process_gone=False)
             if rank.planned and not event.collective:
                 self._end_if_repeated(rank, event.error)
-
-    def _start_again(self, rank: Rank) -> bool:
-        """Return whether a rank is started once more after an error of Python itself.
-
-        That is so for the first failure to start on a worker.
-        """
-        roster, name = self.roster, rank.slot.lasting
-        if rank.stage != Stage.STARTING or name in roster.started_again:
-            return False
-        if not rules.can_start(roster):
-            return False
-        roster.started_again.append(name)
-        return True
 
     def _end_if_repeated(self, rank: Rank, error: str) -> None:
         """End the job if the same error came from several workers."""
@@ -429,12 +421,25 @@ class Machine:
             at_once = len({each.generation for each in chain}) == 1
             self._fail(FailureKind.RANK_FAILED, why.RepeatedError(error, workers, at_once))
 
+    def _on_rank_died(self, event: ev.RankDied) -> None:
+        roster = self.roster
+        roster.last_death = event.detail
+        rank = roster.ranks.get(event.start)
+        slot = roster.dead.pop(event.start, None)
+        if slot is not None and not roster.ended:  # a neighbour has noticed it before
+            self._record("died", Rank(event.start, slot, self._now), why.Text(event.detail))
+        elif rank is not None and rank.stage == Stage.ENDING:
+            roster.ranks.pop(rank.start)
+        elif rank is not None and rank.stage != Stage.RETURNED:
+            roster.drop_slot(rank.slot.id)  # it is found again at once
+            self._lose(rank, why.LossReason.PROCESS_ENDED, event.detail)
+
     def _on_rank_left(self, event: ev.RankLeft) -> None:
         roster = self.roster
         rank = roster.ranks.get(event.start)
         if rank is None or rank.stage == Stage.RETURNED:
             return
-        if not roster.ended:
+        if not roster.ended and not rank.evicted:
             self._record("left", rank, why.Lost(roster.id(rank), why.LossReason.LEFT))
         agreed = rank.leaving and roster.phase in (Phase.GATHERING, Phase.FINISHING)
         planned = roster.phase == Phase.RUNNING and roster.pending
@@ -708,6 +713,7 @@ class Machine:
             if rank not in others:
                 lost = why.Lost(roster.id(rank), why.LossReason.UNREACHABLE)
                 self._record("lost", rank, lost)
+                rank.evicted = True
                 self._end_rank(rank, "evict", lost)
                 if removed:  # the worker is not at fault, and networks heal
                     exclusion = policy.exclude_name(rank.slot, self._now, self._chance)
@@ -1016,13 +1022,14 @@ class Machine:
             self.roster.lost[rank.slot.lasting] = lost
 
     def _evict(self, ranks: Sequence[Rank], reason: why.LossReason, seconds: float) -> None:
-        """Go on without ranks whose workers do not answer, and restart these workers."""
+        """Go on without ranks that do not answer. Their worker ends them; it is free again then."""
         for rank in ranks:
             lost = why.Lost(self.roster.id(rank), reason, seconds=seconds)
-            self._send_end(rank, "evict", lost)
-            self._emit(RestartWorker(slot=rank.slot, reason=lost))
-            self.roster.depart(rank.slot.id)
+            self.roster.drop_slot(rank.slot.id)
             self._lose(rank, reason, seconds=seconds)
+            rank.evicted = True
+            self.roster.ranks[rank.start] = rank
+            self._end_rank(rank, "evict", lost)
 
     def _note_failure(self, rank: Rank, *, process_gone: bool) -> None:
         """Exclude a rank's worker after a failure, and its host after several."""

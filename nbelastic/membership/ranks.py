@@ -66,8 +66,8 @@ class Rank:
     `planned` is the newest generation that the rank was planned into. A rank that was asked to
     leave (`leaving`, because of `leave_reason`, since `leave_since`) stays until `leave_deadline`
     if no other rank holds the state; its worker is gone at `gone_at`. `leave_sent` says whether the
-    order to leave was sent, and `by_share` whether the rank was started in a job that shares its
-    cluster.
+    order to leave was sent, `evicted` whether the others go on without it because it is at fault,
+    and `by_share` whether the rank was started in a job that shares its cluster.
 
     Every change of a counted field updates the counts in :class:`Ranks`.
     """
@@ -95,6 +95,7 @@ class Rank:
     progress_at: float = 0.0
     heartbeat_at: float = 0.0
     version_at_join: float = 0
+    evicted: bool = False
     by_share: bool = False
 
     counted_by: ClassVar[Ranks | None] = None

@@ -76,8 +76,8 @@ class Roster:
         state apart.
     warnings : list of Reason
         Warnings so far.
-    started_again : list of str
-        Names of workers on which the first start failed by no fault of the function.
+    dead : dict of int to Slot
+        Starts whose processes have ended, as neighbours report; their workers will say of what.
     unused : list of UnusedWorker
         Workers that the cluster does not offer to the job.
     user_errors : dict of int to str
@@ -89,7 +89,7 @@ class Roster:
     lost : dict of str to Lost
         Lost members of the newest plan, by their workers' lasting names.
     last_death : str
-        Cause of the last known death of a worker.
+        Cause of the last known death of a process.
     share : int or None
         Most ranks that the job may have besides ``max_np``, while it shares its cluster.
     sharing : Sharing or None
@@ -132,7 +132,7 @@ class Roster:
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
     samples: dict[tuple[int, bool], WeightsSampled] = field(default_factory=dict)
     warnings: list[Reason] = field(default_factory=list)
-    started_again: list[str] = field(default_factory=list)
+    dead: dict[int, Slot] = field(default_factory=dict)
     unused: list[UnusedWorker] = field(default_factory=list)
     user_errors: dict[int, str] = field(default_factory=dict)
     policy: FailurePolicy = field(default_factory=FailurePolicy)

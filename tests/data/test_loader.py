@@ -373,42 +373,6 @@ def test_a_thread_acts_for_the_only_rank_of_its_process() -> None:
         assert in_thread(lambda: next(steps)).numbers == (2, 3)
 
 
-def test_a_thread_does_not_go_on_as_a_world_of_one() -> None:
-    there, leave = threading.Event(), threading.Event()
-
-    def another_rank() -> None:
-        with activate(rank_of(0, 2)):
-            there.set()
-            leave.wait(60)
-
-    other = threading.Thread(target=another_rank)
-    other.start()
-    try:
-        with activate(rank_of(1, 2)):
-            assert there.wait(60)
-            assert DEFAULT_RUNTIME.ranks_in_process() == 2
-            steps = iter(Loader(range(8), Batch(8, micro=2)))
-            sampler = hvd.elastic.ElasticSampler(range(8))
-            calls = [lambda: next(steps), lambda: hvd.elastic.ElasticSampler(range(8)), hvd.init]
-            for call in [*calls, lambda: sampler.record_batch(0, 2)]:
-                with pytest.raises(NotInitialized, match="'prefetcher_0' is none of the 2 ranks"):
-                    in_thread(call)
-    finally:
-        leave.set()
-        other.join()
-
-
-def test_ranks_that_are_threads_of_a_process_are_not_exact() -> None:
-    context = rank_of(0, 2)
-    context.shares_process = True
-    with activate(context):
-        loader = Loader(range(8), Batch(8, micro=2))
-        list(loader)
-        assert "threads of one process" in loader.why_not_exact
-        with pytest.raises(OptionError, match=r"exact=True.: ranks are threads of one process"):
-            list(Loader(range(8), Batch(8, micro=2, exact=True)))
-
-
 def test_a_loop_ends_when_a_newer_one_begins() -> None:
     loader = Loader(range(24), Batch(8, micro=2))
     first = iter(loader)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import hashlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -29,13 +28,13 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster.payload import Modules, Source, process_name
+from nbelastic.cluster.payload import Modules, Source
 from nbelastic.pickling import Pickler
 
 from .gitignore import GitIgnore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 __all__ = ["collect", "dumps_noting", "why_missing"]
 
@@ -127,7 +126,6 @@ def collect(names: Iterable[str]) -> Modules:
     sources: dict[str, Source] = {}
     left_out: dict[str, str] = {}
     stale: set[str] = set()
-    marks: list[str] = []
     waiting = {name.partition(".")[0] for name in names}
     seen: set[str] = set()
     while waiting - seen:
@@ -148,19 +146,10 @@ def collect(names: Iterable[str]) -> Modules:
             left_out[name] = f"it has {much}, and at most {MOST_BYTES >> 20} MiB travel with a job"
             continue
         left_out.update(dict.fromkeys(found.ignored, "a .gitignore excludes it"))
-        marks += found.marks
         sources.update(found.sources)
         for source in found.sources.values():
             waiting |= _imported_by_text(source.text or b"")
-    return Modules(sources, left_out, frozenset(stale), _digest(sources, marks), process_name())
-
-
-def _digest(sources: Mapping[str, Source], marks: list[str]) -> str:
-    digest = hashlib.blake2s(digest_size=16)
-    for name, source in sorted(sources.items()):
-        digest.update(repr((name, source.path, source.text, source.package)).encode())
-    digest.update(repr(sorted(marks)).encode())
-    return digest.hexdigest()
+    return Modules(sources, left_out, frozenset(stale))
 
 
 class _Package:
@@ -172,8 +161,6 @@ class _Package:
         By full name.
     ignored : list of str
         Full names that a ``.gitignore`` excludes.
-    marks : list of str
-        What tells one state of the excluded files from another.
     compiled : str
         A file that is no source, if there is one.
     too_many : bool
@@ -183,7 +170,6 @@ class _Package:
     def __init__(self, name: str, places: list[str]) -> None:
         self.sources: dict[str, Source] = {}
         self.ignored: list[str] = []
-        self.marks: list[str] = []
         self.compiled = ""
         self.too_many = False
         for place in places:
@@ -225,9 +211,7 @@ class _Package:
     def _take(self, name: str, file: str) -> None:
         try:
             if self._git.excludes(file, directory=False):
-                stat = os.stat(file)
                 self.ignored.append(name)
-                self.marks.append(f"{file} {stat.st_mtime_ns} {stat.st_size}")
             elif not file.endswith(".py"):
                 self.compiled = file
             else:

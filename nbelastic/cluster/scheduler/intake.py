@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nbelastic.cluster.wire import FROM_AGENTS, FROM_KERNELS, Message, RankEvent, unpack
 from nbelastic.membership import (
     LoopDone,
+    RankDied,
     RankFormed,
     RankLeft,
     RankNote,
@@ -35,6 +36,7 @@ M = TypeVar("M", bound=Message)
 
 FROM_RANKS = (
     LoopDone,
+    RankDied,
     RankRaised,
     RankFormed,
     RankLeft,

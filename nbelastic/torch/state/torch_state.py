@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from nbelastic.data import Loader
 from nbelastic.data.comparison import USUAL_CAUSES, DataSample, difference, sample_of
-from nbelastic.elastic.context import current_or_alone
+from nbelastic.elastic.context import current_or_none
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
@@ -210,7 +210,7 @@ class TorchState(ObjectState):
             if not isinstance(error, NbelasticError):
                 refuse_by_name(error, values, objects_in(values.values()))
             raise
-        uncopied = self._lazy.commit(commit.cache, current_or_alone(), copy=self.always_copy)
+        uncopied = self._lazy.commit(commit.cache, current_or_none(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
@@ -264,7 +264,7 @@ class TorchState(ObjectState):
 
     def _report_memory(self, uncopied: int) -> None:
         """Report how much memory state and copies take, if it may have changed."""
-        context, tensors = current_or_alone(), self._commit.owners
+        context, tensors = current_or_none(), self._commit.owners
         reported = (context, len(tensors), uncopied)
         if context is not None and reported != self._reported:
             self._reported = reported
@@ -273,7 +273,7 @@ class TorchState(ObjectState):
 
     def _report_rows(self) -> None:
         """Report the rows of loaders, as they are in the commit."""
-        context = current_or_alone()
+        context = current_or_none()
         if context is not None:
             context.telemetry.data = tuple(loader.rows_in_commit() for loader in self._loaders)
 
@@ -321,7 +321,7 @@ class TorchState(ObjectState):
         self._copies, self._stepped_copies = self._stepped_copies, self._copies
         self._copies.complete()
         self._lazy.copied()
-        context = current_or_alone()
+        context = current_or_none()
         if context is not None:
             context.ahead = True
 
@@ -470,7 +470,7 @@ def _check_data(mine: Sequence[DataSample | None], theirs: Sequence[DataSample |
     for one, other in zip(mine, theirs, strict=True):
         found = difference(one, other) if one is not None and other is not None else ""
         if found:
-            context = current_or_alone()
+            context = current_or_none()
             ranks = "" if context is None else f" on ranks {context.source} and {context.rank}"
             raise StateMismatch(f"the datasets are not the same{ranks}: {found}. {USUAL_CAUSES}")
 

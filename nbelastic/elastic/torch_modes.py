@@ -1,78 +1,14 @@
-"""Settings that user code can change, and their restoration after it.
+"""Torch's settings of a thread, and their restoration.
 
-A rank runs in a process that later jobs use, in a thread of that process's pool. Its function may
-disable gradients, set a default type or change the working directory.
-
-A setting is a pair of functions, one that reads and one that sets. A setting that cannot be read or
-set is skipped (another version of torch, a directory that is gone).
+An elastic loop calls its function again after a reset, which may have left it anywhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-__all__ = ["Setting", "Settings", "TorchModes", "attributes"]
-
-
-class Setting(NamedTuple):
-    """One setting.
-
-    Attributes
-    ----------
-    read : callable
-        Returns the present value.
-    set : callable
-        Takes a value that was read.
-    """
-
-    read: Callable[[], Any]
-    set: Callable[[Any], object]
-
-
-class Settings:
-    """Values of settings at one moment.
-
-    Parameters
-    ----------
-    settings : iterable of Setting
-        The settings, in the order in which they are put back.
-    """
-
-    def __init__(self, settings: Iterable[Setting]) -> None:
-        self._values = []
-        for setting in settings:
-            with contextlib.suppress(Exception):
-                self._values.append((setting, setting.read()))
-
-    def restore(self) -> None:
-        """Put back what has changed since."""
-        for setting, value in self._values:
-            with contextlib.suppress(Exception):
-                if _differs(setting, value):
-                    setting.set(value)
-
-
-def _differs(setting: Setting, value: Any) -> bool:
-    try:
-        return bool(setting.read() != value)
-    except Exception:  # torch refuses to read it if old and new interfaces were both used
-        return True
-
-
-def attributes(owner: object, *names: str) -> list[Setting]:
-    """Return settings that are attributes of an object."""
-    return [
-        Setting(
-            lambda name=name: getattr(owner, name),  # type: ignore[misc]
-            lambda value, name=name: setattr(owner, name, value),  # type: ignore[misc]
-        )
-        for name in names
-    ]
+__all__ = ["TorchModes"]
 
 
 class TorchModes:

@@ -1,0 +1,188 @@
+"""Look after one rank of a worker: its process, its output and heartbeats, and its end.
+
+Runs in a worker, in its event loop. What ends a rank: its function's end; an order, which raises in
+the function, then SIGTERM and SIGKILL, each after a limit; a signal of someone else; too much
+memory. Whatever it is, the process ends within the limits, and its last event reaches the driver:
+:class:`~nbelastic.membership.RankDied` where it has sent none itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nbelastic.cluster.wire import (
+    AbortOrder,
+    EndRankOrder,
+    FaultDue,
+    Heartbeats,
+    PlanOrder,
+    RankEvent,
+    RankOutput,
+)
+from nbelastic.membership import Beat, RankDied, RankLeft, RankRaised, RankReturned
+
+from .rank_output import RankOutput as OutputBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.cluster.wire import Message, RankOrder
+    from nbelastic.membership import Plan
+
+    from .rank_process import RankProcess
+
+__all__ = ["HostedRank", "Key"]
+
+Key = tuple[str, int]
+
+ENDING_S = {"evict": 2.0}
+"""Seconds that a rank has to end by itself, by how it is ordered to; six otherwise."""
+
+AFTER_FUNCTION_S = 10.0
+"""Seconds that a process has to end after its function, for threads and exit handlers."""
+
+TERMINATION_S = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+SILENCE_S = 1.2
+"""Seconds without a heartbeat after which the state of the process is read."""
+
+STOPPED_S = 1.0
+"""Seconds for which a process must then be stopped before it is ended."""
+
+
+class HostedRank:
+    """A rank from the start of its process to its end.
+
+    Parameters
+    ----------
+    key : tuple of (str, int)
+        Its job and start.
+    launch : callable
+        ``launch(take, output)`` starts the process.
+    send : callable
+        Sends a message to the scheduler.
+    waiting : callable
+        Returns how many bytes wait for the connection to the scheduler.
+    inflict : callable
+        ``inflict(process, due)`` injects a fault.
+    """
+
+    def __init__(
+        self,
+        key: Key,
+        launch: Callable[[Callable[[Message], None], Callable[[bytes], None]], RankProcess],
+        send: Callable[[Message], None],
+        waiting: Callable[[], int],
+        inflict: Callable[[RankProcess, FaultDue], None],
+    ) -> None:
+        self._key = key
+        self._send, self._inflict = send, inflict
+        self._loop = asyncio.get_running_loop()
+        self._beat = Beat(key[1], 0, 0, False, -1)
+        self._heard = self._loop.time()
+        self._stopped: float | None = None
+        self._plan: Plan | None = None
+        self._over = False
+        self._limits: list[asyncio.TimerHandle] = []
+        self._output = OutputBuffer(
+            lambda text: send(RankOutput(*key, text)), waiting, self._pause_output
+        )
+        self.process = launch(self._take, self._output.write)
+
+    def _pause_output(self, paused: bool) -> None:
+        self.process.pause_output(paused)
+
+    async def wait(self) -> None:
+        """Wait until the process has ended, and report it if the rank has not."""
+        found = await self.process.wait()
+        for timer in self._limits:
+            timer.cancel()
+        if found.stack:
+            self._output.write(found.stack.encode())
+        self._output.flush()
+        if not self._over:
+            self._send(RankEvent(self._key[0], RankDied(self._key[1], str(found))))
+
+    def _take(self, message: Message) -> None:
+        """Take a message of the rank."""
+        if isinstance(message, Heartbeats):
+            self._beat = message.beats[0].beat
+            self._heard, self._stopped = self._loop.time(), None
+        elif isinstance(message, FaultDue):
+            self._inflict(self.process, message)
+        else:
+            if isinstance(message, RankEvent):
+                self._output.flush()
+                if isinstance(message.event, (RankReturned, RankLeft, RankRaised)):
+                    self._over = True
+                    self._end_within(AFTER_FUNCTION_S, "it did not end after its function")
+            self._send(message)
+
+    def obey(self, order: RankOrder) -> None:
+        """Pass on an order; see that an order to end is obeyed."""
+        self.process.send(order)
+        if isinstance(order, PlanOrder):
+            self._plan = order.plan
+        elif isinstance(order, EndRankOrder) and order.how != "leave":
+            seconds = ENDING_S.get(order.how, 6.0) + order.save
+            self._end_within(seconds, f"its worker has ended its process: {order.reason}")
+
+    def leave_generation(self, reason: str) -> None:
+        """Have the rank go back to its last commit, if it is in an elastic loop."""
+        if self._plan is not None and self._plan.loop:
+            self.process.send(AbortOrder(*self._key, self._plan.generation, reason))
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _end_within(self, seconds: float, reason: str) -> None:
+        self._limits.append(self._loop.call_later(seconds, self.end, reason))
+
+    def end(self, reason: str, patience: float = TERMINATION_S) -> None:
+        """End the process by SIGTERM, after some seconds by SIGKILL."""
+        self.process.send_signal(signal.SIGTERM, reason)
+        self._limits.append(self._loop.call_later(patience, self.kill, reason))
+
+    def kill(self, reason: str = "") -> None:
+        """End the process at once."""
+        self.process.send_signal(signal.SIGKILL, reason)
+
+    # -- heartbeats --------------------------------------------------------------------------------
+
+    def beat(self) -> Beat:
+        """Return the rank's heartbeat.
+
+        A rank whose code holds its interpreter sends none. If its process is there and not stopped,
+        the last one is repeated for it, but not that the rank waits: that may have changed.
+        """
+        silence = self._loop.time() - self._heard
+        if silence < SILENCE_S:
+            return self._beat
+        if self._is_stopped():
+            self._stopped = self._stopped or self._loop.time()
+            if self._loop.time() >= self._stopped + STOPPED_S:
+                self.kill(f"its process was stopped for {silence:.0f} s")
+        else:
+            self._stopped = None
+        return dataclasses.replace(self._beat, waiting=False, operation="")
+
+    def _is_stopped(self) -> bool:
+        pid = self.process.pid
+        try:
+            return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        except (psutil.Error, OSError):
+            return False  # it has ended just now
+
+    def memory(self) -> int:
+        """Return how many bytes of memory the process has for itself."""
+        pid = self.process.pid
+        try:
+            found = None if pid is None else psutil.Process(pid).memory_info()
+        except (psutil.Error, OSError):
+            return 0
+        return 0 if found is None else int(found.rss - getattr(found, "shared", 0))

@@ -1,0 +1,178 @@
+"""Exchange messages between a worker and the process of its rank.
+
+The channel is a pair of Unix sockets. A frame is the length of a message and the message, as
+:func:`~nbelastic.cluster.wire.pack` writes it, in msgpack. The first frame to a rank is its
+:class:`RankSetup`, pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from nbelastic.cluster.sendable import sendable
+from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S, Message, pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from nbelastic.cluster.wire import JobPayload
+    from nbelastic.elastic.runtime import RankSpec
+
+__all__ = ["HEADER", "RankChannel", "RankSetup", "frame", "read_message"]
+
+HEADER = struct.Struct("=Q")
+"""Length of the frame that follows."""
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What a worker gives its rank at the start.
+
+    Attributes
+    ----------
+    spec : RankSpec
+        The rank.
+    payload : JobPayload
+        The function.
+    environment : mapping of str to str
+        Variables of the worker's environment.
+    directory : str
+        The worker's working directory.
+    path : tuple of str
+        Where the worker looks for modules.
+    threads : int
+        How many threads the rank is to compute with.
+    scheduler : str
+        Address of Dask's scheduler.
+    security : distributed.Security or None
+        Of connections to it.
+    dask_config : bytes
+        The worker's configuration of Dask, pickled; empty if it does not pickle.
+    """
+
+    spec: RankSpec
+    payload: JobPayload
+    environment: Mapping[str, str]
+    directory: str
+    path: tuple[str, ...]
+    threads: int
+    scheduler: str
+    security: Any
+    dask_config: bytes
+
+
+def frame(data: bytes) -> bytes:
+    """Return a frame of `data`."""
+    return HEADER.pack(len(data)) + data
+
+
+def framed(message: Message) -> bytes:
+    """Return the frame of a message."""
+    return frame(msgpack.packb(sendable(pack(message))))
+
+
+def read_message(data: bytes) -> Message:
+    """Return the message in a frame."""
+    return unpack(msgpack.unpackb(data, strict_map_key=False, use_list=True))
+
+
+class RankChannel:
+    """A rank's end of its channel.
+
+    Two threads serve it: one reads orders, the other sends messages and a heartbeat at regular
+    intervals. Both end with the process, at the latest.
+
+    Parameters
+    ----------
+    descriptor : int
+        Of the socket.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._process = os.getpid()
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender: threading.Thread | None = None
+
+    def read_setup(self) -> RankSetup:
+        """Wait for what the worker gives its rank at the start."""
+        setup: RankSetup = pickle.loads(self._read())
+        return setup
+
+    def start(self, take: Callable[[Message], None], beat: Callable[[], None]) -> None:
+        """Begin to serve the channel.
+
+        Parameters
+        ----------
+        take : callable
+            Takes an order, in the thread that reads.
+        beat : callable
+            Is called in every heartbeat's interval, in the thread that sends.
+        """
+        self._sender = threading.Thread(
+            target=self._serve_sender, args=[beat], name="nbelastic-sender", daemon=True
+        )
+        reader = threading.Thread(
+            target=self._serve_reader, args=[take], name="nbelastic-reader", daemon=True
+        )
+        self._sender.start()
+        reader.start()
+
+    def send(self, message: Message) -> None:
+        """Send a message, after those before it. Any thread may call this; it returns at once."""
+        if os.getpid() == self._process:  # a fork is no rank
+            self._waiting.put(framed(message))
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        if self._sender is not None:
+            self._waiting.put(None)
+            self._sender.join()
+
+    def _serve_sender(self, beat: Callable[[], None]) -> None:
+        due = time.monotonic() + HEARTBEAT_INTERVAL_S
+        while True:
+            try:
+                data = self._waiting.get(timeout=max(due - time.monotonic(), 0))
+            except queue.Empty:
+                due = time.monotonic() + HEARTBEAT_INTERVAL_S
+                beat()
+                continue
+            if data is None:
+                return
+            try:
+                self._socket.sendall(data)
+            except OSError:
+                return  # the worker has ended, and ends this process
+
+    def _serve_reader(self, take: Callable[[Message], None]) -> None:
+        while True:
+            try:
+                data = self._read()
+            except OSError:  # the worker has ended
+                os.killpg(0, signal.SIGKILL)
+            take(read_message(data))
+
+    def _read(self) -> bytes:
+        (length,) = HEADER.unpack(self._exactly(HEADER.size))
+        return self._exactly(length)
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = self._socket.recv(min(count - len(data), 1 << 20))
+            if not part:
+                raise ConnectionError("the worker has closed the channel")
+            data += part
+        return bytes(data)

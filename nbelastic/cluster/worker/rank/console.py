@@ -1,0 +1,36 @@
+"""Set up the standard streams of a rank, which has no console.
+
+Runs in a rank, before its function.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any, NoReturn, cast
+
+__all__ = ["NO_CONSOLE", "set_up_streams"]
+
+NO_CONSOLE = (
+    "breakpoint(), pdb and input() need a console, and a rank has none. To debug the function, "
+    "call it in the notebook without fit: outside a job it runs there, as a world of one rank"
+)
+
+
+class _NoInput(io.TextIOWrapper):
+    """Standard input without any; reading it says what to do."""
+
+    def read(self, size: int | None = -1, /) -> NoReturn:
+        raise EOFError(NO_CONSOLE)
+
+    def readline(self, size: int = -1, /) -> NoReturn:  # type: ignore[override]
+        raise EOFError(NO_CONSOLE)
+
+
+def set_up_streams() -> None:
+    """Have output leave line by line, and reading from the console refused."""
+    for stream in (sys.stdout, sys.stderr):
+        cast(Any, stream).reconfigure(
+            encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
+    sys.stdin = _NoInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115

@@ -1,0 +1,133 @@
+"""The main program of a rank's process, after its fork or at its start.
+
+Its threads: the main one runs the function; the channel's two read orders and send messages. They
+share the session, whose methods say which thread may call them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import types
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nbelastic.cluster.wire import RankEvent
+from nbelastic.elastic.runtime import DEFAULT_RUNTIME
+
+from .allocator import keep_freed_memory
+from .channel import RankChannel
+from .console import set_up_streams
+from .dask_client import RankClient
+from .interrupt import Interrupt
+from .partitions import PartitionFetcher
+from .program import RankProgram
+from .torch_hooks import hook_torch
+
+if TYPE_CHECKING:
+    from nbelastic.cluster.wire import Message
+
+    from .channel import RankSetup
+
+__all__ = ["main"]
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+# Batch systems send these to all processes of a job. The worker acts on them for its rank.
+_FOR_THE_WORKER = [
+    number
+    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2")
+    if (number := getattr(signal, name, None)) is not None
+]
+
+
+class _Port:
+    """Sends events after all that the rank has printed."""
+
+    def __init__(self, channel: RankChannel) -> None:
+        self._channel = channel
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, RankEvent):
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the user's own stream, or none
+                    stream.flush()
+        self._channel.send(message)
+
+
+def main(channel_fd: int, partitions_fd: int, crash_fd: int) -> None:
+    """Run as a rank until its function is over.
+
+    Parameters
+    ----------
+    channel_fd, partitions_fd : int
+        Descriptors of the sockets to the worker: of messages and orders, and of partitions.
+    crash_fd : int
+        Descriptor of the file for Python's stack at a fatal signal.
+    """
+    faulthandler.enable(crash_fd, all_threads=True)
+    set_up_streams()
+    channel = RankChannel(channel_fd)
+    setup = channel.read_setup()
+    _take_environment(setup)
+    runtime = replace(DEFAULT_RUNTIME, interrupt=Interrupt, on_set_up=keep_freed_memory)
+    program = RankProgram(setup.spec, setup.payload, _Port(channel), runtime)
+    channel.start(program.take, program.beat)
+    dask_client = RankClient(setup)
+    try:
+        _handle_signals(program)
+        program.session.fetch_partition = PartitionFetcher(partitions_fd)
+        dask_client.install()
+        hook_torch()
+    except BaseException as error:
+        program.fail(error)
+    else:
+        program.run()
+    finally:
+        with contextlib.suppress(Exception):
+            dask_client.close()
+        channel.close()
+
+
+def _take_environment(setup: RankSetup) -> None:
+    """Give this process what the worker's has, and fresh random numbers."""
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.threads)))
+    with contextlib.suppress(OSError):
+        os.chdir(setup.directory)
+    sys.path[:] = setup.path
+    sys.argv[:] = [""]
+    sys.modules["__main__"] = types.ModuleType("__main__")  # not the rank server's
+    # Python's own generator seeds itself anew in a fork. Those of NumPy and torch do not.
+    import numpy
+    import torch
+
+    numpy.random.seed()
+    torch.seed()
+    torch.set_num_threads(setup.threads)
+
+
+def _handle_signals(program: RankProgram) -> None:
+    """Leave signals that go to all processes of a job to the worker, until it orders the end."""
+    process = os.getpid()
+
+    def handle(number: int, _: object) -> None:
+        if number == signal.SIGTERM and program.session.ordered_to_end:
+            sys.exit(128 + number)
+
+    ours = [each for each in _FOR_THE_WORKER if signal.getsignal(each) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, handle)
+
+    def give_back() -> None:
+        """Have a fork end by them as any process does."""
+        if os.getppid() == process:
+            for number in ours:
+                if signal.getsignal(number) is handle:
+                    signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=give_back)

@@ -1,0 +1,254 @@
+"""Run the training function of a job as one of its ranks.
+
+Runs in a rank, in its main thread; orders come in another one (:meth:`RankProgram.take`). All that
+it needs of its process is :class:`Port`, so that the simulation runs it, too.
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import contextvars
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nbelastic.cluster.payload import take_torch_settings, unpack_call, unpack_modules
+from nbelastic.cluster.rank_error import pack_error, summary_of
+from nbelastic.cluster.sendable import MOST_BYTES
+from nbelastic.cluster.wire import (
+    AbortOrder,
+    ChangeOrder,
+    EndRankOrder,
+    FaultDone,
+    FaultsOrder,
+    Heartbeats,
+    PlanOrder,
+    RankBeat,
+    RankEvent,
+    RankTelemetry,
+    ReleaseOrder,
+    SaveOrder,
+)
+from nbelastic.elastic.context import activate
+from nbelastic.elastic.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.session import Session
+from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch
+from nbelastic.membership import RankLeft, RankRaised, RankReturned
+from nbelastic.pickling import dumps
+
+from .console import NO_CONSOLE
+from .fault_injector import FaultInjector
+from .modules import install
+from .torch_hooks import advise, trainers_of
+
+if TYPE_CHECKING:
+    from nbelastic.cluster.rank_error import PackedError
+    from nbelastic.cluster.wire import JobPayload, Message
+    from nbelastic.elastic.runtime import RankRuntime, RankSpec
+    from nbelastic.membership import Event
+
+__all__ = ["Port", "RankProgram", "deliver"]
+
+logger = logging.getLogger(__name__)
+
+
+class Port(Protocol):
+    """The way from a rank to its worker."""
+
+    def send(self, message: Message) -> None:
+        """Send a message, after those before it and all that the rank has printed."""
+
+
+class RankProgram:
+    """One start of the function.
+
+    Parameters
+    ----------
+    spec : RankSpec
+        The rank.
+    payload : JobPayload
+        The function.
+    port : Port
+        The way to the worker.
+    runtime : RankRuntime, optional
+        What the rank waits and connects with.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        payload: JobPayload,
+        port: Port,
+        runtime: RankRuntime = DEFAULT_RUNTIME,
+    ) -> None:
+        self._spec = spec
+        self._payload = payload
+        self._port = port
+        self._over = False
+        self._process = os.getpid()
+        self.session = Session(spec, self, runtime)
+        self.session.secret = payload.secret
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def report(self, event: Event) -> None:
+        """Send an event to the driver, after what the rank has printed and reported before."""
+        self._send_event(event)
+
+    def _send_event(
+        self, event: Event, result: bytes | None = None, error: PackedError | None = None
+    ) -> None:
+        try:
+            self._send_telemetry()
+        finally:  # other ranks wait for the event, whatever is wrong with telemetry
+            self._port.send(RankEvent(self._spec.job, event, result, error))
+
+    def _send_telemetry(self) -> None:
+        taken = self.session.telemetry.take()
+        self._port.send(RankTelemetry(self._spec.job, self._spec.start, *taken))
+
+    def beat(self) -> None:
+        """Send a heartbeat and telemetry, and try again to end if the rank is to. Any thread."""
+        self.session.nudge()
+        self._port.send(Heartbeats((RankBeat(self._spec.job, self.session.beat()),)))
+        self._send_telemetry()
+
+    def take(self, order: Message) -> None:
+        """Take an order. Any thread but the rank's."""
+        if isinstance(order, FaultsOrder):
+            self._injector().take(order.faults, order.drop)
+        elif isinstance(order, FaultDone):
+            self._injector().done(order.number)
+        else:
+            deliver(self.session, order)
+
+    def _injector(self) -> FaultInjector:
+        """Return the rank's fault injector; make it with the first order."""
+        observer = self.session.telemetry.observer
+        if not isinstance(observer, FaultInjector):
+            observer = FaultInjector(self._spec.job, self.session, self._port.send)
+            self.session.telemetry.observer = observer
+        return observer
+
+    # -- the function ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run the function and report how it ended, or what kept it from running."""
+        try:
+            with activate(self.session):
+                self._run()
+        except BaseException as error:  # nothing of the function's: all of that is reported there
+            with contextlib.suppress(BaseException):  # it shows the error before, of any class
+                text = "start %d of job %r cannot be run"
+                logger.exception(text, self._spec.start, self._spec.job)
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error of nbelastic's own, or of the process."""
+        start = self._spec.start
+        try:
+            packed = pack_error(error)
+            self._finish(RankRaised(start, packed.summary), error=packed)
+        except BaseException as another:  # it may be the packing or the sending that fails
+            self._finish(RankRaised(start, summary_of(another)))
+
+    def _finish(
+        self, event: Event, result: bytes | None = None, error: PackedError | None = None
+    ) -> None:
+        """Send the last event of this rank; one that comes after it is not sent."""
+        if not self._over:
+            self._send_event(event, result, error)
+            self._over = True
+
+    def _run(self) -> None:
+        start, session = self._spec.start, self.session
+        try:
+            install(unpack_modules(self._payload))
+            take_torch_settings(self._payload.torch)
+            with session.user_code():
+                result = self._function()
+        except RankExit:
+            self._finish(RankLeft(start))
+        except BaseException as error:  # the user's, whatever it is: it goes to the kernel
+            self._report_error(error)
+        else:
+            if session.before_return is not None:
+                session.before_return()
+            self._finish(RankReturned(start, isolated=trainers_of(session)), result=result)
+        finally:
+            session.close()
+
+    def _function(self) -> bytes:
+        """Unpickle and call the user's function; return its pickled result."""
+        function, args, kwargs = unpack_call(self._payload)
+        try:
+            value = contextvars.copy_context().run(function, *args, **kwargs)
+        except BaseException as error:
+            self._end_fork(error)
+            raise
+        self._end_fork(None)
+        try:
+            result = dumps(value)
+        except Exception as error:  # pickling runs code of any class
+            kind = type(value).__name__
+            raise TypeError(
+                f"what the function returned (a {kind}) cannot be sent: {summary_of(error)}"
+            ) from error
+        if len(result) > MOST_BYTES:
+            raise ValueError(
+                f"what the function returned (a {type(value).__name__}) cannot be sent: it takes "
+                f"{len(result) / 1e9:,.1f} GB, and a message carries {MOST_BYTES / 1e9:,.1f} GB at "
+                "most; write it to a file, and return the file's name"
+            )
+        return result
+
+    def _end_fork(self, error: BaseException | None) -> None:
+        """End a fork of the rank that comes out of the function, as it would end a script."""
+        if os.getpid() == self._process:
+            return
+        code: int | bool = error is not None
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else error.code is not None
+        elif error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        os._exit(int(code))
+
+    def _report_error(self, error: BaseException) -> None:
+        kind = type(error)  # isinstance() would ask the error for its class, too
+        if issubclass(kind, bdb.BdbQuit):
+            error.args = (NO_CONSOLE,)
+        advise(error)
+        packed = pack_error(error)
+        everywhere = issubclass(kind, RanksDisagree)
+        event = RankRaised(
+            start=self._spec.start,
+            error=packed.summary,
+            collective=issubclass(kind, CollectiveError) and not everywhere,
+            version=self.session.version,
+            on_all_ranks=everywhere,
+            state_mismatch=issubclass(kind, StateMismatch),
+        )
+        self._finish(event, error=packed)
+
+
+def deliver(session: Session, order: Any) -> None:
+    """Hand an order over to a rank."""
+    if isinstance(order, PlanOrder):
+        session.on_plan(order.plan)
+        if session.telemetry.observer is not None:
+            session.telemetry.observer.plan()
+    elif isinstance(order, AbortOrder):
+        session.on_abort(order.generation, order.reason)
+    elif isinstance(order, ChangeOrder):
+        session.on_notice(order.generation)
+    elif isinstance(order, ReleaseOrder):
+        session.on_release(order.generation)
+    elif isinstance(order, SaveOrder):
+        session.on_save()
+    elif isinstance(order, EndRankOrder):
+        session.on_end(order.how, order.reason, order.save)
+    else:
+        raise TypeError(f"a rank does not expect {type(order).__name__}")

@@ -1,0 +1,176 @@
+"""Hook into torch to detect a rank that trains without nbelastic.
+
+Runs in a rank. Ranks often run code that was written for ``torch.distributed``. Two functions show
+that: ``init_process_group`` and ``SyncBatchNorm``. Steps of optimizers show what is trained, which
+should be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.cluster.rank_error import summary_of
+from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.session import warn
+from nbelastic.elastic.supervision import note_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.session import Session
+
+__all__ = ["advise", "hook_torch", "trainers_of"]
+
+_TRAINERS = {
+    "accelerate": "accelerate",
+    "deepspeed": "DeepSpeed",
+    "fastai": "fastai",
+    "horovod": "Horovod",
+    "ignite": "Ignite",
+    "keras": "Keras",
+    "lightning": "Lightning",
+    "lightning_fabric": "Lightning",
+    "pytorch_lightning": "Lightning",
+}
+"""Libraries for training, by the module that they import."""
+
+GROUP_ADVICE = (
+    "nbelastic sets up no process group of torch.distributed in its ranks: MASTER_ADDR, RANK and "
+    "WORLD_SIZE are not set. Use nbelastic.torch (DistributedOptimizer, allreduce) instead of "
+    "DistributedDataParallel. In a job of a fixed size, you can also pass rank=hvd.rank(), "
+    "world_size=hvd.size() and an init_method that all ranks can reach, such as tcp://HOST:PORT."
+)
+
+_NO_GROUP = "process group has not been initialized"
+
+SYNC_WARNING = (
+    "torch.nn.SyncBatchNorm uses each rank's own statistics\n"
+    "It needs a process group of torch.distributed. Without one it acts as BatchNorm, and its "
+    "running statistics differ between ranks.\n"
+    "Use a normalisation that does not depend on the batch, such as GroupNorm, or BatchNorm with "
+    "buffers that are averaged over the ranks before each evaluation."
+)
+
+
+def trainers_of(session: Session) -> tuple[str, ...] | None:
+    """Return what trained in a rank that has met no other rank; None where it has met one."""
+    if session.generation or session.in_torch_group:
+        return None
+    names = [name for module, name in _TRAINERS.items() if module in sys.modules]
+    transformers = sys.modules.get("transformers")
+    if "transformers.trainer" in sys.modules or "Trainer" in vars(transformers or object):
+        names.append("Trainer (transformers)")
+    elif transformers is not None:
+        names.append("transformers")
+    if session.in_torch_group is False:
+        names.append("torch.distributed with a group of one rank (DDP)")
+    return tuple(sorted(set(names)))
+
+
+def hook_torch() -> None:
+    """Hook torch in this process."""
+    import torch.distributed
+    from torch.distributed import distributed_c10d
+    from torch.nn.modules import batchnorm
+    from torch.optim import optimizer
+
+    _hook_groups(distributed_c10d, torch.distributed)
+    _hook_batch_norm(batchnorm.SyncBatchNorm)
+    optimizer.register_optimizer_step_post_hook(_stepped)
+
+
+# -- torch.distributed -----------------------------------------------------------------------------
+
+
+def _hook_groups(*modules: Any) -> None:
+    original: Callable[..., None] = modules[0].init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        context = current_or_none()
+        try:
+            original(*args, **kwargs)
+        except Exception as error:
+            if context is not None and not context.in_torch_group:
+                _add_advice(error, GROUP_ADVICE)
+            raise
+        if context is not None:
+            context.in_torch_group = modules[0].get_world_size() > 1
+
+    for module in modules:
+        module.init_process_group = init_process_group
+
+
+def advise(error: BaseException) -> None:
+    """Add what to do to an error of torch that a group is missing, as DistributedDataParallel's."""
+    if issubclass(type(error), (ValueError, RuntimeError)) and _NO_GROUP in summary_of(error):
+        _add_advice(error, GROUP_ADVICE)
+
+
+def _add_advice(error: BaseException, advice: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(advice)
+    elif len(error.args) == 1:  # Python 3.10
+        error.args = (f"{error.args[0]}\n{advice}",)
+
+
+# -- SyncBatchNorm ---------------------------------------------------------------------------------
+
+
+def _hook_batch_norm(kind: Any) -> None:
+    def hook(name: str) -> Callable[..., None]:
+        original = getattr(kind, name)
+
+        @functools.wraps(original)
+        def made(self: object, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            context = current_or_none()
+            if context is not None and context.size > 1:
+                _check_group_later(context, self)
+
+        return made
+
+    for name in ("__init__", "__setstate__"):
+        setattr(kind, name, hook(name))
+
+
+def _check_group_later(context: Context, module: Any) -> None:
+    """Warn at an operation between ranks after `module` has trained without a group of torch's."""
+    check = next((each for each in context.before_exchange if isinstance(each, _GroupCheck)), None)
+    if check is None:
+        check = _GroupCheck(context)
+        context.before_exchange += (check,)
+    check.modules.add(module)
+
+
+def _has_trained(module: Any) -> bool:
+    """Return whether a norm is in training and has counted a batch, without a look at a device."""
+    counter = getattr(module, "num_batches_tracked", None)
+    return bool(module.training) and (counter is None or counter._version > 0)
+
+
+class _GroupCheck:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.modules: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __call__(self) -> None:
+        context = self._context
+        if not any(map(_has_trained, self.modules)):
+            return
+        context.before_exchange = tuple(each for each in context.before_exchange if each != self)
+        if context.size > 1 and not context.in_torch_group:
+            warn(context, SYNC_WARNING)
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def _stepped(optimizer: Any, *_: object) -> None:
+    context = current_or_none()
+    if context is not None:
+        note_step(context, optimizer)

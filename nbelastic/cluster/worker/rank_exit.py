@@ -1,0 +1,80 @@
+"""Describe how the process of a rank has ended.
+
+Runs in a worker, in its event loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from dataclasses import dataclass
+
+__all__ = ["ProcessExit", "out_of_memory_kills"]
+
+
+@dataclass(frozen=True)
+class ProcessExit:
+    """End of a rank's process.
+
+    Attributes
+    ----------
+    status : int or None
+        Its status, as ``wait(2)`` returns it; None if it is not known.
+    reason : str
+        Why the worker has ended it, or why its status is not known; else empty.
+    out_of_memory : bool
+        Whether the kernel ended a process of this cgroup for its memory while the rank ran.
+    stack : str
+        Stacks of its Python threads at a fatal signal; empty if there was none.
+    """
+
+    status: int | None = None
+    reason: str = ""
+    out_of_memory: bool = False
+    stack: str = ""
+
+    def __str__(self) -> str:
+        if self.reason or self.status is None:
+            return self.reason or "its process has ended"
+        if os.WIFEXITED(self.status):
+            return f"its process exited with status {os.WEXITSTATUS(self.status)}"
+        number = os.WTERMSIG(self.status)
+        if self.out_of_memory and number == signal.SIGKILL:
+            return "its process was killed by the system: out of memory"
+        try:
+            name = f" ({signal.Signals(number).name})"
+        except ValueError:  # a real-time signal
+            name = ""
+        return f"its process was killed by signal {number}{name}{self._place()}"
+
+    def _place(self) -> str:
+        """Return where the thread stood that received the signal."""
+        lines = self.stack.splitlines()
+        for head, line in itertools.pairwise(lines):
+            if head.startswith("Current thread"):
+                return ", at " + line.strip()
+        return ""
+
+
+def out_of_memory_kills() -> int:
+    """Return how often the kernel has ended a process of this cgroup for its memory."""
+    try:
+        with open("/proc/self/cgroup") as file:
+            places = dict(line.strip().split(":", 2)[1:] for line in file)
+    except (OSError, ValueError):
+        return 0
+    found = 0
+    names = [f"/sys/fs/cgroup{places['']}/memory.events"] if "" in places else []
+    if "memory" in places:
+        names.append(f"/sys/fs/cgroup/memory{places['memory']}/memory.oom_control")
+    # Inside of a container, the own cgroup is often mounted as the root.
+    names += ["/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"]
+    for name in names:
+        try:
+            with open(name) as file:
+                counts = dict(line.split() for line in file)
+        except (OSError, ValueError):
+            continue
+        found = max(found, int(counts.get("oom_kill", 0)))
+    return found

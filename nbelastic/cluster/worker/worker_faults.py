@@ -1,0 +1,120 @@
+"""Inject faults into a worker, its rank server and its rank's process.
+
+Runs in a worker, in its event loop. The rank knows when a fault of ``nbelastic.chaos`` is due, and
+its worker does what a process cannot, or should not, do to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+from distributed.core import Status
+
+from nbelastic.cluster.wire import FaultDone, FaultDue, FaultReport, NoticeReport
+from nbelastic.membership import NoticeSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed import Worker
+
+    from nbelastic.cluster.wire import FaultOrder, Message
+
+    from .rank_process import RankProcess, RankServer
+
+__all__ = ["WorkerFaults"]
+
+
+class WorkerFaults:
+    """Injects the faults of one worker.
+
+    Parameters
+    ----------
+    worker : Worker
+        The worker.
+    server : RankServer
+        Its rank server.
+    send : callable
+        Sends a message to the scheduler.
+    """
+
+    def __init__(
+        self, worker: Worker, server: RankServer, send: Callable[[Message], None]
+    ) -> None:
+        self._worker = worker
+        self._server = server
+        self._send = send
+
+    async def inflict(self, rank: RankProcess, due: FaultDue) -> None:
+        """Inject a fault that is due, and let the rank go on, if it is still there."""
+        fault = due.fault
+        report = FaultReport(due.job, due.start, "done", number=fault.number, rank=due.rank)
+        self._send(report)
+        await self._sent()
+        await self._do(rank, fault)
+        rank.send(FaultDone(due.job, due.start, fault.number))
+
+    async def _sent(self) -> None:
+        """Wait, not for long, until the report is on its way."""
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+            if not self._worker.batched_stream.buffer:
+                break
+        await asyncio.sleep(0.001)
+
+    async def _do(self, rank: RankProcess, fault: FaultOrder) -> None:
+        kind, seconds, worker = fault.kind, fault.seconds, self._worker
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "crash":
+            rank.send_signal(signal.SIGKILL)
+        elif kind == "crash_server" and self._server.pid is not None:
+            os.kill(self._server.pid, signal.SIGKILL)
+        elif kind == "stop":
+            stopped = [os.getpid()] if rank.pid is None else [rank.pid, os.getpid()]
+            if seconds:
+                _continue_after(seconds, stopped)
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+        elif kind == "close":
+            worker.loop.add_callback(worker.close, nanny=False, reason="nbelastic.chaos")
+        elif kind == "notice":
+            self._send(NoticeReport(NoticeSource.CHAOS, "", seconds, host=False))
+            worker.loop.call_later(seconds, self._end_as_noticed)
+        elif kind in ("leave", "restart"):
+            worker.loop.add_callback(self._ask_scheduler, kind)
+
+    async def _ask_scheduler(self, kind: str) -> None:
+        addresses = [self._worker.address]
+        try:
+            if kind == "leave":
+                await self._worker.scheduler.retire_workers(workers=addresses)
+            else:
+                await self._worker.scheduler.restart_workers(
+                    workers=addresses,
+                    wait_for_workers=False,
+                    on_error="return",
+                    stimulus_id=f"nbelastic-chaos-{time.time()}",
+                )
+        except OSError:
+            pass  # it is as good as done: the worker has lost its scheduler over it
+
+    def _end_as_noticed(self) -> None:
+        """Kill the process, as its machine would, if it is still there as a worker."""
+        if self._worker.status in (Status.running, Status.paused):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _continue_after(seconds: float, pids: list[int]) -> None:
+    """Have processes continued; by another one, as a stopped one cannot do that itself."""
+    words = " ".join(map(str, pids))
+    subprocess.run(
+        ["/bin/sh", "-c", f"(sleep {seconds:g}; kill -CONT {words}) >/dev/null 2>&1 &"],
+        stdin=subprocess.DEVNULL,
+        check=True,
+    )
