@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
 
-__all__ = ["Line", "innermost", "user_line"]
+__all__ = ["NOT_THE_USERS", "Line", "user_line"]
 
 Line = list[str | int]
 """``[file, line, function]``; empty if there is none."""
 
-_NOT_THE_USERS = (
+NOT_THE_USERS = (
     str(Path(__file__).parent.parent),
     *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")),
     "<frozen ",
 )
+"""How names of files begin that are not the user's."""
 
 
 # CPython 3.11 makes frame objects when they are asked for, and may collect garbage on the way. What
@@ -72,4 +73,4 @@ def user_line(thread: int) -> Line:
 
 
 def _is_the_users(code: CodeType) -> bool:
-    return not code.co_filename.startswith(_NOT_THE_USERS)
+    return not code.co_filename.startswith(NOT_THE_USERS)

@@ -103,8 +103,7 @@ class HostedRank:
         found = await self.process.wait()
         for timer in self._limits:
             timer.cancel()
-        if found.stack:
-            self._output.write(found.stack.encode())
+        self._output.write(found.crash.encode())
         self._output.flush()
         if not self._over:
             self._send(RankEvent(self._key[0], RankDied(self._key[1], str(found))))

@@ -5,12 +5,16 @@ Runs in a worker, in its event loop.
 
 from __future__ import annotations
 
-import itertools
 import os
+import re
 import signal
 from dataclasses import dataclass
 
+from nbelastic.elastic.stack import NOT_THE_USERS
+
 __all__ = ["ProcessExit", "out_of_memory_kills"]
+
+_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,17 @@ class ProcessExit:
             name = ""
         return f"its process was killed by signal {number}{name}{self._place()}"
 
+    @property
+    def crash(self) -> str:
+        """What Python has written at a fatal signal, of the thread that has received it."""
+        head, found, rest = self.stack.partition("\nCurrent thread")
+        return f"{head.partition(chr(10))[0]}{found}{rest.partition(chr(10) * 2)[0]}\n" if found else ""
+
     def _place(self) -> str:
-        """Return where the thread stood that received the signal."""
-        lines = self.stack.splitlines()
-        for head, line in itertools.pairwise(lines):
-            if head.startswith("Current thread"):
-                return ", at " + line.strip()
+        """Return the line of the user's at which the thread stood that received the signal."""
+        for file, line, function in _LINE.findall(self.crash):
+            if not file.startswith(NOT_THE_USERS):
+                return f", at {file}, line {line}, in {function}"
         return ""
 
 

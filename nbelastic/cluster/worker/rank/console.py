@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Any, NoReturn, cast
+from typing import NoReturn, TextIO
 
 __all__ = ["NO_CONSOLE", "set_up_streams"]
 
@@ -29,8 +29,14 @@ class _NoInput(io.TextIOWrapper):
 
 def set_up_streams() -> None:
     """Have output leave line by line, and reading from the console refused."""
-    for stream in (sys.stdout, sys.stderr):
-        cast(Any, stream).reconfigure(
-            encoding="utf-8", errors="backslashreplace", line_buffering=True
-        )
+    # Those of the rank server know whether its own descriptors could seek, which a pipe cannot.
+    sys.stdout = sys.__stdout__ = _lines(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _lines(2)  # type: ignore[misc]
     sys.stdin = _NoInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
+
+
+def _lines(descriptor: int) -> TextIO:
+    stream = open(descriptor, "wb", closefd=False)  # noqa: SIM115 - for the life of the process
+    return io.TextIOWrapper(
+        stream, encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
