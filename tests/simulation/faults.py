@@ -16,7 +16,10 @@ __all__ = ["PLANNED", "Fault", "make_faults"]
 
 KINDS = (
     ("kill", 10),
-    ("stop", 6),
+    ("crash", 10),
+    ("stop", 4),
+    ("stop_worker", 2),
+    ("stop_rank", 3),
     ("hold", 3),
     ("slow", 3),
     ("retire", 5),
@@ -71,13 +74,30 @@ class Fault:
         for worker in [w for w in world.living() if w.process.host == host]:
             worker.process.kill()
 
+    def _crash(self, world: World) -> None:
+        for rank in list(world.pick(self.which).ranks):
+            rank.process.kill()
+
     def _stop(self, world: World) -> None:
+        """Stop a worker and its ranks, as a machine that swaps does."""
+        worker = world.pick(self.which)
+        for process in [worker.process, *(rank.process for rank in worker.ranks)]:
+            world.freeze(process, self.length)
+
+    def _stop_worker(self, world: World) -> None:
         world.freeze(world.pick(self.which).process, self.length)
 
+    def _stop_rank(self, world: World) -> None:
+        for rank in world.pick(self.which).ranks:
+            world.freeze(rank.process, self.length)
+
     def _hold(self, world: World) -> None:
-        process = world.pick(self.which).process
-        world.busy.add(process)
-        world.freeze(process, self.length)
+        """Have a worker, or its ranks, hold the interpreter, so that no other thread runs."""
+        worker = world.pick(self.which)
+        processes = [rank.process for rank in worker.ranks] if self.which % 2 else []
+        for process in processes or [worker.process]:
+            world.busy.add(process)
+            world.freeze(process, self.length)
 
     def _slow(self, world: World) -> None:
         process = world.pick(self.which).process

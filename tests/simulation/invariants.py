@@ -272,8 +272,9 @@ def leftovers(world: World) -> list[str]:
             found.append(f"{worker.id}, which has no scheduler")
         found += [f"the thread {fiber.name}" for fiber in worker.process.fibers]
         agent = worker.plugins.get("nbelastic")
-        if agent is not None and (agent._sessions or agent._beats.running):
-            found.append(f"sessions of {worker.id}")
+        if agent is not None and (agent._ranks or agent._beats.running):
+            found.append(f"ranks of {worker.id}")
+        found += [f"the process {rank.process.name}" for rank in worker.ranks]
     for client in scheduler.everybody:
         if client.process.alive:
             found += [f"the thread {fiber.name}" for fiber in client.process.fibers]

@@ -9,7 +9,7 @@ from nbelastic.cluster import JobClient
 from nbelastic.cluster.scheduler.controller import JobController
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.wire import AbortOrder
-from nbelastic.cluster.worker import agent
+from nbelastic.cluster.worker.rank import program
 from nbelastic.driver.thread import Driver
 from nbelastic.elastic import loop as elastic_loop
 from nbelastic.elastic.sampler import ShardSampler
@@ -58,7 +58,7 @@ def _a_rank_that_was_evicted_may_come_back(original: Any) -> Any:
     return evict
 
 
-@_mutation(agent, "deliver")
+@_mutation(program, "deliver")
 def _agents_ignore_aborts(original: Any) -> Any:
     def deliver(session: Any, order: Any) -> None:
         if not isinstance(order, AbortOrder):

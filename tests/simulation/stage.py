@@ -19,6 +19,7 @@ from nbelastic.elastic import telemetry
 
 from . import user
 from .invariants import WatchedMachine
+from .remote import block_on
 from .worker import SimAgent
 
 if TYPE_CHECKING:
@@ -60,10 +61,9 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (install, "Agent", SimAgent),
     (preflight, "collect", lambda names: Modules()),
     (plugin, "start_processes_shielded", lambda: None),
-    (rank, "leave_thread_pool", contextlib.nullcontext),
+    (rank, "secede", lambda: None),
     (rank, "get_worker", lambda: _process().owner),
-    (rank, "prepared", lambda *_: contextlib.nullcontext()),
-    (rank, "captured", lambda sink: contextlib.nullcontext()),
+    (rank, "sync", block_on),
     (telemetry, "user_line", lambda thread: []),
 ]
 

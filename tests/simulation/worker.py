@@ -11,12 +11,11 @@ from distributed.core import Status
 
 from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.worker.agent import Agent
-from nbelastic.membership import LoopDone, RankReady
-
 from .fibers import Fiber
 from .loop import Process
 from .network import Pipe
-from .remote import Remote, block_on, may_come_twice
+from .rank import SimRank
+from .remote import Remote, may_come_twice
 
 if TYPE_CHECKING:
     from .dask import SimTask
@@ -38,29 +37,25 @@ class SimWatcher:
         """Wait for nothing."""
 
 
-class SimAgent(Agent):
-    """The real agent, whose ranks are fibers."""
+class SimServer:
+    """A rank server, which needs no process here."""
 
-    @property
-    def runtime(self) -> Any:  # type: ignore[override]
-        return self._worker.world.runtime
+    def close(self) -> None:
+        """Take no more."""
+
+
+class SimAgent(Agent):
+    """The real agent, whose ranks are simulated processes."""
 
     def setup(self, worker: Any) -> None:
         super().setup(worker)
         self._notices = SimWatcher()  # type: ignore[assignment]
 
-    def _collect(self) -> None:
-        """Leave garbage to the process that simulates."""
+    def _start_server(self) -> Any:
+        return SimServer()
 
-    def _wait_for(self, function: Any, *args: Any) -> Any:
-        return block_on(self._worker.loop, function, *args)
-
-    def report(self, key: Any, event: Any, result: Any = None, error: Any = None) -> None:
-        if isinstance(event, (RankReady, LoopDone)):
-            actor = self._worker.world.actors.get(event.start)
-            if actor is not None:
-                actor.reported(event.version)
-        super().report(key, event, result, error)
+    def _launch(self, spec: Any, payload: Any, take: Any, output: Any) -> Any:
+        return SimRank(self._worker, spec, payload, take)
 
 
 class SimNanny:
@@ -114,6 +109,7 @@ class SimWorker:
         self.state = self
         self.status = Status.running
         self.running: dict[str, Fiber] = {}
+        self.ranks: set[SimRank] = set()
         self._waiting: deque[SimTask] = deque()
         if nanny is not None:
             nanny.worker = self

@@ -202,7 +202,9 @@ class World:
             self.later(seconds, self.network.heal)
 
     def slowness(self, process: Process) -> float:
-        return self.slow.get(process, 1.0)
+        """Return how many times as long a process takes; a rank's is as slow as its worker's."""
+        worker = process.owner.process if isinstance(process.owner, SimWorker) else process
+        return self.slow.get(worker, 1.0)
 
     @property
     def driver(self) -> Driver:

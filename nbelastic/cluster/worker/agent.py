@@ -291,7 +291,7 @@ class Agent(WorkerPlugin):
         limit = memory_limit(self._worker)
         if limit is None or not self._ranks:
             return
-        used = {key: rank.memory() for key, rank in self._ranks.items()}
+        used = {key: rank.process.memory() for key, rank in self._ranks.items()}
         total = sum(used.values()) + psutil.Process().memory_info().rss
         if total > limit:
             largest = max(used, key=used.__getitem__)

@@ -13,8 +13,6 @@ import dataclasses
 import signal
 from typing import TYPE_CHECKING
 
-import psutil
-
 from nbelastic.cluster.wire import (
     AbortOrder,
     EndRankOrder,
@@ -162,26 +160,10 @@ class HostedRank:
         silence = self._loop.time() - self._heard
         if silence < SILENCE_S:
             return self._beat
-        if self._is_stopped():
+        if self.process.is_stopped():
             self._stopped = self._stopped or self._loop.time()
             if self._loop.time() >= self._stopped + STOPPED_S:
                 self.kill(f"its process was stopped for {silence:.0f} s")
         else:
             self._stopped = None
         return dataclasses.replace(self._beat, waiting=False, operation="")
-
-    def _is_stopped(self) -> bool:
-        pid = self.process.pid
-        try:
-            return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
-        except (psutil.Error, OSError):
-            return False  # it has ended just now
-
-    def memory(self) -> int:
-        """Return how many bytes of memory the process has for itself."""
-        pid = self.process.pid
-        try:
-            found = None if pid is None else psutil.Process(pid).memory_info()
-        except (psutil.Error, OSError):
-            return 0
-        return 0 if found is None else int(found.rss - getattr(found, "shared", 0))

@@ -31,6 +31,8 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import psutil
+
 from .rank.channel import HEADER, framed, read_message
 from .rank.server import MESSAGE_BYTES, signal_group
 from .rank_exit import ProcessExit, out_of_memory_kills
@@ -129,6 +131,22 @@ class RankProcess:
                 self._server.loop.remove_reader(self._source)
             else:
                 self._server.loop.add_reader(self._source, self._print)
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process."""
+        try:
+            found = None if self.pid is None else psutil.Process(self.pid).status()
+        except (psutil.Error, OSError):
+            return False  # it has ended just now
+        return bool(found == psutil.STATUS_STOPPED)
+
+    def memory(self) -> int:
+        """Return how many bytes of memory the process has for itself."""
+        try:
+            found = None if self.pid is None else psutil.Process(self.pid).memory_info()
+        except (psutil.Error, OSError):
+            return 0
+        return 0 if found is None else int(found.rss - getattr(found, "shared", 0))
 
     # -- the channel -------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def install(modules: Modules) -> None:
             del sys.modules[name]
     if modules.sources:
         sys.meta_path.insert(0, _SourceFinder(modules.sources))
-    importlib.invalidate_caches()
+        importlib.invalidate_caches()
 
 
 class _SourceFinder(importlib.abc.MetaPathFinder):
