@@ -1023,13 +1023,19 @@ class Machine:
 
     def _evict(self, ranks: Sequence[Rank], reason: why.LossReason, seconds: float) -> None:
         """Go on without ranks that do not answer. Their worker ends them; it is free again then."""
+        roster = self.roster
         for rank in ranks:
-            lost = why.Lost(self.roster.id(rank), reason, seconds=seconds)
-            self.roster.drop_slot(rank.slot.id)
-            self._lose(rank, reason, seconds=seconds)
+            lost = why.Lost(roster.id(rank), reason, seconds=seconds)
+            was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
             rank.evicted = True
-            self.roster.ranks[rank.start] = rank
+            roster.drop_slot(rank.slot.id)
+            self._record("left" if rank.leaving else "lost", rank, lost)
             self._end_rank(rank, "evict", lost)
+            if was_member:
+                self._break(lost)
+            if not rank.leaving and not roster.ended:
+                self._note_lost(rank, lost)
+                self._note_failure(rank, process_gone=True)
 
     def _note_failure(self, rank: Rank, *, process_gone: bool) -> None:
         """Exclude a rank's worker after a failure, and its host after several."""
@@ -1039,7 +1045,7 @@ class Machine:
             self._record("cooldown", rank, exclusion)
             key = policy.worker_key(slot)
             for other in list(roster.ranks.values()):
-                if policy.worker_key(other.slot) == key and not other.leaving:
+                if policy.worker_key(other.slot) == key and not other.leaving and other is not rank:
                     self._ask_to_leave(other, why.EndReason.WORKER_EXCLUDED)
         self._count_failure(rank)
 

@@ -185,7 +185,8 @@ class Checked:
         assert plan.source == versions.index(max(versions))
         ranks = [self.roster.ranks[start] for start in here if start in self.roster.ranks]
         ranks += [r for r in self.roster.ranks.values() if r.leaving and r.stage == Stage.MEMBER]
-        candidates = [r.version for r in ranks if r.loop == plan.loop]
+        # One that was evicted just now is here, but at fault.
+        candidates = [r.version for r in ranks if r.loop == plan.loop and not r.evicted]
         assert plan.version == max([*candidates, FRESH])
 
     def check_4_no_excluded(self, plan: Plan) -> None:
