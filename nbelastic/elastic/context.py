@@ -87,6 +87,9 @@ class Context(abc.ABC):
     fetch_partition : callable or None
         Returns a partition of a Dask collection by the text of its key; any thread may call it.
         None outside of a job.
+    scratch : str
+        Directory, which need not exist, that is deleted when the rank's process has ended.
+        Empty outside of a job.
     share : StepShare or None
         This rank's micro-batches of the step under way; None without a loader.
     save_commit : callable or None
@@ -115,6 +118,7 @@ class Context(abc.ABC):
     prepare_to_join: Callable[[], None] | None = None
     max_np: int | None = None
     fetch_partition: Callable[[str], Any] | None = None
+    scratch = ""
     share: StepShare | None = None
     save_commit: Callable[[], None] | None = None
     time_to_save = 0.0

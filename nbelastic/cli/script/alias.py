@@ -26,9 +26,9 @@ from nbelastic.errors import NbelasticError
 from .missing import missing_function, missing_module
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["FOLDER", "NOTE", "aliased", "answer_as"]
+__all__ = ["FOLDER", "NOTE", "alias_horovod", "answer_as"]
 
 FOLDER = str(Path(__file__).parents[1] / "alias")
 """The folder with a package ``horovod``."""
@@ -52,32 +52,18 @@ _ELSEWHERE = {
 """Modules of Horovod whose names are elsewhere in nbelastic."""
 
 
-@contextlib.contextmanager
-def aliased(wanted: bool | None) -> Iterator[None]:
-    """Have ``import horovod`` find nbelastic, for the length of a block.
+def alias_horovod(wanted: bool | None) -> None:
+    """Have ``import horovod`` find nbelastic in this process.
 
     Parameters
     ----------
     wanted : bool or None
         Whether to; None for where no Horovod is installed.
     """
-    if wanted is False:
-        yield
-        return
     if wanted:
         sys.path.insert(0, FOLDER)
-    else:
+    elif wanted is None:
         sys.path.append(FOLDER)
-    before = set(sys.modules)
-    try:
-        yield
-    finally:
-        while FOLDER in sys.path:
-            sys.path.remove(FOLDER)
-        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _AliasFinder)]
-        for name in set(sys.modules) - before:
-            if isinstance(sys.modules[name], _Alias):
-                del sys.modules[name]
 
 
 class _Alias(ModuleType):

@@ -94,8 +94,7 @@ def script_command(words: Sequence[str], cwd: str) -> ScriptCommand:
         script = os.path.normpath(os.path.join(os.path.dirname(script), os.readlink(script)))
     if not script.endswith((".py", ".pyw")) and not _is_python(script):
         raise OptionError(
-            f"{rest[0]!r}: must be a Python script; it runs in a thread of each worker, "
-            "not as a command of its own"
+            f"{rest[0]!r}: must be a Python script; a rank loads it, and runs no other command"
         )
     return ScriptCommand(script, "", tuple(rest[1:]), os.path.dirname(script))
 

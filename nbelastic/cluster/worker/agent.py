@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import pickle
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +210,8 @@ class Agent(WorkerPlugin):
         self._send_beats()
         try:
             await rank.wait()
+            if os.path.isdir(scratch := self._scratch(spec)):
+                await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         finally:
             self._ranks.pop(key)
             self._send(RankEnded(*key))
@@ -236,6 +239,7 @@ class Agent(WorkerPlugin):
             payload,
             environment=dict(os.environ),
             directory=os.getcwd(),
+            scratch=self._scratch(spec),
             path=tuple(sys.path),
             threads=int(self._worker.state.nthreads),
             scheduler=str(self._worker.scheduler.address),
@@ -245,6 +249,9 @@ class Agent(WorkerPlugin):
         process.send_bytes(frame(pickle.dumps(setup)))
         PartitionServer(self._worker, process.partitions)
         return process
+
+    def _scratch(self, spec: RankSpec) -> str:
+        return os.path.join(self._worker.local_directory, f"nbelastic-{spec.job}-{spec.start}")
 
     def _inflict(self, process: RankProcess, due: FaultDue) -> None:
         faults = WorkerFaults(self._worker, self._server, self._send)

@@ -49,6 +49,8 @@ class RankSetup:
         Variables of the worker's environment.
     directory : str
         The worker's working directory.
+    scratch : str
+        Directory, which need not exist, that the worker deletes when the process has ended.
     path : tuple of str
         Where the worker looks for modules.
     threads : int
@@ -65,6 +67,7 @@ class RankSetup:
     payload: JobPayload
     environment: Mapping[str, str]
     directory: str
+    scratch: str
     path: tuple[str, ...]
     threads: int
     scheduler: str

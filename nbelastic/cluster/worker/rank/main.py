@@ -79,6 +79,7 @@ def main(channel_fd: int, partitions_fd: int, crash_fd: int) -> None:
     dask_client = RankClient(setup)
     try:
         _handle_signals(program)
+        program.session.scratch = setup.scratch
         program.session.fetch_partition = PartitionFetcher(partitions_fd)
         dask_client.install()
         hook_torch()
