@@ -234,18 +234,16 @@ def sum_up(data: Any, scale: float) -> list[Any]:
 
 
 def fetch(key: str) -> Any:
-    from distributed import get_worker
+    from nbelastic.elastic.context import current
 
-    from nbelastic.cluster.worker.partitions import PartitionFetcher
-
-    return PartitionFetcher(get_worker())(key)
+    return current().fetch_partition(key)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_partition_that_the_scheduler_has_forgotten_is_an_error(crew):
     with pytest.raises(LookupError, match=r"forgotten its key, as after client\.restart"):
-        crew.client.submit(fetch, '["gone", 0]', pure=False).result()
+        crew.fit(fetch, args=('["gone", 0]',), np=1)
 
 
 @pytest.mark.slow
