@@ -128,7 +128,7 @@ def trains(there):
     return train(ObjectState(n=0))
 
 
-def send(dask_worker, job, message):
+def send(job, message, dask_worker):
     from nbelastic.cluster.wire import FROM_AGENTS, PROTOCOL
 
     body = {"protocol": PROTOCOL, "body": {"job": job, **message}}

@@ -84,7 +84,7 @@ class HostedRank:
         self._send, self._inflict = send, inflict
         self._loop = asyncio.get_running_loop()
         self._beat = Beat(key[1], 0, 0, False, -1)
-        self._heard = self._loop.time()
+        self._heard: float | None = None
         self._patience = heartbeat_timeout
         self._probes = ProbeHistory()
         self._plan: Plan | None = None
@@ -158,14 +158,15 @@ class HostedRank:
 
         A rank whose code holds its interpreter sends none. The last one is repeated for it, but not
         that the rank waits: that may have changed. One that is stopped, or does nothing for long,
-        is ended.
+        is ended. Before its first heartbeat, its server may be importing torch.
         """
-        silence = self._loop.time() - self._heard
+        now = self._loop.time()
+        silence = 0.0 if self._heard is None else now - self._heard
         if silence < SILENCE_S:
             return self._beat
         verdict = self._probes.add(self.process.state())
         if verdict is Verdict.BUSY:
-            self._heard = self._loop.time()
+            self._heard = now
         elif verdict is Verdict.STOPPED:
             self.kill(f"its process was stopped for {silence:.0f} s")
         elif silence >= self._patience:
