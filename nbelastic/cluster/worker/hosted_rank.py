@@ -106,7 +106,8 @@ class HostedRank:
         self._output.write(found.crash.encode())
         self._output.flush()
         if not self._over:
-            self._send(RankEvent(self._key[0], RankDied(self._key[1], str(found))))
+            died = RankDied(self._key[1], str(found), self._beat.version)
+            self._send(RankEvent(self._key[0], died))
 
     def _take(self, message: Message) -> None:
         """Take a message of the rank."""
