@@ -133,6 +133,9 @@ class Communicator(abc.ABC):
     If not, a tensor that is changed then may arrive half changed on ranks that have not failed yet.
     """
 
+    devices: frozenset[str] = frozenset({"cpu"})
+    """Types of the devices whose tensors it reduces where they are, as torch calls them."""
+
     rank: int
     size: int
     generation: int

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives.abort_signal import AbortSignal
@@ -32,6 +33,7 @@ from nbelastic.errors import CollectiveError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nbelastic.collectives.cuda_ipc.device import Device
     from nbelastic.collectives.shm.handshake import SharedSegment
 
 __all__ = ["NegotiatingCommunicator"]
@@ -135,13 +137,41 @@ class NegotiatingCommunicator(Communicator):
         if group is not None and len(topology.hosts) == 1:
             from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
 
-            return SharedMemoryCommunicator(self._rendezvous, group, self._abort_signal)
+            host = SharedMemoryCommunicator(self._rendezvous, group, self._abort_signal)
+            return self._with_devices(host)
         chosen = HierarchicalCommunicator(self._rendezvous, topology, group, self._abort_signal)
         try:
             return chosen.connect()
         except BaseException:
             chosen.close()
             raise
+
+    def _device(self) -> Device | None:
+        """Return the device that this rank computes on, if others may read its memory."""
+        if self._rendezvous.backend != "auto" or "torch" not in sys.modules:
+            return None
+        from nbelastic.collectives.cuda_ipc.device import present_device
+
+        return present_device()
+
+    def _with_devices(self, host: Communicator) -> Communicator:
+        """Return a communicator that reduces in the memory of GPUs, if all ranks can."""
+        from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
+
+        try:
+            exchange, reason = open_exchange(host, self._device())
+        except BaseException:
+            host.close()
+            raise
+        if exchange is not None:
+            return CudaIpcCommunicator(self._rendezvous, host, exchange, self._abort_signal)
+        if reason:
+            reason = f"gradients of GPUs are reduced on the host: {reason}"
+            if reason not in _logged:
+                _logged.add(reason)
+                logger.info(reason)
+            host.fallback_reason = reason
+        return host
 
     def _exchange(self, subject: str, value: bytes, limit_s: float | None = None) -> list[bytes]:
         client = RendezvousClient(self._rendezvous, subject)

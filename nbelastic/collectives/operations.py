@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives.communicator import Handle, Rendezvous
 
 __all__ = [
+    "AbortableTask",
     "AsyncCommunicator",
     "BlockingTask",
     "Operation",
@@ -192,6 +193,39 @@ class BlockingTask(Protocol):
 
     def wait(self, timeout: timedelta, /) -> object:
         """Perform it, or wait for its end; raise ``RuntimeError`` if it fails."""
+
+
+class AbortableTask:
+    """Work of a communicator in an executor. What fails in it breaks the communicator.
+
+    Parameters
+    ----------
+    abort_signal : AbortSignal
+        That of the communicator.
+    perform : callable
+        The work.
+    """
+
+    def __init__(self, abort_signal: AbortSignal, perform: Callable[[], object]) -> None:
+        self._abort_signal = abort_signal
+        self._perform = perform
+
+    def wait(self, _timeout: object) -> None:
+        """Perform it, unless there has been an abort."""
+        try:
+            self._abort_signal.check()
+            self._perform()
+        except CollectiveError:
+            raise  # the abort signal has been given
+        except Exception as error:  # any error: the other parts must not wait for this one
+            self._abort_signal.abort(str(error), kind=_kind_of(error))
+            raise RuntimeError(str(error)) from None
+
+
+def _kind_of(error: Exception) -> type[CollectiveError]:
+    from nbelastic.collectives.shm.segment import error_type
+
+    return error_type(error)
 
 
 class QueuedOperation:

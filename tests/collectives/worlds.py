@@ -19,10 +19,13 @@ from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, co
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.topology import Topology
 from nbelastic.native import core, missing
+from tests.collectives.fake_device import FakeDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Future
+
+    from nbelastic.collectives.cuda_ipc.device import Device
 
     Maker = Callable[[Rendezvous], Communicator]
 
@@ -49,12 +52,25 @@ def apart(rendezvous: Rendezvous) -> Communicator:
     return connect(rendezvous) if rendezvous.size == 1 else _Apart(rendezvous)
 
 
+class _Faked(NegotiatingCommunicator):
+    """A communicator that negotiates as if ranks computed on devices that others can read."""
+
+    def _device(self) -> Device | None:
+        return FakeDevice()
+
+
+def faked(rendezvous: Rendezvous) -> Communicator:
+    """Make a communicator over CUDA IPC, with memory of this process for that of devices."""
+    return connect(rendezvous) if rendezvous.size == 1 else _Faked(rendezvous)
+
+
 # A new kind of communicator is a line here; it must pass these tests as they are.
 MAKERS: dict[str, Maker] = {
     "gloo": of("gloo"),
     "shm": of("shm"),
     "auto": of("auto"),
     "hierarchical": apart,
+    "cuda_ipc": faked,
 }
 
 needs_core = pytest.mark.skipif(core is None, reason=f"no part in C++: {missing}")
