@@ -104,7 +104,7 @@ class Communicator(abc.ABC):
     """
 
     name: ClassVar[str]
-    """Its kind: ``gloo``, ``shm``, ``hierarchical``, ``pygloo`` or ``solo``."""
+    """Its kind: ``gloo``, ``shm``, ``hierarchical``, ``cuda_ipc``, ``pygloo`` or ``solo``."""
 
     fallback_reason: str = ""
     """Why the ranks could not use a faster kind, in words; empty if this is the fastest."""
@@ -133,8 +133,8 @@ class Communicator(abc.ABC):
     If not, a tensor that is changed then may arrive half changed on ranks that have not failed yet.
     """
 
-    devices: frozenset[str] = frozenset({"cpu"})
-    """Types of the devices whose tensors it reduces where they are, as torch calls them."""
+    devices: frozenset[str] = frozenset()
+    """Types of accelerators whose tensors it reduces where they are, as torch calls them."""
 
     rank: int
     size: int

@@ -7,6 +7,8 @@
 All ranks see the same capabilities and results, and draw the same conclusion: shared memory if all
 are on one host, both transports if some are, else Gloo. Where something is in the way, all fall
 back to Gloo, unless the job demands shared memory.
+
+On one host the ranks then try to open each other's memory on GPUs, over the segment.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives.cuda_ipc.device import Device
+    from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
     from nbelastic.collectives.shm.handshake import SharedSegment
 
 __all__ = ["NegotiatingCommunicator"]
 
 logger = logging.getLogger(__name__)
+
+ON_HOST = "tensors of GPUs are reduced in the memory of the host"
 
 _logged: set[str] = set()
 
@@ -140,6 +145,8 @@ class NegotiatingCommunicator(Communicator):
             host = SharedMemoryCommunicator(self._rendezvous, group, self._abort_signal)
             return self._with_devices(host)
         chosen = HierarchicalCommunicator(self._rendezvous, topology, group, self._abort_signal)
+        if self._device() is not None:
+            chosen.fallback_reason = f"{ON_HOST}: the ranks are on several hosts"
         try:
             return chosen.connect()
         except BaseException:
@@ -154,7 +161,7 @@ class NegotiatingCommunicator(Communicator):
 
         return present_device()
 
-    def _with_devices(self, host: Communicator) -> Communicator:
+    def _with_devices(self, host: SharedMemoryCommunicator) -> Communicator:
         """Return a communicator that reduces in the memory of GPUs, if all ranks can."""
         from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 
@@ -166,11 +173,7 @@ class NegotiatingCommunicator(Communicator):
         if exchange is not None:
             return CudaIpcCommunicator(self._rendezvous, host, exchange, self._abort_signal)
         if reason:
-            reason = f"gradients of GPUs are reduced on the host: {reason}"
-            if reason not in _logged:
-                _logged.add(reason)
-                logger.info(reason)
-            host.fallback_reason = reason
+            host.fallback_reason = f"{ON_HOST}: {reason}"
         return host
 
     def _exchange(self, subject: str, value: bytes, limit_s: float | None = None) -> list[bytes]:

@@ -310,11 +310,13 @@ class OrderedExecutor:
                 self._thread.start()
         return operation
 
-    def join(self) -> None:
-        """Wait until no task is left."""
+    def join(self, limit_s: float | None = None) -> bool:
+        """Wait until no task is left, but no longer than the limit; return whether none is."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(limit_s)
+            return not thread.is_alive()
+        return True
 
     def _run(self) -> None:
         while True:

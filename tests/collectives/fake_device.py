@@ -1,17 +1,25 @@
-"""A device whose memory is the host's, for ranks that are threads or processes."""
+"""A device whose memory is the host's, for ranks that are threads or processes.
+
+Its stream is as late as it may be: what changes memory is put off until the host waits for the
+stream. So a communicator that forgets to wait computes with what was there before.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbelastic.collectives.cuda_ipc.device import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 HANDLE_BYTES = 64
 
@@ -39,8 +47,58 @@ living: list[FakeMemory] = []
 """All memory of this process that was not closed yet."""
 
 
+class _Late(TorchDispatchMode):
+    """Has a stream do later what changes memory; views are made at once."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = function._schema
+        if not schema.is_mutable:
+            if any(each.alias_info is not None for each in schema.returns):
+                return function(*args, **kwargs)  # a view
+            if not isinstance(made := function(*args, **kwargs), torch.Tensor):
+                return made
+            # Its shape is right; its values are what they will be once it is its turn.
+            self._stream.add(lambda: made.copy_(function(*args, **kwargs)))
+            return made
+        self._stream.add(lambda: function(*args, **kwargs))
+        if not schema.returns:
+            return None
+        return kwargs["out"] if "out" in kwargs else args[0]
+
+
+class Stream:
+    """Work in order, done when the host waits for it. It is stuck as long as a test wants it."""
+
+    def __init__(self) -> None:
+        self.stuck = threading.Event()
+        self._work: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    def add(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def flush(self, limit_s: float | None = None) -> bool:
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while self.stuck.is_set():
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        with self._lock:
+            work, self._work = self._work, []
+            for each in work:
+                each()
+        return True
+
+
 class FakeDevice:
-    """A device that does at once what it is told, unless a test has it fail.
+    """A device that fails as a test wants it to.
 
     Parameters
     ----------
@@ -48,12 +106,16 @@ class FakeDevice:
         What it refuses: ``allocate``, ``open``, ``drain``, or nothing.
     garbles : bool
         Whether what it opens is other memory.
+    dies_at : int
+        At which wait for its stream its process is killed, from 1; 0 for never.
     """
 
     kind = "cpu"
 
-    def __init__(self, refuses: str = "", *, garbles: bool = False) -> None:
-        self.refuses, self._garbles = refuses, garbles
+    def __init__(self, refuses: str = "", *, garbles: bool = False, dies_at: int = 0) -> None:
+        self.refuses, self._garbles, self._dies_at = refuses, garbles, dies_at
+        self.stream = Stream()
+        self.drains = 0
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu
@@ -74,13 +136,27 @@ class FakeDevice:
             return self.allocate(nbytes)
         return FakeMemory(handle.decode().rstrip(), nbytes)
 
-    def mark(self) -> object:
-        return object()
+    def mark(self, tensors: Iterable[torch.Tensor] = ()) -> object:
+        return list(tensors)
 
     @contextlib.contextmanager
     def after(self, mark: Any) -> Iterator[None]:
         assert mark is not None
-        yield
+        with _Late(self.stream):
+            yield
 
-    def drain(self) -> None:
+    def end(self) -> object:
+        return self.stream
+
+    def follow(self, end: Any) -> None:
+        assert end.flush()
+
+    def drain(self, limit_s: float | None = None) -> None:
         self._refuse("drain")
+        self.drains += 1
+        if self.drains == self._dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        # The host waits outside of what is put off.
+        with torch.utils._python_dispatch._disable_current_modes():
+            if not self.stream.flush(limit_s):
+                raise DeviceError(f"its GPU has not ended its work within {limit_s:g} s")

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
 __all__ = ["CudaDevice", "Device", "DeviceError", "Memory", "present_device"]
@@ -38,11 +41,13 @@ class Memory(Protocol):
     handle: bytes
 
     def close(self) -> None:
-        """Free it, or close what was opened. Idempotent."""
+        """Close what was opened; give back what was allocated. Idempotent."""
 
 
 class Device(Protocol):
     """What a communicator needs of the device of its rank.
+
+    It has one stream of its own, on which :meth:`after` and :meth:`drain` work.
 
     Attributes
     ----------
@@ -53,7 +58,7 @@ class Device(Protocol):
     kind: str
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies there."""
+        """Return whether a tensor lies on a device of this kind."""
 
     def allocate(self, nbytes: int) -> Memory:
         """Return memory that others can open; raise :class:`DeviceError` if there is none."""
@@ -61,65 +66,144 @@ class Device(Protocol):
     def open(self, handle: bytes, nbytes: int) -> Memory:
         """Return the memory of another process; raise :class:`DeviceError` if it cannot be read."""
 
-    def mark(self) -> Any:
-        """Mark the work that the caller's stream has now. Called in the rank's thread."""
+    def mark(self, tensors: Iterable[torch.Tensor] = ()) -> Any:
+        """Mark the work that the caller's streams have now, and lend `tensors` to the own stream.
+
+        Called in the rank's thread.
+        """
 
     def after(self, mark: Any) -> AbstractContextManager[Any]:
-        """Have operations in a block follow that work, on a stream of the device's own."""
+        """Have operations in a block follow that work, on the own stream."""
 
-    def drain(self) -> None:
-        """Wait on the host until that stream has done all its work."""
+    def end(self) -> Any:
+        """Mark the work that the own stream has now."""
+
+    def follow(self, end: Any) -> None:
+        """Have the caller's streams wait for that work. Called in the rank's thread."""
+
+    def drain(self, limit_s: float | None = None) -> None:
+        """Wait on the host until the own stream has done all its work.
+
+        Raises
+        ------
+        DeviceError
+            It has not done so within the limit, if there is one.
+        """
 
 
 class CudaDevice:
-    """A GPU as one process sees it."""
+    """A GPU as one process sees it. It has one such object, with one stream.
+
+    Parameters
+    ----------
+    index : int
+        Its number in this process.
+    """
 
     kind = "cuda"
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-        # The thread sleeps until the event: it would take the interpreter's lock in each look.
-        self._drained = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._free: dict[int, list[_Allocation]] = {}
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies on this GPU."""
-        return tensor.device == self._device
+        """Return whether a tensor lies on a GPU, this one or another of this process."""
+        return tensor.is_cuda
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return memory of its own allocation: others open allocations as a whole."""
+        """Return memory of its own allocation, because others open allocations as a whole.
+
+        It is kept for the next generation: to free it while a peer has it open is undefined. A peer
+        of a past generation that still reads it belongs to a communicator that has failed.
+        """
+        free = self._free.setdefault(nbytes, [])
+        if free:
+            return _Lease(free.pop(), free)
         with torch.cuda.device(self._device):
-            return _Allocation(nbytes, self._device)
+            try:
+                return _Lease(_Allocation(nbytes, self._device), free)
+            except DeviceError:
+                torch.cuda.empty_cache()
+                return _Lease(_Allocation(nbytes, self._device), free)
 
     def open(self, handle: bytes, nbytes: int) -> Memory:
         """Return the memory of another process."""
+        if handle.startswith(_own_mark()):
+            raise DeviceError("it shares its process with another rank; CUDA needs one for each")
         with torch.cuda.device(self._device):
             return _Opened(handle, nbytes, self._device)
 
-    def mark(self) -> Any:
-        """Record an event on the present stream."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def mark(self, tensors: Iterable[torch.Tensor] = ()) -> Any:
+        """Record an event on the present stream of each device."""
+        devices = {self._device}
+        for tensor in tensors:
+            devices.add(tensor.device)
+            # If a handle is dropped, its tensors may be freed before the stream has read them.
+            tensor.record_stream(self._stream)
+        return [_recorded(torch.cuda.current_stream(device)) for device in devices]
 
     @contextlib.contextmanager
     def after(self, mark: Any) -> Any:
-        """Work on the device's stream, after the event."""
+        """Work on the own stream, after the events."""
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
+            for event in mark:
+                self._stream.wait_event(event)
             yield
 
-    def drain(self) -> None:
-        """Wait on the host for the device's stream."""
-        self._drained.record(self._stream)
-        self._drained.synchronize()
+    def end(self) -> Any:
+        """Record an event on the own stream."""
+        return _recorded(self._stream)
+
+    def follow(self, end: Any) -> None:
+        """Have the present stream wait for the event."""
+        torch.cuda.current_stream(self._device).wait_event(end)
+
+    def drain(self, limit_s: float | None = None) -> None:
+        """Wait on the host for the own stream."""
+        event = _recorded(self._stream, blocking=True)
+        if limit_s is None:
+            event.synchronize()  # sleeps, without the interpreter's lock
+            return
+        deadline = time.monotonic() + limit_s
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise DeviceError(f"its GPU has not ended its work within {limit_s:g} s")
+            time.sleep(0.0002)
+
+
+def _recorded(stream: Any, *, blocking: bool = False) -> Any:
+    event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+_devices: dict[int, CudaDevice] = {}
 
 
 def present_device() -> Device | None:
     """Return the GPU that this process uses; None if it has not used one."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    return CudaDevice(torch.cuda.current_device())
+    # A rank that computes on `cuda:1` may never have made that the current one.
+    used = [i for i in range(torch.cuda.device_count()) if _has_context(i)]
+    index = used[0] if len(used) == 1 else torch.cuda.current_device()
+    if index not in _devices:
+        _devices[index] = CudaDevice(index)
+    return _devices[index]
+
+
+def _has_context(index: int) -> bool:
+    """Return whether this process has used a GPU. torch has no public name for that."""
+    return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
+
+
+def _own_mark() -> bytes:
+    """Return what no other process of the host has in its handles, forks included."""
+    return _token + os.getpid().to_bytes(8, "little")
+
+
+_token = os.urandom(8)
 
 
 # -- CUDA's runtime --------------------------------------------------------------------------------
@@ -179,27 +263,38 @@ def _tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class _Allocation:
+    """Memory of this process, freed with it."""
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._address = ctypes.c_void_p()
-        self._device = device
-        _call("cudaMalloc", ctypes.byref(self._address), ctypes.c_size_t(nbytes))
+        address, handle = ctypes.c_void_p(), _Handle()
+        _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
         try:
-            handle = _Handle()
-            _call("cudaIpcGetMemHandle", ctypes.byref(handle), self._address)
-            self.handle = bytes(handle.reserved)
-            self.tensor = _tensor_at(self._address.value or 0, nbytes, device)
+            _call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
         except BaseException:
-            self.close()
+            _call("cudaFree", address)
             raise
+        self.handle = _own_mark() + bytes(handle.reserved)
+        self.tensor = _tensor_at(address.value or 0, nbytes, device)
+
+
+class _Lease:
+    """The use of an allocation by one communicator."""
+
+    def __init__(self, allocation: _Allocation, free: list[_Allocation]) -> None:
+        self.tensor, self.handle = allocation.tensor, allocation.handle
+        self._allocation: _Allocation | None = allocation
+        self._free = free
 
     def close(self) -> None:
-        address, self._address = self._address, ctypes.c_void_p()
-        if address.value:
-            with torch.cuda.device(self._device):
-                _call("cudaFree", address)
+        """Give it back for the next one."""
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            self._free.append(allocation)
 
 
 class _Opened:
+    """Memory of another process, mapped here."""
+
     def __init__(self, handle: bytes, nbytes: int, device: torch.device) -> None:
         self.handle = handle
         self._device = device
@@ -207,12 +302,13 @@ class _Opened:
         _call(
             "cudaIpcOpenMemHandle",
             ctypes.byref(self._address),
-            _Handle.from_buffer_copy(handle),
+            _Handle.from_buffer_copy(handle, len(_own_mark())),
             ctypes.c_uint(_LAZY_PEER_ACCESS),
         )
         self.tensor = _tensor_at(self._address.value or 0, nbytes, device)
 
     def close(self) -> None:
+        """Unmap it."""
         address, self._address = self._address, ctypes.c_void_p()
         if address.value:
             with torch.cuda.device(self._device):

@@ -332,16 +332,19 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         self._group.abort(f"rank {self.rank} was cut off")
         return self.size - 1
 
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is under way."""
+        lent = [operation for operation, _ in self._lent]
+        executors = self._executors.values()
+        return all(each.done() for each in lent) and all(each.idle for each in executors)
+
     def close(self) -> None:
         """Leave the segment; in an orderly way if no operation is under way."""
         if self._closed or self._abort_signal.forked:
             return  # a fork has none of the group's threads
         self._closed = True
-        lent = [operation for operation, _ in self._lent]
-        idle = all(each.done() for each in lent) and all(
-            each.idle for each in self._executors.values()
-        )
-        self._abort_signal.abort("the communicator is closed", orderly=idle)
+        self._abort_signal.abort("the communicator is closed", orderly=self.idle)
         for executor in self._executors.values():
             executor.join()
         self._group.close()
