@@ -72,6 +72,8 @@ class NegotiatingCommunicator(Communicator):
         self._abort_signal = AbortSignal()
         self._begun = False
         self._chosen: Communicator | None = None
+        self._device: Device | None = None
+        self._gpus: list[str] = []
 
     def connect(self) -> Communicator:
         """Choose a communicator with the other ranks, and return it, connected."""
@@ -105,9 +107,12 @@ class NegotiatingCommunicator(Communicator):
 
     def _negotiate(self, segment_socket: SegmentSocket | None, obstacle: str) -> Communicator:
         name = segment_socket.name if segment_socket else ""
-        own = Capabilities(obstacle, self._host or sharing_host(), name)
+        self._device = device = self._own_device()
+        gpu = "" if device is None else device.kind
+        own = Capabilities(obstacle, self._host or sharing_host(), name, gpu)
         values = self._exchange("capabilities", own.encode())
         capabilities = [Capabilities.decode(value, rank) for rank, value in enumerate(values)]
+        self._gpus = [each.gpu for each in capabilities]
         topology = Topology.of(capabilities)
         if not topology.any_host_shared:
             return self._over_gloo()
@@ -145,7 +150,7 @@ class NegotiatingCommunicator(Communicator):
             host = SharedMemoryCommunicator(self._rendezvous, group, self._abort_signal)
             return self._with_devices(host)
         chosen = HierarchicalCommunicator(self._rendezvous, topology, group, self._abort_signal)
-        if self._device() is not None:
+        if any(self._gpus):
             chosen.fallback_reason = f"{ON_HOST}: the ranks are on several hosts"
         try:
             return chosen.connect()
@@ -153,7 +158,7 @@ class NegotiatingCommunicator(Communicator):
             chosen.close()
             raise
 
-    def _device(self) -> Device | None:
+    def _own_device(self) -> Device | None:
         """Return the device that this rank computes on, if others may read its memory."""
         if self._rendezvous.backend != "auto" or "torch" not in sys.modules:
             return None
@@ -163,17 +168,22 @@ class NegotiatingCommunicator(Communicator):
 
     def _with_devices(self, host: SharedMemoryCommunicator) -> Communicator:
         """Return a communicator that reduces in the memory of GPUs, if all ranks can."""
+        if not any(self._gpus):
+            return host
+        if self._device is None or not all(self._gpus):
+            host.fallback_reason = f"{ON_HOST}: rank {self._gpus.index('')}: it uses none"
+            return host
         from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 
         try:
-            exchange, reason = open_exchange(host, self._device())
+            exchange, reason = open_exchange(host, self._device)
         except BaseException:
             host.close()
             raise
+        host.restart_count()
         if exchange is not None:
             return CudaIpcCommunicator(self._rendezvous, host, exchange, self._abort_signal)
-        if reason:
-            host.fallback_reason = f"{ON_HOST}: {reason}"
+        host.fallback_reason = f"{ON_HOST}: {reason}"
         return host
 
     def _exchange(self, subject: str, value: bytes, limit_s: float | None = None) -> list[bytes]:

@@ -55,8 +55,13 @@ def apart(rendezvous: Rendezvous) -> Communicator:
 class _Faked(NegotiatingCommunicator):
     """A communicator that negotiates as if ranks computed on devices that others can read."""
 
-    def _device(self) -> Device | None:
-        return FakeDevice()
+    def _own_device(self) -> Device | None:
+        return fake_device(self.rank)
+
+
+def fake_device(_rank: int) -> Device | None:
+    """Return the device of a rank; tests put others in place of this function."""
+    return FakeDevice()
 
 
 def faked(rendezvous: Rendezvous) -> Communicator:

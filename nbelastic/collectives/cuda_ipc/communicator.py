@@ -109,49 +109,46 @@ class Exchange:
         self._memories = []
 
 
-def open_exchange(host: Communicator, device: Device | None) -> tuple[Exchange | None, str]:
+def open_exchange(host: Communicator, device: Device) -> tuple[Exchange | None, str]:
     """Open exchange buffers between all ranks; all ranks call this together.
 
     Parameters
     ----------
     host : Communicator
         Carries handles and results.
-    device : Device or None
-        That of this rank; None if it uses none.
+    device : Device
+        That of this rank.
 
     Returns
     -------
     exchange : Exchange or None
         None on all ranks, or on none.
     reason : str
-        Why there is none, for people; empty if no rank uses a device.
+        Why there is none, for people.
     """
     with contextlib.ExitStack() as stack:
         own: Memory | None = None
-        problem = "it uses no GPU" if device is None else ""
-        if device is not None:
-            try:
-                device.drain(OPEN_LIMIT_S)  # of what an earlier generation has left in its stream
-                own = device.allocate(BUFFER_BYTES)
-                stack.callback(own.close)
-            except (DeviceError, RuntimeError) as error:
-                problem = str(error)
-        offers = host.allgather_bytes(b"" if own is None else own.handle)
-        if device is None and not any(offers):
-            return None, ""
         memories: list[Memory] = []
-        if own is not None and device is not None and all(offers):
+        problem = ""
+        try:
+            device.drain(OPEN_LIMIT_S)  # of what an earlier generation has left in its stream
+            own = device.allocate(BUFFER_BYTES)
+            stack.callback(own.close)
+        except (DeviceError, RuntimeError) as error:
+            problem = str(error)
+        offers = host.allgather_bytes(b"" if own is None else own.handle)
+        if own is not None and all(offers):
             problem = _mark_own(host.rank, device, own, offers)
             host.barrier()
             problem = problem or _open_others(host.rank, device, own, offers, memories)
             for memory in memories:
                 stack.callback(memory.close)
-        problems = [each.decode() for each in host.allgather_bytes(problem.encode()[:1000])]
+        said = host.allgather_bytes(problem.encode()[:1000])
+        problems = [each.decode(errors="replace") for each in said]
         for rank, each in enumerate(problems):
             if each:
                 return None, f"rank {rank}: {each}"
         stack.pop_all()
-        assert device is not None
         return Exchange(device, memories), ""
 
 
