@@ -145,7 +145,7 @@ class FakeDevice:
         with _Late(self.stream):
             yield
 
-    def end(self) -> object:
+    def end(self, _mark: Any) -> object:
         return self.stream
 
     def follow(self, end: Any) -> None:

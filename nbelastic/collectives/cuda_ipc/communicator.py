@@ -344,7 +344,7 @@ class CudaIpcCommunicator(AsyncCommunicator):
         def follow() -> None:
             with self._device.after(mark):
                 perform()
-            ends.append(self._device.end())
+            ends.append(self._device.end(mark))
 
         return self._submit(follow, lambda: self._device.follow(ends[0]))
 

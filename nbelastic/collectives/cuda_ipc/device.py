@@ -75,8 +75,8 @@ class Device(Protocol):
     def after(self, mark: Any) -> AbstractContextManager[Any]:
         """Have operations in a block follow that work, on the own stream."""
 
-    def end(self) -> Any:
-        """Mark the work that the own stream has now."""
+    def end(self, mark: Any) -> Any:
+        """Mark the work that the own stream has now, which followed a mark."""
 
     def follow(self, end: Any) -> None:
         """Have the caller's streams wait for that work. Called in the rank's thread."""
@@ -141,23 +141,27 @@ class CudaDevice:
             devices.add(tensor.device)
             # If a handle is dropped, its tensors may be freed before the stream has read them.
             tensor.record_stream(self._stream)
-        return [_recorded(torch.cuda.current_stream(device)) for device in devices]
+        return {each: _recorded(torch.cuda.current_stream(each)) for each in devices}
 
     @contextlib.contextmanager
     def after(self, mark: Any) -> Any:
         """Work on the own stream, after the events."""
         with torch.cuda.stream(self._stream):
-            for event in mark:
+            for device, event in mark.items():
                 self._stream.wait_event(event)
+                if device != self._device:  # copies to and from there are on its streams, too
+                    torch.cuda.current_stream(device).wait_event(event)
             yield
 
-    def end(self) -> Any:
+    def end(self, mark: Any) -> Any:
         """Record an event on the own stream."""
-        return _recorded(self._stream)
+        return _recorded(self._stream), [*mark]
 
     def follow(self, end: Any) -> None:
-        """Have the present stream wait for the event."""
-        torch.cuda.current_stream(self._device).wait_event(end)
+        """Have the present stream of each device wait for the event."""
+        event, devices = end
+        for device in devices:
+            torch.cuda.current_stream(device).wait_event(event)
 
     def drain(self, limit_s: float | None = None) -> None:
         """Wait on the host for the own stream."""
