@@ -63,6 +63,7 @@ class Member:
             store=store,
             bind="127.0.0.1",
             timeout_s=PATIENCE_S,
+            backend="cuda_ipc",
         )
         self.communicator = connect(terms).connect()
         return self.communicator.name + self.communicator.fallback_reason

@@ -49,7 +49,7 @@ def meet(rank: int, size: int, backend: str, place: Place, generation: int = 1) 
         store=place.store,
         bind="127.0.0.1",
         timeout_s=60.0,
-        backend="auto" if backend == "cuda_ipc" else backend,
+        backend=backend,
     )
     communicator = connect(rendezvous).connect()
     if size > 1 and communicator.name != backend:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous"]
 
-BACKENDS = ("auto", "gloo", "shm", "pygloo")
+BACKENDS = ("auto", "gloo", "shm", "cuda_ipc", "pygloo")
 """Values of :attr:`Rendezvous.backend`."""
 
 

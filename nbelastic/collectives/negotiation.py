@@ -8,14 +8,13 @@ All ranks see the same capabilities and results, and draw the same conclusion: s
 are on one host, both transports if some are, else Gloo. Where something is in the way, all fall
 back to Gloo, unless the job demands shared memory.
 
-On one host the ranks then try to open each other's memory on GPUs, over the segment.
+If the job asks for it, ranks of one host then open each other's memory on GPUs, over the segment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives.abort_signal import AbortSignal
@@ -74,6 +73,7 @@ class NegotiatingCommunicator(Communicator):
         self._chosen: Communicator | None = None
         self._device: Device | None = None
         self._gpus: list[str] = []
+        self._uses_gpus = rendezvous.backend == "cuda_ipc"
 
     def connect(self) -> Communicator:
         """Choose a communicator with the other ranks, and return it, connected."""
@@ -115,7 +115,10 @@ class NegotiatingCommunicator(Communicator):
         self._gpus = [each.gpu for each in capabilities]
         topology = Topology.of(capabilities)
         if not topology.any_host_shared:
-            return self._over_gloo()
+            chosen = self._over_gloo()
+            if self._uses_gpus:
+                chosen.fallback_reason = f"{ON_HOST}: no two ranks share a host"
+            return chosen
         if topology.obstacle:
             # Known beforehand, and the same in every generation.
             return self._fall_back(topology.obstacle, logging.INFO)
@@ -150,7 +153,7 @@ class NegotiatingCommunicator(Communicator):
             host = SharedMemoryCommunicator(self._rendezvous, group, self._abort_signal)
             return self._with_devices(host)
         chosen = HierarchicalCommunicator(self._rendezvous, topology, group, self._abort_signal)
-        if any(self._gpus):
+        if self._uses_gpus:
             chosen.fallback_reason = f"{ON_HOST}: the ranks are on several hosts"
         try:
             return chosen.connect()
@@ -159,8 +162,8 @@ class NegotiatingCommunicator(Communicator):
             raise
 
     def _own_device(self) -> Device | None:
-        """Return the device that this rank computes on, if others may read its memory."""
-        if self._rendezvous.backend != "auto" or "torch" not in sys.modules:
+        """Return the GPU that this rank computes on, if the job asks for sums there."""
+        if not self._uses_gpus:
             return None
         from nbelastic.collectives.cuda_ipc.device import present_device
 
@@ -168,10 +171,10 @@ class NegotiatingCommunicator(Communicator):
 
     def _with_devices(self, host: SharedMemoryCommunicator) -> Communicator:
         """Return a communicator that reduces in the memory of GPUs, if all ranks can."""
-        if not any(self._gpus):
+        if not self._uses_gpus:
             return host
         if self._device is None or not all(self._gpus):
-            host.fallback_reason = f"{ON_HOST}: rank {self._gpus.index('')}: it uses none"
+            host.fallback_reason = f"{ON_HOST}: rank {self._gpus.index('')} has used no GPU"
             return host
         from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 

@@ -123,7 +123,7 @@ def test_ranks_that_disagree_are_told():
         ({"refuses": "open"}, "rank 1: it cannot open the memory of the GPU of rank 0: the device"),
         ({"refuses": "drain"}, "rank 1: the device refuses to drain"),
         ({"garbles": True}, "rank 1: it reads something else in the memory of the GPU of rank 0"),
-        (None, "rank 1: it uses none"),
+        (None, "rank 1 has used no GPU"),
     ],
     ids=str,
 )

@@ -66,7 +66,8 @@ def fake_device(_rank: int) -> Device | None:
 
 def faked(rendezvous: Rendezvous) -> Communicator:
     """Make a communicator over CUDA IPC, with memory of this process for that of devices."""
-    return connect(rendezvous) if rendezvous.size == 1 else _Faked(rendezvous)
+    its = dataclasses.replace(rendezvous, backend="cuda_ipc")
+    return connect(its) if its.size == 1 else _Faked(its)
 
 
 # A new kind of communicator is a line here; it must pass these tests as they are.
@@ -76,12 +77,15 @@ MAKERS: dict[str, Maker] = {
     "auto": of("auto"),
     "hierarchical": apart,
     "cuda_ipc": faked,
+    "gpu": of("cuda_ipc"),
 }
 
 needs_core = pytest.mark.skipif(core is None, reason=f"no part in C++: {missing}")
-# What "auto" is connected to is one of the others.
+# What "auto" is connected to is one of the others, and without a GPU, so is "gpu".
 KINDS = [
-    pytest.param(kind, marks=[needs_core] * (kind != "gloo")) for kind in MAKERS if kind != "auto"
+    pytest.param(kind, marks=[needs_core] * (kind != "gloo"))
+    for kind in MAKERS
+    if kind not in ("auto", "gpu")
 ]
 
 # Longer than anything takes, shorter than TIMEOUT_S: what waits for that long hangs.

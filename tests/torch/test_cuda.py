@@ -17,7 +17,7 @@ from tests.torch.training import STEPS, assert_close, batch, make_model, paramet
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-@pytest.fixture(params=[*KINDS, "auto"])
+@pytest.fixture(params=[*KINDS, "gpu"])
 def kind(request):
     """Return what CUDA IPC is, which this machine has, as well as the kinds that all have."""
     return request.param

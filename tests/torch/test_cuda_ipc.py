@@ -29,6 +29,7 @@ def ranks():
     """Ranks in processes: CUDA opens no memory in the process that it belongs to."""
     with Ranks(4) as ranks:
         ranks.run(4, use_gpu)
+        ranks.run = functools.partial(ranks.run, kind="gpu")
         yield ranks
 
 
@@ -132,7 +133,7 @@ def test_sums_along_a_tree_have_the_bits_of_the_host(ranks, size):
         return communicator.name, found
 
     there = ranks.run(size, functools.partial(rank_main, on="cuda"))
-    here = ranks.run(size, functools.partial(rank_main, on="cpu"), "shm")
+    here = ranks.run(size, functools.partial(rank_main, on="cpu"), kind="shm")
     assert there == [("cuda_ipc", here[0][1])] * size
 
 
@@ -191,7 +192,7 @@ def test_a_handle_that_is_dropped_disturbs_nothing(ranks):
 
 def test_ranks_of_one_process_are_told_why_the_host_reduces():
     use_gpu()
-    with World(MAKERS["auto"], 2) as world:
+    with World(MAKERS["gpu"], 2) as world:
         for communicator in world.communicators:
             assert communicator.name == "shm"
             assert "shares its process with another rank" in communicator.fallback_reason
@@ -212,7 +213,7 @@ def test_a_rank_without_a_gpu_keeps_the_others_on_the_host(ranks, monkeypatch):
         finally:
             ranks._lines = lines
     assert {name for name, _ in found} == {"shm"}
-    assert all("rank 1: it uses none" in reason for _, reason in found)
+    assert all("rank 1 has used no GPU" in reason for _, reason in found)
 
 
 def test_memory_is_that_of_one_generation_after_fifty(ranks):

@@ -212,6 +212,7 @@ _token = os.urandom(8)
 
 # -- CUDA's runtime --------------------------------------------------------------------------------
 
+_NAME = "libcudart.so"
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
@@ -227,7 +228,7 @@ class _Runtime:
     def __init__(self) -> None:
         try:
             with open("/proc/self/maps") as maps:
-                paths = {line.split()[-1] for line in maps if "libcudart.so" in line}
+                paths = {line.split()[-1] for line in maps if _NAME in line}
             self._library = ctypes.CDLL(min(paths))
         except (OSError, ValueError) as error:
             raise DeviceError(f"CUDA's runtime is not found: {error}") from None
