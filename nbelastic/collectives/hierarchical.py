@@ -140,7 +140,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         return self._submit(lambda: self._stages.perform_along(memory, blocks), deliver)
 
     def _submit(self, perform: Callable[[], None], deliver: Callable[[], None]) -> Handle:
-        operation = self._executor.submit(AbortableTask(self._abort_signal, perform))
+        operation = self._executor.submit(AbortableTask(self._abort_signal, perform, _kind_of))
         return OperationHandle(self, operation, deliver)
 
     @property
@@ -301,3 +301,10 @@ def _tree_of_host(blocks: Blocks, ranks: tuple[int, ...]) -> Tree:
     order = additions([*itertools.chain(*covers)], blocks.leaves)
     quotas = [blocks.quotas[rank] for rank in ranks]
     return core.Tree(quotas, [len(cover) for cover in covers], list(order))
+
+
+def _kind_of(error: Exception) -> type[CollectiveError]:
+    """Return the error to raise for that of a stage."""
+    from nbelastic.collectives.shm.segment import error_type
+
+    return error_type(error)

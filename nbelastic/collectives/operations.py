@@ -204,11 +204,19 @@ class AbortableTask:
         That of the communicator.
     perform : callable
         The work.
+    kind_of : callable, optional
+        From an error of the work to the type of the one to raise.
     """
 
-    def __init__(self, abort_signal: AbortSignal, perform: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        abort_signal: AbortSignal,
+        perform: Callable[[], object],
+        kind_of: Callable[[Exception], type[CollectiveError]] = lambda _: CollectiveError,
+    ) -> None:
         self._abort_signal = abort_signal
         self._perform = perform
+        self._kind_of = kind_of
 
     def wait(self, _timeout: object) -> None:
         """Perform it, unless there has been an abort."""
@@ -218,14 +226,8 @@ class AbortableTask:
         except CollectiveError:
             raise  # the abort signal has been given
         except Exception as error:  # any error: the other parts must not wait for this one
-            self._abort_signal.abort(str(error), kind=_kind_of(error))
+            self._abort_signal.abort(str(error), kind=self._kind_of(error))
             raise RuntimeError(str(error)) from None
-
-
-def _kind_of(error: Exception) -> type[CollectiveError]:
-    from nbelastic.collectives.shm.segment import error_type
-
-    return error_type(error)
 
 
 class QueuedOperation:

@@ -1,1 +1,1 @@
-"""Collective operations in the memory of GPUs that the ranks of one host can all read."""
+"""Collective operations in GPU memory that all ranks of a host can read."""

@@ -1,4 +1,4 @@
-"""Memory of a GPU that other processes open, and a stream that is waited for on the host.
+"""Memory of a GPU for other processes, and a stream that the host waits for.
 
 CUDA's runtime is called by ctypes, because torch's own way of sharing memory counts references in
 files and has the receiver's stream wait for the sender's event. **No stream may wait for another
