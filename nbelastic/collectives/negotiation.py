@@ -179,7 +179,9 @@ class NegotiatingCommunicator(Communicator):
         from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 
         try:
-            exchange, reason = open_exchange(host, self._device)
+            exchange, reason = open_exchange(
+                host, self._device, lambda said: self._exchange("devices", said)
+            )
         except BaseException:
             host.close()
             raise

@@ -114,8 +114,8 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> Memory:
         """Return memory of its own allocation, because others open allocations as a whole.
 
-        It is kept for the next generation: to free it while a peer has it open is undefined. A peer
-        of a past generation that still reads it belongs to a communicator that has failed.
+        It is kept for the next generation: to free it while a peer has it open is undefined. Peers
+        in that generation have let go of it before they meet there; any other has failed or left.
         """
         free = self._free.setdefault(nbytes, [])
         if free:
