@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import tempfile
 from dataclasses import dataclass
@@ -53,8 +54,26 @@ def meet(rank: int, size: int, backend: str, place: Place, generation: int = 1) 
     communicator = connect(rendezvous).connect()
     if size > 1 and communicator.name != backend:
         communicator.close()
-        raise Failed(f"asked for {backend!r}, the ranks met over {communicator.name!r}")
+        why = communicator.fallback_reason
+        raise Failed(f"asked for {backend!r}, the ranks met over {communicator.name!r} {why}")
     return communicator
+
+
+def meet_over_nccl(rank: int, size: int, place: Place) -> Any:
+    """Return ``torch.distributed`` over NCCL, between ranks that share a GPU.
+
+    NCCL refuses that on one host, unless its variable allows it. So each rank is a host of its own.
+    """
+    import torch
+    import torch.distributed
+
+    if "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{place.gloo_file}", rank=rank, world_size=size
+    )
+    return torch.distributed
 
 
 def meet_over_gloo(rank: int, size: int, place: Place) -> Any:

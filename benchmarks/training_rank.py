@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.meet import Place, meet, meet_over_gloo
+from benchmarks.meet import Place, meet, meet_over_gloo, meet_over_nccl
 from benchmarks.training_models import TASKS, parameters_of
 from nbelastic.cluster.worker.allocator import steady_memory
 from nbelastic.elastic.context import LocalContext, activate
@@ -86,7 +86,11 @@ class Trainer:
         self._memory.enter_context(steady_memory())
         # So that the candidates differ in nothing else.
         torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
-        self._dist = meet_over_gloo(rank, size, place)
+        if device == "cuda":
+            torch.zeros(1, device=device)  # ranks that have not used a GPU do not reduce there
+            self._dist = meet_over_nccl(rank, size, place)
+        else:
+            self._dist = meet_over_gloo(rank, size, place)
         self._communicators = {each: meet(rank, size, each, place) for each in backends}
         self._ways: dict[str, Way] = {}
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -1,11 +1,12 @@
 """Time of a training step, beyond that of ranks that train alone, in one run.
 
-Models of four kinds are trained by the same number of processes alone, by torch's DDP with Gloo,
-and by ``DistributedOptimizer`` over Gloo and over shared memory, in turns: some steps of one
-candidate while the others sleep. Prints milliseconds of a step and what each candidate adds to
-training alone (medians with quartiles), also as a share of what DDP adds (with its range in nine
-of ten draws of the rounds). Parameters must be equal on all ranks and, for nbelastic, equal to
-DDP's. Exits with 1 if a target is missed, with 2 if something could not be measured.
+Models of four kinds are trained by the same number of processes alone, by torch's DDP with Gloo (on
+a GPU with NCCL), and by ``DistributedOptimizer`` over Gloo and over shared memory (on a GPU over
+CUDA IPC, too), in turns: some steps of one candidate while the others sleep. Prints milliseconds of
+a step and what each candidate adds to training alone (medians with quartiles), also as a share of
+what DDP adds (with its range in nine of ten draws of the rounds). Parameters must be equal on all
+ranks and, for nbelastic, equal to DDP's. Exits with 1 if a target is missed, with 2 if something
+could not be measured.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ TOLERANCE = 1e-2
 # step of the CNN, too much after three.
 COMPARED = {"cpu": WARM_UP, "cuda": 1}
 # Limits, as shares of what DDP adds. Ranks that share a GPU wait for each other's kernels.
-MOST = {"cpu": {GLOO: 1.0, "shm": 0.25}, "cuda": {"shm": 1.0}}
+MOST = {"cpu": {GLOO: 1.0, "shm": 0.25}, "cuda": {"cuda_ipc": 0.5}}
+BACKENDS = {"cpu": [GLOO, "shm"], "cuda": ["shm", "cuda_ipc"]}
 LEAST_ROUNDS = 10
 
 Round = dict[str, float]
@@ -46,7 +48,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--block", type=float, default=0.5, help="seconds of a sample (0.5)")
     parser.add_argument(
-        "--backends", nargs="+", default=[GLOO, "shm"], help="what of ours to measure (gloo shm)"
+        "--backends",
+        nargs="+",
+        help="what of ours to measure (gloo shm; on a GPU shm cuda_ipc)",
     )
     parser.add_argument(
         "--device", default="cpu", choices=["cpu", "cuda"], help="which all ranks share (cpu)"
@@ -55,6 +59,7 @@ def main() -> int:
         "--barrier", action="store_true", help="measure waiting for each other by itself, too"
     )
     options = parser.parse_args()
+    options.backends = options.backends or BACKENDS[options.device]
     if options.quick:
         options.rounds, options.block, options.budget = 6, 0.03, 2.0
     most = MOST[options.device]

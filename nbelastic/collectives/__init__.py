@@ -30,7 +30,7 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     """
     if rendezvous.size == 1:
         return SoloCommunicator(generation=rendezvous.generation)
-    if rendezvous.backend in ("auto", "shm"):
+    if rendezvous.backend in ("auto", "shm", "cuda_ipc"):
         from nbelastic.collectives.negotiation import NegotiatingCommunicator
 
         return NegotiatingCommunicator(rendezvous)

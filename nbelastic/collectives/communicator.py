@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous"]
 
-BACKENDS = ("auto", "gloo", "shm", "pygloo")
+BACKENDS = ("auto", "gloo", "shm", "cuda_ipc", "pygloo")
 """Values of :attr:`Rendezvous.backend`."""
 
 
@@ -104,7 +104,7 @@ class Communicator(abc.ABC):
     """
 
     name: ClassVar[str]
-    """Its kind: ``gloo``, ``shm``, ``hierarchical``, ``pygloo`` or ``solo``."""
+    """Its kind: ``gloo``, ``shm``, ``hierarchical``, ``cuda_ipc``, ``pygloo`` or ``solo``."""
 
     fallback_reason: str = ""
     """Why the ranks could not use a faster kind, in words; empty if this is the fastest."""
@@ -132,6 +132,9 @@ class Communicator(abc.ABC):
 
     If not, a tensor that is changed then may arrive half changed on ranks that have not failed yet.
     """
+
+    devices: frozenset[str] = frozenset()
+    """Types of accelerators whose tensors it reduces where they are, as torch calls them."""
 
     rank: int
     size: int

@@ -21,7 +21,7 @@ import torch
 from nbelastic.collectives.arguments import check_contiguous, check_op, check_tree
 from nbelastic.collectives.communicator import Handle, Op, Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
-from nbelastic.collectives.operations import OperationHandle, OrderedExecutor
+from nbelastic.collectives.operations import AbortableTask, OperationHandle, OrderedExecutor
 from nbelastic.collectives.reduction_tree import Blocks, additions
 from nbelastic.errors import CollectiveError
 
@@ -140,7 +140,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         return self._submit(lambda: self._stages.perform_along(memory, blocks), deliver)
 
     def _submit(self, perform: Callable[[], None], deliver: Callable[[], None]) -> Handle:
-        operation = self._executor.submit(_Staged(self._abort_signal, perform))
+        operation = self._executor.submit(AbortableTask(self._abort_signal, perform, _kind_of))
         return OperationHandle(self, operation, deliver)
 
     @property
@@ -303,26 +303,8 @@ def _tree_of_host(blocks: Blocks, ranks: tuple[int, ...]) -> Tree:
     return core.Tree(quotas, [len(cover) for cover in covers], list(order))
 
 
-class _Staged:
-    """The stages of an operation, for the executor."""
-
-    def __init__(self, abort_signal: AbortSignal, perform: Callable[[], None]) -> None:
-        self._abort_signal = abort_signal
-        self._perform = perform
-
-    def wait(self, _timeout: object) -> None:
-        """Perform it, unless there has been an abort."""
-        try:
-            self._abort_signal.check()
-            self._perform()
-        except CollectiveError:
-            raise  # the abort signal has been given
-        except Exception as error:  # any error: the other parts must not wait for this one
-            self._abort_signal.abort(str(error), kind=_error_type(error))
-            raise RuntimeError(str(error)) from None
-
-
-def _error_type(error: Exception) -> type[CollectiveError]:
+def _kind_of(error: Exception) -> type[CollectiveError]:
+    """Return the error to raise for that of a stage."""
     from nbelastic.collectives.shm.segment import error_type
 
     return error_type(error)

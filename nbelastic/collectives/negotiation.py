@@ -7,6 +7,8 @@
 All ranks see the same capabilities and results, and draw the same conclusion: shared memory if all
 are on one host, both transports if some are, else Gloo. Where something is in the way, all fall
 back to Gloo, unless the job demands shared memory.
+
+If the job asks for it, ranks of one host then open each other's memory on GPUs, over the segment.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ from nbelastic.errors import CollectiveError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nbelastic.collectives.cuda_ipc.device import Device
+    from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
     from nbelastic.collectives.shm.handshake import SharedSegment
 
 __all__ = ["NegotiatingCommunicator"]
 
 logger = logging.getLogger(__name__)
+
+ON_HOST = "tensors of GPUs are reduced in the memory of the host"
 
 _logged: set[str] = set()
 
@@ -65,6 +71,9 @@ class NegotiatingCommunicator(Communicator):
         self._abort_signal = AbortSignal()
         self._begun = False
         self._chosen: Communicator | None = None
+        self._device: Device | None = None
+        self._gpus: list[str] = []
+        self._uses_gpus = rendezvous.backend == "cuda_ipc"
 
     def connect(self) -> Communicator:
         """Choose a communicator with the other ranks, and return it, connected."""
@@ -98,12 +107,18 @@ class NegotiatingCommunicator(Communicator):
 
     def _negotiate(self, segment_socket: SegmentSocket | None, obstacle: str) -> Communicator:
         name = segment_socket.name if segment_socket else ""
-        own = Capabilities(obstacle, self._host or sharing_host(), name)
+        self._device = device = self._own_device()
+        gpu = "" if device is None else device.kind
+        own = Capabilities(obstacle, self._host or sharing_host(), name, gpu)
         values = self._exchange("capabilities", own.encode())
         capabilities = [Capabilities.decode(value, rank) for rank, value in enumerate(values)]
+        self._gpus = [each.gpu for each in capabilities]
         topology = Topology.of(capabilities)
         if not topology.any_host_shared:
-            return self._over_gloo()
+            chosen = self._over_gloo()
+            if self._uses_gpus:
+                chosen.fallback_reason = f"{ON_HOST}: no two ranks share a host"
+            return chosen
         if topology.obstacle:
             # Known beforehand, and the same in every generation.
             return self._fall_back(topology.obstacle, logging.INFO)
@@ -135,13 +150,46 @@ class NegotiatingCommunicator(Communicator):
         if group is not None and len(topology.hosts) == 1:
             from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
 
-            return SharedMemoryCommunicator(self._rendezvous, group, self._abort_signal)
+            host = SharedMemoryCommunicator(self._rendezvous, group, self._abort_signal)
+            return self._with_devices(host)
         chosen = HierarchicalCommunicator(self._rendezvous, topology, group, self._abort_signal)
+        if self._uses_gpus:
+            chosen.fallback_reason = f"{ON_HOST}: the ranks are on several hosts"
         try:
             return chosen.connect()
         except BaseException:
             chosen.close()
             raise
+
+    def _own_device(self) -> Device | None:
+        """Return the GPU that this rank computes on, if the job asks for sums there."""
+        if not self._uses_gpus:
+            return None
+        from nbelastic.collectives.cuda_ipc.device import present_device
+
+        return present_device()
+
+    def _with_devices(self, host: SharedMemoryCommunicator) -> Communicator:
+        """Return a communicator that reduces in the memory of GPUs, if all ranks can."""
+        if not self._uses_gpus:
+            return host
+        if self._device is None or not all(self._gpus):
+            host.fallback_reason = f"{ON_HOST}: rank {self._gpus.index('')} has used no GPU"
+            return host
+        from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
+
+        try:
+            exchange, reason = open_exchange(
+                host, self._device, lambda said: self._exchange("devices", said)
+            )
+        except BaseException:
+            host.close()
+            raise
+        host.restart_count()
+        if exchange is not None:
+            return CudaIpcCommunicator(self._rendezvous, host, exchange, self._abort_signal)
+        host.fallback_reason = f"{ON_HOST}: {reason}"
+        return host
 
     def _exchange(self, subject: str, value: bytes, limit_s: float | None = None) -> list[bytes]:
         client = RendezvousClient(self._rendezvous, subject)

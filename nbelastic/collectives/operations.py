@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives.communicator import Handle, Rendezvous
 
 __all__ = [
+    "AbortableTask",
     "AsyncCommunicator",
     "BlockingTask",
     "Operation",
@@ -194,6 +195,41 @@ class BlockingTask(Protocol):
         """Perform it, or wait for its end; raise ``RuntimeError`` if it fails."""
 
 
+class AbortableTask:
+    """Work of a communicator in an executor. What fails in it breaks the communicator.
+
+    Parameters
+    ----------
+    abort_signal : AbortSignal
+        That of the communicator.
+    perform : callable
+        The work.
+    kind_of : callable, optional
+        From an error of the work to the type of the one to raise.
+    """
+
+    def __init__(
+        self,
+        abort_signal: AbortSignal,
+        perform: Callable[[], object],
+        kind_of: Callable[[Exception], type[CollectiveError]] = lambda _: CollectiveError,
+    ) -> None:
+        self._abort_signal = abort_signal
+        self._perform = perform
+        self._kind_of = kind_of
+
+    def wait(self, _timeout: object) -> None:
+        """Perform it, unless there has been an abort."""
+        try:
+            self._abort_signal.check()
+            self._perform()
+        except CollectiveError:
+            raise  # the abort signal has been given
+        except Exception as error:  # any error: the other parts must not wait for this one
+            self._abort_signal.abort(str(error), kind=self._kind_of(error))
+            raise RuntimeError(str(error)) from None
+
+
 class QueuedOperation:
     """An operation that an :class:`OrderedExecutor` performs."""
 
@@ -276,11 +312,13 @@ class OrderedExecutor:
                 self._thread.start()
         return operation
 
-    def join(self) -> None:
-        """Wait until no task is left."""
+    def join(self, limit_s: float | None = None) -> bool:
+        """Wait until no task is left, but no longer than the limit; return whether none is."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(limit_s)
+            return not thread.is_alive()
+        return True
 
     def _run(self) -> None:
         while True:

@@ -26,7 +26,7 @@ __all__ = ["Capabilities", "Topology", "host_identity", "shared_memory_obstacle"
 HOST_VARIABLE = "NBELASTIC_HOST"
 """Environment variable that splits one machine into several hosts, for tests of placement."""
 
-VERSION = 3
+VERSION = 4
 """Of the capabilities, and of the protocol between the ranks of a host."""
 
 
@@ -81,11 +81,14 @@ class Capabilities:
         The host that it claims to be on.
     socket_name : str
         Name of the socket at which it shares a segment.
+    gpu : str
+        Kind of the accelerator that it computes on; empty if it has used none.
     """
 
     obstacle: str
     host: str
     socket_name: str
+    gpu: str = ""
 
     def encode(self) -> bytes:
         """Return them as bytes."""
@@ -104,7 +107,7 @@ class Capabilities:
             version, *fields = json.loads(data)
         except (ValueError, TypeError):
             version, fields = None, []
-        plain = len(fields) == 3 and all(isinstance(field, str) for field in fields)
+        plain = len(fields) == 4 and all(isinstance(field, str) for field in fields)
         if version != VERSION or not plain:
             raise CollectiveError(
                 f"rank {rank} runs another version of nbelastic; install one version on all workers"

@@ -75,7 +75,12 @@ _NOTICES = {
 
 OUTPUT_GAP = "output of ranks was left out, because this kernel did not read it for a while"
 
-_TRANSPORTS = {"gloo": "Gloo", "shm": "shared memory", "hierarchical": "shared memory and Gloo"}
+_TRANSPORTS = {
+    "gloo": "Gloo",
+    "shm": "shared memory",
+    "hierarchical": "shared memory and Gloo",
+    "cuda_ipc": "CUDA IPC",
+}
 
 
 def over(backend: str) -> str:

@@ -142,9 +142,10 @@ def fit(
         Start from the newest complete checkpoint in `checkpoint`, if there is one.
     backend : str, default "auto"
         How tensors travel between ranks: ``shm`` through shared memory within a host and Gloo
-        across hosts, or not at all; ``gloo`` by Gloo alone; ``auto`` the best that all ranks can
-        do; ``pygloo`` by the package of that name. :attr:`JobStatus.backend` says what it has
-        become.
+        across hosts, or not at all; ``gloo`` by Gloo alone; ``auto`` the best of both that all
+        ranks can do; ``cuda_ipc`` the same, but ranks of one host sum tensors of GPUs there
+        (experimental); ``pygloo`` by the package of that name. :attr:`JobStatus.backend` says what
+        it has become.
     name : str, optional
         Name of the job, unique on the cluster; made up if not given.
     block : bool, default True

@@ -179,7 +179,7 @@ class RankFormed(Event):
     generation : int
         The generation.
     backend : str
-        Kind of its communicator: ``gloo``, ``shm``, ``hierarchical``, ``pygloo`` or ``solo``. All
+        Kind of its communicator, such as ``gloo``, or ``solo`` for a rank that is alone. All
         members have the same.
     remark : str
         Reason for not having a faster kind, for people.

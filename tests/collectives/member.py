@@ -19,13 +19,15 @@ import torch
 from nbelastic.collectives import Op, Rendezvous
 from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.collectives.shm import handshake
+from tests.collectives import worlds
+from tests.collectives.fake_device import FakeDevice
 from tests.collectives.worlds import MAKERS
 
 
 class Member:
     """The requests that it serves."""
 
-    at_once = ("make", "abort", "waiting", "threads")
+    at_once = ("make", "die_at", "abort", "waiting", "threads")
     communicator = None
 
     def make(self, kind, store, **rendezvous):
@@ -60,6 +62,10 @@ class Member:
         """Be killed, in time to come, in the middle of forming a segment."""
         for name in ("create", "join"):
             setattr(handshake.SegmentSocket, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+    def die_at(self, drain):
+        """Be killed, in time to come, when the host waits for the device for that time."""
+        worlds.fake_device = lambda _rank: FakeDevice(dies_at=drain)
 
     def abort(self, reason):
         self.communicator.abort(reason)

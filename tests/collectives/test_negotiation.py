@@ -76,6 +76,21 @@ def test_what_is_chosen_follows_from_where_the_ranks_are(hosts, kind, backend, c
     assert own_records(caplog) == []
 
 
+@pytest.mark.parametrize(
+    ("hosts", "kind", "reason"),
+    [
+        ("aa", "shm", "rank 0 has used no GPU"),
+        ("aab", "hierarchical", "the ranks are on several hosts"),
+        ("ab", "gloo", "no two ranks share a host"),
+    ],
+)
+def test_without_sums_on_gpus_the_reason_is_said(hosts, kind, reason):
+    with World(on(hosts, "cuda_ipc"), len(hosts)) as world:
+        assert kinds(world) == {kind}
+        for communicator in world.communicators:
+            assert communicator.fallback_reason == f"{negotiation.ON_HOST}: {reason}"
+
+
 def test_on_one_host_there_is_no_gloo_at_all(monkeypatch):
     monkeypatch.delattr(negotiation, "GlooCommunicator")
     with World(MAKERS["auto"], 3) as world:

@@ -19,10 +19,13 @@ from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, co
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.topology import Topology
 from nbelastic.native import core, missing
+from tests.collectives.fake_device import FakeDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Future
+
+    from nbelastic.collectives.cuda_ipc.device import Device
 
     Maker = Callable[[Rendezvous], Communicator]
 
@@ -49,18 +52,40 @@ def apart(rendezvous: Rendezvous) -> Communicator:
     return connect(rendezvous) if rendezvous.size == 1 else _Apart(rendezvous)
 
 
+class _Faked(NegotiatingCommunicator):
+    """A communicator that negotiates as if ranks computed on devices that others can read."""
+
+    def _own_device(self) -> Device | None:
+        return fake_device(self.rank)
+
+
+def fake_device(_rank: int) -> Device | None:
+    """Return the device of a rank; tests put others in place of this function."""
+    return FakeDevice()
+
+
+def faked(rendezvous: Rendezvous) -> Communicator:
+    """Make a communicator over CUDA IPC, with memory of this process for that of devices."""
+    its = dataclasses.replace(rendezvous, backend="cuda_ipc")
+    return connect(its) if its.size == 1 else _Faked(its)
+
+
 # A new kind of communicator is a line here; it must pass these tests as they are.
 MAKERS: dict[str, Maker] = {
     "gloo": of("gloo"),
     "shm": of("shm"),
     "auto": of("auto"),
     "hierarchical": apart,
+    "cuda_ipc": faked,
+    "gpu": of("cuda_ipc"),
 }
 
 needs_core = pytest.mark.skipif(core is None, reason=f"no part in C++: {missing}")
-# What "auto" is connected to is one of the others.
+# What "auto" is connected to is one of the others, and without a GPU, so is "gpu".
 KINDS = [
-    pytest.param(kind, marks=[needs_core] * (kind != "gloo")) for kind in MAKERS if kind != "auto"
+    pytest.param(kind, marks=[needs_core] * (kind != "gloo"))
+    for kind in MAKERS
+    if kind not in ("auto", "gpu")
 ]
 
 # Longer than anything takes, shorter than TIMEOUT_S: what waits for that long hangs.

@@ -51,6 +51,17 @@ def details(job, kind):
     return [event.detail for event in job.history if event.kind == kind]
 
 
+def test_without_gpus_the_job_goes_on_and_says_why(crew):
+    job = crew.fit(in_two_loops, np=2, backend="cuda_ipc")
+    assert job.results() == [[[2.0] * 3] * 2] * 2
+    assert job.status.backend == "shm"
+    (detail,) = details(job, "backend")
+    assert detail == (
+        "tensors go over shared memory: tensors of GPUs are reduced in the memory of the host: "
+        "rank 0 has used no GPU"
+    )
+
+
 def test_gloo_is_taken_where_the_user_wants_it_and_needs_no_excuse(crew):
     job = crew.fit(in_two_loops, np=2, backend="gloo")
     assert job.results() == [[[2.0] * 3] * 2] * 2

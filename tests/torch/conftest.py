@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.collectives.worlds import KINDS
 from tests.support.processes import Ranks
@@ -18,7 +19,17 @@ def kind(request):
 def ranks():
     """Ranks in processes: backward has one thread for a GPU in each, so they cannot be threads."""
     with Ranks(3) as ranks:
+        if torch.cuda.is_available():
+            ranks.run(3, use_gpu)
         yield ranks
+
+
+def use_gpu(_context=None):
+    """Use the GPU: a rank that has not done so when a generation is formed does not reduce there.
+
+    Processes are kept from test to test.
+    """
+    torch.zeros(1, device="cuda")
 
 
 @pytest.fixture(params=MODES)

@@ -64,6 +64,8 @@ class LendingCommunicator(TwinCommunicator):
         return tensor.untyped_storage().data_ptr() in memory
 
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
+        if self.devices:  # buffers there are torch's
+            self.made.append(tensor)
         assert not self.strict or any(tensor is made for made in self.made)
         self.ops.append(op)
         handle = super().allreduce_async(tensor)

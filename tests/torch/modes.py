@@ -10,7 +10,7 @@ from tests.torch.fakes import LendingCommunicator, NotedStaging
 
 # early: buckets are launched while backward runs; late: when they are waited for; large: gradients
 # of half a kilobyte or more are reduced where they are, early or late; coalesced: several at once;
-# staged: as if they were on an accelerator.
+# staged: as if they were on an accelerator; device: as if the communicator reduced there.
 MODES = [
     "early",
     "late",
@@ -20,6 +20,7 @@ MODES = [
     "coalesced late",
     "staged",
     "staged late",
+    "device",
 ]
 
 
@@ -31,9 +32,12 @@ def set_mode(
     monkeypatch.setattr(layout, "BUCKET_BYTES", bucket_bytes)
     monkeypatch.setattr(Communicator, "overlaps", "late" not in mode)
     if "staged" in mode:
-        monkeypatch.setattr(groups, "is_staged", lambda device: True)
-        monkeypatch.setattr(layout, "is_staged", lambda device: True)
         monkeypatch.setattr(groups, "Staging", NotedStaging)
+    if "staged" in mode or "device" in mode:
+        monkeypatch.setattr(groups, "is_accelerator", lambda device: True)
+        monkeypatch.setattr(layout, "is_accelerator", lambda device: True)
+    if "device" in mode:
+        monkeypatch.setattr(Communicator, "devices", frozenset({"cpu"}))
     if "coalesced" in mode:
         monkeypatch.setattr(Communicator, "coalesces", True)
         monkeypatch.setattr(layout_agreement, "SMALL_MODEL_BYTES", 0)

@@ -10,10 +10,18 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.collectives import Op
+from tests.collectives.worlds import KINDS
 from tests.torch.modes import set_mode
 from tests.torch.training import STEPS, assert_close, batch, make_model, parameters_of, train_alone
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+@pytest.fixture(params=[*KINDS, "gpu"])
+def kind(request):
+    """Return what CUDA IPC is, which this machine has, as well as the kinds that all have."""
+    return request.param
+
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -141,7 +149,7 @@ def test_memory_is_pinned_as_long_as_it_is_used(ranks):
         gc.collect()
         return before, host.is_pinned()
 
-    assert ranks.run(2, rank_main) == [(True, False)] * 2
+    assert ranks.run(2, rank_main, "shm") == [(True, False)] * 2
 
 
 class Late(torch.autograd.Function):

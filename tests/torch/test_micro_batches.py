@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nbelastic.torch as hvd
+from nbelastic.collectives import connect
 from nbelastic.collectives.reduction_tree import Node, cover
 from nbelastic.data import Batch, Loader, stopwatch
 from nbelastic.data.dealing import block_of
@@ -30,10 +31,13 @@ from nbelastic.torch.gradients.micro_batches import (
 )
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.state.torch_state import TorchState
+from tests.collectives.worlds import MAKERS
 from tests.support.world import StaticContext, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.collectives.worlds import Maker
 
 ROWS = 44
 loss_of = nn.functional.mse_loss
@@ -67,9 +71,11 @@ def digest(tensors: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def one_digest(train: Callable[[StaticContext], str], sizes: tuple[int, ...]) -> None:
+def one_digest(
+    train: Callable[[StaticContext], str], sizes: tuple[int, ...], make: Maker = connect
+) -> None:
     """Assert that all ranks of worlds of all sizes end with the same bits."""
-    found = {size: set(run_ranks(size, train)) for size in (1, *sizes)}
+    found = {size: set(run_ranks(size, train, make=make)) for size in (1, *sizes)}
     assert len(found[1]) == 1
     assert found == dict.fromkeys(found, found[1])
 
@@ -192,6 +198,7 @@ def test_parameters_and_moments_have_the_same_bits_on_any_number_of_ranks(
         return digest([*model.parameters(), *moments])
 
     one_digest(train, (2, 3, 4, 5, 9))
+    one_digest(train, (2, 3), MAKERS["cuda_ipc"])
 
 
 def test_ordinary_sums_have_other_bits() -> None:

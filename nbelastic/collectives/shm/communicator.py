@@ -320,6 +320,10 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         """Whether the rank's thread is waiting for an operation."""
         return self._waiting or self._group.waiting
 
+    def restart_count(self) -> None:
+        """Count operations from here on: those of a negotiation are no progress of the rank."""
+        self._completed = 0
+
     @property
     def dead_ranks(self) -> tuple[int, ...]:
         """Ranks whose processes are known to have ended."""
@@ -332,16 +336,19 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         self._group.abort(f"rank {self.rank} was cut off")
         return self.size - 1
 
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is under way."""
+        lent = [operation for operation, _ in self._lent]
+        executors = self._executors.values()
+        return all(each.done() for each in lent) and all(each.idle for each in executors)
+
     def close(self) -> None:
         """Leave the segment; in an orderly way if no operation is under way."""
         if self._closed or self._abort_signal.forked:
             return  # a fork has none of the group's threads
         self._closed = True
-        lent = [operation for operation, _ in self._lent]
-        idle = all(each.done() for each in lent) and all(
-            each.idle for each in self._executors.values()
-        )
-        self._abort_signal.abort("the communicator is closed", orderly=idle)
+        self._abort_signal.abort("the communicator is closed", orderly=self.idle)
         for executor in self._executors.values():
             executor.join()
         self._group.close()

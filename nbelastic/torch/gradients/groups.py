@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.gradients.staging import Staging, is_staged
+from nbelastic.torch.gradients.staging import Staging, is_accelerator
 from nbelastic.torch.ops.adasum import adasum_async
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from nbelastic.collectives import Communicator, Handle
     from nbelastic.torch.gradients.arrived import ArrivedGradients
@@ -155,10 +155,22 @@ class Bucket(GradientGroup):
     back. Others are copied to the buffer and back: those of another type, and those of parameters
     that are not contiguous, since another rank's may be.
 
+    Parameters
+    ----------
+    parameters, dtype, arrived
+        As those of any group.
+    trailer : int, default 0
+        Length of the trailer.
+    devices : collection of str, optional
+        Types of accelerators on which the communicator reduces. There the buffer is on the device,
+        and the trailer, which the rank's thread reads, is reduced on the host by itself.
+
     Attributes
     ----------
+    asynchronous : bool
+        Whether gradients are on an accelerator, which computes while Python goes on.
     staged : bool
-        Whether gradients are on an accelerator, and are brought to the host to be reduced.
+        Whether they are brought to the host to be reduced.
     sums : list of number
         The trailer's sums over all ranks (or averages, where gradients are averaged).
     """
@@ -169,6 +181,7 @@ class Bucket(GradientGroup):
         dtype: torch.dtype,
         arrived: ArrivedGradients,
         trailer: int = 0,
+        devices: Collection[str] = (),
     ) -> None:
         super().__init__(parameters, dtype, arrived)
         self.views = []
@@ -178,12 +191,15 @@ class Bucket(GradientGroup):
         # No transport is asked to reduce nothing.
         self._tail_length = trailer or int(self._starts[-1] == 0)
         self.device = parameters[0].device if parameters else torch.device("cpu")
-        self.staged = is_staged(self.device)
+        self.asynchronous = is_accelerator(self.device)
+        self.staged = self.asynchronous and self.device.type not in devices
         self.sums: list[complex] = []
         self._owner: weakref.ref[Communicator] | None = None
         self._wire: torch.Tensor | None = None
         self._flat: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
+        self._tail_wire: torch.Tensor | None = None  # where it is not part of the buffer
+        self._tail_handle: Handle | None = None
         self._staging: Staging | None = None
         self._parts: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -211,7 +227,7 @@ class Bucket(GradientGroup):
         self._pending[position] = gradient
         self._pending_bytes += self._bytes[position]
         self.expected -= 1
-        if self.expected == 0 or (self._pending_bytes >= HOT_BYTES and not self.staged):
+        if self.expected == 0 or (self._pending_bytes >= HOT_BYTES and not self.asynchronous):
             self._take_pending()
             if self.staged:  # the last has arrived: it is all on its way to the host
                 self.complete()
@@ -233,12 +249,12 @@ class Bucket(GradientGroup):
 
     def _copy(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Copy gradients, by their positions, unless they are in their places already."""
-        if self.staged and gradients:
+        if self.asynchronous and gradients:
             self._arrived.streams.join(self.device, gradients.values())
         factor, views, present = self._factor, self.views, self.present
         # One by one what is divided passes through the processor once, not twice; an accelerator
         # would rather begin few operations.
-        at_once = factor is None or self.staged
+        at_once = factor is None or self.asynchronous
         parts, sources = [], []
         for position, gradient in gradients.items():
             present[position] = True
@@ -306,8 +322,12 @@ class Bucket(GradientGroup):
             self._handle = adasum_async(communicator, wire, lengths)
         elif communicator.overlaps:
             self._handle = communicator.allreduce_async(wire, op)
+            if self._tail_wire is not None:
+                self._tail_handle = communicator.allreduce_async(self._tail_wire, op)
         else:
             communicator.allreduce(wire, op)
+            if self._tail_wire is not None:
+                communicator.allreduce(self._tail_wire, op)
             if self._staging is not None:
                 self._staging.send_back()
 
@@ -316,6 +336,9 @@ class Bucket(GradientGroup):
         assert self._tail is not None
         pending = self._handle is not None
         super().wait()
+        if self._tail_handle is not None:
+            self._tail_handle.wait()
+            self._tail_handle = None
         if self._staging is not None:
             if pending:
                 self._staging.send_back()
@@ -358,7 +381,8 @@ class Bucket(GradientGroup):
         self._forget()
 
     def _forget(self) -> None:
-        self._owner = self._wire = self._flat = self._tail = self._handle = self._staging = None
+        self._owner = self._wire = self._flat = self._staging = self._handle = None
+        self._tail = self._tail_wire = self._tail_handle = None
         self.views, self._parts, self._addresses, self._pending = [], [], [], {}
         self.present, self.sums = [], []
 
@@ -369,10 +393,16 @@ class Bucket(GradientGroup):
             home = torch.empty(count, dtype=dtype, device=self.device)
             self._staging = Staging(communicator, home, tail)
             self._wire = self._staging.host
+        elif self.asynchronous:
+            home = self._wire = torch.empty(count, dtype=dtype, device=self.device)
         else:
             home = self._wire = communicator.empty(count + tail, dtype)
         self._flat = self._shaped(home)
-        self._tail = self._shaped(self._wire)[self._starts[-1] :]
+        if self.asynchronous and not self.staged and tail:
+            self._tail_wire = communicator.empty(tail, dtype)
+            self._tail = self._shaped(self._tail_wire)
+        else:
+            self._tail = self._shaped(self._wire)[self._starts[-1] :]
         self._parts = list(self.parameters)
         self.views = [None] * len(self.parameters)
         self._addresses = [0] * len(self.parameters)

@@ -19,7 +19,7 @@ from nbelastic.torch.gradients.groups import (
     Scaling,
     SumTiming,
 )
-from nbelastic.torch.gradients.staging import is_staged
+from nbelastic.torch.gradients.staging import is_accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ LARGE_BYTES = 8 << 20
 # For one operation on many while backward runs: to copy less costs less than to handle it alone.
 PIECE_BYTES = 16 << 10
 # Communicators that average as they add, at no cost.
-_AVERAGING = ("shm", "hierarchical")
+_AVERAGING = ("shm", "hierarchical", "cuda_ipc")
 # Types in which a gradient divided by the number of ranks loses nothing.
 _ROOMY = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -56,12 +56,15 @@ class Manifest(NamedTuple):
         Whether one operation of the communicator reduces many of those.
     after_backward : bool
         Whether it reduces all of a step, when backward has ended.
+    devices : frozenset of str
+        Types of accelerators on which it reduces.
     """
 
     order: list[int]
     in_place_bytes: float
     coalesces: bool
     after_backward: bool
+    devices: frozenset[str] = frozenset()
 
 
 class Layout:
@@ -95,7 +98,10 @@ class Layout:
     ) -> None:
         self.parameters = parameters
         self.manifest = manifest
-        self.staged = any(is_staged(parameter.device) for parameter in parameters)
+        # What is combined by other means than a communicator's is gathered on the host.
+        devices = manifest.devices if isinstance(options.op, Op) else frozenset()
+        asynchronous = [each for each in parameters if is_accelerator(each.device)]
+        self.staged = any(each.device.type not in devices for each in asynchronous)
         self._options = options
         wire_dtype = options.compression.wire_dtype
         plan = plan_groups(
@@ -116,12 +122,12 @@ class Layout:
             else:
                 trailer = 1 + len(parameters) if planned is plan[-1] else 0
                 dtype = wire_dtype(members[0].dtype) if members else self._last_dtype()
-                group = Bucket(members, dtype, arrived, trailer)
+                group = Bucket(members, dtype, arrived, trailer, devices)
             self.groups.append(group)
             for position, parameter in enumerate(members):
                 self.places[id(parameter)] = (group, position)
         any_in_place = any(planned.in_place for planned in plan)
-        self.coalesced = any_in_place and manifest.after_backward and not self.staged
+        self.coalesced = any_in_place and manifest.after_backward and not asynchronous
         self.arrivals = {
             key: functools.partial(group.arrive, position)
             for key, (group, position) in self.places.items()
@@ -150,7 +156,7 @@ class Layout:
             if key in self.arrivals:
                 group, _ = self.places[key]
                 left[id(group)] -= 1
-                if isinstance(group, Bucket) and not group.staged:
+                if isinstance(group, Bucket) and not group.asynchronous:
                     gathered += parameter.nbytes
                 if left[id(group)] == 0 or gathered >= HOT_BYTES:
                     gathered = 0

@@ -116,6 +116,7 @@ class LayoutAgreement:
             _in_place_bytes(communicator, parameters, self._after_backward),
             communicator.coalesces,
             communicator.coalesces and self._after_backward,
+            communicator.devices,
         )
         if self.layout is None or self.layout.manifest != manifest:
             self.layout = Layout(parameters, manifest, self._options, self._arrived)

@@ -217,7 +217,10 @@ class ReductionStep:
             if self._launched == len(layout.groups) - 1:
                 self._arrived.check_sample()
             self._launch_next(layout)
-        context.agree(layout.deliver())
+        changed = layout.deliver()
+        # Where sums are formed on an accelerator, all were launched during backward.
+        self._arrived.check_sample()
+        context.agree(changed)
 
     @property
     def concerns_peers(self) -> bool:

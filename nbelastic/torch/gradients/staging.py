@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
 
-__all__ = ["Pinned", "Staging", "Streams", "is_staged"]
+__all__ = ["Pinned", "Staging", "Streams", "is_accelerator"]
 
 
-def is_staged(device: torch.device) -> bool:
-    """Return whether gradients of a device are brought to the host to be reduced."""
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device computes by itself, in memory of its own."""
     return device.type != "cpu"
 
 

@@ -131,14 +131,15 @@ def sum_over_ranks(
     if communicator.size == 1:
         pairs = zip(columns, like, strict=True)
         return [_absent(tensor) if column[0] is None else column[0] for column, tensor in pairs]
-    by_type: dict[torch.dtype, list[int]] = {}
+    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(like):
-        by_type.setdefault(tensor.dtype, []).append(index)
+        key = (tensor.dtype, wire_device(communicator, tensor.device))
+        by_type.setdefault(key, []).append(index)
     found: list[torch.Tensor] = [*like]
-    for indices in by_type.values():
+    for (_, device), indices in by_type.items():
         columns_of = [columns[index] for index in indices]
         like_of = [like[index] for index in indices]
-        totals = _exchange(communicator, share, nodes, columns_of, like_of)
+        totals = _exchange(communicator, share, nodes, device, columns_of, like_of)
         for index, total in zip(indices, totals, strict=True):
             found[index] = total
     return found
@@ -148,16 +149,17 @@ def _exchange(
     communicator: Communicator,
     share: StepShare,
     nodes: Sequence[Node],
+    device: torch.device,
     columns: Sequence[Sequence[torch.Tensor | None]],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Return the sums over all ranks of tensors of one type."""
+    """Return the sums over all ranks of tensors of one type, formed on a device."""
     rows = [
-        [_on_wire(column[number], each) for column, each in zip(columns, like, strict=True)]
+        [_on_wire(column[number], each, device) for column, each in zip(columns, like, strict=True)]
         for number in range(len(nodes))
     ]
     # A rank without micro-batches has room for the sums, and nothing to add.
-    outputs = rows[0] if rows else [_on_wire(None, each) for each in like]
+    outputs = rows[0] if rows else [_on_wire(None, each, device) for each in like]
     if share.exact:
         blocks = share.blocks_of(communicator.size)
         # By default the sums replace the first row, which is `outputs`.
@@ -173,18 +175,23 @@ def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.view_as_real(t).data if t.is_complex() else t.data for t in tensors]
 
 
-def _on_wire(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor in the host's memory: `value` itself, where it is one."""
+def wire_device(communicator: Communicator, device: torch.device) -> torch.device:
+    """Return where the values of a device are summed."""
+    return device if device.type in communicator.devices else torch.device("cpu")
+
+
+def _on_wire(value: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a contiguous tensor on a device: `value` itself, where it is one."""
     if value is None:
-        return torch.full(like.shape, IDENTITY, dtype=like.dtype)
-    if value.is_cpu and value.is_contiguous():
+        return torch.full(like.shape, IDENTITY, dtype=like.dtype, device=device)
+    if value.device == device and value.is_contiguous():
         return value
-    return torch.empty(like.shape, dtype=like.dtype).copy_(value)
+    return torch.empty(like.shape, dtype=like.dtype, device=device).copy_(value)
 
 
 def _from_wire(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a sum on the device of `like`, and with its strides."""
-    if like.is_cpu and like.is_contiguous():
+    if like.device == total.device and like.is_contiguous():
         return total
     return torch.empty_like(like, requires_grad=False).copy_(total)
 

@@ -1,0 +1,605 @@
+"""Communicator of ranks on one host that read the memory of each other's GPUs.
+
+Every rank has an exchange buffer, which all others have opened. A sum proceeds in rounds: each rank
+copies its values to its own buffer, meets the others, and adds what is in all buffers in the order
+of ranks. Where that would read too much, each rank adds one slice, and all copy the others' slices
+after another meeting. The halves of a buffer serve rounds in turns: when a rank writes to a half
+again, the meeting of the round between has shown that no peer reads it any more.
+
+Before a meeting a rank waits, on the host, for its *own* stream. So no stream ever waits for
+another process, and the death of a peer leaves none waiting.
+
+Meetings, tensors on the CPU, and all other operations are those of the shared-memory communicator.
+One executor performs all operations in the order of the rank's calls, because a meeting is an
+operation, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nbelastic.collectives.arguments import (
+    check_contiguous,
+    check_exchange,
+    check_gather,
+    check_op,
+    check_rank,
+    check_scatter,
+    check_together,
+    check_tree,
+)
+from nbelastic.collectives.communicator import Op
+from nbelastic.collectives.cuda_ipc.device import DeviceError
+from nbelastic.collectives.operations import (
+    AbortableTask,
+    AsyncCommunicator,
+    OperationHandle,
+    OrderedExecutor,
+)
+from nbelastic.collectives.reduction_tree import fold
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbelastic.collectives.abort_signal import AbortSignal
+    from nbelastic.collectives.communicator import Communicator, Handle, Rendezvous
+    from nbelastic.collectives.cuda_ipc.device import Device, Memory
+    from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
+
+__all__ = ["BUFFER_BYTES", "CudaIpcCommunicator", "Exchange", "open_exchange"]
+
+logger = logging.getLogger(__name__)
+
+BUFFER_BYTES = 64 << 20
+"""Bytes of a rank's exchange buffer. What exceeds a half of it is reduced in several rounds."""
+
+AT_ONCE_BYTES = 4 << 20
+"""Bytes of all ranks together that each rank adds by itself: a meeting takes longer."""
+
+OPEN_LIMIT_S = 10.0
+"""Limit for what a GPU has still to do when its communicator is made."""
+
+CLOSE_LIMIT_S = 2.0
+"""The same when it is closed. Past it, memory of peers stays mapped until the process ends."""
+
+_LINE = 128
+"""Slices begin at multiples of so many elements."""
+
+_SMALLER = (torch.float16, torch.bfloat16)
+_PROBE_BYTES = 64
+
+
+class Exchange:
+    """The exchange buffers of all ranks: this rank's own, and the others', opened.
+
+    Parameters
+    ----------
+    device : Device
+        The device of this rank.
+    memories : sequence of Memory
+        By rank.
+    """
+
+    def __init__(self, device: Device, memories: Sequence[Memory]) -> None:
+        self.device = device
+        self._memories = list(memories)
+        self._turn = 0
+
+    def next(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the half of each rank's buffer that is next, as elements of a type."""
+        self._turn = 1 - self._turn
+        return [memory.tensor.view(2, -1)[self._turn].view(dtype) for memory in self._memories]
+
+    def capacity(self, dtype: torch.dtype) -> int:
+        """Return how many elements are in a half."""
+        return self._memories[0].tensor.numel() // 2 // dtype.itemsize
+
+    def close(self) -> None:
+        """Close those of peers, and give back the own one. No stream may be using them."""
+        for memory in self._memories:
+            memory.close()
+        self._memories = []
+
+
+def open_exchange(
+    host: Communicator, device: Device, compare: Callable[[bytes], list[bytes]]
+) -> tuple[Exchange | None, str]:
+    """Open exchange buffers between all ranks; all ranks call this together.
+
+    Parameters
+    ----------
+    host : Communicator
+        Carries handles.
+    device : Device
+        That of this rank.
+    compare : callable
+        Returns what every rank gives to it. A rank that leaves after that fails no other.
+
+    Returns
+    -------
+    exchange : Exchange or None
+        None on all ranks, or on none.
+    reason : str
+        Why there is none, for people.
+    """
+    with contextlib.ExitStack() as stack:
+        own: Memory | None = None
+        memories: list[Memory] = []
+        problem = ""
+        try:
+            device.drain(OPEN_LIMIT_S)  # of what an earlier generation has left in its stream
+            own = device.allocate(BUFFER_BYTES)
+            stack.callback(own.close)
+        except (DeviceError, RuntimeError) as error:
+            problem = str(error)
+        offers = host.allgather_bytes(b"" if own is None else own.handle)
+        if own is not None and all(offers):
+            problem = _mark_own(host.rank, device, own, offers)
+            host.barrier()
+            problem = problem or _open_others(host.rank, device, own, offers, memories)
+            for memory in memories:
+                stack.callback(memory.close)
+        said = compare(problem.encode()[:1000])
+        problems = [each.decode(errors="replace") for each in said]
+        for rank, each in enumerate(problems):
+            if each:
+                return None, f"rank {rank}: {each}"
+        stack.pop_all()
+        return Exchange(device, memories), ""
+
+
+def _probe_of(offer: bytes) -> bytes:
+    return hashlib.blake2b(offer, digest_size=_PROBE_BYTES).digest()
+
+
+def _mark_own(rank: int, device: Device, own: Memory, offers: Sequence[bytes]) -> str:
+    """Write to the own buffer what the others expect there; return what has failed."""
+    try:
+        with device.after(device.mark()):
+            values = torch.frombuffer(bytearray(_probe_of(offers[rank])), dtype=torch.uint8)
+            own.tensor[:_PROBE_BYTES].copy_(values)
+        device.drain(OPEN_LIMIT_S)
+    except (DeviceError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def _open_others(
+    rank: int, device: Device, own: Memory, offers: Sequence[bytes], memories: list[Memory]
+) -> str:
+    """Open the buffers of all others, and read what they have written; return what has failed."""
+    try:
+        for peer, offer in enumerate(offers):
+            memories.append(own if peer == rank else device.open(offer, own.tensor.numel()))
+            with device.after(device.mark()):
+                found = bytes(memories[-1].tensor[:_PROBE_BYTES].cpu().tolist())
+            if found != _probe_of(offer):
+                return f"it reads something else in the memory of the GPU of rank {peer}"
+    except (DeviceError, RuntimeError) as error:
+        return f"it cannot open the memory of the GPU of rank {peer}: {error}"
+    return ""
+
+
+class CudaIpcCommunicator(AsyncCommunicator):
+    """A communicator of ranks that share a host and can read each other's GPUs.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        The generation and its ranks.
+    host : SharedMemoryCommunicator
+        That of the same ranks, owned from here on.
+    exchange : Exchange
+        The buffers, owned from here on.
+    abort_signal : AbortSignal
+        That of `host`.
+    """
+
+    name = "cuda_ipc"
+    coalesces = True
+    overlaps = True
+    carries_descriptions = True
+    stops_sending_on_failure = True
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        host: SharedMemoryCommunicator,
+        exchange: Exchange,
+        abort_signal: AbortSignal,
+    ) -> None:
+        super().__init__(rendezvous, abort_signal)
+        self.devices = frozenset({exchange.device.kind})
+        self._host = host
+        self._exchange = exchange
+        self._device = exchange.device
+        name = f"nbelastic-cuda-ipc-{self.generation}-{self.rank}"
+        self._executor = OrderedExecutor(name, rendezvous.timeout_s)
+        self._closed = False
+
+    def connect(self) -> CudaIpcCommunicator:
+        """Raise: it is connected when it is made."""
+        self._abort_signal.check()
+        raise RuntimeError("connect() is called once")
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new vector in the segment of the host."""
+        return self._host.empty(count, dtype)
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def allgather_bytes(self, record: bytes) -> list[bytes]:
+        """Return the `record` of every rank, and wait for it."""
+        found: list[list[bytes]] = []
+        self._perform(lambda: found.append(self._host.allgather_bytes(record)))
+        return found[0]
+
+    def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
+        """Reduce `tensor` over all ranks and wait for it."""
+        if self._device.holds(tensor):
+            self.allreduce_async(tensor, op).wait()
+        else:
+            self._perform(lambda: self._host.allreduce(tensor, op))
+
+    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
+        """Reduce `tensor` over all ranks, in place."""
+        check_contiguous(tensor)
+        check_op(tensor, op)
+        return self._reduce([tensor], op)
+
+    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
+        """Reduce `tensors` over all ranks, in place, as one operation."""
+        check_together(tensors, op)
+        return self._reduce(tensors, op)
+
+    def _reduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        if not any(tensor.numel() for tensor in tensors):
+            return self._nothing_to_do()
+        if not self._device.holds(tensors[0]):
+            return self._on_host(lambda: self._host.allreduce_coalesced(tensors, op))
+        return self._on_device(tensors, lambda: self._reduce_there(tensors, op))
+
+    def allreduce_tree_async(
+        self,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        blocks: Blocks,
+        outputs: Sequence[torch.Tensor] | None = None,
+    ) -> Handle:
+        """Sum tensors along a tree."""
+        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
+        if not any(tensor.numel() for tensor in found):
+            return self._nothing_to_do()
+        if not self._device.holds(found[0]):
+            return self._on_host(lambda: self._host.allreduce_tree(nodes, blocks, outputs))
+        used = [*found, *(each for node in nodes for each in node)]
+        return self._on_device(used, lambda: self._reduce_along(nodes, blocks, found))
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
+        """Copy the `tensor` of rank `root` into that of all others."""
+        check_contiguous(tensor)
+        check_rank(root, self.size, "root")
+        if tensor.numel() == 0:
+            return self._nothing_to_do()
+        if not self._device.holds(tensor):
+            return self._on_host(lambda: self._host.broadcast(tensor, root))
+        return self._on_device([tensor], lambda: self._broadcast_there(tensor, root))
+
+    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        """Collect every rank's `tensor` into `outputs`."""
+        check_gather(outputs, tensor, self.size)
+        return self._on_host(lambda: self._host.allgather(outputs, tensor), tensor, *outputs)
+
+    def reduce_scatter_async(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    ) -> Handle:
+        """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
+        check_scatter(output, inputs, self.rank, self.size, op)
+        return self._on_host(lambda: self._host.reduce_scatter(output, inputs, op), output, *inputs)
+
+    def all_to_all_async(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it."""
+        check_exchange(outputs, inputs, self.rank, self.size)
+        return self._on_host(lambda: self._host.all_to_all(outputs, inputs), *outputs, *inputs)
+
+    def barrier_async(self) -> Handle:
+        """Complete when all ranks have arrived."""
+        return self._submit(self._host.barrier)
+
+    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
+        """Send `tensor` to rank `to`, through the host."""
+        return self._message(self._host.send_async(tensor, to))
+
+    def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        """Send `parts` as one message, through the host."""
+        return self._message(self._host.send_parts_async(parts, to))
+
+    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Fill `tensor` with what rank `source` sends."""
+        return self._message(self._host.receive_async(tensor, source))
+
+    def _message(self, handle: Handle) -> Handle:
+        return OperationHandle(self, _OnHost(handle))
+
+    # -- in the executor's thread ----------------------------------------------------------------
+
+    def _submit(
+        self, perform: Callable[[], object], deliver: Callable[[], None] | None = None
+    ) -> Handle:
+        self._abort_signal.check()
+        task = AbortableTask(self._abort_signal, perform)
+        return OperationHandle(self, self._executor.submit(task), deliver)
+
+    def _on_device(self, tensors: Sequence[torch.Tensor], perform: Callable[[], None]) -> Handle:
+        """Perform it on the device's stream, between what the caller's has now and its next."""
+        self._abort_signal.check()
+        mark = self._device.mark(tensors)
+        ends: list[Any] = []
+
+        def follow() -> None:
+            with self._device.after(mark):
+                perform()
+            ends.append(self._device.end(mark))
+
+        return self._submit(follow, lambda: self._device.follow(ends[0]))
+
+    def _on_host(self, perform: Callable[[], None], *tensors: torch.Tensor) -> Handle:
+        """Have the host's communicator do it; it copies tensors of the device there and back."""
+        there = [tensor for tensor in tensors if not tensor.is_cpu]
+        return self._on_device(there, perform) if there else self._submit(perform)
+
+    def _perform(self, perform: Callable[[], None]) -> None:
+        """Perform an operation of the host and wait for it, in this thread if the other is idle."""
+        if not self._executor.idle:
+            self._submit(perform).wait()
+            return
+        self._abort_signal.check()
+        self._waiting = True
+        try:
+            perform()
+        finally:
+            self._waiting = False
+        self._completed += 1
+
+    def _meet(self, what: str) -> None:
+        """Wait for the own stream, then for all ranks to have done so, in the same operation."""
+        self._device.drain()
+        records = self._host.allgather_bytes(what.encode())
+        if len(set(records)) > 1:
+            said = ", ".join(f"rank {rank}: {each.decode()}" for rank, each in enumerate(records))
+            raise RuntimeError(f"ranks disagree on the operation ({said})")
+
+    def _reduce_there(self, tensors: Sequence[torch.Tensor], op: Op) -> None:
+        dtype = tensors[0].dtype
+        if dtype is torch.bool:  # whether any is true, or all are; bytes would overflow
+            dtype = torch.uint8
+            op = Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
+        values = [tensor.detach().view(-1).view(dtype) for tensor in tensors]
+
+        def combine(slices: Sequence[Sequence[torch.Tensor]], out: torch.Tensor | None) -> Any:
+            return _combined([each for (each,) in slices], op, out)
+
+        what = f"allreduce ({op.value})"
+        self._exchange_rounds(what, [values], values, [1] * self.size, combine)
+
+    def _reduce_along(
+        self,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        blocks: Blocks,
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        left = sum(blocks.order)
+
+        def combine(slices: Sequence[Sequence[torch.Tensor]], out: torch.Tensor | None) -> Any:
+            values = [each for of_rank in slices for each in of_rank]
+            remaining = left
+
+            def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+                nonlocal remaining
+                remaining -= 1
+                return torch.add(first, second, out=out if remaining == 0 else None)
+
+            (total,) = fold(values, blocks.order, add)
+            return total
+
+        flat = [[tensor.detach().view(-1) for tensor in node] for node in nodes]
+        counts = [len(cover) for cover in blocks.covers]
+        sums = [each.detach().view(-1) for each in outputs]
+        what = f"sum along the tree of {blocks.quotas}"
+        self._exchange_rounds(what, flat, sums, counts, combine)
+
+    def _exchange_rounds(
+        self,
+        what: str,
+        nodes: Sequence[Sequence[torch.Tensor]],
+        outputs: Sequence[torch.Tensor],
+        counts: Sequence[int],
+        combine: _Combine,
+    ) -> None:
+        """Combine the nodes of all ranks, of which each has as many as `counts` says."""
+        dtype, rows = outputs[0].dtype, max(counts)
+        what = f"{what} of {sum(each.numel() for each in outputs)} values of {dtype}"
+        width = self._exchange.capacity(dtype) // rows // _LINE * _LINE
+        pieces = [_rounds(node, width) for node in nodes]
+        for parts in _rounds(outputs, width):
+            halves = [each[: rows * width].view(rows, width) for each in self._exchange.next(dtype)]
+            mine, count = halves[self.rank], sum(part.values.numel() for part in parts)
+            for row, its in zip(mine, pieces, strict=False):
+                _copy_in(row, next(its))
+            self._meet(what)
+            by_rank = [[*half[:nodes_of]] for half, nodes_of in zip(halves, counts, strict=True)]
+            if self.size == 2 or sum(counts) * count * dtype.itemsize <= AT_ONCE_BYTES:
+                _combine_to(parts, by_rank, combine)
+                continue
+            bounds = _bounds(count, self.size)
+            low, high = bounds[self.rank], bounds[self.rank + 1]
+            if low < high:
+                slices = [[row[low:high] for row in of_rank] for of_rank in by_rank]
+                mine[0, low:high].copy_(combine(slices, None))
+            self._meet(what)
+            for rank, half in enumerate(halves):
+                _copy_out(half[0], bounds[rank], bounds[rank + 1], parts)
+
+    def _broadcast_there(self, tensor: torch.Tensor, root: int) -> None:
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        for parts in _rounds([flat], self._exchange.capacity(torch.uint8)):
+            buffer = self._exchange.next(torch.uint8)[root]
+            if self.rank == root:
+                _copy_in(buffer, parts)
+            self._meet(f"broadcast of {flat.numel()} bytes from rank {root}")
+            if self.rank != root:
+                _copy_out(buffer, 0, len(buffer), parts)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks whose processes are known to have ended."""
+        return self._host.dead_ranks
+
+    def cut_connections(self) -> int:
+        """Break the segment as the death of a peer would; return the number of other ranks."""
+        return self._host.cut_connections()
+
+    def close(self) -> None:
+        """Leave the segment, and close the buffers once nothing uses them any more."""
+        if self._closed or self._abort_signal.forked:
+            return
+        self._closed = True
+        idle = self._executor.idle and self._host.idle
+        self._abort_signal.abort("the communicator is closed", orderly=idle)
+        # Its meetings end at once. A stream has only work of this process, but that may hang.
+        try:
+            if not self._executor.join(CLOSE_LIMIT_S):
+                raise DeviceError(f"its GPU has not ended its work within {CLOSE_LIMIT_S:g} s")
+            self._device.drain(CLOSE_LIMIT_S)
+        except (DeviceError, RuntimeError) as error:
+            logger.warning(
+                "rank %d of generation %d: %s; memory of its peers stays open until its process "
+                "ends",
+                self.rank,
+                self.generation,
+                error,
+            )
+        else:
+            self._exchange.close()
+        self._host.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_closed"):
+            self.close()
+
+
+class _OnHost:
+    """An operation of the host's communicator, as one of this one's."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def wait(self, _abort_signal: AbortSignal) -> bool:
+        self._handle.wait()
+        return True
+
+
+class _Part(NamedTuple):
+    """A piece of a tensor, and where it lies in a round."""
+
+    values: torch.Tensor
+    at: int
+
+
+_Combine = Callable[[Sequence[Sequence[torch.Tensor]], "torch.Tensor | None"], torch.Tensor]
+"""Combines the nodes of all ranks, by rank; in `out`, if it is given and the result fits there."""
+
+
+def _rounds(tensors: Sequence[torch.Tensor], capacity: int) -> Iterator[list[_Part]]:
+    """Yield the pieces that fit into a buffer at a time. Ranks may split values differently."""
+    parts: list[_Part] = []
+    used = 0
+    for tensor in tensors:
+        start = 0
+        while start < tensor.numel():
+            length = min(tensor.numel() - start, capacity - used)
+            parts.append(_Part(tensor[start : start + length], used))
+            start += length
+            used += length
+            if used == capacity:
+                yield parts
+                parts, used = [], 0
+    if parts:
+        yield parts
+
+
+def _bounds(count: int, size: int) -> list[int]:
+    """Return where the slice of each rank begins, and the end."""
+    each = -(-count // size)
+    each += -each % _LINE
+    return [min(rank * each, count) for rank in range(size + 1)]
+
+
+def _combined(
+    slices: Sequence[torch.Tensor], op: Op, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Reduce slices in their order. Smaller floats are reduced as float32, and rounded once."""
+    first, *rest = slices
+    if first.dtype in _SMALLER:
+        total, out = first.float(), None
+    else:
+        total = first
+    for each in rest:
+        # Never in place in `first`, which is a rank's buffer.
+        target = total if total is not first else out
+        if op in (Op.SUM, Op.AVERAGE):
+            total = torch.add(total, each, out=target)
+        elif op is Op.PRODUCT:
+            total = torch.mul(total, each, out=target)
+        elif op is Op.MIN:
+            total = torch.minimum(total, each.to(total.dtype), out=target)
+        else:
+            total = torch.maximum(total, each.to(total.dtype), out=target)
+    if op is Op.AVERAGE:
+        total.div_(len(slices))
+    return total
+
+
+def _copy_in(buffer: torch.Tensor, parts: Sequence[_Part]) -> None:
+    places = [buffer[part.at : part.at + part.values.numel()] for part in parts]
+    torch._foreach_copy_(places, [part.values for part in parts])
+
+
+def _combine_to(
+    parts: Sequence[_Part], by_rank: Sequence[Sequence[torch.Tensor]], combine: _Combine
+) -> None:
+    """Combine all values of a round, to the pieces."""
+    count = sum(part.values.numel() for part in parts)
+    slices = [[row[:count] for row in of_rank] for of_rank in by_rank]
+    out = parts[0].values if len(parts) == 1 else None
+    if out is not None and any(row.device != out.device for row in itertools.chain(*slices)):
+        out = None  # it lies on another GPU of this process
+    total = combine(slices, out)
+    if out is None or total.data_ptr() != out.data_ptr():
+        _copy_out(total, 0, count, parts)
+
+
+def _copy_out(buffer: torch.Tensor, low: int, high: int, parts: Sequence[_Part]) -> None:
+    """Copy a slice of a buffer to the pieces that lie there."""
+    places, values = [], []
+    for part, at in parts:
+        first, last = max(low, at), min(high, at + part.numel())
+        if first < last:
+            places.append(part[first - at : last - at])
+            values.append(buffer[first:last])
+    if places:
+        torch._foreach_copy_(places, values)

@@ -1,0 +1,320 @@
+"""Memory of a GPU for other processes, and a stream that the host waits for.
+
+CUDA's runtime is called by ctypes, because torch's own way of sharing memory counts references in
+files and has the receiver's stream wait for the sender's event. **No stream may wait for another
+process's event**: if that process ends before the event's work is done, the stream waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
+
+__all__ = ["CudaDevice", "Device", "DeviceError", "Memory", "present_device"]
+
+
+class DeviceError(Exception):
+    """A device has refused something; the message says what and why."""
+
+
+class Memory(Protocol):
+    """Memory of a device, this process's own or opened.
+
+    Attributes
+    ----------
+    tensor : torch.Tensor
+        Its bytes; not to be used after :meth:`close`.
+    handle : bytes
+        By which other processes of the host open it.
+    """
+
+    tensor: torch.Tensor
+    handle: bytes
+
+    def close(self) -> None:
+        """Close what was opened; give back what was allocated. Idempotent."""
+
+
+class Device(Protocol):
+    """What a communicator needs of the device of its rank.
+
+    It has one stream of its own, on which :meth:`after` and :meth:`drain` work.
+
+    Attributes
+    ----------
+    kind : str
+        Type of the tensors that lie there, as torch calls it.
+    """
+
+    kind: str
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies on a device of this kind."""
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Return memory that others can open; raise :class:`DeviceError` if there is none."""
+
+    def open(self, handle: bytes, nbytes: int) -> Memory:
+        """Return the memory of another process; raise :class:`DeviceError` if it cannot be read."""
+
+    def mark(self, tensors: Iterable[torch.Tensor] = ()) -> Any:
+        """Mark the work that the caller's streams have now, and lend `tensors` to the own stream.
+
+        Called in the rank's thread.
+        """
+
+    def after(self, mark: Any) -> AbstractContextManager[Any]:
+        """Have operations in a block follow that work, on the own stream."""
+
+    def end(self, mark: Any) -> Any:
+        """Mark the work that the own stream has now, which followed a mark."""
+
+    def follow(self, end: Any) -> None:
+        """Have the caller's streams wait for that work. Called in the rank's thread."""
+
+    def drain(self, limit_s: float | None = None) -> None:
+        """Wait on the host until the own stream has done all its work.
+
+        Raises
+        ------
+        DeviceError
+            It has not done so within the limit, if there is one.
+        """
+
+
+class CudaDevice:
+    """A GPU as one process sees it. It has one such object, with one stream.
+
+    Parameters
+    ----------
+    index : int
+        Its number in this process.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, index: int) -> None:
+        self._device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._free: dict[int, list[_Allocation]] = {}
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies on a GPU, this one or another of this process."""
+        return tensor.is_cuda
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Return memory of its own allocation, because others open allocations as a whole.
+
+        It is kept for the next generation: to free it while a peer has it open is undefined. Peers
+        in that generation have let go of it before they meet there; any other has failed or left.
+        """
+        free = self._free.setdefault(nbytes, [])
+        if free:
+            return _Lease(free.pop(), free)
+        with torch.cuda.device(self._device):
+            try:
+                return _Lease(_Allocation(nbytes, self._device), free)
+            except DeviceError:
+                torch.cuda.empty_cache()
+                return _Lease(_Allocation(nbytes, self._device), free)
+
+    def open(self, handle: bytes, nbytes: int) -> Memory:
+        """Return the memory of another process."""
+        if handle.startswith(_own_mark()):
+            raise DeviceError("it shares its process with another rank; CUDA needs one for each")
+        with torch.cuda.device(self._device):
+            return _Opened(handle, nbytes, self._device)
+
+    def mark(self, tensors: Iterable[torch.Tensor] = ()) -> Any:
+        """Record an event on the present stream of each device."""
+        devices = {self._device}
+        for tensor in tensors:
+            devices.add(tensor.device)
+            # If a handle is dropped, its tensors may be freed before the stream has read them.
+            tensor.record_stream(self._stream)
+        return {each: _recorded(torch.cuda.current_stream(each)) for each in devices}
+
+    @contextlib.contextmanager
+    def after(self, mark: Any) -> Any:
+        """Work on the own stream, after the events."""
+        with torch.cuda.stream(self._stream):
+            for device, event in mark.items():
+                self._stream.wait_event(event)
+                if device != self._device:  # copies to and from there are on its streams, too
+                    torch.cuda.current_stream(device).wait_event(event)
+            yield
+
+    def end(self, mark: Any) -> Any:
+        """Record an event on the own stream."""
+        return _recorded(self._stream), [*mark]
+
+    def follow(self, end: Any) -> None:
+        """Have the present stream of each device wait for the event."""
+        event, devices = end
+        for device in devices:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def drain(self, limit_s: float | None = None) -> None:
+        """Wait on the host for the own stream."""
+        event = _recorded(self._stream, blocking=True)
+        if limit_s is None:
+            event.synchronize()  # sleeps, without the interpreter's lock
+            return
+        deadline = time.monotonic() + limit_s
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise DeviceError(f"its GPU has not ended its work within {limit_s:g} s")
+            time.sleep(0.0002)
+
+
+def _recorded(stream: Any, *, blocking: bool = False) -> Any:
+    event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+_devices: dict[int, CudaDevice] = {}
+
+
+def present_device() -> Device | None:
+    """Return the GPU that this process uses; None if it has not used one."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    # A rank that computes on `cuda:1` may never have made that the current one.
+    used = [i for i in range(torch.cuda.device_count()) if _has_context(i)]
+    index = used[0] if len(used) == 1 else torch.cuda.current_device()
+    if index not in _devices:
+        _devices[index] = CudaDevice(index)
+    return _devices[index]
+
+
+def _has_context(index: int) -> bool:
+    """Return whether this process has used a GPU. torch has no public name for that."""
+    return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
+
+
+def _own_mark() -> bytes:
+    """Return what no other process of the host has in its handles, forks included."""
+    return _token + os.getpid().to_bytes(8, "little")
+
+
+_token = os.urandom(8)
+
+
+# -- CUDA's runtime --------------------------------------------------------------------------------
+
+_NAME = "libcudart.so"
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+
+
+class _Handle(ctypes.Structure):
+    """``cudaIpcMemHandle_t``, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+class _Runtime:
+    """The functions of the CUDA runtime that torch has loaded."""
+
+    def __init__(self) -> None:
+        try:
+            with open("/proc/self/maps") as maps:
+                paths = {line.split()[-1] for line in maps if _NAME in line}
+            self._library = ctypes.CDLL(min(paths))
+        except (OSError, ValueError) as error:
+            raise DeviceError(f"CUDA's runtime is not found: {error}") from None
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function; raise :class:`DeviceError` if it fails."""
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            self._library.cudaGetLastError()  # else torch would report it at its next call
+            raise DeviceError(f"{name}: {self._library.cudaGetErrorString(status).decode()}")
+
+
+_runtime: list[_Runtime] = []
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if not _runtime:
+        _runtime.append(_Runtime())
+    _runtime[0].call(name, *arguments)
+
+
+class _Array:
+    """Memory in the form in which torch takes it over without a copy."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(_Array(address, nbytes), device=device)
+
+
+class _Allocation:
+    """Memory of this process, freed with it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        address, handle = ctypes.c_void_p(), _Handle()
+        _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        try:
+            _call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        except BaseException:
+            _call("cudaFree", address)
+            raise
+        self.handle = _own_mark() + bytes(handle.reserved)
+        self.tensor = _tensor_at(address.value or 0, nbytes, device)
+
+
+class _Lease:
+    """The use of an allocation by one communicator."""
+
+    def __init__(self, allocation: _Allocation, free: list[_Allocation]) -> None:
+        self.tensor, self.handle = allocation.tensor, allocation.handle
+        self._allocation: _Allocation | None = allocation
+        self._free = free
+
+    def close(self) -> None:
+        """Give it back for the next one."""
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            self._free.append(allocation)
+
+
+class _Opened:
+    """Memory of another process, mapped here."""
+
+    def __init__(self, handle: bytes, nbytes: int, device: torch.device) -> None:
+        self.handle = handle
+        self._device = device
+        self._address = ctypes.c_void_p()
+        _call(
+            "cudaIpcOpenMemHandle",
+            ctypes.byref(self._address),
+            _Handle.from_buffer_copy(handle, len(_own_mark())),
+            ctypes.c_uint(_LAZY_PEER_ACCESS),
+        )
+        self.tensor = _tensor_at(self._address.value or 0, nbytes, device)
+
+    def close(self) -> None:
+        """Unmap it."""
+        address, self._address = self._address, ctypes.c_void_p()
+        if address.value:
+            with torch.cuda.device(self._device):
+                _call("cudaIpcCloseMemHandle", address)
