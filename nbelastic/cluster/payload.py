@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from nbelastic.errors import OptionError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -22,8 +24,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Modules",
     "Source",
+    "keras_settings",
     "process_name",
-    "take_torch_settings",
+    "take_settings",
     "torch_settings",
     "unpack_call",
     "unpack_modules",
@@ -124,7 +127,49 @@ def torch_settings() -> dict[str, str]:
     return {name: value for name, value in found.items() if value != defaults[name]}
 
 
-def take_torch_settings(settings: Mapping[str, str]) -> Callable[[], None]:
+KERAS = "KERAS_BACKEND"
+"""Variable of the environment that Keras reads when it is imported; and the name of a setting."""
+
+
+def keras_settings() -> dict[str, str]:
+    """Return the back end of Keras that ranks are to have: this process's, if it has one."""
+    keras = sys.modules.get("keras")
+    config = getattr(keras, "config", None)
+    name = config.backend() if hasattr(config, "backend") else os.environ.get(KERAS, "")
+    return {KERAS: str(name)} if name else {}
+
+
+def _take_keras_settings(settings: Mapping[str, str]) -> None:
+    """Have Keras, which is imported later, take the back end of the kernel.
+
+    Raises
+    ------
+    OptionError
+        Keras is imported already, with another one.
+    """
+    name = settings.get(KERAS)
+    if not name:
+        return
+    config = getattr(sys.modules.get("keras"), "config", None)
+    if hasattr(config, "backend") and config.backend() != name:
+        raise OptionError(
+            f"Keras has the back end {name!r} where fit was called, and is imported with "
+            f"{config.backend()!r} on this worker, where it cannot change any more. Restart the "
+            f"workers, or start them with {KERAS}={name}"
+        )
+    os.environ[KERAS] = name
+
+
+def take_settings(settings: Mapping[str, str]) -> Callable[[], None]:
+    """Give this process settings of another one; return what takes back torch's device.
+
+    The worker puts back the others.
+    """
+    _take_keras_settings(settings)
+    return _take_torch_settings({name: each for name, each in settings.items() if name != KERAS})
+
+
+def _take_torch_settings(settings: Mapping[str, str]) -> Callable[[], None]:
     """Give torch in this process settings of another one; return what takes back the device.
 
     A device that this process lacks stays the default. It is a setting of the thread; the worker

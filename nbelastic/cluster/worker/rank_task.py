@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from distributed import get_worker
 
 from nbelastic.cluster.dask_compat import leave_thread_pool
-from nbelastic.cluster.payload import take_torch_settings, unpack_call, unpack_modules
+from nbelastic.cluster.payload import take_settings, unpack_call, unpack_modules
 from nbelastic.cluster.rank_error import pack_error, summary_of
 from nbelastic.cluster.sendable import MOST_BYTES
 from nbelastic.cluster.wire import PLUGIN
@@ -147,7 +147,7 @@ class _Rank:
             payload = self._agent.payload(self._spec.job)
             session.secret = payload.secret
             modules.enter_context(installed(unpack_modules(payload)))
-            modules.callback(take_torch_settings(payload.torch))
+            modules.callback(take_settings(payload.torch))
             with session.user_code():
                 result = self._function(payload)
         except RankExit:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.sampler import SamplerSnapshot
     from nbelastic.torch.state.commit import Commit
     from nbelastic.torch.state.flatten import Node
+    from nbelastic.torch.state.structure import Structure
 
 __all__ = ["TorchState"]
 
@@ -119,7 +120,11 @@ class TorchState(ObjectState):
         check_models(given, objects_in(given))
         super().__init__(model=model, optimizer=optimizer, **values)
         self._loaders = self._take_part_in_steps()
-        self._built = _captured(self._commit).structure()
+        self._built = self._structure()
+
+    def _structure(self) -> Structure:
+        """Return the structure of the last commit."""
+        return _captured(self._commit).structure()
 
     def _take_part_in_steps(self) -> list[Loader]:
         """Connect the loaders in this state with its epoch, and with the buffers of its models.
@@ -146,9 +151,14 @@ class TorchState(ObjectState):
                 "the number of ranks, and with a Loader it does not grow; leave them out"
             )
         for loader in loaders:
+            if any(loader is each for each in self._loaders):
+                continue
             if "epoch" in self._names:
                 loader.follow(self)
-            means = BufferMeans(_models_of(self), loader.forgo_exactness, loader.buffers)
+            alive = _alive(self)
+            means = BufferMeans(
+                lambda: alive()[0], loader.forgo_exactness, loader.buffers, lambda: alive()[1]
+            )
             loader.add_participant(means)
         return loaders
 
@@ -329,6 +339,10 @@ class TorchState(ObjectState):
         objects = objects_in(self._values().values())
         return [each for each in objects if isinstance(each, Module)]
 
+    def _running_means(self) -> Iterable[torch.Tensor]:
+        """Return means of batches that are no buffers of modules."""
+        return ()
+
     def _moving_values(self) -> dict[str, object]:
         return moving_values(self._modules())
 
@@ -481,16 +495,15 @@ def _rates_of(objects: Iterable[object]) -> list[float]:
     return [float(group.get("lr", 0.0)) for group in groups]
 
 
-def _models_of(state: TorchState) -> Callable[[], list[Module]]:
-    """Return a function that returns the models in a state, as long as that lives."""
-    alive = weakref.ref(state)
+def _alive(state: TorchState) -> Callable[[], tuple[list[Module], Iterable[torch.Tensor]]]:
+    """Return a function that returns models and running means, as long as the state lives."""
+    reference = weakref.ref(state)
 
-    def models() -> list[Module]:
-        present = alive()
-        objects = [] if present is None else objects_in(present._values().values())
-        return [each for each in objects if isinstance(each, Module)]
+    def present() -> tuple[list[Module], Iterable[torch.Tensor]]:
+        found = reference()
+        return ([], ()) if found is None else (found._modules(), found._running_means())
 
-    return models
+    return present
 
 
 def _captured(commit: Commit) -> CapturedState:

@@ -1,0 +1,105 @@
+"""Variables of Keras as one object of a state, with positions instead of names.
+
+Keras numbers names by the models that a process has made before (``dense_2``), so names differ
+between ranks. Positions do not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from nbelastic.errors import StateMismatch
+from nbelastic.torch.state.flatten import TensorRef, mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from nbelastic.keras.backends import Backend
+    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
+    from nbelastic.torch.state.structure import Structure, TensorNames
+
+__all__ = ["Variables", "VariablesAdapter"]
+
+
+class VariablesAdapter:
+    """Capture and restoration of :class:`Variables`, in place."""
+
+    def capture(self, flattener: Flattener, obj: Variables) -> list[tuple[str, Node]]:
+        """Return the names and nodes of all tensors, in their order."""
+        return [(name, flattener.flatten(tensor)) for name, tensor in obj.tensors()]
+
+    def restore(
+        self, unflattener: Unflattener, obj: Variables, content: list[tuple[str, TensorRef]]
+    ) -> None:
+        """Fill all variables.
+
+        Raises
+        ------
+        StateMismatch
+            There are more or fewer.
+        """
+        live = obj.tensors()
+        if len(live) != len(content):
+            raise StateMismatch(f"expected {len(live)} variables; came {len(content)}")
+        if obj.in_place:
+            for (_, tensor), (_, ref) in zip(live, content, strict=True):
+                unflattener.tensor(ref, tensor)
+            return
+        obj.assign([unflattener.value(ref) for _, ref in content])
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Describe the variables by type and shape."""
+        found: Structure = {}
+        for name, ref in content:
+            found["parameter", f"{label}.{name}"] = names.words[ref]
+            names.known.setdefault(ref, f"{label}.{name}")
+        return found
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return the tensors by position and name."""
+        del whole
+        return mapping(dict(content))
+
+
+class Variables:
+    """Variables of a model or an optimizer.
+
+    Parameters
+    ----------
+    find : callable
+        Returns the variables. Their number must not change.
+    backend : Backend
+        Reads and writes them.
+    more : callable, optional
+        Returns further tensors, which are PyTorch's own: buffers of its modules in the model.
+    """
+
+    nbelastic_adapter = VariablesAdapter
+
+    def __init__(
+        self,
+        find: Callable[[], Sequence[Any]],
+        backend: Backend,
+        more: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> None:
+        self._find = find
+        self._more = more
+        self._backend = backend
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the variables' own tensors are those of the state."""
+        return self._backend.in_place
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return a name and a tensor for each variable."""
+        variables = self._find()
+        values = [*self._backend.read(variables), *self._more()]
+        names = [*(each.name for each in variables), *["buffer"] * len(values)]
+        return [(f"{n}.{name}", value) for n, (name, value) in enumerate(zip(names, values))]  # noqa: B905
+
+    def assign(self, values: Sequence[torch.Tensor]) -> None:
+        """Give all variables new values, which are copied."""
+        self._backend.write(self._find(), cast("list[torch.Tensor]", list(values)))
