@@ -36,35 +36,37 @@ class MetricSums:
         self._model = model
         self._backend = backend
         self._base: torch.Tensor | None = None
+        self._variables: list[Any] = []
 
-    def _variables(self) -> list[Any]:
+    def _look(self) -> None:
+        """Look for the variables, which exist once the model has seen a batch."""
         variables = self._model.metrics_variables
-        return [each for each in variables if getattr(each, "aggregation", "sum") == "sum"]
+        self._variables = [e for e in variables if getattr(e, "aggregation", "sum") == "sum"]
 
-    def _present(self, variables: list[Any]) -> torch.Tensor:
-        values = self._backend.read(variables)
+    def _present(self) -> torch.Tensor:
+        values = self._backend.read(self._variables)
         flat = [each.detach().reshape(-1).to("cpu", torch.float64) for each in values]
         return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
 
-    def _write(self, variables: list[Any], flat: torch.Tensor) -> None:
-        values = self._backend.read(variables)
+    def _write(self, flat: torch.Tensor) -> None:
+        values = self._backend.read(self._variables)
         parts = flat.split([each.numel() for each in values])
         pairs = zip(parts, values, strict=True)
-        self._backend.write(variables, [p.reshape(v.shape).to(v.dtype) for p, v in pairs])
+        self._backend.write(self._variables, [p.reshape(v.shape).to(v.dtype) for p, v in pairs])
 
     def start(self, known: list[np.ndarray[Any, Any]]) -> None:
         """Begin with sums that all ranks have; without any, with those of a new epoch."""
-        variables = self._variables()
+        self._look()
         if known:
             flat = torch.from_numpy(np.concatenate([each.ravel() for each in known]))
-            present = self._present(variables)
-            if flat.numel() == present.numel():
-                self._write(variables, flat)
-        self._base = self._present(variables)
+            if flat.numel() == self._present().numel():
+                self._write(flat)
+        self._base = self._present()
 
     def start_at_zero(self) -> None:
         """Begin with what this rank has by itself, of which others know nothing."""
-        self._base = None
+        self._look()
+        self._base = torch.zeros_like(self._present())
 
     def exchange(self, stop: bool) -> tuple[list[np.ndarray[Any, Any]], bool]:
         """Add up over all ranks, which call this together.
@@ -73,22 +75,19 @@ class MetricSums:
         membership travels with them.
         """
         self._backend.settle(self._model)
-        context = current()
-        variables = self._variables()
-        present = self._present(variables)
-        base = self._base
-        if base is None or base.numel() != present.numel():  # metrics that were built meanwhile
-            base = torch.zeros_like(present)
+        context, base = current(), self._base
+        assert base is not None
+        present = self._present()
         flags = torch.tensor([float(stop), float(context.change_flag())], dtype=torch.float64)
         flat = torch.cat([present - base, flags])
         communicator = context.communicator()
+        total = present
         if communicator.size > 1:
             communicator.current_operation = "the sum of Keras' metrics"
             communicator.allreduce(flat, Op.SUM)
-        total = base + flat[:-2]
-        if communicator.size > 1 and total.numel():
-            self._write(variables, total)
-            total = self._present(variables)  # rounded as the variables are
+            self._write(base + flat[:-2])
+            total = self._present()  # rounded as the variables are
         self._base = total
-        context.agree(bool(flat[-1]))
-        return [total.numpy()], bool(flat[-2])
+        stops, changes = flat[-2:].tolist()
+        context.agree(bool(changes))
+        return [total.numpy()], bool(stops)

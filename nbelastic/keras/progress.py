@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 
 from nbelastic.torch.state.flatten import ValueNode
@@ -95,7 +96,7 @@ class Progress:
             "ended": self.ended,
             "metrics": list(self.metrics),  # arrays that are replaced, and never changed
             "callbacks": [attributes_of(each) for each in self.callbacks],
-            "rates": [float(each.numpy()) for each in self.rates],
+            "rates": [float(keras.ops.convert_to_numpy(each)) for each in self.rates],
         }
 
     def take(self, content: dict[str, Any], *, own: bool) -> None:

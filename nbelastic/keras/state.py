@@ -75,7 +75,7 @@ class KerasState(TorchState):
         self._keras = {"model": model, "optimizer": optimizer}
         progress = self._progress = Progress(() if optimizer is None else rates_of(optimizer))
         parts = {
-            "model": Variables(lambda: model.variables, back, self._buffers),
+            "model": Variables(model.variables, back, _buffers_of(model)),
             "optimizer": self._part_of_optimizer(optimizer),
         }
         self._parts = parts
@@ -87,14 +87,9 @@ class KerasState(TorchState):
         if optimizer is None:
             return None
         if not self._back.in_place:
-            return Variables(lambda: optimizer.variables, self._back)
+            return Variables(optimizer.variables, self._back)
         reduction: Any = distribution_of(optimizer)
         return variable_step(optimizer, None, None) if reduction is None else reduction.step
-
-    def _buffers(self) -> Sequence[torch.Tensor]:
-        """Return the buffers of PyTorch's modules in the model."""
-        model = self._keras["model"]
-        return [*model.buffers()] if isinstance(model, torch.nn.Module) else ()
 
     def _add(self, name: str, value: Any) -> None:
         """Add a value that is not the user's, before the elastic loop."""
@@ -162,9 +157,9 @@ class KerasState(TorchState):
         OptionError
             A callback has changed the learning rate, though a loader keeps the batch as it is.
         """
-        before = [float(each.numpy()) for each in self._progress.rates]
+        before = self._progress.content()["rates"]
         super().on_reset()
-        if self._loaders and before != [float(each.numpy()) for each in self._progress.rates]:
+        if self._loaders and before != self._progress.content()["rates"]:
             raise OptionError(
                 "a reset callback changes the learning rate, and the data are a Loader: its batch "
                 "is the same for every number of ranks, so the rate is right as it is. Remove the "
@@ -234,3 +229,8 @@ class KerasState(TorchState):
                 f"torch back end; Keras has {self._back.name}. Use hvd.elastic.ElasticDataset"
             )
         return loaders
+
+
+def _buffers_of(model: Any) -> Sequence[torch.Tensor]:
+    """Return the buffers of PyTorch's modules in a model."""
+    return [*model.buffers()] if isinstance(model, torch.nn.Module) else ()

@@ -6,13 +6,13 @@ between ranks. Positions do not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import StateMismatch
 from nbelastic.torch.state.flatten import TensorRef, mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -64,42 +64,42 @@ class VariablesAdapter:
 
 
 class Variables:
-    """Variables of a model or an optimizer.
+    """Variables of a model or an optimizer, all of which must exist by now.
 
     Parameters
     ----------
-    find : callable
-        Returns the variables. Their number must not change.
+    variables : sequence of variables
+        The variables.
     backend : Backend
         Reads and writes them.
-    more : callable, optional
-        Returns further tensors, which are PyTorch's own: buffers of its modules in the model.
+    buffers : sequence of Tensor
+        Further tensors, which are PyTorch's own: buffers of its modules in the model.
+
+    Attributes
+    ----------
+    in_place : bool
+        Whether the variables' own tensors are those of the state. They stay the same.
+    nbelastic_complete : bool
+        The same: what was captured once holds for later commits.
     """
 
     nbelastic_adapter = VariablesAdapter
 
     def __init__(
-        self,
-        find: Callable[[], Sequence[Any]],
-        backend: Backend,
-        more: Callable[[], Sequence[torch.Tensor]] = tuple,
+        self, variables: Sequence[Any], backend: Backend, buffers: Sequence[torch.Tensor] = ()
     ) -> None:
-        self._find = find
-        self._more = more
+        self._variables = list(variables)
         self._backend = backend
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the variables' own tensors are those of the state."""
-        return self._backend.in_place
+        names = [*(each.name for each in self._variables), *["buffer"] * len(buffers)]
+        self._names = [f"{number}.{name}" for number, name in enumerate(names)]
+        self.in_place = self.nbelastic_complete = backend.in_place
+        self._tensors = [*backend.read(self._variables), *buffers] if self.in_place else []
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return a name and a tensor for each variable."""
-        variables = self._find()
-        values = [*self._backend.read(variables), *self._more()]
-        names = [*(each.name for each in variables), *["buffer"] * len(values)]
-        return [(f"{n}.{name}", value) for n, (name, value) in enumerate(zip(names, values))]  # noqa: B905
+        values = self._tensors if self.in_place else self._backend.read(self._variables)
+        return list(zip(self._names, values, strict=True))
 
     def assign(self, values: Sequence[torch.Tensor]) -> None:
         """Give all variables new values, which are copied."""
-        self._backend.write(self._find(), cast("list[torch.Tensor]", list(values)))
+        self._backend.write(self._variables, values)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.errors import RankFailed
+from tests.keras.conftest import BACKEND
 from tests.keras.training import Fault, Training
-from tests.support.clusters import kinds, sizes
+from tests.support.clusters import kinds, sizes, until
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ def check(results, work):
             assert each[name] == first[name], name
         assert each["begins"] == 1
     assert first["epochs"] == list(range(len(first["epochs"]))) == first["told"]
-    for seen in first["history"]["seen"]:
+    for seen in first["history"]["seen"] if not work.stops else ():
         least, most = seen % 1000, seen // 1000
         assert least == 1
         assert most <= 2  # shares of different lengths are padded
@@ -45,6 +46,7 @@ def test_a_killed_worker(keras_crew, tmp_path):
     assert job.results()[0]["epochs"] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.backends("torch")
 def test_with_a_loader_kills_and_a_join_change_nothing(keras_crew, tmp_path):
     """Bits of the model, EarlyStopping, ReduceLROnPlateau and History as without any fault."""
     marks = [tmp_path / name for name in ("undisturbed", "disturbed")]
@@ -69,6 +71,26 @@ def test_with_a_loader_kills_and_a_join_change_nothing(keras_crew, tmp_path):
     assert found["history"].keys() == expected["history"].keys()
     for name, values in expected["history"].items():
         assert found["history"][name] == pytest.approx(values, rel=1e-5), name
+
+
+def test_ranks_leave_and_join_without_a_fault(keras_crew, tmp_path):
+    """With a DataLoader and a train_step of the user's; nothing is rolled back."""
+    faults = (Fault(0, 1, 1, "wait"), Fault(0, 2, 1, "wait"))
+    work = Training(tmp_path, faults, epochs=4, patience=9, own_step=True, loads=BACKEND == "torch")
+    job = keras_crew.fit(work, np=3, min_np=1, block=False)
+    for number, ranks in enumerate((2, 3)):
+        until((tmp_path / f"fault-{number}").exists, "the rank waits", timeout=60)
+        job.scale(max_np=ranks)
+    check(job.results(), work)
+    assert sizes(job) == [3, 2, 3]
+    assert "lost" not in kinds(job)
+
+
+def test_all_ranks_stop_where_one_does(keras_crew, tmp_path):
+    work = Training(tmp_path, faults=(Fault(1, 1, 0, "stop"),), epochs=9, patience=9)
+    job = keras_crew.fit(work, np=2)
+    check(job.results(), work)
+    assert job.results()[0]["epochs"] == [0, 1]
 
 
 def test_an_error_of_the_user(keras_crew, tmp_path):

@@ -19,7 +19,8 @@ class Fault:
     rank, epoch, batch : int
         Who, and when.
     kind : str
-        ``kill``, ``raise`` or ``wait`` (for a change of the membership, after the batch).
+        ``kill``, ``raise``, ``wait`` (for a change of the membership, after the batch) or ``stop``
+        (the training, after the batch).
     """
 
     rank: int
@@ -36,8 +37,8 @@ class Training:
     ----------
     marks : Path
         An empty directory that all workers see.
-    loader : bool
-        Whether the data are a Loader with an exact batch.
+    loader, loads : bool
+        Whether the data are a Loader with an exact batch, or a DataLoader.
     """
 
     marks: Path
@@ -49,6 +50,12 @@ class Training:
     patience: int = 2
     own_step: bool = False
     eager: bool = False
+    loads: bool = False
+
+    @property
+    def stops(self) -> bool:
+        """Whether the training ends in the middle of an epoch."""
+        return any(fault.kind == "stop" for fault in self.faults)
 
     def __call__(self) -> dict[str, Any]:
         """Train. Runs on every rank."""
@@ -75,7 +82,6 @@ def _train(work: Training) -> dict[str, Any]:
     from nbelastic.elastic.context import current
 
     hvd.init()
-    keras.utils.set_random_seed(5)
     made = np.random.default_rng(1)
     x = made.normal(size=(work.samples, 6)).astype("float32")
     target = np.tanh(x.sum(1, keepdims=True)) + made.normal(size=(work.samples, 1)) * 0.3
@@ -109,7 +115,7 @@ def _train(work: Training) -> dict[str, Any]:
             self.do(batch, ("kill", "raise"))
 
         def on_train_batch_end(self, batch, logs=None):
-            self.do(batch, ("wait",))
+            self.do(batch, ("wait", "stop"))
 
         def do(self, batch, kinds):
             for number, fault in enumerate(work.faults):
@@ -120,6 +126,9 @@ def _train(work: Training) -> dict[str, Any]:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if fault.kind == "raise":
                     raise ValueError("a mistake of the user's")
+                if fault.kind == "stop":
+                    self.model.stop_training = True
+                    return
                 while not current().change_flag():
                     time.sleep(0.01)
 
@@ -132,13 +141,17 @@ def _train(work: Training) -> dict[str, Any]:
     def loss(y_true, y_pred):
         return keras.ops.mean(keras.ops.square(y_true[:, :1] - y_pred), axis=-1)
 
+    def dense(units, **options):
+        begin = keras.initializers.GlorotUniform(seed=units)
+        return keras.layers.Dense(units, kernel_initializer=begin, **options)
+
     inputs = keras.layers.Input((6,))
-    hidden = keras.layers.Dense(16, activation="tanh")(inputs)
+    hidden = dense(16, activation="tanh")(inputs)
     if not work.loader:
         hidden = keras.layers.BatchNormalization()(hidden)
     hidden = keras.layers.Dropout(0.1)(hidden)
     kind = Careful if work.own_step else keras.Model
-    model = kind(inputs, keras.layers.Dense(1)(hidden))
+    model = kind(inputs, dense(1)(hidden))
     model.compile(
         hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)),
         loss=loss,
@@ -161,6 +174,13 @@ def _train(work: Training) -> dict[str, Any]:
         rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
         batch = hvd.elastic.Batch(work.batch * 3, micro=work.batch // 2, exact=True)
         data, more = hvd.elastic.Loader(rows, batch, seed=3), {}
+    if work.loads:
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        sampler = hvd.elastic.ElasticSampler(rows)
+        data, more = DataLoader(rows, work.batch, sampler=sampler), {}
     history = hvd.elastic.fit(
         state,
         data,
