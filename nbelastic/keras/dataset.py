@@ -11,7 +11,7 @@ from nbelastic.errors import OptionError
 from nbelastic.torch.elastic import ElasticSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["ElasticDataset"]
 
@@ -100,8 +100,11 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> Any:
         """Return a batch of this rank's share."""
-        indices = self.sampler.get_indices(index, self.batch_size)
-        return self._read(np.asarray(indices, dtype=np.int64))
+        return self.batch_of(self.sampler.get_indices(index, self.batch_size))
+
+    def batch_of(self, indices: Iterable[int]) -> Any:
+        """Return a batch of samples."""
+        return self._read(np.asarray([*indices], dtype=np.int64))
 
 
 def _length_of(arrays: Any) -> int:

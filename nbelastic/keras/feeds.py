@@ -65,6 +65,10 @@ class Feed:
     def close(self) -> None:
         """End the iteration, which an error's frames may keep alive."""
 
+    def sample(self) -> Any:
+        """Return a batch like those of the training, without a change of what was dealt."""
+        raise NotImplementedError
+
 
 class SamplerFeed(Feed):
     """Data in the order of a sampler, which deals the rest of an epoch again."""
@@ -73,7 +77,13 @@ class SamplerFeed(Feed):
         self.part = sampler
         self._data = data
         self._batch_size = batch_size
-        self._dealt = 0
+
+    def sample(self) -> Any:
+        """Return a batch of the first samples."""
+        data, count = self._data, min(self._batch_size, len(self.part.dataset))
+        if isinstance(data, DataLoader):
+            return data.collate_fn([data.dataset[n] for n in range(count)])
+        return data.batch_of(range(count))
 
     def left(self) -> int:
         """Return the number of batches of this rank's share."""

@@ -186,6 +186,18 @@ class _Training:
         state._add("_progress", self._progress)
         state.set_total(epoch=epochs, batch=feed.left() or 0)
         self._seeds = [each for each in model.variables if each.name == SEED]
+        if not self._back.in_place:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Make a step that is taken back, so that Keras compiles it before other ranks wait."""
+        self._reduction.dry = True
+        try:
+            self._model.train_on_batch(*_as_tuple(self._feed.sample()))
+        finally:
+            self._reduction.dry = False
+            self._state.restore()
+            self._model.reset_metrics()
 
     def run(self) -> Any:
         """Train in the elastic loop; return the history."""

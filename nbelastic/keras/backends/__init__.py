@@ -32,11 +32,14 @@ class Reduction(Protocol):
         Whether an update waits for :meth:`complete`. Only some back ends can.
     keeps_final : bool
         Whether ``finalize_variable_values`` is put off, because training goes on.
+    dry : bool
+        Whether gradients are applied as they are, in a step that is made to be compiled.
     """
 
     options: KerasOptions
     defers: bool
     keeps_final: bool
+    dry: bool
 
     @property
     def accumulates(self) -> bool: ...

@@ -108,7 +108,7 @@ class TorchReduction:
         self.options = options
         self.step: Any = None
         self.defers = False
-        self.keeps_final = False
+        self.keeps_final = self.dry = False
         self._waits = False
         self._update: tuple[Callable[..., None], Sequence[Any]] | None = None
         self._given: list[Any] | None = None
