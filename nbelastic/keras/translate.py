@@ -31,15 +31,18 @@ def run(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
     """
 
     @functools.wraps(function)
-    def translated(*args: Any, **kwargs: Any) -> Any:
+    def translated(state: Any, *args: Any, **kwargs: Any) -> Any:
         back = backend()
         back.raised()  # one that the function has handled by itself
         try:
-            return function(*args, **kwargs)
+            return function(state, *args, **kwargs)
         except Exception as error:
             hidden = back.raised()
             if hidden is None or hidden is error:
                 raise
-            raise hidden from error
+            # JAX has given the memory of variables to the step that failed. What they were after
+            # the last commit, or as the loop was entered, must be there before ranks meet again.
+            state.restore()
+            raise hidden from None
 
     return loop.run(translated)

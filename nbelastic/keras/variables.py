@@ -40,11 +40,10 @@ class VariablesAdapter:
         StateMismatch
             There are more or fewer.
         """
-        live = obj.tensors()
-        if len(live) != len(content):
-            raise StateMismatch(f"expected {len(live)} variables; came {len(content)}")
+        if len(obj) != len(content):
+            raise StateMismatch(f"expected {len(obj)} variables; came {len(content)}")
         if obj.in_place:
-            for (_, tensor), (_, ref) in zip(live, content, strict=True):
+            for (_, tensor), (_, ref) in zip(obj.tensors(), content, strict=True):
                 unflattener.tensor(ref, tensor)
             return
         obj.assign([unflattener.value(ref) for _, ref in content])
@@ -94,6 +93,10 @@ class Variables:
         self._names = [f"{number}.{name}" for number, name in enumerate(names)]
         self.in_place = self.nbelastic_complete = backend.in_place
         self._tensors = [*backend.read(self._variables), *buffers] if self.in_place else []
+
+    def __len__(self) -> int:
+        """Return the number of variables and buffers."""
+        return len(self._names)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return a name and a tensor for each variable."""
