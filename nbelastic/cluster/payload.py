@@ -133,10 +133,14 @@ KERAS = "KERAS_BACKEND"
 
 def keras_settings() -> dict[str, str]:
     """Return the back end of Keras that ranks are to have: this process's, if it has one."""
-    keras = sys.modules.get("keras")
-    config = getattr(keras, "config", None)
-    name = config.backend() if hasattr(config, "backend") else os.environ.get(KERAS, "")
-    return {KERAS: str(name)} if name else {}
+    name = _imported_backend() or os.environ.get(KERAS, "")
+    return {KERAS: name} if name else {}
+
+
+def _imported_backend() -> str:
+    """Return the back end of Keras, if Keras is imported."""
+    config: Any = getattr(sys.modules.get("keras"), "config", None)
+    return str(config.backend()) if hasattr(config, "backend") else ""
 
 
 def _take_keras_settings(settings: Mapping[str, str]) -> None:
@@ -150,11 +154,11 @@ def _take_keras_settings(settings: Mapping[str, str]) -> None:
     name = settings.get(KERAS)
     if not name:
         return
-    config = getattr(sys.modules.get("keras"), "config", None)
-    if hasattr(config, "backend") and config.backend() != name:
+    imported = _imported_backend()
+    if imported not in ("", name):
         raise OptionError(
             f"Keras has the back end {name!r} where fit was called, and is imported with "
-            f"{config.backend()!r} on this worker, where it cannot change any more. Restart the "
+            f"{imported!r} on this worker, where it cannot change any more. Restart the "
             f"workers, or start them with {KERAS}={name}"
         )
     os.environ[KERAS] = name

@@ -1,4 +1,4 @@
-"""Horovod's Keras interface for Keras 3, on Dask: ``import nbelastic.keras as hvd``.
+"""Horovod's Keras interface for Keras 3: ``import nbelastic.keras as hvd``.
 
 It works with the back ends torch, TensorFlow and JAX. ``hvd.elastic.fit`` is Keras' ``fit`` on
 ranks that come and go.
@@ -8,8 +8,8 @@ try:
     import keras as _keras
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "nbelastic.keras needs Keras 3; install it by `pip install nbelastic[keras]`, with the back "
-        "end that KERAS_BACKEND names",
+        "nbelastic.keras needs Keras 3; install it by `pip install nbelastic[keras]`, with the "
+        "back end that KERAS_BACKEND names",
         name="keras",
     ) from error
 

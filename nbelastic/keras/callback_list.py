@@ -12,7 +12,7 @@ from nbelastic.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.keras.progress import Progress
+    from nbelastic.keras.progress import FitProgress
 
 __all__ = ["ElasticCallbackList", "OnRankZero", "RankZeroModel", "make_callbacks"]
 
@@ -138,6 +138,7 @@ class RankZeroModel:
         setattr(self.__dict__["_model"], name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
         return self.__dict__["_model"](*args, **kwargs)
 
 
@@ -193,7 +194,7 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
         The callbacks.
     model : keras.Model
         The model.
-    progress : Progress
+    progress : FitProgress
         The position of the training.
     params : dict
         What callbacks are told of the training.
@@ -206,7 +207,7 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
         self,
         callbacks: Sequence[Any],
         model: Any,
-        progress: Progress,
+        progress: FitProgress,
         params: dict[str, Any],
         after_batch: Any,
     ) -> None:

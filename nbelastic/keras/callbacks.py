@@ -279,5 +279,3 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     def set_model(self, model: Any) -> None:
         """Take the model, whose files rank 0 alone writes."""
         super().set_model(model if isinstance(model, RankZeroModel) else RankZeroModel(model))
-
-

@@ -207,8 +207,7 @@ def feed_of(
     module = type(data).__module__.partition(".")[0]
     is_undealable = (
         isinstance(data, (keras.utils.PyDataset, types.GeneratorType))
-        or module in ("tensorflow", "grain")
-        and not hasattr(data, "shape")
+        or (module in ("tensorflow", "grain") and not hasattr(data, "shape"))
         or not keras.tree.flatten(data)
     )
     if is_undealable:

@@ -155,9 +155,7 @@ class _Training:
         optimizer = model.optimizer
         if not is_distributed(optimizer):
             raise OptionError(NOT_DISTRIBUTED.format(kind=type(optimizer).__name__))
-        if class_weight is not None and not isinstance(
-            feed.source(), keras.utils.PyDataset
-        ):
+        if class_weight is not None and not isinstance(feed.source(), keras.utils.PyDataset):
             raise OptionError("elastic.fit(class_weight=…): only for arrays and ElasticDataset")
         self._state = state
         self._progress = state._progress

@@ -50,7 +50,7 @@ class MetricSums:
 
     def _write(self, flat: torch.Tensor) -> None:
         values = self._backend.read(self._variables)
-        parts = flat.split([each.numel() for each in values])
+        parts = torch.split(flat, [each.numel() for each in values])
         pairs = zip(parts, values, strict=True)
         self._backend.write(self._variables, [p.reshape(v.shape).to(v.dtype) for p, v in pairs])
 

@@ -9,8 +9,7 @@ import torch
 
 from nbelastic.keras.backends import backend
 from nbelastic.torch.ops import broadcast as broadcasts
-from nbelastic.torch.ops import functions
-from nbelastic.torch.ops import reductions
+from nbelastic.torch.ops import functions, reductions
 from nbelastic.torch.ops.compression import Compression, Compressor
 
 if TYPE_CHECKING:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from nbelastic.keras.backends import Reduction
     from nbelastic.torch.ops.adasum import GradientOp
 
-    Base = Any
-else:
-    Base = object
 
 __all__ = [
     "DistributedOptimizer",
@@ -34,7 +31,7 @@ __all__ = [
     "settle_scaling",
 ]
 
-Optimizer = TypeVar("Optimizer")
+Optimizer = TypeVar("Optimizer", bound=Any)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -114,7 +111,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     ValueError
         An argument has a value that it cannot have. The optimizer is as it was.
     """
-    return _distribute(
+    del device_dense, device_sparse
+    made: Optimizer = _distribute(
         optimizer,
         name,
         compression=compression,
@@ -128,6 +126,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
+    return made
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -169,7 +168,8 @@ process_set
     layers = list(layers) if isinstance(layers, (list, tuple, set)) else [layers]
     if not all(isinstance(each, keras.layers.Layer) for each in layers):
         raise ValueError("local_layers must be a layer, or a list of layers")
-    return _distribute(
+    del device_dense, device_sparse
+    made: Optimizer = _distribute(
         optimizer,
         name,
         compression=compression,
@@ -183,6 +183,7 @@ process_set
         scale_local_gradients=scale_local_gradients,
         local=tuple(layers),
     )
+    return made
 
 
 def _distribute(
@@ -246,12 +247,12 @@ def _wrap(optimizer: Any, options: KerasOptions) -> Any:
 
 def is_distributed(optimizer: object) -> bool:
     """Return whether an optimizer of Keras applies the gradients of all ranks."""
-    return isinstance(optimizer, _Distributed)
+    return isinstance(optimizer, _ReducingOptimizer)
 
 
 def distribution_of(optimizer: object) -> Reduction | None:
     """Return the reduction of a distributed optimizer; None for others."""
-    return optimizer._reduction if isinstance(optimizer, _Distributed) else None
+    return optimizer._reduction if isinstance(optimizer, _ReducingOptimizer) else None
 
 
 def settle_scaling(model: Any) -> None:
@@ -262,7 +263,7 @@ def settle_scaling(model: Any) -> None:
     """
     outer = getattr(model, "optimizer", None)
     inner = getattr(outer, "inner_optimizer", None)
-    if not isinstance(inner, _Distributed) or is_distributed(outer):
+    if not isinstance(inner, _ReducingOptimizer) or is_distributed(outer):
         return
     options = inner._reduction.options
     inner.__class__ = _plain(type(inner))
@@ -270,7 +271,13 @@ def settle_scaling(model: Any) -> None:
     _wrap(outer, options)
 
 
-class _Distributed(Base):
+if TYPE_CHECKING:
+    _Base: Any = keras.optimizers.Optimizer
+else:
+    _Base = object
+
+
+class _ReducingOptimizer(_Base):  # type: ignore[misc]
     """Methods of a distributed optimizer; the first base of its class."""
 
     _reduction: Reduction
@@ -319,9 +326,9 @@ class _Distributed(Base):
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
         """Return a distributed optimizer with the same options."""
         plain = _plain(cls)
-        more: Mapping[str, Any] = {} if custom_objects is None else {
-            "custom_objects": custom_objects
-        }
+        more: Mapping[str, Any] = (
+            {} if custom_objects is None else {"custom_objects": custom_objects}
+        )
         return _wrap(plain.from_config(config, **more), cls._options)
 
 
@@ -333,7 +340,7 @@ def _distributed(base: type[Any], options: KerasOptions) -> type[Any]:
         "__doc__": base.__doc__,
         "_options": options,
     }
-    return type(base.__name__, (_Distributed, base), names)
+    return type(base.__name__, (_ReducingOptimizer, base), names)
 
 
 def _plain(kind: type[Any]) -> type[Any]:

@@ -1,4 +1,4 @@
-"""Position of a training by ``fit``, and what callbacks and metrics know, as part of a state."""
+"""Position of a training by ``fit``, with what callbacks and metrics know.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
     from nbelastic.torch.state.structure import Structure, TensorNames
 
-__all__ = ["Progress", "ProgressAdapter"]
+__all__ = ["FitProgress", "FitProgressAdapter"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -24,15 +24,15 @@ _NOT_STATE = ("params", "_model")
 """Attributes of callbacks that belong to their rank."""
 
 
-class ProgressAdapter:
-    """Capture and restoration of :class:`Progress`."""
+class FitProgressAdapter:
+    """Capture and restoration of :class:`FitProgress`."""
 
-    def capture(self, flattener: Flattener, obj: Progress) -> dict[str, Any]:
+    def capture(self, flattener: Flattener, obj: FitProgress) -> dict[str, Any]:
         """Return its content, which shares nothing that changes with it."""
         del flattener
         return obj.content()
 
-    def restore(self, unflattener: Unflattener, obj: Progress, content: dict[str, Any]) -> None:
+    def restore(self, unflattener: Unflattener, obj: FitProgress, content: dict[str, Any]) -> None:
         """Take over its content."""
         obj.take(content, own=unflattener.local)
 
@@ -47,7 +47,7 @@ class ProgressAdapter:
         return ValueNode(content)
 
 
-class Progress:
+class FitProgress:
     """Position of a training by ``fit``, and what callbacks and metrics know.
 
     Attributes
@@ -70,7 +70,7 @@ class Progress:
         Whether the content is another rank's, of which callbacks know nothing yet.
     """
 
-    nbelastic_adapter = ProgressAdapter
+    nbelastic_adapter = FitProgressAdapter
 
     def __init__(self, rates: Sequence[Any] = ()) -> None:
         self.epoch = self.batch = 0

@@ -14,7 +14,7 @@ from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
 from nbelastic.keras.backends.torch import rates_of, variable_step
 from nbelastic.keras.optimizer import distribution_of, is_distributed, settle_scaling
-from nbelastic.keras.progress import Progress
+from nbelastic.keras.progress import FitProgress
 from nbelastic.keras.variables import Variables
 from nbelastic.torch.ops.reductions import Average, grouped_allreduce
 from nbelastic.torch.state.torch_state import TorchState
@@ -73,7 +73,7 @@ class KerasState(TorchState):
             optimizer.build(model.trainable_variables)
         self._back = back
         self._keras = {"model": model, "optimizer": optimizer}
-        progress = self._progress = Progress(() if optimizer is None else rates_of(optimizer))
+        progress = self._progress = FitProgress(() if optimizer is None else rates_of(optimizer))
         parts = {
             "model": Variables(model.variables, back, _buffers_of(model)),
             "optimizer": self._part_of_optimizer(optimizer),

@@ -1,4 +1,4 @@
-"""Horovod's TensorFlow 2 interface, on Dask: ``import nbelastic.tensorflow as hvd``.
+"""Horovod's TensorFlow 2 interface: ``import nbelastic.tensorflow as hvd``.
 
 For loops of your own: ``hvd.DistributedGradientTape`` and ``hvd.elastic.TensorFlowKerasState``. Of
 Keras' ``fit``, see :mod:`nbelastic.keras`, which ``nbelastic.tensorflow.keras`` is another name of.
@@ -8,7 +8,8 @@ import importlib.util as _util
 
 if _util.find_spec("tensorflow") is None:
     raise ModuleNotFoundError(
-        "nbelastic.tensorflow needs TensorFlow; install tensorflow or tensorflow-cpu", name="tensorflow"
+        "nbelastic.tensorflow needs TensorFlow; install tensorflow or tensorflow-cpu",
+        name="tensorflow",
     )
 
 from nbelastic.elastic.context import shutdown

@@ -60,7 +60,9 @@ class TensorFlowState(TorchState):
         self, variables: Sequence[Any] | None = None, session: Any = None, **values: Any
     ) -> None:
         if session is not None:
-            raise OptionError("TensorFlowState(session=…): sessions are TensorFlow 1's; leave it out")
+            raise OptionError(
+                "TensorFlowState(session=…): leave it out; TensorFlow 2 has no sessions"
+            )
         if not variables:
             raise OptionError(
                 "TensorFlowState(variables=…): TensorFlow 2 keeps no list of all variables; pass "

@@ -105,29 +105,24 @@ gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradient
 
 
 def _wrap(tape: Any, options: KerasOptions) -> Any:
-    if isinstance(tape, _Distributed):
+    if isinstance(tape, _ReducingTape):
         raise ValueError("the tape is a DistributedGradientTape already")
     current()  # NotInitialized where there is none
     kind = type(tape)
-    tape.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
+    tape.__class__ = type(kind.__name__, (_ReducingTape, kind), {"__module__": kind.__module__})
     tape._options = options
     return tape
 
 
-if TYPE_CHECKING:
-    Base = tf.GradientTape
-else:
-    Base = object
-
-
-class _Distributed(Base):  # type: ignore[misc]
+class _ReducingTape:
     """Methods of a distributed tape."""
 
     _options: KerasOptions
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients, reduced over all ranks."""
-        gradients = super().gradient(target, sources, *args, **kwargs)
+        tape: Any = super()
+        gradients = tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(gradients, expand_composites=False)
         options = self._options
         dense = densified(flat, sparse_as_dense=options.sparse_as_dense)

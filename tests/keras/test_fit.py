@@ -36,9 +36,7 @@ def test_it_trains(keras_crew, tmp_path):
 
 
 def test_a_killed_worker(keras_crew, tmp_path):
-    work = Training(
-        tmp_path, faults=(Fault(1, 1, 2), Fault(0, 2, 1, "wait")), epochs=5, patience=9
-    )
+    work = Training(tmp_path, faults=(Fault(1, 1, 2), Fault(0, 2, 1, "wait")), epochs=5, patience=9)
     job = keras_crew.fit(work, np=3, min_np=2)
     check(job.results(), work)
     assert sizes(job) == [3, 2, 3]

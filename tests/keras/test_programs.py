@@ -18,6 +18,7 @@ from tests.support.clusters import kinds, sizes
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parent / "scripts"
+NAME, EPOCHS = ("tape", 5) if BACKEND == "tensorflow" else ("digits", 6)
 
 
 def program(name: str) -> str:
@@ -51,19 +52,13 @@ def check(ended: list[dict[str, str]], epochs: int) -> None:
             assert each[name] == ended[0][name], name
 
 
-def output_of(job) -> str:
-    return "\n".join(job.logs(rank) for rank in range(3))
-
-
-@pytest.mark.parametrize("name", ["digits", "tape"])
-def test_by_fit(keras_crew, tmp_path, name):
-    if name == "tape" and BACKEND != "tensorflow":
-        pytest.skip("for TensorFlow")
-    job = keras_crew.fit(Call(name, tmp_path), np=3, min_np=2)
+@pytest.mark.backends("torch", "tensorflow")
+def test_by_fit(keras_crew, tmp_path):
+    job = keras_crew.fit(Call(NAME, tmp_path), np=3, min_np=2)
     assert sizes(job)[:2] == [3, 2]
     assert kinds(job).count("lost") == 1
-    check(done(job.logs()), {"digits": 6, "tape": 5}[name])
-    assert (tmp_path / "checkpoint.keras").exists() == (name == "digits")
+    check(done(job.logs()), EPOCHS)
+    assert (tmp_path / "checkpoint.keras").exists() == (NAME == "digits")
     size, epoch, batch = (tmp_path / "resets").read_text().split()[:3]
     assert (size, epoch) == ("2", "1")
     assert int(batch) > 0
@@ -76,6 +71,7 @@ def test_faults_by_hand(keras_crew, tmp_path):
     assert [each["caught"] for each in ended] == ["UnknownError"] * len(ended)
 
 
+@pytest.mark.backends("torch")
 def test_by_a_cell(keras_crew, tmp_path):
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -94,13 +90,10 @@ def test_by_a_cell(keras_crew, tmp_path):
         InteractiveShell.clear_instance()
 
 
-@pytest.mark.parametrize("name", ["digits", "tape"])
-def test_by_the_terminal(tmp_path, name):
-    if name == "tape" and BACKEND != "tensorflow":
-        pytest.skip("for TensorFlow")
-    events = tmp_path / "events.jsonl"
-    words = ["elastic", "run", "-np", "3", "--min-np", "2", "--events", str(events)]
-    command = ["python", str(SCRIPTS / f"{name}.py")]
+@pytest.mark.backends("torch", "tensorflow")
+def test_by_the_terminal(tmp_path):
+    words = ["elastic", "run", "-np", "3", "--min-np", "2", "--json"]
+    command = ["python", str(SCRIPTS / f"{NAME}.py")]
     code = "import sys; from dask.__main__ import main; sys.exit(main())"
     ended = subprocess.run(
         [sys.executable, "-c", code, *words, *command],
@@ -111,6 +104,7 @@ def test_by_the_terminal(tmp_path, name):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    found = [json.loads(line) for line in events.read_text().splitlines()]
-    assert [each["size"] for each in found if each["kind"] == "formed"][:2] == [3, 2]
-    check(done(ended.stdout), {"digits": 6, "tape": 5}[name])
+    found = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [each["size"] for each in found if each.get("kind") == "formed"][:2] == [3, 2]
+    text = "\n".join(each.get("text", "") for each in found)
+    check(done(text), EPOCHS)

@@ -65,8 +65,8 @@ def missing_module(name: str) -> ModuleNotFoundError | None:
         return None
     return ModuleNotFoundError(
         f"No module named {name!r}: nbelastic stands in for Horovod here, and trains PyTorch "
-        "and Keras models. Use horovod.torch or horovod.keras, or install Horovod and run the script "
-        "by horovodrun",
+        "and Keras models. Use horovod.torch or horovod.keras, or install Horovod and run the "
+        "script by horovodrun",
         name=name,
     )
 

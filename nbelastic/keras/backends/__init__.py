@@ -26,8 +26,6 @@ class Reduction(Protocol):
     ----------
     options : KerasOptions
         How to reduce.
-    accumulates : bool
-        Whether some of the passes of a step are done, and not all.
     defers : bool
         Whether an update waits for :meth:`complete`. Only some back ends can.
     keeps_final : bool
@@ -42,7 +40,8 @@ class Reduction(Protocol):
     dry: bool
 
     @property
-    def accumulates(self) -> bool: ...
+    def accumulates(self) -> bool:
+        """Whether some of the passes of a step are done, and not all."""
 
     def built(self, optimizer: Any) -> None:
         """Take note that the optimizer has its variables."""

@@ -1,4 +1,4 @@
-"""Reduction of gradients inside of compiled functions, which call back into Python.
+"""Reduction of gradients inside of compiled functions, by calls into Python.
 
 TensorFlow and JAX call back in a thread of their own, while the rank's thread waits in the compiled
 function. So that thread acts for the rank. An error there reaches the rank as one of the library's;

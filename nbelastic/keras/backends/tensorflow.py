@@ -1,4 +1,4 @@
-"""Back end TensorFlow: gradients are reduced in a ``py_function``, also of compiled functions."""
+"""Back end TensorFlow, whose gradients are reduced in a ``py_function``.
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 import torch
+from torch._C import _to_dlpack as to_dlpack
 
 from nbelastic.keras.backends.callback import CalledBack, Gradients
 
@@ -27,7 +28,7 @@ def to_torch(value: Any) -> torch.Tensor:
     tensor = tf.convert_to_tensor(value)
     if tensor.dtype in _UNSIGNED:  # of which PyTorch knows little
         return torch.from_numpy(tensor.numpy().astype(np.int64))
-    return torch.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
+    return torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
 
 
 def from_torch(tensor: torch.Tensor) -> Any:
@@ -35,7 +36,7 @@ def from_torch(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().contiguous()
     if tensor.dtype is torch.bool:
         return tf.constant(tensor.numpy())
-    return tf.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
+    return tf.experimental.dlpack.from_dlpack(to_dlpack(tensor))
 
 
 def reduce_tensors(tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, list[Any]]:

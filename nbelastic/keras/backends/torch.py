@@ -52,7 +52,7 @@ class VariableStep(torch.optim.Optimizer):
         own: Sequence[torch.Tensor],
         update: Callable[[], None] | None = None,
     ) -> None:
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": list(trained)},
             {"params": list(local), "local": True},
             {"params": list(own)},
@@ -287,8 +287,10 @@ class TorchBackend:
         """Return a tensor, or what can be made one without a copy."""
         if hasattr(value, "value") and isinstance(value.value, torch.Tensor):
             value = value.value
-        return value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(
-            np.asarray(value)
+        return (
+            value.detach()
+            if isinstance(value, torch.Tensor)
+            else torch.as_tensor(np.asarray(value))
         )
 
     def from_torch(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -155,9 +155,8 @@ class TorchState(ObjectState):
                 continue
             if "epoch" in self._names:
                 loader.follow(self)
-            alive = _alive(self)
             means = BufferMeans(
-                lambda: alive()[0], loader.forgo_exactness, loader.buffers, lambda: alive()[1]
+                _models_of(self), loader.forgo_exactness, loader.buffers, _means_of(self)
             )
             loader.add_participant(means)
         return loaders
@@ -495,15 +494,26 @@ def _rates_of(objects: Iterable[object]) -> list[float]:
     return [float(group.get("lr", 0.0)) for group in groups]
 
 
-def _alive(state: TorchState) -> Callable[[], tuple[list[Module], Iterable[torch.Tensor]]]:
-    """Return a function that returns models and running means, as long as the state lives."""
-    reference = weakref.ref(state)
+def _models_of(state: TorchState) -> Callable[[], list[Module]]:
+    """Return a function that returns the models in a state, as long as that lives."""
+    alive = weakref.ref(state)
 
-    def present() -> tuple[list[Module], Iterable[torch.Tensor]]:
-        found = reference()
-        return ([], ()) if found is None else (found._modules(), found._running_means())
+    def models() -> list[Module]:
+        present = alive()
+        return [] if present is None else present._modules()
 
-    return present
+    return models
+
+
+def _means_of(state: TorchState) -> Callable[[], Iterable[torch.Tensor]]:
+    """Return a function that returns further running means, as long as the state lives."""
+    alive = weakref.ref(state)
+
+    def means() -> Iterable[torch.Tensor]:
+        present = alive()
+        return () if present is None else present._running_means()
+
+    return means
 
 
 def _captured(commit: Commit) -> CapturedState:

@@ -15,9 +15,7 @@ lr = 0.01
 made = np.random.default_rng(hvd.rank())
 x = made.normal(size=(64, 6)).astype("float32")
 y = x.sum(1, keepdims=True)
-model = tf.keras.Sequential(
-    [tf.keras.layers.Dense(8, activation="tanh"), tf.keras.layers.Dense(1)]
-)
+model = tf.keras.Sequential([tf.keras.layers.Dense(8, activation="tanh"), tf.keras.layers.Dense(1)])
 optimizer = tf.keras.optimizers.Adam(lr * hvd.size())
 
 
