@@ -1,4 +1,4 @@
-"""Position of a training by ``fit``, with what callbacks and metrics know.
+"""Position of a training by ``fit``, with what callbacks and metrics know."""
 
 from __future__ import annotations
 

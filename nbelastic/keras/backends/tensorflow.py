@@ -1,4 +1,4 @@
-"""Back end TensorFlow, whose gradients are reduced in a ``py_function``.
+"""Back end TensorFlow, whose gradients are reduced in a ``py_function``."""
 
 from __future__ import annotations
 
