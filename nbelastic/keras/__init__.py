@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
         name="keras",
     ) from error
 
-if not hasattr(_keras, "__version__") or int(_keras.__version__.partition(".")[0]) < 3:
+if getattr(_keras, "__version__", "2").startswith(("1.", "2")):
     raise ImportError("nbelastic.keras needs Keras 3; install it by `pip install nbelastic[keras]`")
 
 from nbelastic.elastic.context import shutdown

@@ -8,8 +8,9 @@ import keras
 import torch
 
 from nbelastic.data import Loader
-from nbelastic.elastic.context import current
+from nbelastic.elastic.context import current, current_or_alone
 from nbelastic.elastic.sampling import sampler_of
+from nbelastic.elastic.session import warn
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
 from nbelastic.keras.backends.torch import rates_of, variable_step
@@ -68,6 +69,9 @@ class KerasState(TorchState):
         back = backend()
         back.settle(model)
         settle_scaling(model)
+        warning, context = back.prepare(model), current_or_alone()
+        if warning and context is not None:
+            warn(context, warning)
         optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)

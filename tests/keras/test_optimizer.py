@@ -203,6 +203,39 @@ def test_bad_arguments_are_refused(hvd):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
 
 
+@pytest.mark.backends("tensorflow")
+def test_what_xla_compiles_cannot_call_back(hvd):
+    import keras
+
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse", jit_compile=True)
+    hvd.elastic.KerasState(model)
+    assert not model.jit_compile
+
+
+def test_data_that_cannot_be_dealt_are_refused(hvd):
+    import keras
+    import numpy as np
+
+    from nbelastic.errors import OptionError
+
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(), "mse")
+    state = hvd.elastic.KerasState(model)
+    rows = np.ones((4, 2))
+    with pytest.raises(OptionError, match="whose gradients are not averaged"):
+        hvd.elastic.fit(state, rows, rows[:, :1])
+    with pytest.raises(OptionError, match="cannot be dealt to ranks"):
+        hvd.elastic.fit(state, (each for each in rows))
+    with pytest.raises(OptionError, match="different lengths"):
+        hvd.elastic.fit(state, rows, rows[:3])
+    with pytest.raises(OptionError, match="epochs=0"):
+        hvd.elastic.fit(state, rows, rows, epochs=0)
+    keep = keras.callbacks.BackupAndRestore("/nowhere")
+    with pytest.raises(OptionError, match="a restore from a file would undo it"):
+        hvd.elastic.fit(state, rows, rows, callbacks=[keep])
+
+
 def test_another_back_end_than_the_kernels_is_refused(monkeypatch):
     from nbelastic.cluster.payload import keras_settings, take_settings
     from nbelastic.errors import OptionError

@@ -91,6 +91,9 @@ class Backend(Protocol):
     def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         """Copy values into variables."""
 
+    def prepare(self, model: Any) -> str:
+        """Change what of a compiled model cannot work; return a warning, or nothing."""
+
     def settle(self, model: Any) -> None:
         """Have the variables of a model hold their present values, in the middle of ``fit``."""
 

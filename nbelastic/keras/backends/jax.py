@@ -158,6 +158,10 @@ class JaxBackend:
             array = jax.numpy.array(to_numpy(value), dtype=variable.dtype, copy=True)
             variable.assign(array)
 
+    def prepare(self, model: Any) -> str:
+        """Do nothing."""
+        return ""
+
     def settle(self, model: Any) -> None:
         """Wait for the step under way, and have the model's variables hold its results."""
         with contextlib.suppress(AttributeError):

@@ -20,6 +20,12 @@ __all__ = ["TensorFlowBackend", "TensorFlowReduction", "from_torch", "reduce_ten
 
 _UNSIGNED = (tf.uint16, tf.uint32, tf.uint64)
 
+NO_XLA = (
+    "jit_compile was turned off\n"
+    "XLA compiles functions that cannot call back into Python, where gradients are reduced.\n"
+    "Pass jit_compile=False to compile()."
+)
+
 called_back = CalledBack()
 
 
@@ -176,6 +182,13 @@ class TensorFlowBackend:
         for variable, value in zip(variables, values, strict=True):
             native = _native(variable)
             native.assign(tf.cast(from_torch(value.clone()), native.dtype))
+
+    def prepare(self, model: Any) -> str:
+        """Have the model not be compiled by XLA, from which there is no way back into Python."""
+        if not getattr(model, "compiled", False) or not model.jit_compile:
+            return ""
+        model.jit_compile = False
+        return NO_XLA
 
     def settle(self, model: Any) -> None:
         """Do nothing: variables always hold their values."""

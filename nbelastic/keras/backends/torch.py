@@ -276,6 +276,10 @@ class TorchBackend:
         for variable, value in zip(variables, values, strict=True):
             variable.value.copy_(value)
 
+    def prepare(self, model: Any) -> str:
+        """Do nothing."""
+        return ""
+
     def settle(self, model: Any) -> None:
         """Do nothing: variables always hold their values."""
 
