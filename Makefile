@@ -10,7 +10,7 @@ NATIVE_SOURCES := nbelastic/native/CMakeLists.txt $(wildcard $(addprefix nbelast
 # Processes that run tests; much of a test is waiting.
 JOBS ?= 2
 
-.PHONY: test test-fast demo native lint docs chaos simulate sanitize clean
+.PHONY: test test-fast test-keras demo native lint docs chaos simulate sanitize clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,24 @@ FAST := tests/house tests/membership tests/driver tests/elastic tests/cluster te
 	tests/cli
 test-fast: lint $(NATIVE)
 	$(BIN)/python -m pytest -n $(JOBS) -q -m "not slow" $(FAST)
+
+# Keras on its three back ends, in an environment of its own: TensorFlow and JAX take 1.7 GB.
+KERAS_VENV ?= .venv-keras
+KERAS_STAMP := $(KERAS_VENV)/.installed
+$(KERAS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(KERAS_VENV)
+	$(KERAS_VENV)/bin/python -m pip install -q -c constraints.txt torch tensorflow-cpu jax \
+		"scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja \
+		"hypothesis>=6.100" "pytest>=9" "pytest-timeout>=2.3" "pytest-xdist>=3.6"
+	$(KERAS_VENV)/bin/python -m pip install -q -c constraints.txt --no-build-isolation \
+		-e ".[keras,notebook]"
+	touch $@
+
+BACKENDS ?= torch tensorflow jax
+test-keras: $(NATIVE) $(KERAS_STAMP)
+	set -e; for backend in $(BACKENDS); do \
+		KERAS_BACKEND=$$backend $(KERAS_VENV)/bin/python -m pytest -p no:cacheprovider tests/keras; \
+	done
 
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
@@ -73,4 +91,4 @@ sanitize: $(STAMP)
 	done
 
 clean:
-	rm -rf $(VENV) build nbelastic/native/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(KERAS_VENV) build nbelastic/native/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -36,6 +37,9 @@ myst_enable_extensions = ["colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
 
 autodoc_typehints = "none"
+# The pages are made without Keras and its back ends.
+optional = ("keras", "tensorflow", "jax")
+autodoc_mock_imports = [each for each in optional if importlib.util.find_spec(each) is None]
 autosummary_generate = True
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False

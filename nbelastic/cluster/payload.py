@@ -5,6 +5,7 @@ Runs in the kernel, in the thread that calls ``fit``, and in workers, in the thr
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Modules",
     "Source",
-    "take_torch_settings",
+    "keras_settings",
+    "take_settings",
     "torch_settings",
     "unpack_call",
     "unpack_modules",
@@ -108,7 +110,30 @@ def torch_settings() -> dict[str, str]:
     return {name: value for name, value in found.items() if value != defaults[name]}
 
 
-def take_torch_settings(settings: Mapping[str, str]) -> None:
+KERAS = "KERAS_BACKEND"
+"""Variable of the environment that Keras reads when it is imported; and the name of a setting."""
+
+
+def keras_settings() -> dict[str, str]:
+    """Return the back end of Keras that ranks are to have: this process's, if it has one."""
+    name = _imported_backend() or os.environ.get(KERAS, "")
+    return {KERAS: name} if name else {}
+
+
+def _imported_backend() -> str:
+    """Return the back end of Keras, if Keras is imported."""
+    config: Any = getattr(sys.modules.get("keras"), "config", None)
+    return str(config.backend()) if hasattr(config, "backend") else ""
+
+
+def take_settings(settings: Mapping[str, str]) -> None:
+    """Give this process settings of another one, before Keras is imported in it."""
+    if name := settings.get(KERAS):
+        os.environ[KERAS] = name
+    _take_torch_settings({name: each for name, each in settings.items() if name != KERAS})
+
+
+def _take_torch_settings(settings: Mapping[str, str]) -> None:
     """Give torch in this process settings of another one, but no device that it lacks."""
     if not settings:
         return

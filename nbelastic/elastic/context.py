@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.supervision import SteppedOptimizers
 
 __all__ = [
+    "Acting",
     "Context",
     "LocalContext",
     "activate",
@@ -291,6 +292,31 @@ def activate(context: Context) -> Iterator[None]:
             _of_process.remove(context)
         _of_thread.reset(token)
         own.clear()
+
+
+class Acting:
+    """Have the calling thread act for a rank, whose own thread waits for it meanwhile.
+
+    So do libraries that call back from compiled functions. It is no generator, because
+    ``contextlib`` sets the traceback of exceptions, which some refuse.
+
+    Parameters
+    ----------
+    context : Context
+        That of the rank.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = _of_thread.set([self._context])
+        self._caller = self._context._caller
+        self._context._caller = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._context._caller = self._caller
+        _of_thread.reset(self._token)
 
 
 def initialize() -> None:

@@ -327,13 +327,13 @@ def test_horovods_names_find_nbelastic(folder):
 
 
 @pytest.mark.parametrize(
-    "line", ["import horovod.tensorflow.keras as hvd", "from horovod.tensorflow import elastic"]
+    "line", ["import horovod.spark.torch as hvd", "from horovod.spark import run"]
 )
 def test_a_missing_module_of_horovod_says_what_to_use(folder, line):
-    says = "'horovod.tensorflow': nbelastic stands in for Horovod.*Use horovod.torch"
+    says = "'horovod.spark': nbelastic stands in for Horovod.*Use horovod.torch"
     with pytest.raises(ModuleNotFoundError, match=says) as caught:
         run_script(call(script(folder, line)))
-    assert caught.value.name == "horovod.tensorflow"
+    assert caught.value.name == "horovod.spark"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["missing_function", "missing_module"]
 
-_MODULES = ("keras", "mxnet", "ray", "spark", "tensorflow")
+_MODULES = ("mxnet", "ray", "spark")
 
 _START = (
     "starts a job, and this script runs in a rank of one. Call the function itself; from outside a "
@@ -59,13 +59,14 @@ def missing_module(name: str) -> ModuleNotFoundError | None:
     Parameters
     ----------
     name : str
-        Full name of the module, such as ``horovod.keras``.
+        Full name of the module, such as ``horovod.mxnet``.
     """
     if name.partition(".")[2] not in _MODULES:
         return None
     return ModuleNotFoundError(
         f"No module named {name!r}: nbelastic stands in for Horovod here, and trains PyTorch "
-        "models. Use horovod.torch, or install Horovod and run the script by horovodrun",
+        "and Keras models. Use horovod.torch or horovod.keras, or install Horovod and run the "
+        "script by horovodrun",
         name=name,
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Future
 
-from nbelastic.cluster.payload import torch_settings
+from nbelastic.cluster.payload import keras_settings, torch_settings
 from nbelastic.cluster.wire import JobPayload
 from nbelastic.cluster.worker.environment import MUST_MATCH, versions, versions_reader
 from nbelastic.cluster.worker.signals import after_shielding
@@ -144,7 +144,8 @@ def pack_function(
             (len(call) + len(sources)) / 2**20,
             largest,
         )
-    return JobPayload(secrets.token_bytes(SECRET_BYTES), sources, call, torch_settings()), modules
+    settings = {**torch_settings(), **keras_settings()}
+    return JobPayload(secrets.token_bytes(SECRET_BYTES), sources, call, settings), modules
 
 
 def parts_of(

@@ -352,7 +352,9 @@ class Reducer:
     def _trained(self) -> list[torch.Tensor]:
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+        # An integration may leave groups to their rank.
+        reduced = [group for group in groups if not group.get("local")]
+        return [p for group in reduced for p in group["params"] if p.requires_grad]
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:
         """Have autograd call back for `parameters` and no others, as long as this object lives.

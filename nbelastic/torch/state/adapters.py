@@ -420,6 +420,9 @@ def adapter_of(value: object) -> Adapter | None:
     """Return the adapter for an object, or None for a plain value."""
     if isinstance(value, _PLAIN):
         return None
+    own = getattr(type(value), "nbelastic_adapter", None)  # an integration's object brings its own
+    if own is not None:
+        return cast("Adapter", own())
     for kind, adapter in _ADAPTERS:
         if isinstance(value, kind):
             return adapter

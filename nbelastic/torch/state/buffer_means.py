@@ -48,6 +48,8 @@ class BufferMeans:
         Called with a reason when a buffer changes that is no running mean.
     functions : mapping of str to callable
         Functions for buffers, by names or patterns; see :class:`~nbelastic.data.Loader`.
+    more : callable, optional
+        Returns further running means, which are no buffers.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class BufferMeans:
         models: Callable[[], Sequence[torch.nn.Module]],
         forgo_exactness: Callable[[str], None],
         functions: Mapping[str, Callable[..., torch.Tensor]],
+        more: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self._models = models
+        self._more = more
         self._forgo = forgo_exactness
         self._functions = functions
         self._checked = not functions
@@ -190,6 +194,7 @@ class BufferMeans:
                         means[id(buffer)] = buffer
                     else:
                         counts[id(buffer)] = buffer
+        means.update((id(each), each) for each in self._more())
         self._means, self._counts = list(means.values()), list(counts.values())
         self._others = others
         self._versions = {name: buffer._version for name, buffer in others.items()}

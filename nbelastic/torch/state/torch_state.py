@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.sampler import SamplerSnapshot
     from nbelastic.torch.state.commit import Commit
     from nbelastic.torch.state.flatten import Node
+    from nbelastic.torch.state.structure import Structure
 
 __all__ = ["TorchState"]
 
@@ -119,7 +120,11 @@ class TorchState(ObjectState):
         check_models(given, objects_in(given))
         super().__init__(model=model, optimizer=optimizer, **values)
         self._loaders = self._take_part_in_steps()
-        self._built = _captured(self._commit).structure()
+        self._built = self._structure()
+
+    def _structure(self) -> Structure:
+        """Return the structure of the last commit."""
+        return _captured(self._commit).structure()
 
     def _take_part_in_steps(self) -> list[Loader]:
         """Connect the loaders in this state with its epoch, and with the buffers of its models.
@@ -146,9 +151,13 @@ class TorchState(ObjectState):
                 "the number of ranks, and with a Loader it does not grow; leave them out"
             )
         for loader in loaders:
+            if any(loader is each for each in self._loaders):
+                continue
             if "epoch" in self._names:
                 loader.follow(self)
-            means = BufferMeans(_models_of(self), loader.forgo_exactness, loader.buffers)
+            means = BufferMeans(
+                _models_of(self), loader.forgo_exactness, loader.buffers, _means_of(self)
+            )
             loader.add_participant(means)
         return loaders
 
@@ -329,6 +338,10 @@ class TorchState(ObjectState):
         objects = objects_in(self._values().values())
         return [each for each in objects if isinstance(each, Module)]
 
+    def _running_means(self) -> Iterable[torch.Tensor]:
+        """Return means of batches that are no buffers of modules."""
+        return ()
+
     def _moving_values(self) -> dict[str, object]:
         return moving_values(self._modules())
 
@@ -487,10 +500,20 @@ def _models_of(state: TorchState) -> Callable[[], list[Module]]:
 
     def models() -> list[Module]:
         present = alive()
-        objects = [] if present is None else objects_in(present._values().values())
-        return [each for each in objects if isinstance(each, Module)]
+        return [] if present is None else present._modules()
 
     return models
+
+
+def _means_of(state: TorchState) -> Callable[[], Iterable[torch.Tensor]]:
+    """Return a function that returns further running means, as long as the state lives."""
+    alive = weakref.ref(state)
+
+    def means() -> Iterable[torch.Tensor]:
+        present = alive()
+        return () if present is None else present._running_means()
+
+    return means
 
 
 def _captured(commit: Commit) -> CapturedState:

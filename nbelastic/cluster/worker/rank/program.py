@@ -14,7 +14,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbelastic.cluster.payload import take_torch_settings, unpack_call, unpack_modules
+from nbelastic.cluster.payload import take_settings, unpack_call, unpack_modules
 from nbelastic.cluster.rank_error import pack_error, summary_of
 from nbelastic.cluster.sendable import MOST_BYTES
 from nbelastic.cluster.wire import (
@@ -175,7 +175,7 @@ class RankProgram:
         start, session = self._spec.start, self.session
         try:
             install(unpack_modules(self._payload))
-            take_torch_settings(self._payload.torch)
+            take_settings(self._payload.torch)
             with session.user_code():
                 result = self._function()
         except RankExit:

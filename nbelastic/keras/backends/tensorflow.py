@@ -1,0 +1,216 @@
+"""Back end TensorFlow, whose gradients are reduced in a ``py_function``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+import torch
+from torch._C import _to_dlpack as to_dlpack
+
+from nbelastic.keras.backends.callback import CalledBack, Gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbelastic.keras.options import KerasOptions
+
+__all__ = ["TensorFlowBackend", "TensorFlowReduction", "from_torch", "reduce_tensors", "to_torch"]
+
+_UNSIGNED = (tf.uint16, tf.uint32, tf.uint64)
+
+NO_XLA = (
+    "jit_compile was turned off\n"
+    "XLA compiles functions that cannot call back into Python, where gradients are reduced.\n"
+    "Pass jit_compile=False to compile()."
+)
+
+called_back = CalledBack()
+
+
+def to_torch(value: Any) -> torch.Tensor:
+    """Return a tensor or variable as a tensor of PyTorch, without a copy where that can be."""
+    tensor = tf.convert_to_tensor(value)
+    if tensor.dtype in _UNSIGNED:  # of which PyTorch knows little
+        return torch.from_numpy(tensor.numpy().astype(np.int64))
+    return torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
+
+
+def from_torch(tensor: torch.Tensor) -> Any:
+    """Return a tensor of PyTorch as one of TensorFlow, without a copy where that can be."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype is torch.bool:
+        return tf.constant(tensor.numpy())
+    return tf.experimental.dlpack.from_dlpack(to_dlpack(tensor))
+
+
+def reduce_tensors(tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, list[Any]]:
+    """Reduce tensors over all ranks, eagerly or in a function that TensorFlow compiles.
+
+    Returns whether there are reduced ones, which is not so between the passes of a step, and them.
+    """
+
+    def call(*given: Any) -> list[Any]:
+        def add() -> list[torch.Tensor]:
+            found = gradients.add([to_torch(each) for each in given])
+            if found is None:
+                return [torch.tensor(False), *(torch.zeros(()) for _ in given)]
+            return [torch.tensor(True), *found]
+
+        flag, *reduced = called_back.call(gradients.context, add)
+        if not flag:
+            return [tf.constant(False), *(tf.zeros_like(each) for each in given)]
+        return [tf.constant(True), *(from_torch(each) for each in reduced)]
+
+    if tf.executing_eagerly():
+        ready, *reduced = call(*tensors)
+        return bool(ready), reduced
+    types = [tf.bool, *(each.dtype for each in tensors)]
+    ready, *reduced = tf.py_function(call, list(tensors), types)
+    ready.set_shape(())
+    for one, other in zip(reduced, tensors, strict=True):
+        one.set_shape(other.shape)
+    return ready, reduced
+
+
+def densified(gradients: Sequence[Any], *, sparse_as_dense: bool) -> list[Any]:
+    """Return gradients as dense tensors.
+
+    Raises
+    ------
+    ValueError
+        One is sparse, and may not be made dense.
+    """
+    found = []
+    for each in gradients:
+        if isinstance(each, tf.IndexedSlices):
+            if not sparse_as_dense:
+                raise ValueError(
+                    "a gradient is sparse (IndexedSlices, as of an Embedding); pass "
+                    "sparse_as_dense=True"
+                )
+            each = tf.convert_to_tensor(each)  # noqa: PLW2901 - the dense one in its place
+        found.append(each)
+    return found
+
+
+class TensorFlowReduction:
+    """Reduction of an optimizer's gradients in its ``apply()``."""
+
+    def __init__(self, options: KerasOptions) -> None:
+        self.options = options
+        self.defers = False
+        self.keeps_final = self.dry = False
+        self._gradients: dict[tuple[int, ...], Gradients] = {}
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether some of the passes of a step are done, and not all."""
+        return any(each.passes for each in self._gradients.values())
+
+    def built(self, optimizer: Any) -> None:
+        """Do nothing: gradients are reduced when they are applied."""
+
+    def before_backward(self) -> None:
+        """Do nothing."""
+
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        apply: Callable[..., None],
+    ) -> None:
+        """Reduce gradients and apply them; between the passes of a step, nothing is applied."""
+        if not gradients:
+            return
+        if not optimizer.built:
+            optimizer.build(list(variables or ()))
+        trained = list(optimizer._trainable_variables if variables is None else variables)
+        dense = densified(gradients, sparse_as_dense=self.options.sparse_as_dense)
+        there = [n for n, each in enumerate(dense) if each is not None]
+        stays = self.options.is_local()
+        key = tuple(id(trained[n]) for n in there)
+        if key not in self._gradients:
+            local = [id(trained[n]) in stays for n in there]
+            self._gradients[key] = Gradients(self.options, local, self)
+        ready, reduced = reduce_tensors([dense[n] for n in there], self._gradients[key])
+        for number, each in zip(there, reduced, strict=True):
+            dense[number] = each
+        if self.options.passes == 1:
+            apply(dense, trained)
+        elif isinstance(ready, bool):
+            if ready:
+                apply(dense, trained)
+        else:
+
+            def update() -> Any:
+                apply(dense, trained)
+                return tf.constant(0)
+
+            tf.cond(ready, update, lambda: tf.constant(0))
+
+    def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Refuse: there is no need of it on this back end."""
+        raise RuntimeError("stateless_apply() does not reduce gradients on the TensorFlow back end")
+
+    def synchronize(self, optimizer: Any) -> None:
+        """Do nothing: gradients are reduced in ``apply()``."""
+
+    def complete(self) -> None:
+        """Do nothing: no update waits."""
+
+    def forget(self) -> None:
+        """Drop gradients of passes."""
+        for each in self._gradients.values():
+            each.forget()
+
+
+class TensorFlowBackend:
+    """Adapter of the back end TensorFlow."""
+
+    name = "tensorflow"
+    in_place = False
+
+    def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the variables' values, which share memory with them until they change."""
+        return [to_torch(_native(each)) for each in variables]
+
+    def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+        """Copy values into variables."""
+        for variable, value in zip(variables, values, strict=True):
+            native = _native(variable)
+            native.assign(tf.cast(from_torch(value.clone()), native.dtype))
+
+    def prepare(self, model: Any) -> str:
+        """Have the model not be compiled by XLA, from which there is no way back into Python."""
+        if not getattr(model, "compiled", False) or not model.jit_compile:
+            return ""
+        model.jit_compile = False
+        return NO_XLA
+
+    def settle(self, model: Any) -> None:
+        """Do nothing: variables always hold their values."""
+
+    def reduction(self, options: KerasOptions) -> TensorFlowReduction:
+        """Return a new reduction of gradients."""
+        return TensorFlowReduction(options)
+
+    def to_torch(self, value: Any) -> torch.Tensor:
+        """Return a tensor, an array or a variable as a tensor of PyTorch."""
+        return to_torch(_native(value))
+
+    def from_torch(self, tensor: torch.Tensor) -> Any:
+        """Return a tensor of PyTorch as one of TensorFlow."""
+        return from_torch(tensor)
+
+    def raised(self) -> BaseException | None:
+        """Return the error of the last operation between ranks, once."""
+        return called_back.raised()
+
+
+def _native(variable: Any) -> Any:
+    """Return TensorFlow's own variable of one of Keras."""
+    value = getattr(variable, "value", None)
+    return value if isinstance(value, tf.Variable) else variable

@@ -1,0 +1,305 @@
+"""Back end torch: Keras' variables are parameters of PyTorch.
+
+Their gradients are reduced during backward, in place, by the reducer of
+:mod:`nbelastic.torch.gradients`. It wants an optimizer of PyTorch. :class:`VariableStep` is one,
+whose ``step()`` is the update of a Keras optimizer. A state sees the same object, so commits right
+after a step copy nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nbelastic.elastic.context import current, current_or_none
+from nbelastic.keras.reduce import reduce
+from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbelastic.keras.options import KerasOptions
+
+__all__ = ["TorchBackend", "TorchReduction", "VariableStep", "variable_step"]
+
+NOT_THOSE_OF_BACKWARD = (
+    "optimizer.apply() was given gradients that are not those that backward() has left in the "
+    "variables, while these are being reduced. To change gradients, call optimizer.synchronize() "
+    "after backward() first, and change what is in `variable.value.grad` then"
+)
+
+
+class VariableStep(torch.optim.Optimizer):
+    """Optimizer of PyTorch whose step is the update of a Keras optimizer.
+
+    Its first groups are what is trained, its last one the variables of the Keras optimizer.
+
+    Parameters
+    ----------
+    trained, local, own : sequence of Tensor
+        Trained with reduced gradients, with the rank's own ones, and the optimizer's variables.
+    update : callable or None
+        Makes the update. A weak reference is kept.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[torch.Tensor],
+        local: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor],
+        update: Callable[[], None] | None = None,
+    ) -> None:
+        groups: list[dict[str, Any]] = [
+            {"params": list(trained)},
+            {"params": list(local), "local": True},
+            {"params": list(own)},
+        ]
+        super().__init__([each for each in groups if each["params"]], {})
+        # Weak, and so neither data nor a record: the state keeps no copy of it.
+        self._update = None if update is None else weakref.WeakMethod(update)  # type: ignore[arg-type]
+
+    def step(self, closure: Any = None) -> Any:
+        """Make the update."""
+        del closure
+        update = None if self._update is None else self._update()
+        if update is not None:
+            update()
+
+
+def variable_step(optimizer: Any, options: KerasOptions | None, update: Any) -> VariableStep:
+    """Return the step of a Keras optimizer that is built; its class is called as the optimizer's.
+
+    The learning rate is left out, because callbacks change it between steps.
+    """
+    stays = set() if options is None else options.is_local()
+    trained = optimizer._trainable_variables
+    rates = set(map(id, rates_of(optimizer)))
+    kind = type(type(optimizer).__name__, (VariableStep,), {"__module__": __name__})
+    made: VariableStep = kind(
+        [each.value for each in trained if id(each) not in stays],
+        [each.value for each in trained if id(each) in stays],
+        [each.value for each in optimizer.variables if id(each) not in rates],
+        update,
+    )
+    return made
+
+
+def rates_of(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer that are learning rates."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    own = [optimizer, *([] if inner is None else [inner])]
+    rates = [vars(each).get("_learning_rate") for each in own]
+    return [each for each in rates if hasattr(each, "assign")]
+
+
+class TorchReduction:
+    """Gradients that are reduced during backward, and an update that waits for them.
+
+    Attributes
+    ----------
+    step : VariableStep or None
+        The distributed step, once the optimizer is built.
+    """
+
+    def __init__(self, options: KerasOptions) -> None:
+        self.options = options
+        self.step: Any = None
+        self.defers = False
+        self.keeps_final = self.dry = False
+        self._waits = False
+        self._update: tuple[Callable[..., None], Sequence[Any]] | None = None
+        self._given: list[Any] | None = None
+        self._passes = 0
+        self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._local: set[int] = set()
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether some of the passes of a step are done, and not all."""
+        return self._passes > 0 or (self.step is not None and accumulates(self.step))
+
+    def built(self, optimizer: Any) -> None:
+        """Put the reducer on the optimizer's variables."""
+        if self.step is not None:
+            return
+        options = self.options
+        self._local = options.is_local()
+        step = variable_step(optimizer, options, self._make_update)
+        names = [each.path for each in optimizer._trainable_variables]
+        values = [each.value for each in optimizer._trainable_variables]
+        known = set(map(id, values))
+        rest = [p for group in step.param_groups for p in group["params"] if id(p) not in known]
+        named = [(f"{n}:{name}", v) for n, (name, v) in enumerate(zip(names, values, strict=True))]
+        named += [(f"{optimizer.name}.{n}", each) for n, each in enumerate(rest)]
+        groups: Any = options.groups
+        if not isinstance(groups, int):
+            groups = [[each.value for each in group] for group in groups]
+        self.step = DistributedOptimizer(
+            step,
+            named,
+            options.compression,
+            options.passes,
+            options.op,
+            options.predivide,
+            groups=groups,
+            sparse_as_dense=options.sparse_as_dense,
+        )
+
+    def before_backward(self) -> None:
+        """Have backward add to the gradients of earlier passes, which Keras has set to None."""
+        for value, gradient in self._kept:
+            value.grad = gradient
+        self._kept = []
+
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        apply: Callable[..., None],
+    ) -> None:
+        """Wait for the reduced gradients and apply them.
+
+        In a step of a loader, and between the passes of one step, nothing is applied.
+
+        Raises
+        ------
+        RuntimeError
+            The gradients are not those that backward has left in the variables.
+        """
+        if not gradients:
+            return
+        if not optimizer.built:
+            optimizer.build(list(variables or ()))
+        trained = list(optimizer._trainable_variables if variables is None else variables)
+        context = current()
+        if context.share is not None and context.share.number is not None:
+            self._update = apply, trained
+            return  # complete() follows after the last micro-batch
+        self._update, self._given = (apply, trained), None
+        if not all(g is v.value.grad for g, v in zip(gradients, trained, strict=True)):
+            self._given = self._reduced(list(gradients))
+        elif self.options.passes > 1 and not self.step._reducer.synchronized:
+            self._passes += 1
+            if self._passes < self.options.passes:
+                self._kept = [(each.value, each.value.grad) for each in trained]
+                return
+            self._passes = 0
+        if self.defers:
+            if self._given is None:
+                self.step.synchronize()
+            self._waits = True
+            return
+        self._step()
+
+    def _reduced(self, gradients: list[Any]) -> list[Any]:
+        """Reduce gradients that autograd has not left in the variables."""
+        if is_pending(self.step):
+            raise RuntimeError(NOT_THOSE_OF_BACKWARD)
+        if self.step._reducer.synchronized:
+            return gradients  # after optimizer.synchronize()
+        if self.options.passes > 1:
+            raise RuntimeError(
+                "backward_passes_per_step needs gradients that backward() has left in the "
+                "variables; optimizer.apply() was given others"
+            )
+        there = [each for each in gradients if each is not None]
+        rest = iter(reduce(there, self.options))
+        return [None if each is None else next(rest) for each in gradients]
+
+    def _step(self) -> None:
+        if self._given is not None:
+            with self.step.skip_synchronize():
+                self.step.step()
+        else:
+            self.step.step()
+
+    def _make_update(self) -> None:
+        """Have Keras apply the reduced gradients; called by the distributed step."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        apply, variables = update
+        given, self._given = self._given, None
+        options = self.options
+        gradients = [each.value.grad for each in variables] if given is None else given
+        with torch.no_grad():
+            if options.passes > 1 and options.average_passes:
+                present = [each for each in gradients if each is not None]
+                torch._foreach_div_(present, float(options.passes))
+            if self._local and options.scale_local:
+                size = current().size
+                pairs = zip(gradients, variables, strict=True)
+                gradients = [g / size if id(v) in self._local else g for g, v in pairs]
+            apply(gradients, variables)
+
+    def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Refuse: there is no need of it on this back end."""
+        raise RuntimeError("stateless_apply() does not reduce gradients on the torch back end")
+
+    def synchronize(self, optimizer: Any) -> None:
+        """Wait for the reduced gradients, which are then in ``variable.value.grad``."""
+        if not optimizer.built:
+            raise RuntimeError("optimizer.synchronize() was called before the optimizer was built")
+        self.step.synchronize()
+
+    def complete(self) -> None:
+        """Make the update that was put off, if there is one."""
+        waits, self._waits = self._waits, False
+        context = current_or_none()
+        in_step = context is not None and context.share is not None and self._update is not None
+        if waits or in_step:
+            self._step()
+
+    def forget(self) -> None:
+        """Drop an update that was put off, and gradients of passes."""
+        self._waits, self._passes, self._kept = False, 0, []
+        self._update = self._given = None
+
+
+class TorchBackend:
+    """Adapter of the back end torch."""
+
+    name = "torch"
+    in_place = True
+
+    def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the variables' own tensors."""
+        return [each.value for each in variables]
+
+    @torch.no_grad()
+    def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+        """Copy values into variables."""
+        for variable, value in zip(variables, values, strict=True):
+            variable.value.copy_(value)
+
+    def prepare(self, model: Any) -> str:
+        """Do nothing."""
+        return ""
+
+    def settle(self, model: Any) -> None:
+        """Do nothing: variables always hold their values."""
+
+    def reduction(self, options: KerasOptions) -> TorchReduction:
+        """Return a new reduction of gradients."""
+        return TorchReduction(options)
+
+    def to_torch(self, value: Any) -> torch.Tensor:
+        """Return a tensor, or what can be made one without a copy."""
+        if hasattr(value, "value") and isinstance(value.value, torch.Tensor):
+            value = value.value
+        return (
+            value.detach()
+            if isinstance(value, torch.Tensor)
+            else torch.as_tensor(np.asarray(value))
+        )
+
+    def from_torch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+    def raised(self) -> None:
+        """Return None: PyTorch hides no errors."""

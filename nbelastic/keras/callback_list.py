@@ -1,0 +1,282 @@
+"""Callbacks of a training that goes on in several calls of Keras' ``fit``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from nbelastic.elastic.ranks import rank
+from nbelastic.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.keras.progress import FitProgress
+
+__all__ = ["ElasticCallbackList", "OnRankZero", "RankZeroModel", "make_callbacks"]
+
+_WRITERS = ("CSVLogger", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
+"""Callbacks of Keras that write for all ranks, and keep nothing that others need."""
+
+
+class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
+    """Run a callback on whichever rank is 0 at the time.
+
+    A rank that becomes rank 0 later calls its ``on_train_begin`` then. The attributes of the
+    callback are not part of the state.
+
+    Parameters
+    ----------
+    callback : keras.callbacks.Callback
+        A callback that writes files, or sends metrics somewhere.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        self.callback = callback
+        self._begun = False
+        self._epoch: int | None = None
+
+    def set_params(self, params: Any) -> None:
+        """Give it the parameters of the training."""
+        super().set_params(params)
+        self.callback.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        """Give it the model."""
+        super().set_model(model)
+        self.callback.set_model(model)
+
+    def _ready(self) -> bool:
+        """Return whether this is rank 0, whose callback has begun."""
+        if rank() != 0:
+            return False
+        if not self._begun:
+            self._begun = True
+            if self._epoch is not None and hasattr(self.callback, "append"):
+                self.callback.append = True  # to the file of the rank that was 0 before
+            self.callback.on_train_begin()
+            if self._epoch is not None:
+                self.callback.on_epoch_begin(self._epoch)
+        return True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin."""
+        del logs
+        self._epoch = None
+        self._ready()
+
+    def goes_on(self, epoch: int, in_epoch: bool) -> None:
+        """Go on in an epoch, on a rank that may be rank 0 by now."""
+        self._epoch = epoch if in_epoch else None
+        self._ready()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin an epoch."""
+        if self._ready():
+            self.callback.on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """End an epoch."""
+        if self._ready():
+            self.callback.on_epoch_end(epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin a batch."""
+        if self._ready():
+            self.callback.on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End a batch."""
+        if self._ready():
+            self.callback.on_train_batch_end(batch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Begin a validation."""
+        if self._ready():
+            self.callback.on_test_begin(logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """End a validation."""
+        if self._ready():
+            self.callback.on_test_end(logs)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin a batch of a validation."""
+        if self._ready():
+            self.callback.on_test_batch_begin(batch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End a batch of a validation."""
+        if self._ready():
+            self.callback.on_test_batch_end(batch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End."""
+        if self._ready():
+            self.callback.on_train_end(logs)
+
+
+class RankZeroModel:
+    """A model whose files are written by rank 0 alone, for callbacks that save it.
+
+    All else is the model's.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.__dict__["_model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_model"], name)
+        if name in ("save", "save_weights", "export") and rank() != 0:
+            return _nothing
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_model"], name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.__dict__["_model"](*args, **kwargs)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Write nothing."""
+
+
+def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
+    """Return the callbacks of a training, with those of Keras' own that it always has.
+
+    Raises
+    ------
+    OptionError
+        One of them does what the state does.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        raise OptionError("elastic.fit(callbacks=…): pass a list of callbacks, not a CallbackList")
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    for each in given:
+        if isinstance(each, keras.callbacks.BackupAndRestore):
+            raise OptionError(
+                "elastic.fit(callbacks=[BackupAndRestore]): the state is kept in memory by all "
+                "ranks, and a restore from a file would undo it. Remove it; for a job that ends "
+                "as a whole, pass checkpoint= to nbelastic.fit"
+            )
+    own = [each.callback if isinstance(each, OnRankZero) else each for each in given]
+    found = [_on_its_ranks(each) for each in given]
+    if not any(isinstance(each, keras.callbacks.History) for each in own):
+        found.append(keras.callbacks.History())
+    if verbose and not any(isinstance(each, keras.callbacks.ProgbarLogger) for each in own):
+        found.append(OnRankZero(keras.callbacks.ProgbarLogger()))
+    return found
+
+
+def _on_its_ranks(callback: Any) -> Any:
+    kinds = [each.__name__ for each in type(callback).__mro__ if _is_keras(each)]
+    return OnRankZero(callback) if set(kinds) & set(_WRITERS) else callback
+
+
+def _is_keras(kind: type[Any]) -> bool:
+    return kind.__module__.startswith("keras.")
+
+
+class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """Callbacks that are told each beginning and end once, in however many calls of ``fit``.
+
+    Keras' ``fit`` is called for each part of an epoch. What it says of beginnings and ends of
+    trainings and epochs is not passed on; :mod:`nbelastic.keras.fit` says it.
+
+    Parameters
+    ----------
+    callbacks : sequence of keras.callbacks.Callback
+        The callbacks.
+    model : keras.Model
+        The model.
+    progress : FitProgress
+        The position of the training.
+    params : dict
+        What callbacks are told of the training.
+    after_batch : callable
+        Called after each batch with its number in this call, the number of batches that it stands
+        for, and its logs.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        model: Any,
+        progress: FitProgress,
+        params: dict[str, Any],
+        after_batch: Any,
+    ) -> None:
+        self._progress = progress
+        self._after_batch = after_batch
+        self._first = 0  # number of the first batch of this call
+        self._before = -1
+        super().__init__(list(callbacks), model=None)
+        self._async_train = self._async_test = False  # batches are committed in their order
+        self._history = next(e for e in callbacks if isinstance(e, keras.callbacks.History))
+        self._model = model
+        model.history = self._history
+        for each in callbacks:
+            saves = isinstance(each, keras.callbacks.ModelCheckpoint)
+            each.set_model(RankZeroModel(model) if saves else model)
+        self.set_params(params)
+
+    # -- what Keras says -----------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin a call of ``fit``."""
+        del logs
+        self._on_begin()
+        self._first, self._before = self._progress.batch, -1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End a call of ``fit``."""
+        del logs
+        self._on_end()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Have metrics go on from where they were: ``fit`` has set them to zero."""
+        del logs
+        self.begin_epoch(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Do nothing: the epoch ends after its validation."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin a batch, numbered from the beginning of the epoch."""
+        super().on_train_batch_begin(self._first + batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End a batch."""
+        count = batch - self._before
+        first, self._before = self._before + 1, batch
+        self._after_batch(first, count, logs)
+
+    # -- what elastic.fit says -----------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Replaced by the training."""
+
+    def tell(self, what: str, *args: Any) -> None:
+        """Call a method of Keras' list, which passes it on to all callbacks."""
+        getattr(super(), what)(*args)
+
+    def begin(self) -> None:
+        """Tell callbacks that the training begins."""
+        for each in self.callbacks:
+            each.on_train_begin({})
+
+    def end(self, logs: Any) -> None:
+        """Tell callbacks that the training is over."""
+        for each in self.callbacks:
+            each.on_train_end(logs)
+
+    def go_on(self, epoch: int, in_epoch: bool) -> None:
+        """Tell callbacks of rank 0 that the training goes on, on what may be another rank."""
+        for each in self.callbacks:
+            if isinstance(each, OnRankZero):
+                each.goes_on(epoch, in_epoch)

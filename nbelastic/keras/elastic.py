@@ -1,0 +1,36 @@
+"""Elastic training with Keras: Horovod's ``hvd.elastic``, and :func:`fit`."""
+
+from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
+from nbelastic.elastic.state import ObjectState, State
+from nbelastic.keras.callback_list import OnRankZero
+from nbelastic.keras.dataset import ElasticDataset
+from nbelastic.keras.elastic_callbacks import (
+    CommitStateCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
+from nbelastic.keras.fit import fit
+from nbelastic.keras.state import KerasState
+from nbelastic.keras.translate import run
+from nbelastic.torch.elastic import ElasticSampler
+
+__all__ = [
+    "Arrow",
+    "Batch",
+    "CommitStateCallback",
+    "Dask",
+    "ElasticDataset",
+    "ElasticSampler",
+    "KerasState",
+    "Loader",
+    "ObjectState",
+    "OnRankZero",
+    "Parquet",
+    "Shards",
+    "State",
+    "Stateful",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "fit",
+    "run",
+]

@@ -1,0 +1,139 @@
+"""Horovod's callbacks for ``model.fit`` in an elastic loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+__all__ = ["CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]
+
+
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Commit a state every few batches, and at the end of each epoch.
+
+    The batches of one ``backward_passes_per_step`` are committed together, after the last.
+
+    Parameters
+    ----------
+    state : KerasState
+        The state.
+    batches_per_commit : int, default 1
+        Batches from one commit to the next.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        if batches_per_commit < 1:
+            raise ValueError(f"batches_per_commit must be at least 1, not {batches_per_commit}")
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count anew."""
+        del logs
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commit, if it is time."""
+        del batch, logs
+        self.batches_remaining -= 1
+        if self.batches_remaining <= 0 and not self.state.accumulates:
+            self._commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit, and show the logs of the epoch in the job's panel."""
+        report_logs(logs, epoch)
+        if not self.state.accumulates:
+            self._commit()
+
+    def _commit(self) -> None:
+        self.batches_remaining = self.batches_per_commit
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keep the number of batches that are done in ``state.batch``; 0 at the end of an epoch.
+
+    When ``fit`` is called again in the middle of an epoch, that epoch ends after the batches that
+    are left of its ``steps``. Where a sampler or a loader is part of the state, the data know by
+    themselves what is left. Put this callback before others that set ``model.stop_training``: it
+    ends that epoch so.
+
+    Parameters
+    ----------
+    state : KerasState
+        A state with the value ``batch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._done = 0
+        self._ends_epoch = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Go on from the state."""
+        del logs
+        self._done = self.state.batch
+        self._ends_epoch = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count a batch."""
+        del logs
+        self.state.batch = self._done + batch + 1
+        steps = (self.params or {}).get("steps")
+        if self._done and steps and not self.state.deals_data and self.state.batch >= steps:
+            self._ends_epoch = self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count anew."""
+        del epoch, logs
+        self.state.batch = self._done = 0
+        if self._ends_epoch:
+            self._ends_epoch = self.model.stop_training = False
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keep the number of epochs that are done in ``state.epoch``.
+
+    Both of Horovod's ways work: ``fit(initial_epoch=state.epoch, epochs=n)``, and
+    ``fit(epochs=n - state.epoch)``, which numbers the epochs from 0 again.
+
+    Parameters
+    ----------
+    state : KerasState
+        A state with the value ``epoch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._done = 0
+        self._first: int | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Go on from the state."""
+        del logs
+        self._done, self._first = self.state.epoch, None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Take note of the number that ``fit`` has begun with."""
+        del logs
+        if self._first is None:
+            self._first = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Count an epoch."""
+        del logs
+        self.state.epoch = self._done + epoch - (self._first or 0) + 1
+
+
+def report_logs(logs: Any, step: int | None) -> None:
+    """Show logs in the job's panel."""
+    from nbelastic.elastic import report
+
+    numbers = {name: each for name, each in (logs or {}).items() if isinstance(each, (int, float))}
+    if numbers:
+        report(step=step, **numbers)

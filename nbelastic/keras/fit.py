@@ -1,0 +1,405 @@
+"""``elastic.fit``: Keras' ``fit`` in an elastic loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+
+from nbelastic.elastic import report
+from nbelastic.errors import OptionError
+from nbelastic.keras.backends import backend
+from nbelastic.keras.callback_list import ElasticCallbackList, make_callbacks
+from nbelastic.keras.feeds import LoaderFeed, feed_of, shard_of
+from nbelastic.keras.metrics import MetricSums
+from nbelastic.keras.optimizer import distribution_of, is_distributed
+from nbelastic.keras.state import SEED, KerasState
+from nbelastic.keras.translate import run
+
+if TYPE_CHECKING:
+    from nbelastic.keras.feeds import Feed
+
+__all__ = ["fit"]
+
+NOT_DISTRIBUTED = (
+    "elastic.fit: the model was compiled with {kind}, whose gradients are not averaged over ranks: "
+    "each rank would train a model of its own. Write "
+    "model.compile(hvd.DistributedOptimizer(keras.optimizers.{kind}(…)), …)"
+)
+
+
+def fit(
+    state: KerasState,
+    data: Any = None,
+    y: Any = None,
+    *,
+    epochs: int = 1,
+    batch_size: int | None = None,
+    callbacks: Any = None,
+    validation_data: Any = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int = 1,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    verbose: int | str = "auto",
+    batches_per_commit: int = 1,
+) -> Any:
+    """Train a Keras model as ``model.fit`` does, on ranks that come and go.
+
+    Each sample goes into the model once per epoch, whichever ranks fail, leave and join. Epochs
+    that are done, and the part of an epoch that is done, are not repeated. What callbacks keep in
+    plain attributes (``EarlyStopping.wait``, ``ReduceLROnPlateau.best``, ``History.history``) and
+    the sums of metrics belong to the state: a failure takes them back to the last commit with the
+    rest, and a rank that joins receives them. Callbacks run on all ranks, with the same logs at the
+    end of an epoch; ``ModelCheckpoint``, the progress bar, ``CSVLogger`` and ``TensorBoard`` write
+    on the rank that is rank 0 at the time.
+
+    Parameters
+    ----------
+    state : KerasState
+        The model, compiled with a :func:`~nbelastic.keras.DistributedOptimizer`.
+    data : arrays, ElasticDataset, DataLoader with an ElasticSampler, or Loader
+        The same on all ranks. With a :class:`~nbelastic.data.Loader` the batch does not depend on
+        the number of ranks (torch back end).
+    y, sample_weight : arrays, optional
+        Targets and weights, if `data` are arrays.
+    epochs : int, default 1
+        Number of the epoch to stop before, as in Keras.
+    batch_size : int, default 32
+        Samples of a batch of each rank, if `data` are arrays.
+    callbacks : list of keras.callbacks.Callback, optional
+        Made by the function on each rank alike.
+    validation_data : arrays, DataLoader, PyDataset or tf.data.Dataset, optional
+        Each rank evaluates a part; metrics are those of all samples.
+    validation_batch_size : int, optional
+        By default `batch_size`.
+    validation_freq : int, default 1
+        Epochs from one validation to the next.
+    class_weight : dict, optional
+        As in Keras, for arrays and ElasticDataset.
+    shuffle : bool, default True
+        Whether to shuffle arrays, differently in each epoch.
+    seed : int, default 0
+        Of the shuffling; the same on all ranks.
+    verbose : {"auto", 0, 1, 2}
+        A progress bar (1), or a line for each epoch (2, "auto"), of rank 0.
+    batches_per_commit : int, default 1
+        Batches from one commit to the next.
+
+    Returns
+    -------
+    keras.callbacks.History
+        The same on all ranks.
+
+    Raises
+    ------
+    OptionError
+        An argument cannot be used, with what to do instead.
+    """
+    training = _Training(
+        state,
+        feed_of(
+            data,
+            y,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            sample_weight=sample_weight,
+        ),
+        make_callbacks(callbacks, verbose),
+        epochs=_whole("epochs", epochs),
+        validation_data=validation_data,
+        validation_batch_size=validation_batch_size or batch_size or 32,
+        validation_freq=_whole("validation_freq", validation_freq),
+        class_weight=class_weight,
+        verbose=2 if verbose == "auto" else verbose,
+        batches_per_commit=_whole("batches_per_commit", batches_per_commit),
+    )
+    return training.run()
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"elastic.fit({name}={value!r}): must be a whole number, at least 1")
+    return value
+
+
+class _Training:
+    """One training by ``elastic.fit``, on one rank."""
+
+    def __init__(
+        self,
+        state: KerasState,
+        feed: Feed,
+        callbacks: list[Any],
+        *,
+        epochs: int,
+        validation_data: Any,
+        validation_batch_size: int,
+        validation_freq: int,
+        class_weight: Any,
+        verbose: Any,
+        batches_per_commit: int,
+    ) -> None:
+        if not isinstance(state, KerasState):
+            raise OptionError(
+                f"elastic.fit({type(state).__name__}, …): must be a KerasState, as in "
+                "hvd.elastic.fit(hvd.elastic.KerasState(model), x, y)"
+            )
+        model = self._model = state.model
+        if not getattr(model, "compiled", False):
+            raise OptionError("elastic.fit: the model is not compiled; call model.compile() before")
+        optimizer = model.optimizer
+        if not is_distributed(optimizer):
+            raise OptionError(NOT_DISTRIBUTED.format(kind=type(optimizer).__name__))
+        if class_weight is not None and not isinstance(feed.source(), keras.utils.PyDataset):
+            raise OptionError("elastic.fit(class_weight=…): only for arrays and ElasticDataset")
+        self._state = state
+        self._progress = state._progress
+        self._feed = feed
+        self._epochs = epochs
+        self._validation = validation_data
+        self._validation_batch_size = validation_batch_size
+        self._validation_freq = validation_freq
+        self._class_weight = class_weight
+        self._batches_per_commit = batches_per_commit
+        self._since_commit = 0
+        self._back = backend()
+        self._reduction: Any = distribution_of(optimizer)
+        self._optimizer = optimizer
+        self._sums = MetricSums(model, self._back)
+        self._stops = False
+        self._begun_here = False
+        self._logs: dict[str, Any] = {}
+        params = {"verbose": verbose, "epochs": epochs, "steps": feed.left()}
+        self._callbacks = ElasticCallbackList(
+            callbacks, model, self._progress, params, self._after_batch
+        )
+        self._callbacks.begin_epoch = self._begin_epoch  # type: ignore[method-assign]
+        self._progress.begin(callbacks)
+        state._add("_rows", feed.part)
+        state._add("_progress", self._progress)
+        state.set_total(epoch=epochs, batch=feed.left() or 0)
+        self._seeds = [each for each in model.variables if each.name == SEED]
+        if not self._back.in_place:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Make a step that is taken back, so that Keras compiles it before other ranks wait."""
+        self._reduction.dry = True
+        try:
+            self._model.train_on_batch(*_as_tuple(self._feed.sample()))
+        finally:
+            self._reduction.dry = False
+            self._state.restore()
+            self._model.reset_metrics()
+
+    def run(self) -> Any:
+        """Train in the elastic loop; return the history."""
+        model, reduction = self._model, self._reduction
+        by_loader = isinstance(self._feed, LoaderFeed)
+        # Metrics are summed over ranks between gradients and update: a failure there leaves the
+        # last commit as it is, so commits need no copies. A train_step of the user's may go on with
+        # the updated model, and so cannot wait for the update.
+        own_step = type(model).train_step is not keras.Model.train_step
+        reduction.defers = self._back.in_place and not own_step and not by_loader
+        always = self._state.always_copy
+        if self._back.in_place and own_step:
+            self._state.always_copy = True
+        function = model.train_function
+        if by_loader:
+            model.train_function = self._train_on_step
+        try:
+            run(_Training._train)(self._state, self)
+        finally:
+            self._state.always_copy = always
+            reduction.defers = reduction.keeps_final = False
+            if by_loader:
+                model.train_function = function
+        return self._callbacks._history
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    @staticmethod
+    def _train(state: KerasState, self: _Training) -> None:
+        """Train what is left; called again after each change of membership."""
+        del state
+        progress, callbacks = self._progress, self._callbacks
+        self._reduction.forget()
+        self._stops = False
+        self._since_commit = 0
+        if not (progress.begun and self._begun_here):
+            callbacks.begin()
+            self._begun_here = True
+            if progress.begun:  # on other ranks: what they know replaces what was begun here
+                progress.give_to_callbacks()
+        progress.begun = True
+        callbacks.go_on(progress.epoch, progress.in_epoch)
+        self._model.stop_training = False
+        while progress.epoch < self._epochs and not progress.ended:
+            self._train_epoch()
+        self._reduction.keeps_final = False
+        self._optimizer.finalize_variable_values(self._model.trainable_variables)
+        callbacks.end(self._logs)
+
+    def _train_epoch(self) -> None:
+        """Train what is left of an epoch, and end it."""
+        progress, epoch = self._progress, self._progress.epoch
+        self._place(epoch, progress.batch)
+        self._feed.set_epoch(epoch)
+        left = self._feed.left()
+        self._reduction.keeps_final = True
+        if left is None or left > 0:
+            steps = None if left is None else progress.batch + left
+            self._callbacks.set_params({**self._callbacks.params, "steps": steps})
+            self._fit(epoch)
+        else:  # the last commit was that of its last batch
+            self._model.reset_metrics()
+            self._begin_epoch(epoch)
+        self._end_epoch(epoch)
+
+    def _fit(self, epoch: int) -> None:
+        if isinstance(self._feed, LoaderFeed):
+            self._build(self._feed)
+        try:
+            self._model.fit(
+                self._feed.source(),
+                initial_epoch=epoch,
+                epochs=epoch + 1,
+                callbacks=self._callbacks,
+                class_weight=self._class_weight,
+                shuffle=False,
+                verbose=0,
+            )
+        finally:
+            self._feed.close()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch, or go on in one: then with the metrics of what is done."""
+        progress = self._progress
+        self._sums.start(progress.metrics if progress.in_epoch else [])
+        if not progress.in_epoch:
+            progress.in_epoch = True
+            self._callbacks.tell("on_epoch_begin", epoch)
+
+    def _after_batch(self, first: int, count: int, logs: Any) -> None:
+        """End a batch: sum metrics, update, tell callbacks, commit."""
+        progress = self._progress
+        accumulates = self._reduction.accumulates
+        self._since_commit += count
+        commits = self._since_commit >= self._batches_per_commit and not accumulates
+        stops = False
+        if commits:
+            progress.metrics, stops = self._sums.exchange(self._stops)
+        self._reduction.complete()
+        number = progress.batch + count - 1
+        self._callbacks.tell("on_train_batch_end", number, logs)
+        self._gather_stop()
+        self._feed.record(first, count)
+        progress.batch += count
+        self._place(progress.epoch, progress.batch)
+        if commits:
+            self._since_commit = 0
+            self._state.commit()
+        # All ranks end the epoch after the same batch, whichever asked for it.
+        self._model.stop_training = stops
+        if stops:
+            self._stops = True
+
+    def _gather_stop(self) -> None:
+        """Take note that a callback stops the training; all ranks do so at the next commit."""
+        if self._model.stop_training:
+            self._stops, self._model.stop_training = True, False
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Validate, tell callbacks, and commit the end of the epoch."""
+        progress, model = self._progress, self._model
+        progress.metrics, stops = self._sums.exchange(self._stops)
+        self._reduction.complete()
+        logs = _floats(model.get_metrics_result())
+        if not isinstance(self._feed, LoaderFeed):  # its micro-batches do that in each step
+            self._state.average_statistics()
+        if self._validation is not None and (epoch + 1) % self._validation_freq == 0:
+            logs.update({f"val_{name}": each for name, each in self._validate().items()})
+        model.stop_training = False
+        self._callbacks.tell("on_epoch_end", epoch, logs)
+        self._gather_stop()
+        self._logs = logs
+        self._report_epoch(epoch, logs)
+        _, stops_now = self._sums.exchange(self._stops)
+        progress.ended = stops or stops_now
+        model.stop_training = progress.ended
+        progress.epoch, progress.batch = epoch + 1, 0
+        progress.in_epoch, progress.metrics = False, []
+        self._place(progress.epoch, 0)
+        self._feed.set_epoch(epoch + 1)
+        self._since_commit = 0
+        self._state.commit()
+
+    def _report_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Show the logs of an epoch in the job's panel."""
+        numbers = {name: each for name, each in logs.items() if isinstance(each, (int, float))}
+        report(step=epoch, **numbers)
+
+    def _place(self, epoch: int, batch: int) -> None:
+        """Give the user's own counters their values."""
+        for name, value in (("epoch", epoch), ("batch", batch)):
+            if name in self._state._names:
+                setattr(self._state, name, value)
+
+    def _validate(self) -> dict[str, Any]:
+        """Evaluate this rank's part, and return the metrics of all parts."""
+        part, count = shard_of(self._validation, self._validation_batch_size)
+        model = self._model
+        model.reset_metrics()
+        if count is None or count > 0:
+            self._callbacks.set_params(self._callbacks.params)
+            model.evaluate(part, callbacks=self._callbacks, verbose=0, return_dict=True)
+        sums = MetricSums(model, self._back)
+        sums.start_at_zero()
+        sums.exchange(False)
+        return _floats(model.get_metrics_result())
+
+    # -- steps of a loader -----------------------------------------------------------------------
+
+    def _build(self, feed: LoaderFeed) -> None:
+        """Build metrics and loss by a micro-batch; Keras would take a whole step for a batch."""
+        compiled = getattr(self._model, "_compile_metrics", None)
+        if compiled is None or not compiled.built:
+            batch = feed.sample()
+            self._model.test_on_batch(*_as_tuple(batch))
+
+    def _train_on_step(self, data: Any) -> Any:
+        """Train on the micro-batches of a step; Keras calls this for a batch."""
+        logs: Any = {}
+        for batch in data[0]:
+            self._seed()
+            logs = self._model.train_step(_as_tuple(batch))
+        self._seed()
+        self._reduction.complete()
+        return logs
+
+    def _seed(self) -> None:
+        """Seed Keras' random layers from PyTorch's generator, which the loader has just seeded."""
+        with torch.no_grad():
+            for each in self._seeds:
+                value = each.value
+                value.copy_(torch.randint(0, 2**31 - 1, value.shape))
+
+
+def _as_tuple(batch: Any) -> Any:
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+def _floats(logs: Any) -> dict[str, Any]:
+    """Return logs with numbers of Python."""
+    found = {}
+    for name, value in logs.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            found[name] = value
+    return found

@@ -1,0 +1,162 @@
+"""Operations between ranks on arrays and tensors of any back end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nbelastic.keras.backends import backend
+from nbelastic.torch.ops import broadcast as broadcasts
+from nbelastic.torch.ops import functions, reductions
+from nbelastic.torch.ops.compression import Compression, Compressor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbelastic.collectives import Op
+    from nbelastic.torch.ops.adasum import GradientOp
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "reducescatter",
+]
+
+
+def _applied(value: Any, operation: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply an operation of PyTorch's face, and return what kind of value was given."""
+    if isinstance(value, (int, float, bool, np.number)):
+        return operation(torch.tensor(value)).item()
+    if isinstance(value, (np.ndarray, list, tuple)):
+        return operation(torch.as_tensor(np.asarray(value))).numpy()
+    back = backend()
+    return back.from_torch(operation(back.to_torch(value)))
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Op | GradientOp | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> Any:
+    """Reduce a number, an array or a tensor over all ranks.
+
+    Parameters
+    ----------
+    value : number, array, or tensor or variable of Keras
+        Of the same shape and type on all ranks.
+    name, average, prescale_factor, postscale_factor, op, compression
+        As for :func:`nbelastic.torch.allreduce`.
+
+    Returns
+    -------
+    number, array or tensor
+        As `value`.
+    """
+
+    def operation(tensor: torch.Tensor) -> torch.Tensor:
+        return reductions.allreduce(
+            tensor, average, name, compression, op, prescale_factor, postscale_factor
+        )
+
+    return _applied(value, operation)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Return the values of all ranks, one after the other along the first axis.
+
+    Parameters
+    ----------
+    value : array, or tensor or variable of Keras
+        Its first axis may differ by rank.
+    name : str, optional
+        Equal on all ranks.
+    """
+    return _applied(value, lambda tensor: functions.allgather(tensor, name))
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return the value of one rank.
+
+    Parameters
+    ----------
+    value : number, array, or tensor or variable of Keras
+        Of the same shape and type on all ranks.
+    root_rank : int
+        The rank.
+    name : str, optional
+        Equal on all ranks.
+    """
+    return _applied(value, lambda tensor: functions.broadcast(tensor, root_rank, name))
+
+
+def reducescatter(
+    value: Any,
+    name: str | None = None,
+    op: Op = reductions.Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce over all ranks, and return this rank's part along the first axis.
+
+    Parameters
+    ----------
+    value : array, or tensor or variable of Keras
+        Of the same shape and type on all ranks.
+    name, op, prescale_factor, postscale_factor
+        As for :func:`nbelastic.torch.reducescatter`.
+    """
+
+    def operation(tensor: torch.Tensor) -> torch.Tensor:
+        return reductions.reducescatter(
+            tensor,
+            name=name,
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+        )
+
+    return _applied(value, operation)
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
+    """Give variables the values that they have on one rank.
+
+    Parameters
+    ----------
+    variables : list of variables of Keras, or of the back end
+        The same on all ranks: ``[*model.variables, *optimizer.variables]``.
+    root_rank : int, default 0
+        The rank.
+    """
+    back = backend()
+    values = back.read(variables)
+    if not back.in_place:
+        values = [each.clone() for each in values]
+    named = [(f"variable {number}", each) for number, each in enumerate(values)]
+    broadcasts.broadcast_parameters(named, root_rank)
+    if not back.in_place:
+        back.write(variables, values)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Refuse, because Keras 3 has no global variables.
+
+    Raises
+    ------
+    RuntimeError
+        Always, with what to call instead.
+    """
+    raise RuntimeError(
+        "broadcast_global_variables: Keras 3 keeps no list of all variables; call "
+        f"hvd.broadcast_variables([*model.variables, *model.optimizer.variables], {root_rank}), or "
+        "use BroadcastGlobalVariablesCallback"
+    )

@@ -1,0 +1,384 @@
+"""Optimizers of Keras that apply the gradients of all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import keras
+
+from nbelastic.elastic.context import current
+from nbelastic.keras.backends import backend
+from nbelastic.keras.options import KerasOptions
+from nbelastic.torch.ops.compression import Compression, Compressor
+from nbelastic.torch.ops.reductions import Average
+from nbelastic.torch.ops.world import check_process_set
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nbelastic.collectives import Op
+    from nbelastic.keras.backends import Reduction
+    from nbelastic.torch.ops.adasum import GradientOp
+
+
+__all__ = [
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "distribution_of",
+    "is_distributed",
+    "load_model",
+    "settle_scaling",
+]
+
+Optimizer = TypeVar("Optimizer", bound=Any)
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Op | GradientOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: object = None,
+    scale_local_gradients: bool = True,
+) -> Optimizer:
+    """Make a Keras optimizer apply gradients reduced over all ranks.
+
+    Gradients are reduced before they are clipped. The optimizer survives changes of membership.
+    On one rank it does what it did before. A model that is saved with it can be loaded where
+    nbelastic is not installed, with the plain optimizer.
+
+    On the torch back end gradients travel while backward still runs. What a ``train_step`` of your
+    own does with gradients between ``backward()`` and ``optimizer.apply()`` needs
+    ``optimizer.synchronize()`` before.
+
+    With mixed precision, wrap the ``LossScaleOptimizer``. Where ``compile`` has put one around a
+    distributed optimizer, a :class:`KerasState` or a broadcast callback exchanges the two, so that
+    all ranks see the same infinities.
+
+    Parameters
+    ----------
+    optimizer : keras.optimizers.Optimizer
+        This object is changed and returned. Its class becomes one derived from its present class.
+    name : str, optional
+        Its new name.
+    device_dense, device_sparse : str
+        Ignored; for Horovod's signature.
+    compression : default Compression.none
+        How gradients travel; ``Compression.fp16`` and ``Compression.bf16`` halve them.
+    sparse_as_dense : bool, default False
+        Whether to make sparse gradients dense (``IndexedSlices`` of TensorFlow). Else they are
+        gathered from all ranks.
+    gradient_predivide_factor : float, default 1.0
+        With Average: gradients are divided by this before they are summed, and by
+        ``size / gradient_predivide_factor`` after.
+    op : default Average
+        Average, Sum or Adasum.
+    backward_passes_per_step : int, default 1
+        Batches whose gradients add up on this rank before they are reduced and applied.
+        ``optimizer.iterations`` counts updates.
+    average_aggregated_gradients : bool, default False
+        Whether to divide these sums by their number.
+    num_groups : int, default 0
+        Horovod's older name of `groups`.
+    groups : int or list of lists of variables, optional
+        How many groups to reduce gradients in, or which variables go together, on the torch back
+        end; elsewhere all travel together.
+    process_set : None
+        Only all ranks.
+    scale_local_gradients : bool, default True
+        For :func:`PartialDistributedOptimizer`.
+
+    Returns
+    -------
+    keras.optimizers.Optimizer
+        `optimizer`, with ``synchronize()`` besides its own methods.
+
+    Raises
+    ------
+    NotInitialized
+        ``init()`` has not been called.
+    OptionError
+        Keras has a back end, or a distribution, that does not fit.
+    ValueError
+        An argument has a value that it cannot have. The optimizer is as it was.
+    """
+    del device_dense, device_sparse
+    made: Optimizer = _distribute(
+        optimizer,
+        name,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return made
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Op | GradientOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: object = None,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Optimizer:
+    """Make a Keras optimizer reduce the gradients of all layers but some.
+
+    Parameters
+    ----------
+    optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, \
+gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients, groups, \
+process_set
+        As for :func:`DistributedOptimizer`.
+    local_layers : keras.Layer or list of keras.Layer
+        Layers whose gradients stay on their rank. A rank that joins begins with those of the rank
+        that holds the newest state.
+    scale_local_gradients : bool, default True
+        Whether their gradients are divided by the number of ranks.
+
+    Returns
+    -------
+    keras.optimizers.Optimizer
+        `optimizer`.
+    """
+    layers = [] if local_layers is None else local_layers
+    layers = list(layers) if isinstance(layers, (list, tuple, set)) else [layers]
+    if not all(isinstance(each, keras.layers.Layer) for each in layers):
+        raise ValueError("local_layers must be a layer, or a list of layers")
+    del device_dense, device_sparse
+    made: Optimizer = _distribute(
+        optimizer,
+        name,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        local=tuple(layers),
+    )
+    return made
+
+
+def _distribute(
+    optimizer: Any,
+    name: str | None,
+    *,
+    compression: type[Compressor],
+    sparse_as_dense: bool,
+    gradient_predivide_factor: float,
+    op: Op | GradientOp,
+    backward_passes_per_step: int,
+    average_aggregated_gradients: bool,
+    groups: int | Sequence[Sequence[Any]] | None,
+    process_set: object,
+    scale_local_gradients: bool,
+    num_groups: int = 0,
+    local: tuple[Any, ...] = (),
+) -> Any:
+    check_process_set(process_set)
+    if num_groups:
+        warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=4)
+        groups = num_groups if groups is None else groups
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"DistributedOptimizer({optimizer!r}): must be an optimizer of Keras 3, such as "
+            "keras.optimizers.Adam()"
+        )
+    if is_distributed(optimizer):
+        raise ValueError("the optimizer is a DistributedOptimizer already")
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None and is_distributed(inner):
+        raise ValueError(
+            "the LossScaleOptimizer has a DistributedOptimizer in it already; wrap only one of them"
+        )
+    options = KerasOptions(
+        op=op,
+        compression=compression,
+        predivide=gradient_predivide_factor,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        groups=groups if isinstance(groups, int) else tuple(map(tuple, groups or ())) or 0,
+        sparse_as_dense=sparse_as_dense,
+        local=local,
+        scale_local=scale_local_gradients,
+    )
+    current()  # NotInitialized where there is none
+    made = _wrap(optimizer, options)
+    if name is not None:
+        made.name = name
+    return made
+
+
+def _wrap(optimizer: Any, options: KerasOptions) -> Any:
+    reduction = backend().reduction(options)
+    optimizer.__class__ = _distributed(type(optimizer), options)
+    object.__setattr__(optimizer, "_reduction", reduction)
+    if optimizer.built:
+        reduction.built(optimizer)
+    return optimizer
+
+
+def is_distributed(optimizer: object) -> bool:
+    """Return whether an optimizer of Keras applies the gradients of all ranks."""
+    return isinstance(optimizer, _ReducingOptimizer)
+
+
+def distribution_of(optimizer: object) -> Reduction | None:
+    """Return the reduction of a distributed optimizer; None for others."""
+    return optimizer._reduction if isinstance(optimizer, _ReducingOptimizer) else None
+
+
+def settle_scaling(model: Any) -> None:
+    """Put the reduction of gradients before the search for infinities in them.
+
+    ``compile`` puts a ``LossScaleOptimizer`` around a distributed optimizer. Ranks would then skip
+    different steps.
+    """
+    outer = getattr(model, "optimizer", None)
+    inner = getattr(outer, "inner_optimizer", None)
+    if not isinstance(inner, _ReducingOptimizer) or is_distributed(outer):
+        return
+    options = inner._reduction.options
+    inner.__class__ = _plain(type(inner))
+    object.__delattr__(inner, "_reduction")
+    _wrap(outer, options)
+
+
+if TYPE_CHECKING:
+    _Base: Any = keras.optimizers.Optimizer
+else:
+    _Base = object
+
+
+class _ReducingOptimizer(_Base):  # type: ignore[misc]
+    """Methods of a distributed optimizer; the first base of its class."""
+
+    _reduction: Reduction
+    _options: KerasOptions
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the optimizer's variables."""
+        super().build(variables)
+        self._reduction.built(self)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduce gradients over all ranks, and apply them.
+
+        Raises
+        ------
+        CollectiveError
+            A peer is gone, or the generation is over. Nothing was applied.
+        """
+        self._reduction.apply(self, grads, trainable_variables, super().apply)
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> Any:
+        """Reduce gradients over all ranks; return the updated variables."""
+        if getattr(self, "inner_optimizer", None) is None:
+            return super().stateless_apply(optimizer_variables, grads, trainable_variables)
+        # It looks for infinities before it calls apply() of the optimizer in it.
+        reduced = self._reduction.stateless(grads)
+        return super().stateless_apply(optimizer_variables, reduced, trainable_variables)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale the loss; the last call before backward."""
+        self._reduction.before_backward()
+        return super().scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Set the final values, unless training goes on."""
+        if not self._reduction.keeps_final:
+            super().finalize_variable_values(var_list)
+
+    def synchronize(self) -> None:
+        """Wait for the reduced gradients; afterwards ``apply()`` does not. Torch back end only."""
+        self._reduction.synchronize(self)
+
+    @classmethod
+    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+        """Return a distributed optimizer with the same options."""
+        plain = _plain(cls)
+        more: Mapping[str, Any] = (
+            {} if custom_objects is None else {"custom_objects": custom_objects}
+        )
+        return _wrap(plain.from_config(config, **more), cls._options)
+
+
+def _distributed(base: type[Any], options: KerasOptions) -> type[Any]:
+    """Return a class of the same name, so that a saved model names the plain one."""
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_options": options,
+    }
+    return type(base.__name__, (_ReducingOptimizer, base), names)
+
+
+def _plain(kind: type[Any]) -> type[Any]:
+    plain: type[Any] = kind.__bases__[1]
+    return plain
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type[Any]] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a model of Keras, and distribute its optimizer, which keeps its state.
+
+    Parameters
+    ----------
+    filepath : str or path
+        A file that ``model.save()`` has written, with or without a distributed optimizer.
+    custom_optimizers : list of classes, optional
+        Optimizers of your own that it may have.
+    custom_objects : dict, optional
+        As for ``keras.models.load_model``.
+    compression : default Compression.none
+        How gradients travel.
+    legacy_opts : bool
+        Ignored; for Horovod's signature.
+
+    Returns
+    -------
+    keras.Model
+        The model.
+    """
+    del legacy_opts
+    known = {each.__name__: each for each in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not is_distributed(optimizer):
+        DistributedOptimizer(optimizer, compression=compression)
+    return model

@@ -1,0 +1,108 @@
+"""Variables of Keras as one object of a state, with positions instead of names.
+
+Keras numbers names by the models that a process has made before (``dense_2``), so names differ
+between ranks. Positions do not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.errors import StateMismatch
+from nbelastic.torch.state.flatten import TensorRef, mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from nbelastic.keras.backends import Backend
+    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
+    from nbelastic.torch.state.structure import Structure, TensorNames
+
+__all__ = ["Variables", "VariablesAdapter"]
+
+
+class VariablesAdapter:
+    """Capture and restoration of :class:`Variables`, in place."""
+
+    def capture(self, flattener: Flattener, obj: Variables) -> list[tuple[str, Node]]:
+        """Return the names and nodes of all tensors, in their order."""
+        return [(name, flattener.flatten(tensor)) for name, tensor in obj.tensors()]
+
+    def restore(
+        self, unflattener: Unflattener, obj: Variables, content: list[tuple[str, TensorRef]]
+    ) -> None:
+        """Fill all variables.
+
+        Raises
+        ------
+        StateMismatch
+            There are more or fewer.
+        """
+        if len(obj) != len(content):
+            raise StateMismatch(f"expected {len(obj)} variables; came {len(content)}")
+        if obj.in_place:
+            for (_, tensor), (_, ref) in zip(obj.tensors(), content, strict=True):
+                unflattener.tensor(ref, tensor)
+            return
+        obj.assign([unflattener.value(ref) for _, ref in content])
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Describe the variables by type and shape."""
+        found: Structure = {}
+        for name, ref in content:
+            found["parameter", f"{label}.{name}"] = names.words[ref]
+            names.known.setdefault(ref, f"{label}.{name}")
+        return found
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return the tensors by position and name."""
+        del whole
+        return mapping(dict(content))
+
+
+class Variables:
+    """Variables of a model or an optimizer, all of which must exist by now.
+
+    Parameters
+    ----------
+    variables : sequence of variables
+        The variables.
+    backend : Backend
+        Reads and writes them.
+    buffers : sequence of Tensor
+        Further tensors, which are PyTorch's own: buffers of its modules in the model.
+
+    Attributes
+    ----------
+    in_place : bool
+        Whether the variables' own tensors are those of the state. They stay the same.
+    nbelastic_complete : bool
+        The same: what was captured once holds for later commits.
+    """
+
+    nbelastic_adapter = VariablesAdapter
+
+    def __init__(
+        self, variables: Sequence[Any], backend: Backend, buffers: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._variables = list(variables)
+        self._backend = backend
+        names = [*(each.name for each in self._variables), *["buffer"] * len(buffers)]
+        self._names = [f"{number}.{name}" for number, name in enumerate(names)]
+        self.in_place = self.nbelastic_complete = backend.in_place
+        self._tensors = [*backend.read(self._variables), *buffers] if self.in_place else []
+
+    def __len__(self) -> int:
+        """Return the number of variables and buffers."""
+        return len(self._names)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return a name and a tensor for each variable."""
+        values = self._tensors if self.in_place else self._backend.read(self._variables)
+        return list(zip(self._names, values, strict=True))
+
+    def assign(self, values: Sequence[torch.Tensor]) -> None:
+        """Give all variables new values, which are copied."""
+        self._backend.write(self._variables, values)

@@ -1,0 +1,246 @@
+"""``DistributedOptimizer`` for Keras, on several ranks of one job."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    # Keras' own, with NumPy 2
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
+
+
+def on_ranks():
+    """Run all checks on a rank; return what each has found, by its name."""
+    import keras
+    import numpy as np
+
+    import nbelastic.keras as hvd
+
+    hvd.init()
+    ops = keras.ops
+    rank, size = hvd.rank(), hvd.size()
+    found = {}
+
+    def model_of(optimizer, *, layers=(4, 1), **options):
+        begin = keras.initializers.GlorotUniform
+        dense = [
+            keras.layers.Dense(n, use_bias=False, kernel_initializer=begin(seed=n)) for n in layers
+        ]
+        model = keras.Sequential([keras.layers.Input((3,)), *dense])
+        model.compile(optimizer, loss="mse", **options)
+        return model
+
+    def data(seed):
+        made = np.random.default_rng(seed)
+        return made.normal(size=(8, 3)).astype("float32"), made.normal(size=(8, 1)).astype(
+            "float32"
+        )
+
+    def weights(model):
+        return [each.copy() for each in model.get_weights()]
+
+    def alone(optimizer, batches, **options):
+        """Train on several batches as one: what all ranks together should do."""
+        model = model_of(optimizer, **options)
+        for parts in batches:
+            x, y = (np.concatenate(each) for each in zip(*parts, strict=True))
+            model.train_on_batch(x, y)
+        return weights(model)
+
+    def together(optimizer, batches, **options):
+        model = model_of(optimizer, **options)
+        for parts in batches:
+            model.train_on_batch(*parts[rank])
+        return weights(model)
+
+    def compare(name, make, wrap=None, steps=3, **options):
+        batches = [[data(10 * step + r) for r in range(size)] for step in range(steps)]
+        wrap = wrap or hvd.DistributedOptimizer
+        mine = together(wrap(make()), batches, **options)
+        other = alone(make(), batches, **options)
+        pairs = zip(mine, other, strict=True)
+        found[name] = max(float(np.abs(a - b).max()) for a, b in pairs)
+
+    sgd = keras.optimizers.SGD
+    compare("sgd", lambda: sgd(0.1, momentum=0.9))
+    compare("adam", lambda: keras.optimizers.Adam(0.1))
+    compare("clipped after averaging", lambda: sgd(0.1, global_clipnorm=0.05))
+    compare("weight decay and average", lambda: keras.optimizers.AdamW(0.1, use_ema=True))
+    compare("Keras accumulates", lambda: sgd(0.1, gradient_accumulation_steps=2), steps=4)
+    compare("eagerly", lambda: sgd(0.1), run_eagerly=True)
+
+    def scaled():
+        return keras.optimizers.LossScaleOptimizer(sgd(0.1), initial_scale=64.0)
+
+    compare("scaled loss", scaled)
+    predivided = lambda it: hvd.DistributedOptimizer(it, gradient_predivide_factor=2.0)  # noqa: E731
+    compare("predivided", lambda: sgd(0.1), predivided)
+    halved = lambda it: hvd.DistributedOptimizer(it, compression=hvd.Compression.bf16)  # noqa: E731
+    compare("compressed", lambda: sgd(0.1), halved)
+
+    # Sums of two batches on each rank, averaged over ranks.
+    for average in (False, True):
+        optimizer = hvd.DistributedOptimizer(
+            sgd(0.1), backward_passes_per_step=2, average_aggregated_gradients=average
+        )
+        model = model_of(optimizer)
+        for step in range(2):
+            model.train_on_batch(*data(step * size + rank))
+        expected = model_of(sgd(0.1 if average else 0.2))
+        parts = [data(number) for number in range(2 * size)]
+        expected.train_on_batch(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+        pairs = zip(weights(model), weights(expected), strict=True)
+        found[f"passes, averaged: {average}"] = max(float(np.abs(a - b).max()) for a, b in pairs)
+        found[f"iterations, averaged: {average}"] = int(ops.convert_to_numpy(optimizer.iterations))
+
+    # Some layers stay local, with gradients divided by the number of ranks.
+    model = model_of(sgd(0.1))
+    local = model.layers[0]
+    model.compile(hvd.PartialDistributedOptimizer(sgd(0.1), local_layers=local), loss="mse")
+    own = model_of(sgd(0.1 / size))
+    model.train_on_batch(*data(rank))
+    own.train_on_batch(*data(rank))
+    found["local"] = float(np.abs(weights(model)[0] - weights(own)[0]).max())
+    gathered = hvd.allgather_object([each.tolist() for each in weights(model)])
+    found["local differs, the rest does not"] = (
+        gathered[0][0] != gathered[1][0],
+        gathered[0][1] == gathered[1][1],
+    )
+
+    # An infinity on one rank has all ranks skip the step, whoever has put the scaling around.
+    model = model_of(hvd.DistributedOptimizer(sgd(0.1)))
+    model.optimizer = keras.optimizers.LossScaleOptimizer(model.optimizer, initial_scale=2.0)
+    hvd.elastic.KerasState(model)
+    before = weights(model)
+    x, y = data(1)
+    model.train_on_batch(x * (np.inf if rank == 1 else 1.0), y)
+    same = [bool((a == b).all()) for a, b in zip(weights(model), before, strict=True)]
+    found["infinity"] = (all(same), float(ops.convert_to_numpy(model.optimizer.dynamic_scale)))
+
+    # Values of all kinds.
+    found["allreduce"] = (
+        hvd.allreduce(float(rank)),
+        hvd.allreduce(np.array([rank, 1.0]), op=hvd.Sum).tolist(),
+        ops.convert_to_numpy(hvd.allreduce(ops.ones(2) * rank)).tolist(),
+    )
+    found["allgather"] = hvd.allgather(np.full((rank + 1, 1), rank)).ravel().tolist()
+    variable = keras.Variable(np.full(2, float(rank)))
+    hvd.broadcast_variables([variable], 1)
+    found["broadcast"] = ops.convert_to_numpy(variable).tolist()
+    return found
+
+
+def test_it_is_as_one_rank_with_all_batches(keras_crew):
+    results = keras_crew.fit(on_ranks, np=2).results()
+    limits = {"compressed": 1e-2}
+    for found in results:
+        for name, value in found.items():
+            if isinstance(value, float):
+                assert value < limits.get(name, 1e-6), name
+        assert found["iterations, averaged: False"] == 1
+        assert found["local differs, the rest does not"] == (True, True)
+        assert found["infinity"] == (True, 1.0)
+        assert found["allreduce"] == (0.5, [1.0, 2.0], [0.5, 0.5])
+        assert found["allgather"] == [0, 1, 1]
+        assert found["broadcast"] == [1.0, 1.0]
+
+
+@pytest.fixture
+def hvd():
+    import nbelastic.keras
+
+    nbelastic.keras.init()
+    yield nbelastic.keras
+    nbelastic.keras.shutdown()
+
+
+def test_a_saved_model_needs_no_nbelastic(hvd, tmp_path):
+    import keras
+    import numpy as np
+
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    plain = keras.optimizers.SGD(0.25, momentum=0.5)
+    optimizer = hvd.DistributedOptimizer(plain)
+    assert optimizer is plain
+    model.compile(optimizer, loss="mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    config = keras.saving.serialize_keras_object(optimizer)
+    assert "nbelastic" not in str(config)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    loaded = keras.models.load_model(path)
+    assert "Reducing" not in str(type(loaded.optimizer).__mro__)
+    again = hvd.load_model(path)
+    assert type(again.optimizer).__name__ == "SGD"
+    assert "Reducing" in str(type(again.optimizer).__mro__)
+    for mine, other in zip(again.optimizer.variables, optimizer.variables, strict=True):
+        assert np.allclose(*map(keras.ops.convert_to_numpy, (mine, other)))
+    again.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    assert type(optimizer).from_config(optimizer.get_config()).momentum == 0.5
+
+
+def test_bad_arguments_are_refused(hvd):
+    import keras
+
+    sgd = keras.optimizers.SGD()
+    with pytest.raises(ValueError, match="optimizer of Keras 3"):
+        hvd.DistributedOptimizer("sgd")
+    with pytest.raises(ValueError, match="at least 1"):
+        hvd.DistributedOptimizer(sgd, backward_passes_per_step=0)
+    with pytest.raises(ValueError, match="process_set"):
+        hvd.DistributedOptimizer(sgd, process_set=1)
+    with pytest.raises(ValueError, match="layer"):
+        hvd.PartialDistributedOptimizer(sgd, local_layers=["dense"])
+    assert "Reducing" not in str(type(sgd).__mro__)
+    hvd.DistributedOptimizer(sgd)
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(sgd)
+    with pytest.raises(ValueError, match="not built"):
+        hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
+
+
+@pytest.mark.backends("tensorflow")
+def test_what_xla_compiles_cannot_call_back(hvd):
+    import keras
+
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse", jit_compile=True)
+    hvd.elastic.KerasState(model)
+    assert not model.jit_compile
+
+
+def test_data_that_cannot_be_dealt_are_refused(hvd):
+    import keras
+    import numpy as np
+
+    from nbelastic.errors import OptionError
+
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(), "mse")
+    state = hvd.elastic.KerasState(model)
+    rows = np.ones((4, 2))
+    with pytest.raises(OptionError, match="whose gradients are not averaged"):
+        hvd.elastic.fit(state, rows, rows[:, :1])
+    with pytest.raises(OptionError, match="cannot be dealt to ranks"):
+        hvd.elastic.fit(state, (each for each in rows))
+    with pytest.raises(OptionError, match="different lengths"):
+        hvd.elastic.fit(state, rows, rows[:3])
+    with pytest.raises(OptionError, match="epochs=0"):
+        hvd.elastic.fit(state, rows, rows, epochs=0)
+    keep = keras.callbacks.BackupAndRestore("/nowhere")
+    with pytest.raises(OptionError, match="a restore from a file would undo it"):
+        hvd.elastic.fit(state, rows, rows, callbacks=[keep])
+
+
+def test_the_back_end_of_the_kernel_is_that_of_its_ranks(monkeypatch):
+    from nbelastic.cluster.payload import keras_settings, take_settings
+
+    settings = keras_settings()
+    assert settings == {"KERAS_BACKEND": os.environ["KERAS_BACKEND"]}
+    monkeypatch.setenv("KERAS_BACKEND", "none of them")
+    take_settings(settings)
+    assert os.environ["KERAS_BACKEND"] == settings["KERAS_BACKEND"]

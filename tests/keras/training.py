@@ -1,0 +1,208 @@
+"""A training by ``elastic.fit`` that does harm where it is told to, and tells what came of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one rank does to itself, once, before or after a batch.
+
+    Attributes
+    ----------
+    rank, epoch, batch : int
+        Who, and when.
+    kind : str
+        ``kill``, ``raise``, ``wait`` (for a change of the membership, after the batch) or ``stop``
+        (the training, after the batch).
+    """
+
+    rank: int
+    epoch: int
+    batch: int
+    kind: str = "kill"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training.
+
+    Attributes
+    ----------
+    marks : Path
+        An empty directory that all workers see.
+    loader, loads : bool
+        Whether the data are a Loader with an exact batch, or a DataLoader.
+    """
+
+    marks: Path
+    faults: tuple[Fault, ...] = ()
+    samples: int = 96
+    batch: int = 8
+    epochs: int = 4
+    loader: bool = False
+    patience: int = 2
+    own_step: bool = False
+    eager: bool = False
+    loads: bool = False
+
+    @property
+    def stops(self) -> bool:
+        """Whether the training ends in the middle of an epoch."""
+        return any(fault.kind == "stop" for fault in self.faults)
+
+    def __call__(self) -> dict[str, Any]:
+        """Train. Runs on every rank."""
+        return _train(self)
+
+    def once(self, name: str) -> bool:
+        """Return True for the first rank that asks."""
+        try:
+            os.close(os.open(self.marks / name, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def _train(work: Training) -> dict[str, Any]:
+    import hashlib
+    import signal
+    import time
+
+    import keras
+    import numpy as np
+
+    import nbelastic.keras as hvd
+    from nbelastic.elastic.context import current
+
+    hvd.init()
+    made = np.random.default_rng(1)
+    x = made.normal(size=(work.samples, 6)).astype("float32")
+    target = np.tanh(x.sum(1, keepdims=True)) + made.normal(size=(work.samples, 1)) * 0.3
+    y = np.concatenate([target, np.arange(work.samples)[:, None]], axis=1).astype("float32")
+    samples = work.samples
+
+    class Seen(keras.metrics.Metric):
+        """Counts how often each sample went into the model in an epoch."""
+
+        def __init__(self, name):
+            super().__init__(name=name)
+            self.counts = self.add_variable((samples,), "zeros", name="counts")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            numbers = keras.ops.cast(y_true[:, 1], "int32")
+            ones = keras.ops.one_hot(numbers, samples, dtype="float32")
+            self.counts.assign(self.counts + keras.ops.sum(ones, axis=0))
+
+        def result(self):
+            return keras.ops.min(self.counts) + 1000 * keras.ops.max(self.counts)
+
+    class Harm(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.begins = getattr(self, "begins", 0) + 1
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.at = epoch
+            self.epochs = [*getattr(self, "epochs", []), epoch]
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.do(batch, ("kill", "raise"))
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.do(batch, ("wait", "stop"))
+
+        def do(self, batch, kinds):
+            for number, fault in enumerate(work.faults):
+                here = (fault.rank, fault.epoch, fault.batch) == (hvd.rank(), self.at, batch)
+                if not here or fault.kind not in kinds or not work.once(f"fault-{number}"):
+                    continue
+                if fault.kind == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault.kind == "raise":
+                    raise ValueError("a mistake of the user's")
+                if fault.kind == "stop":
+                    self.model.stop_training = True
+                    return
+                while not current().change_flag():
+                    time.sleep(0.01)
+
+    class Careful(keras.Model):
+        """A model with a train_step of its own."""
+
+        def train_step(self, *args, **kwargs):
+            return super().train_step(*args, **kwargs)
+
+    def loss(y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(y_true[:, :1] - y_pred), axis=-1)
+
+    def dense(units, **options):
+        begin = keras.initializers.GlorotUniform(seed=units)
+        return keras.layers.Dense(units, kernel_initializer=begin, **options)
+
+    inputs = keras.layers.Input((6,))
+    hidden = dense(16, activation="tanh")(inputs)
+    if not work.loader:
+        hidden = keras.layers.BatchNormalization()(hidden)
+    hidden = keras.layers.Dropout(0.1)(hidden)
+    kind = Careful if work.own_step else keras.Model
+    model = kind(inputs, dense(1)(hidden))
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)),
+        loss=loss,
+        metrics=[Seen("seen")],
+        run_eagerly=work.eager,
+    )
+    stopping = keras.callbacks.EarlyStopping(
+        "val_loss", patience=work.patience, restore_best_weights=True
+    )
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_lr=1e-4)
+    best = keras.callbacks.ModelCheckpoint(str(work.marks / "best.keras"), save_best_only=True)
+    harm = Harm()
+    newcomer = not work.once(f"first-{hvd.rank()}")
+    state = hvd.elastic.KerasState(model, epoch=0)
+    data, more = x, {"y": y, "batch_size": work.batch}
+    if work.loader:
+        import torch
+        from torch.utils.data import TensorDataset
+
+        rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        batch = hvd.elastic.Batch(work.batch * 3, micro=work.batch // 2, exact=True)
+        data, more = hvd.elastic.Loader(rows, batch, seed=3), {}
+    if work.loads:
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        sampler = hvd.elastic.ElasticSampler(rows)
+        data, more = DataLoader(rows, work.batch, sampler=sampler), {}
+    history = hvd.elastic.fit(
+        state,
+        data,
+        epochs=work.epochs,
+        callbacks=[harm, stopping, plateau, best],
+        validation_data=(x[:31], y[:31]),
+        verbose=0,
+        **more,
+    )
+    weights = b"".join(np.ascontiguousarray(each).tobytes() for each in model.get_weights())
+    return {
+        "rank": hvd.rank(),
+        "size": hvd.size(),
+        "newcomer": newcomer,
+        "history": history.history,
+        "epochs": history.epoch,
+        "wait": (stopping.wait, stopping.best, stopping.best_epoch, stopping.stopped_epoch),
+        "plateau": (plateau.wait, plateau.best, plateau.cooldown_counter),
+        "best": best.best,
+        "begins": harm.begins,
+        "told": harm.epochs,
+        "digest": hashlib.sha256(weights).hexdigest(),
+        "iterations": int(keras.ops.convert_to_numpy(model.optimizer.iterations)),
+        "state": (state.epoch, state._lazy.trusted),
+    }
