@@ -76,6 +76,8 @@ class Context(abc.ABC):
         Called before each of these.
     before_return : callable or None
         Called when the function has returned.
+    after_forming : tuple of callables
+        Called as each generation has formed, before the state is synchronised.
     stepped : SteppedOptimizers or None
         Optimizers that have stepped on this rank, if it is one of several.
     in_torch_group : bool or None
@@ -113,6 +115,7 @@ class Context(abc.ABC):
     exchanges = 0
     before_exchange: tuple[Callable[[], None], ...] = ()
     before_return: Callable[[], None] | None = None
+    after_forming: tuple[Callable[[], None], ...] = ()
     stepped: SteppedOptimizers | None = None
     in_torch_group: bool | None = None
     receive_buffer: ReceiveBuffer | None = None

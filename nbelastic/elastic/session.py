@@ -311,6 +311,8 @@ class Session(Context):
         self._agreed = None
         self._take_place(place_of([member.slot for member in plan.members], terms.rank))
         self.moves += 1
+        for call in self.after_forming:
+            call()
         self.port.report(
             RankFormed(self.spec.start, plan.generation, chosen.name, chosen.fallback_reason)
         )

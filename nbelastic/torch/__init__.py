@@ -69,6 +69,9 @@ from nbelastic.torch.ops.reductions import (
     reducescatter,
 )
 from nbelastic.torch.ops.world import global_process_set, init
+from nbelastic.torch.process_group import install as _install
+
+_install()
 
 __all__ = [
     "Adasum",
