@@ -18,6 +18,7 @@ from nbelastic.elastic.context import current, current_or_none, initialize, rank
 from nbelastic.elastic.session import Session, note
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.process_group import ddp
+from nbelastic.torch.process_group.caches import set_environment, write_world
 from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup
 
 if TYPE_CHECKING:
@@ -110,7 +111,10 @@ def answer(
 
 
 def _check_place(context: Context, rank: int, size: int) -> None:
-    if size not in (-1, context.size) or rank not in (-1, context.rank):
+    """Refuse a place of the caller's own; trainers pass on those of the environment."""
+    sizes = (-1, context.size, int(os.environ.get("WORLD_SIZE", "-1")))
+    ranks = (-1, context.rank, int(os.environ.get("RANK", "-1")))
+    if size not in sizes or rank not in ranks:
         raise NbelasticError(
             f"init_process_group(rank={rank}, world_size={size}): this is rank {context.rank} of "
             f"{context.size}, and both change with the ranks of the job; leave them out"
@@ -128,18 +132,13 @@ def _follow(context: Context) -> None:
 
 def _refresh() -> None:
     """Write the present world to where torch and its trainers look it up."""
-    group, context = default_group(), current_or_none()
-    if group is None or context is None:
+    group = default_group()
+    if group is None:
         return
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in group.ranks}
     group.queue.drop()
+    write_world(group)
     if ranks_in_process() <= 1:
-        os.environ.update(
-            RANK=str(context.rank),
-            WORLD_SIZE=str(context.size),
-            LOCAL_RANK=str(context.local_rank),
-            LOCAL_WORLD_SIZE=str(context.local_size),
-        )
+        set_environment(group.context)
 
 
 def _create(options: Any, _: Any = None) -> ElasticProcessGroup:
