@@ -16,12 +16,13 @@ from accelerate.data_loader import (
 )
 from torch.utils.data import BatchSampler, RandomSampler
 
+from nbelastic.elastic.context import current
 from nbelastic.torch.elastic import ElasticSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["deal", "obstacle", "share_anew", "shuffles"]
+__all__ = ["batches_left", "deal", "obstacle", "share_anew", "shuffles"]
 
 
 def shuffles(loader: Any) -> bool:
@@ -73,6 +74,24 @@ def deal(loader: Any, seed: int) -> ElasticSampler:
     return sampler
 
 
+def batches_left(loader: Any, epoch: int | None) -> tuple[int, float]:
+    """Return how many batches each rank has of the rest of an epoch, and the share that is done.
+
+    Parameters
+    ----------
+    loader : DataLoaderShard
+        One that :func:`deal` has changed.
+    epoch : int or None
+        The epoch; None for a whole one.
+    """
+    sampler, inner = loader._nbelastic_sampler, loader.base_dataloader
+    total, size = len(loader.dataset), inner.batch_sampler.batch_size
+    left = total if epoch is None else sampler.left_in(epoch)
+    rows = -(-left // current().size)
+    drops = getattr(inner.batch_sampler, "drop_last", False)
+    return rows // size if drops else -(-rows // size), 1.0 - left / max(total, 1)
+
+
 def share_anew(loader: Any, rank: int, size: int) -> None:
     """Have accelerate share out a loader among the present ranks."""
     if "_nbelastic_sampler" in vars(loader):
@@ -110,6 +129,10 @@ class _Dealt(ElasticSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: loaders call it several times for each epoch."""
+
+    def left_in(self, epoch: int) -> int:
+        """Return how many samples of an epoch are left, if it is begun now."""
+        return self._deal.left if self._resumed and epoch == self.epoch else len(self.dataset)
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch, or go on with it after a change of membership."""
