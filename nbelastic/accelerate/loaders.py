@@ -16,8 +16,7 @@ from accelerate.data_loader import (
 )
 from torch.utils.data import BatchSampler, RandomSampler
 
-from nbelastic.elastic.context import current
-from nbelastic.torch.elastic import ElasticSampler
+from nbelastic.trainers import DealtSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +48,7 @@ def obstacle(loader: Any) -> str:
     return ""
 
 
-def deal(loader: Any, seed: int) -> ElasticSampler:
+def deal(loader: Any, seed: int) -> DealtSampler:
     """Deal the samples of a loader to the ranks by a sampler, which is returned.
 
     Parameters
@@ -64,7 +63,7 @@ def deal(loader: Any, seed: int) -> ElasticSampler:
         batches.num_processes, batches.process_index = 1, 0
         batches.even_batches = False  # shares are equally long as they are
         batches = batches.batch_sampler
-    sampler = _Dealt(loader.dataset, shuffle=shuffles(loader), seed=seed)
+    sampler = DealtSampler(loader.dataset, shuffle=shuffles(loader), seed=seed)
     batches.sampler = sampler
     loader._drop_last = True  # else gather_for_metrics() drops rows that are not repetitions
     kind = type(loader)
@@ -75,7 +74,7 @@ def deal(loader: Any, seed: int) -> ElasticSampler:
 
 
 def batches_left(loader: Any, epoch: int | None) -> tuple[int, float]:
-    """Return how many batches each rank has of the rest of an epoch, and the share that is done.
+    """Return how many batches each rank has of the rest of an epoch, and the share done before.
 
     Parameters
     ----------
@@ -84,12 +83,9 @@ def batches_left(loader: Any, epoch: int | None) -> tuple[int, float]:
     epoch : int or None
         The epoch; None for a whole one.
     """
-    sampler, inner = loader._nbelastic_sampler, loader.base_dataloader
-    total, size = len(loader.dataset), inner.batch_sampler.batch_size
-    left = total if epoch is None else sampler.left_in(epoch)
-    rows = -(-left // current().size)
-    drops = getattr(inner.batch_sampler, "drop_last", False)
-    return rows // size if drops else -(-rows // size), 1.0 - left / max(total, 1)
+    batches = loader.base_dataloader.batch_sampler
+    sampler: DealtSampler = loader._nbelastic_sampler
+    return sampler.batches_left(epoch, batches.batch_size, getattr(batches, "drop_last", False))
 
 
 def share_anew(loader: Any, rank: int, size: int) -> None:
@@ -122,21 +118,6 @@ def _recording(kind: type) -> type:
     if kind not in _kinds:
         _kinds[kind] = type(kind.__name__, (_Recording, kind), {})
     return _kinds[kind]
-
-
-class _Dealt(ElasticSampler):
-    """A sampler whose epochs the loader's iteration begins, and nothing else."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: loaders call it several times for each epoch."""
-
-    def left_in(self, epoch: int) -> int:
-        """Return how many samples of an epoch are left, if it is begun now."""
-        return self._deal.left if self._resumed and epoch == self.epoch else len(self.dataset)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch, or go on with it after a change of membership."""
-        super().set_epoch(epoch)
 
 
 class _Recording:

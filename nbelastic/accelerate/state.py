@@ -6,20 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.accelerate.loaders import deal, obstacle, share_anew, shuffles
 from nbelastic.elastic.context import current
-from nbelastic.elastic.session import warn
 from nbelastic.errors import OptionError
 from nbelastic.torch.elastic import TorchState
+from nbelastic.trainers import not_dealt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["State"]
-
-NOT_DEALT = (
-    "a loader begins its epoch again after each change of membership\n"
-    "{why}, so nbelastic cannot deal its samples: those of the epoch under way are trained twice.\n"
-    "Give accelerator.prepare() a loader with shuffle=True and a batch_size of each rank."
-)
 
 _OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "registered")
 
@@ -93,7 +87,7 @@ class State(TorchState):
                 if loaders is not None or shuffles(loader):
                     chosen.append(loader)
             elif loaders is not None or not hasattr(loader.dataset, "__getitem__"):
-                warn(current(), NOT_DEALT.format(why=why[0].upper() + why[1:]))
+                not_dealt(why)
         return chosen
 
     def commit(self) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbelastic.trainers import plain_attributes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,7 +29,6 @@ _NUMBERS = (
     "_initial_num_input_tokens_seen",
     "current_flos",
 )
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class Progress:
@@ -121,7 +122,7 @@ class Progress:
             "trainer": state,
             "history": self._history(),
             "control": dict(vars(trainer.control)),
-            "callbacks": [_plain(each) for each in trainer.callback_handler.callbacks],
+            "callbacks": [plain_attributes(each) for each in trainer.callback_handler.callbacks],
             "loss": trainer._tr_loss,
             "numbers": {name: getattr(trainer, name, 0) for name in _NUMBERS},
             "epoch": (self.epoch, self.begun, self.evaluated),
@@ -159,16 +160,3 @@ class Progress:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) or hasattr(value, "item") else str(value)
-
-
-def _plain(callback: object) -> dict[str, Any]:
-    """Return the attributes of a callback that are numbers, strings, or lists and dicts of them."""
-    return {name: value for name, value in vars(callback).items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return isinstance(value, _PLAIN)

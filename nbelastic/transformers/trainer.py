@@ -17,12 +17,12 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from nbelastic.accelerate.loaders import batches_left, deal, obstacle
-from nbelastic.accelerate.state import NOT_DEALT
 from nbelastic.elastic import report
 from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import Session, warn
+from nbelastic.elastic.session import Session
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.elastic import TorchState, run
+from nbelastic.trainers import not_dealt
 from nbelastic.transformers.progress import Progress
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class _Training:
         why = obstacle(loader)
         self.sampler = None if why else deal(loader, seed)
         if why:
-            warn(current_or_none(), NOT_DEALT.format(why=why[0].upper() + why[1:]))
+            not_dealt(why)
         elif trained[1]:
             done = trained[1] * trainer.args.train_batch_size * args.world_size
             self.sampler.load_state_dict({"epoch": trained[0], "processed_num": done})

@@ -1,0 +1,6 @@
+"""What the integrations of trainers have in common; imports none of them."""
+
+from nbelastic.trainers.attributes import plain_attributes
+from nbelastic.trainers.sampler import NOT_DEALT, DealtSampler, not_dealt
+
+__all__ = ["NOT_DEALT", "DealtSampler", "not_dealt", "plain_attributes"]
