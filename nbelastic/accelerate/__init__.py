@@ -1,10 +1,10 @@
 """Elastic training with Hugging Face accelerate.
 
-A rank's ``Accelerator()`` is one of all ranks. :class:`State` keeps what it has prepared::
+A rank's ``Accelerator()`` is one of all ranks. :class:`AccelerateState` keeps what it has prepared::
 
     accelerator = Accelerator()
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    state = nbelastic.accelerate.State(accelerator, epoch=0)
+    state = nbelastic.accelerate.AccelerateState(accelerator, epoch=0)
 
     @hvd.elastic.run
     def train(state):
@@ -15,6 +15,6 @@ A rank's ``Accelerator()`` is one of all ranks. :class:`State` keeps what it has
                 state.commit()
 """
 
-from nbelastic.accelerate.state import State
+from nbelastic.accelerate.state import AccelerateState
 
-__all__ = ["State"]
+__all__ = ["AccelerateState"]

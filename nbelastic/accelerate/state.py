@@ -13,12 +13,12 @@ from nbelastic.trainers import not_dealt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["State"]
+__all__ = ["AccelerateState"]
 
 _OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "registered")
 
 
-class State(TorchState):
+class AccelerateState(TorchState):
     """State of all that an ``Accelerator`` has prepared.
 
     These are models, optimizers, schedulers, the gradient scaler, objects that were registered for
@@ -40,7 +40,7 @@ class State(TorchState):
 
     Examples
     --------
-    >>> state = nbelastic.accelerate.State(accelerator, epoch=0)  # doctest: +SKIP
+    >>> state = nbelastic.accelerate.AccelerateState(accelerator, epoch=0)  # doctest: +SKIP
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class State(TorchState):
         taken = [name for name in _OWN if name in values]
         if taken:
             raise OptionError(
-                f"nbelastic.accelerate.State({taken[0]}=…): the accelerator's own go by that name; "
+                f"nbelastic.accelerate.AccelerateState({taken[0]}=…): the accelerator's own go by that name; "
                 "choose another"
             )
         if not accelerator._models and not accelerator._optimizers:
             raise OptionError(
-                "nbelastic.accelerate.State(accelerator): nothing is prepared yet; call "
+                "nbelastic.accelerate.AccelerateState(accelerator): nothing is prepared yet; call "
                 "accelerator.prepare(model, optimizer, …) before"
             )
         self._accelerator = accelerator

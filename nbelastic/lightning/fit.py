@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from nbelastic.elastic.context import current_or_none
 from nbelastic.elastic.session import Session
 from nbelastic.errors import OptionError
-from nbelastic.lightning.progress import Progress
+from nbelastic.lightning.progress import FitProgress
 from nbelastic.lightning.strategy import ElasticStrategy
 from nbelastic.torch.elastic import TorchState, run
 from nbelastic.trainers import DealtSampler, not_dealt
@@ -69,15 +69,15 @@ def make_elastic(trainer: Any, strategy: ElasticStrategy) -> None:
         if trainer.state.fn != TrainerFn.FITTING or not isinstance(current_or_none(), Session):
             strategy.begin()
             return plain()
-        return _Training(trainer, strategy).run()
+        return ElasticFit(trainer, strategy).run()
 
     trainer._run_stage = run_stage
 
 
-class _Follower(Callback):
+class _BatchRecorder(Callback):
     """The first callback: it records batches as they begin."""
 
-    def __init__(self, training: _Training) -> None:
+    def __init__(self, training: ElasticFit) -> None:
         self._training = training
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -85,14 +85,14 @@ class _Follower(Callback):
         self._training.batch_begins()
 
 
-class _Training:
+class ElasticFit:
     """Training of a Trainer, from the first generation to the last."""
 
     def __init__(self, trainer: Any, strategy: ElasticStrategy) -> None:
         self.trainer = trainer
         self.strategy = strategy
         self.loop = trainer.fit_loop
-        self.progress = Progress(trainer)
+        self.progress = FitProgress(trainer)
         self.samplers: list[DealtSampler | None] = []
         self._batches = 0  # begun in the present share
         module = trainer.lightning_module
@@ -115,12 +115,12 @@ class _Training:
     def run(self) -> None:
         """Train to the end."""
         trainer = self.trainer
-        trainer.callbacks.insert(0, _Follower(self))
+        trainer.callbacks.insert(0, _BatchRecorder(self))
         try:
             run(self._train)(self.state)
         finally:
             trainer.callbacks[:] = [
-                each for each in trainer.callbacks if not isinstance(each, _Follower)
+                each for each in trainer.callbacks if not isinstance(each, _BatchRecorder)
             ]
 
     def _train(self, _: TorchState) -> None:
@@ -192,8 +192,9 @@ class _Training:
 
     def _commit(self) -> None:
         trainer = self.trainer
-        self.state.epoch, self.state.batch = trainer.current_epoch, trainer.global_step
-        self.state.commit()
+        state: Any = self.state
+        state.epoch, state.batch = trainer.current_epoch, trainer.global_step
+        state.commit()
 
     # -- generations -------------------------------------------------------------------------------
 
@@ -257,8 +258,7 @@ def _obstacle(loader: Any) -> str:
         return f"it is a {type(loader).__name__}, and no DataLoader"
     if type(loader.batch_sampler) is not BatchSampler:
         return f"it has batches of its own ({type(loader.batch_sampler).__name__})"
-    if type(loader.batch_sampler.sampler) is not DistributedSampler:
-        return f"it has a sampler of its own ({type(loader.batch_sampler.sampler).__name__})"
+    sampler: object = loader.batch_sampler.sampler
+    if type(sampler) is not DistributedSampler:
+        return f"it has a sampler of its own ({type(sampler).__name__})"
     return ""
-
-

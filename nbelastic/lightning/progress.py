@@ -1,4 +1,4 @@
-"""What of a Trainer a commit keeps, beyond module, optimizers, schedules and samplers."""
+"""Progress of a Trainer: what a commit keeps beyond module and optimizers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning.pytorch.callbacks import ProgressBar
 from nbelastic.elastic.context import current
 from nbelastic.trainers import plain_attributes
 
-__all__ = ["Progress"]
+__all__ = ["FitProgress"]
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _OF_LOGGERS = ("_version", "_name", "_save_dir", "_root_dir")
 
 
-class Progress:
+class FitProgress:
     """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``.
 
     Parameters

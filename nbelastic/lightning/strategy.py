@@ -85,7 +85,8 @@ class _Elastic:
         """The device of this rank."""
         devices = self.parallel_devices
         if devices and devices[0].type == "cpu":
-            return devices[0]  # type: ignore[no-any-return]
+            first: torch.device = devices[0]
+            return first
         return device()
 
     @property
@@ -105,7 +106,7 @@ class _Elastic:
     def follow(self) -> None:
         """Tell Lightning's helpers which rank this is now."""
         rank = Environment().global_rank()
-        rank_zero_only.rank = fabric_rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = fabric_rank_zero_only.rank = rank
 
     set_world_ranks = _set_world_ranks = follow
 

@@ -1,4 +1,4 @@
-"""What the integrations of trainers have in common; imports none of them."""
+"""Parts that the integrations of trainers have in common; imports no trainer."""
 
 from nbelastic.trainers.attributes import plain_attributes
 from nbelastic.trainers.sampler import NOT_DEALT, DealtSampler, not_dealt

@@ -28,6 +28,11 @@ class DealtSampler(ElasticSampler):
         """Begin an epoch, or go on with it after a change of membership."""
         super().set_epoch(epoch)
 
+    def go_on(self, epoch: int, done: int) -> None:
+        """Go on with an epoch of which so many samples are done."""
+        self.load_state_dict({"epoch": epoch, "processed_num": done})
+        self._resumed = True
+
     def left_in(self, epoch: int) -> int:
         """Return how many samples of an epoch are left, if it is begun now."""
         return self._deal.left if self._resumed and epoch == self.epoch else len(self.dataset)

@@ -1,4 +1,4 @@
-"""What of a Trainer a commit keeps, beyond model, optimizer, schedule and sampler."""
+"""Progress of a Trainer: what a commit keeps beyond model and optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbelastic.trainers import plain_attributes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Progress"]
+__all__ = ["TrainerProgress"]
 
 _NOT_KEPT = {
     "log_history",
@@ -31,7 +31,7 @@ _NUMBERS = (
 )
 
 
-class Progress:
+class TrainerProgress:
     """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``.
 
     Parameters
@@ -90,23 +90,24 @@ class Progress:
         trainer, state = self._trainer, self._trainer.state
         for callback in trainer.callback_handler.callbacks:
             for name in ("training_bar", "training_tracker"):
-                bar = getattr(callback, name, self)
-                if bar is self:
-                    continue
-                if bar is None and state.is_world_process_zero:
-                    step = getattr(callback, "current_step", 0)
-                    callback.on_train_begin(trainer.args, state, trainer.control)
+                if hasattr(callback, name):
+                    self._show(callback, name)
                     bar = getattr(callback, name)
-                    if hasattr(callback, "current_step"):
-                        callback.current_step = step
-                        bar.update(step)
-                elif bar is not None and not state.is_world_process_zero:
-                    bar.close()
-                    setattr(callback, name, None)
-                if getattr(bar, "total", None) not in (None, state.max_steps) and not isinstance(
-                    bar, type(None)
-                ):
-                    bar.total = state.max_steps
+                    if getattr(bar, "total", None) is not None:
+                        bar.total = state.max_steps
+
+    def _show(self, callback: Any, name: str) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        bar = getattr(callback, name)
+        if bar is None and state.is_world_process_zero:
+            step = getattr(callback, "current_step", None)
+            callback.on_train_begin(trainer.args, state, trainer.control)
+            if step is not None:
+                callback.current_step = step
+                getattr(callback, name).update(step)
+        elif bar is not None and not state.is_world_process_zero:
+            bar.close()
+            setattr(callback, name, None)
 
     # -- in commits --------------------------------------------------------------------------------
 

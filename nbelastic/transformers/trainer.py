@@ -22,17 +22,13 @@ from nbelastic.elastic.context import current_or_none
 from nbelastic.elastic.session import Session
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers import not_dealt
-from nbelastic.transformers.progress import Progress
+from nbelastic.trainers import DealtSampler, not_dealt
+from nbelastic.transformers.progress import TrainerProgress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.utils.data import DataLoader
-
-    Base = transformers.Trainer
-else:
-    Base = object
 
 __all__ = ["elastic"]
 
@@ -79,14 +75,19 @@ def elastic(trainer: type[Any]) -> type[Any]:
     return type(trainer.__name__, (_ElasticTrainer, trainer), {})
 
 
-class _ElasticTrainer(Base):
+class _ElasticTrainer:
     """Methods of an elastic Trainer; the first base of its class."""
 
-    _elastic: _Training | None = None
+    _elastic: TrainerLoop | None = None
+
+    if TYPE_CHECKING:
+        control: Any
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         if not isinstance(current_or_none(), Session):
-            return super()._inner_training_loop(*arguments, **named)
+            return super()._inner_training_loop(*arguments, **named)  # type: ignore[misc]
         try:
             return self._train_elastically(*arguments, **named)
         finally:
@@ -108,7 +109,9 @@ class _ElasticTrainer(Base):
         epochs, updates, _, samples, _, _, max_steps = self.set_initial_training_values(
             self.args, loader
         )
-        trained = self._init_training_state(max_steps, updates, epochs, resume_from_checkpoint, trial)
+        trained = self._init_training_state(
+            max_steps, updates, epochs, resume_from_checkpoint, trial
+        )
         model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
@@ -116,26 +119,28 @@ class _ElasticTrainer(Base):
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self.state.global_step
         model.zero_grad()
-        self._elastic = training = _Training(self, model, loader, trained, max_steps)
+        self._elastic = training = TrainerLoop(self, model, loader, trained, max_steps)
         self._elastic.trial, self._elastic.ignored_keys = trial, ignore_keys_for_eval
         self._elastic.samples = samples
-        self.callback_handler.callbacks.insert(0, _Follower(training))
+        self.callback_handler.callbacks.insert(0, _EpochFollower(training))
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         try:
             return run(lambda _: training.train())(training.state)
         finally:
             self.callback_handler.callbacks = [
-                each for each in self.callback_handler.callbacks if not isinstance(each, _Follower)
+                each
+                for each in self.callback_handler.callbacks
+                if not isinstance(each, _EpochFollower)
             ]
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
-        super()._maybe_log_save_evaluate(*arguments, **named)
+        super()._maybe_log_save_evaluate(*arguments, **named)  # type: ignore[misc]
         if self._elastic is not None:
             self._elastic.after_step()
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """Log, and report numbers to the job."""
-        super().log(logs, *arguments, **named)
+        super().log(logs, *arguments, **named)  # type: ignore[misc]
         if isinstance(current_or_none(), Session):
             numbers = {
                 name: value
@@ -145,10 +150,10 @@ class _ElasticTrainer(Base):
             report(step=self.state.global_step, **numbers)
 
 
-class _Follower(TrainerCallback):
+class _EpochFollower(TrainerCallback):
     """The first callback: it corrects the epoch after a part of one was trained before."""
 
-    def __init__(self, training: _Training) -> None:
+    def __init__(self, training: TrainerLoop) -> None:
         self._training = training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -157,7 +162,7 @@ class _Follower(TrainerCallback):
         self._training.step_ended(state)
 
 
-class _Training:
+class TrainerLoop:
     """Training of a Trainer, from the first generation to the last.
 
     Parameters
@@ -179,7 +184,12 @@ class _Training:
     samples = 0.0
 
     def __init__(
-        self, trainer: Any, model: Any, loader: DataLoader[Any], trained: tuple[int, int], max_steps: int
+        self,
+        trainer: Any,
+        model: Any,
+        loader: DataLoader[Any],
+        trained: tuple[int, int],
+        max_steps: int,
     ) -> None:
         self.trainer = trainer
         self.model = model
@@ -191,14 +201,15 @@ class _Training:
         args = trainer.args
         seed = args.seed if args.data_seed is None else args.data_seed
         why = obstacle(loader)
-        self.sampler = None if why else deal(loader, seed)
+        self.sampler: DealtSampler | None = None
         if why:
             not_dealt(why)
-        elif trained[1]:
-            done = trained[1] * trainer.args.train_batch_size * args.world_size
-            self.sampler.load_state_dict({"epoch": trained[0], "processed_num": done})
-            self.sampler._resumed = True
-        self.progress = Progress(trainer, trained[0], max_steps)
+        else:
+            self.sampler = deal(loader, seed)
+            if trained[1]:
+                done = trained[1] * trainer.args.train_batch_size * args.world_size
+                self.sampler.go_on(trained[0], done)
+        self.progress = TrainerProgress(trainer, trained[0], max_steps)
         scaler = getattr(trainer.accelerator, "scaler", None)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.state = TorchState(
@@ -274,8 +285,9 @@ class _Training:
                 self._commit()
 
     def _commit(self) -> None:
-        self.state.epoch, self.state.batch = self.progress.epoch, self.trainer.state.global_step
-        self.state.commit()
+        state: Any = self.state
+        state.epoch, state.batch = self.progress.epoch, self.trainer.state.global_step
+        state.commit()
 
     # -- generations -------------------------------------------------------------------------------
 

@@ -44,7 +44,6 @@ def names(tests: type) -> list[str]:
 def run_one(tests: type, name: str, rank: int, number: int) -> str:
     """Run a test on this rank; return "ok", "skip: …" or "failed: …"."""
     import torch.distributed as dist
-
     from torch.testing._internal.distributed.distributed_test import Barrier
 
     # Barriers are numbers in files; each test begins at one that is the same on all ranks.

@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
 from nbelastic.elastic.context import current, current_or_none, initialize, ranks_in_process
@@ -98,10 +99,8 @@ def answer(
     if in_job and ranks_in_process() > 1:
         raise NbelasticError(SEVERAL_RANKS)
     _check_place(context, rank, world_size)
-    store = dist.HashStore()
-    original(
-        NAME, None, timeout, world_size=context.size, rank=context.rank, store=store
-    )
+    store = HashStore()
+    original(NAME, None, timeout, world_size=context.size, rank=context.rank, store=store)
     group = default_group()
     assert group is not None
     _follow(context)

@@ -1,10 +1,10 @@
-"""Places where torch and trainers keep who is in the world, written anew with each generation."""
+"""Places where torch and trainers keep the world, written anew in each generation."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -32,7 +32,8 @@ def set_environment(context: Context) -> None:
 def write_world(group: ElasticProcessGroup) -> None:
     """Write the present ranks to where torch and accelerate have kept them."""
     context = group.context
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(group.ranks)}
+    world: Any = c10d._world
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(group.ranks)}
     states = sys.modules.get("accelerate.state")
     for name in ("PartialState", "AcceleratorState"):  # the second has a copy of the first
         shared = getattr(getattr(states, name, None), "_shared_state", None)

@@ -93,10 +93,10 @@ def _enter_generation(ddp: Any, group: ElasticProcessGroup) -> None:
     if ddp in _marks:  # else it was made in this generation
         renew(ddp)
     if alone and not getattr(group.context, "loops", 0):
-        ignored = ddp.parameters_to_ignore
-        _verify_param_shape_across_processes(group, ddp._module_parameters)
+        ignored, ranks = ddp.parameters_to_ignore, ddp.process_group
+        _verify_param_shape_across_processes(ranks, ddp._module_parameters)
         _sync_module_states(
-            ddp.module, group, ddp.broadcast_bucket_size, 0, ignored, ddp.forward_sync_buffers
+            ddp.module, ranks, ddp.broadcast_bucket_size, 0, ignored, ddp.forward_sync_buffers
         )
     _marks[ddp] = (group.generation, group.queue.failures)
 
@@ -133,7 +133,7 @@ def renew(ddp: Any) -> None:
 def _around_hook(
     original: Callable[..., Any], ddp: Any, state: Any, hook: Callable[..., Any]
 ) -> Any:
-    generator = getattr(state, "rng", None)
+    generator: Any = getattr(state, "rng", None)
     if hasattr(generator, "get_state") and hasattr(state, "error_dict"):
         _generators[state] = generator.get_state()
     return original(ddp, state, hook)
@@ -146,7 +146,7 @@ def _around_built_in_hook(original: Callable[..., Any], ddp: Any, kind: Any) -> 
 
 def _renew_hook_state(state: Any) -> None:
     """Begin PowerSGD again: its matrices belong to buckets, and must be the same on all ranks."""
-    if state in _generators if getattr(state, "__hash__", None) else False:
+    if hasattr(state, "error_dict") and state in _generators:
         state.rng.set_state(_generators[state])
         for each in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             each.clear()

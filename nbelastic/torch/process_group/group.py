@@ -1,4 +1,4 @@
-"""Process group of torch.distributed over the communicator of the present generation."""
+"""Process group of torch.distributed over the present generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import BarrierOptions
+from torch._C._distributed_c10d import BarrierOptions, ErrorType
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.errors import CollectiveError
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
 
+    Base = object  # torch declares the overloads of the base class, which has more names
+else:
+    Base = dist.ProcessGroup
+
 __all__ = ["NAME", "ElasticProcessGroup"]
 
 NAME = "nbelastic"
@@ -36,8 +40,8 @@ _BARRIER_TAG = 2**62
 """Tag of messages of a monitored barrier."""
 
 
-class ElasticProcessGroup(dist.ProcessGroup):
-    """All ranks of the job, whoever they are at the time of each call.
+class ElasticProcessGroup(Base):
+    """All ranks that the job has at the time of each call.
 
     torch calls the methods by their names, from Python and from C++. Where these have two
     spellings, the methods have both.
@@ -53,7 +57,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     supports_reconfigure = True
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context.rank, context.size)
+        super().__init__(context.rank, context.size)  # type: ignore[call-arg]
         self.context = context
         self.queue = OperationQueue()
         self._alone: SoloCommunicator | None = None
@@ -133,7 +137,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         """The name of the group."""
         return self._name
 
@@ -228,7 +232,9 @@ class ElasticProcessGroup(dist.ProcessGroup):
     ) -> OperationWork:
         """Reduce several tensors, of which each rank keeps its parts."""
         op = _reduction(opts)
-        pairs = [(out, self._parts(each, out.shape)) for out, each in zip(outputs, wholes, strict=True)]
+        pairs = [
+            (out, self._parts(each, out.shape)) for out, each in zip(outputs, wholes, strict=True)
+        ]
 
         def start(communicator: Communicator, private: bool) -> Started:
             return Started(
@@ -244,9 +250,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def broadcast(
-        self, tensors: Any, opts: Any = None, timeout: Any = None
-    ) -> OperationWork:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Copy tensors of the root to all others."""
         del timeout
         tensors = _listed(tensors)
@@ -519,8 +523,6 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     def get_error(self) -> Any:
         """Return whether the group works, in torch's words."""
-        from torch._C._distributed_c10d import ErrorType
-
         try:
             if self.context.generation:
                 self.context.communicator().check()
@@ -600,12 +602,12 @@ class ElasticProcessGroup(dist.ProcessGroup):
                     f"splits must be {size} numbers with the sum {tensor.shape[0]}, not "
                     f"{list(splits)}"
                 )
-            return list(tensor.detach().split(list(splits)))
+            return list(torch.split(tensor.detach(), list(splits)))
         if tensor.shape[0] % size:
             raise ValueError(
                 f"{tensor.shape[0]} rows cannot be dealt to {size} ranks evenly; give splits"
             )
-        return list(tensor.detach().split(tensor.shape[0] // size))
+        return list(torch.split(tensor.detach(), tensor.shape[0] // size))
 
 
 class _Message(Started):
@@ -635,7 +637,7 @@ def _word(op: Any) -> str:
     return str(getattr(op, "op", op)).rpartition(".")[2].lower()
 
 
-def _group_of_this_process(name: str) -> dist.ProcessGroup | None:
+def _group_of_this_process(name: str) -> Any:
     """Return the group of a name in this process, for an object that was pickled with it."""
     if not dist.is_initialized():
         return None

@@ -74,7 +74,7 @@ _PAIRWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class Waitable(Protocol):
+class Part(Protocol):
     """An operation of a communicator under way."""
 
     def done(self) -> bool:
@@ -89,14 +89,14 @@ class Started:
 
     Parameters
     ----------
-    handles : sequence of Waitable
+    handles : sequence of Part
         Its parts.
     finish : callable, optional
         Fills the outputs.
     """
 
     def __init__(
-        self, handles: Sequence[Waitable] = (), finish: Callable[[], object] | None = None
+        self, handles: Sequence[Part] = (), finish: Callable[[], object] | None = None
     ) -> None:
         self._handles = handles
         self._finish = finish
@@ -291,7 +291,9 @@ def reduce_scatter(
     if wire is Op.AVERAGE and not output.is_floating_point():
         wire, divisor = Op.SUM, communicator.size
     result = _lent(output, private, load=False)
-    handle = communicator.reduce_scatter_async(result, [_lent(each, False) for each in inputs], wire)
+    handle = communicator.reduce_scatter_async(
+        result, [_lent(each, False) for each in inputs], wire
+    )
     back = _back([(output, result)])
 
     def finish() -> None:

@@ -158,6 +158,10 @@ class OperationWork(dist.Work):
 
     # -- what torch calls --------------------------------------------------------------------------
 
+    def done(self) -> bool:
+        """Return whether the operation has ended."""
+        return self.is_completed()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation; return True.
 
@@ -224,7 +228,7 @@ class OperationWork(dist.Work):
 
 
 class _Future(torch.futures.Future[Any]):
-    """A future that whoever waits for it completes."""
+    """A future that is completed by waiting for it."""
 
     def __init__(self, work: OperationWork) -> None:
         tensors = [each for each in work._outputs if isinstance(each, torch.Tensor)]
