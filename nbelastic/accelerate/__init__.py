@@ -1,6 +1,6 @@
 """Elastic training with Hugging Face accelerate.
 
-A rank's ``Accelerator()`` is one of all ranks. :class:`AccelerateState` keeps what it has prepared::
+A rank's ``Accelerator()`` is one of all ranks. A state keeps what it has prepared::
 
     accelerator = Accelerator()
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

@@ -54,8 +54,8 @@ class AccelerateState(TorchState):
         taken = [name for name in _OWN if name in values]
         if taken:
             raise OptionError(
-                f"nbelastic.accelerate.AccelerateState({taken[0]}=…): the accelerator's own go by that name; "
-                "choose another"
+                f"nbelastic.accelerate.AccelerateState({taken[0]}=…): the accelerator's own go by "
+                "that name; choose another"
             )
         if not accelerator._models and not accelerator._optimizers:
             raise OptionError(

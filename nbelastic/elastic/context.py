@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import contextvars
+import functools
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,11 @@ class Context(abc.ABC):
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
 
+    @functools.cached_property
+    def groups_made(self) -> dict[str, int]:
+        """Counts of groups by their members, with the generation in which they were made."""
+        return {}
+
     def take_receive_buffer(self) -> ReceiveBuffer | None:
         """Return memory that was made ready for a state to arrive in; once."""
         buffer, self.receive_buffer = self.receive_buffer, None
@@ -176,6 +182,10 @@ class Context(abc.ABC):
         In a job without an elastic loop the first call makes this rank a member, and waits for the
         others.
         """
+
+    def starts(self) -> list[int]:
+        """Return what names the present ranks, by rank: the numbers of their starts."""
+        return list(range(self.size))
 
     @abc.abstractmethod
     def change_flag(self) -> bool:

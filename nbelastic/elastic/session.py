@@ -384,6 +384,10 @@ class Session(Context):
             assert communicator is not None
         return communicator
 
+    def starts(self) -> list[int]:
+        """Return the numbers of the starts of the present members, by rank."""
+        return [] if self.plan is None else [member.start for member in self.plan.members]
+
     def change_flag(self) -> bool:
         """Return whether this rank knows of a change to its generation."""
         return self._ending >= self.generation or self._end is not None

@@ -19,8 +19,8 @@ from nbelastic.elastic.context import current, current_or_none, initialize, rank
 from nbelastic.elastic.session import Session, note
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.process_group import ddp
-from nbelastic.torch.process_group.caches import set_environment, write_world
-from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup
+from nbelastic.torch.process_group.caches import set_environment, write_ranks, write_world
+from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup, SubProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,18 +134,21 @@ def _refresh() -> None:
     group = default_group()
     if group is None:
         return
-    group.queue.drop()
+    for each in list(c10d._world.pg_map):
+        if isinstance(each, ElasticProcessGroup):
+            each.queue.drop()
+            write_ranks(each)
     write_world(group)
     if ranks_in_process() <= 1:
         set_environment(group.context)
 
 
 def _create(options: Any, _: Any = None) -> ElasticProcessGroup:
-    """Make a group, as torch asks for one."""
+    """Make a group, as torch asks for one that the default group has not made."""
     ranks = list(options.global_ranks_in_group)
-    if ranks:
-        raise NbelasticError("groups of some of the ranks cannot be made yet")
-    return ElasticProcessGroup(current())
+    if not ranks:
+        return ElasticProcessGroup(current(), options.timeout)
+    return SubProcessGroup(current(), ranks, str(options.group_id), options.timeout)
 
 
 def _monitored_barrier(

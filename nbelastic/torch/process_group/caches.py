@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
     from nbelastic.torch.process_group.group import ElasticProcessGroup
 
-__all__ = ["set_environment", "write_world"]
+__all__ = ["set_environment", "write_ranks", "write_world"]
 
 
 def set_environment(context: Context) -> None:
@@ -29,11 +29,15 @@ def set_environment(context: Context) -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
-def write_world(group: ElasticProcessGroup) -> None:
-    """Write the present ranks to where torch and accelerate have kept them."""
-    context = group.context
+def write_ranks(group: ElasticProcessGroup) -> None:
+    """Write the present ranks of a group to where torch maps them to positions."""
     world: Any = c10d._world
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(group.ranks)}
+
+
+def write_world(group: ElasticProcessGroup) -> None:
+    """Write the present ranks to where accelerate has kept them."""
+    context = group.context
     states = sys.modules.get("accelerate.state")
     for name in ("PartialState", "AcceleratorState"):  # the second has a copy of the first
         shared = getattr(getattr(states, name, None), "_shared_state", None)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, ErrorType
+from torch.distributed.constants import default_pg_timeout
 
 from nbelastic.collectives import SoloCommunicator
+from nbelastic.elastic.subgroups import Subgroup
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops import description
 from nbelastic.torch.process_group import operations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 else:
     Base = dist.ProcessGroup
 
-__all__ = ["NAME", "ElasticProcessGroup"]
+__all__ = ["NAME", "ElasticProcessGroup", "SubProcessGroup"]
 
 NAME = "nbelastic"
 
@@ -50,16 +52,18 @@ class ElasticProcessGroup(Base):
     ----------
     context : Context
         That of the rank.
+    timeout : timedelta, optional
+        Limit of each operation, if it is shorter than torch's own half hour; else it is the job's.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
     supports_tensor_alloc = False
     supports_reconfigure = True
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, timeout: Any = None) -> None:
         super().__init__(context.rank, context.size)  # type: ignore[call-arg]
         self.context = context
-        self.queue = OperationQueue()
+        self.queue = OperationQueue(_short(timeout))
         self._alone: SoloCommunicator | None = None
         self._mailbox: tuple[Communicator, Mailbox] | None = None
         self._collected: list[OperationWork] | None = None  # between start and end of coalescing
@@ -105,6 +109,42 @@ class ElasticProcessGroup(Base):
     def communicator(self) -> Communicator:
         """Return the communicator of the next operation."""
         return self._alone or self.context.communicator()
+
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        timeout: Any = None,
+        pg_options: Any = None,
+        group_name: str = "",
+        group_desc: str | None = None,
+    ) -> SubProcessGroup | None:
+        """Return a group of some ranks; None if this rank is none of them."""
+        del pg_options
+        members = [self.ranks[each] for each in ranks]
+        if self.context.rank not in members:
+            Subgroup(self.context, members, group_name)  # counts, as on its members
+            return None
+        group = SubProcessGroup(self.context, members, group_name, timeout)
+        if self.context.generation:
+            group.communicator()  # all members are here
+        group.setGroupName(group_name)
+        group.setGroupDesc(group_desc or "undefined")
+        return group
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: Any = None,
+        opts: Any = None,
+        group_name: str = "",
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> SubProcessGroup | None:
+        """Return the group of some ranks of this one."""
+        del device_types
+        return self.new_group(ranks, timeout, opts, group_name, group_desc)
+
+    splitGroup = split_group  # noqa: N815
 
     def _private(self) -> bool:
         """Return whether a failed operation must not touch the tensors of its caller."""
@@ -423,7 +463,7 @@ class ElasticProcessGroup(Base):
             except CollectiveError as error:
                 self.context.communicator().check()
                 raise RuntimeError(
-                    f"rank {rank}: rank 0 did not pass monitored_barrier within {limit_s:g} s"
+                    f"Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms"
                 ) from error
             return
         waiting = {other: mailbox.receive(token, other, _BARRIER_TAG) for other in range(1, size)}
@@ -495,7 +535,8 @@ class ElasticProcessGroup(Base):
     # -- life --------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: the limit of an operation is the job's."""
+        """Set the limit of each operation, if it is shorter than torch's own half hour."""
+        self.queue.timeout_s = _short(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -539,7 +580,7 @@ class ElasticProcessGroup(Base):
     def _overlaps(self) -> bool:
         if self._alone is not None or not self.queue.in_backward or not self.context.generation:
             return True
-        return self.context.communicator().overlaps
+        return self.communicator().overlaps
 
     def _messages(self) -> Mailbox:
         communicator = self.communicator()
@@ -610,6 +651,56 @@ class ElasticProcessGroup(Base):
         return list(torch.split(tensor.detach(), tensor.shape[0] // size))
 
 
+class SubProcessGroup(ElasticProcessGroup):
+    """Some of the ranks of the job; after a reset, those of them that are left.
+
+    Parameters
+    ----------
+    context : Context
+        That of the rank.
+    ranks : sequence of int
+        Ranks of the present generation, this one among them.
+    name : str
+        For messages.
+    timeout : timedelta, optional
+        As of :class:`ElasticProcessGroup`.
+    """
+
+    def __init__(
+        self, context: Context, ranks: Sequence[int], name: str, timeout: Any = None
+    ) -> None:
+        self._members = Subgroup(context, ranks, name)
+        super().__init__(context, timeout)
+
+    def rank(self) -> int:
+        """Return the position of this rank in the group at present."""
+        return 0 if self._alone is not None else self._members.rank
+
+    def size(self) -> int:
+        """Return the number of members at present."""
+        return 1 if self._alone is not None else self._members.size
+
+    getRank, getSize = rank, size  # noqa: N815 - C++ names
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the job that are in the group."""
+        return self._members.ranks
+
+    def communicator(self) -> Communicator:
+        """Return the communicator of the next operation."""
+        return self._alone or self._members.communicator()
+
+    def shutdown(self) -> None:
+        """Forget operations, and close the group's connections."""
+        super().shutdown()
+        self._members.close()
+
+    def _agree(self, communicator: Communicator, what: str) -> None:
+        """Compare the operation over the members."""
+        communicator.agree(what)
+
+
 class _Message(Started):
     """A send or a receive, which advances others while it waits."""
 
@@ -621,6 +712,12 @@ class _Message(Started):
         """Wait for the message."""
         self._message.wait(timeout_s)
         super().wait()
+
+
+def _short(timeout: Any) -> float:
+    """Return a limit in seconds; 0 for torch's own and for longer ones."""
+    short = isinstance(timeout, timedelta) and timeout < default_pg_timeout
+    return float(timeout.total_seconds()) if short else 0.0
 
 
 def _listed(tensors: Any) -> Tensors:

@@ -111,7 +111,9 @@ class Started:
             end = time.monotonic() + timeout_s
             while not self.done():
                 if time.monotonic() > end:
-                    raise CollectiveError(f"the operation did not end within {timeout_s:g} s")
+                    raise CollectiveError(
+                        f"the operation did not end within its timeout of {timeout_s:g} s"
+                    )
                 time.sleep(_POLL_S)
         for handle in self._handles:
             handle.wait()

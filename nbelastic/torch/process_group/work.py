@@ -30,9 +30,20 @@ class OperationQueue:
     """Operations of a process group, in the order of their calls.
 
     Within backward it delays reductions of a communicator that does not overlap with computing.
+
+    Parameters
+    ----------
+    timeout_s : float, default 0
+        Limit of each operation, if it is shorter than the job's; 0 for none.
+
+    Attributes
+    ----------
+    failures : int
+        Number of backward passes that have failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 0.0) -> None:
+        self.timeout_s = timeout_s
         self.failures = 0
         self._delayed: list[OperationWork] = []
         self._awaited: list[OperationWork] = []  # their futures are out
@@ -148,7 +159,7 @@ class OperationWork(dist.Work):
         started = self._started
         assert started is not None
         try:
-            started.wait(timeout_s)
+            started.wait(timeout_s or self._queue.timeout_s)
         except BaseException as error:
             self._error = error
             raise
