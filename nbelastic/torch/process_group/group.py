@@ -453,12 +453,16 @@ class ElasticProcessGroup(Base):
         RuntimeError
             A rank has not come within the time.
         """
+        if isinstance(timeout, (int, float)):
+            timeout = timedelta(seconds=timeout)
         limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
         mailbox, rank, size = self._messages(), self.rank(), self.size()
+        if timeout == timedelta(0):
+            raise RuntimeError(f"Rank {rank} timed out in monitoredBarrier after 0 ms")
         token = torch.zeros(1, dtype=torch.uint8)
         if rank != 0:
-            mailbox.send(token, 0, _BARRIER_TAG).wait()
             try:
+                mailbox.send(token, 0, _BARRIER_TAG).wait(limit_s)
                 mailbox.receive(token, 0, _BARRIER_TAG).wait(limit_s)
             except CollectiveError as error:
                 self.context.communicator().check()
@@ -614,7 +618,8 @@ class ElasticProcessGroup(Base):
     ) -> Started:
         self._sequence += 1
         communicator = self.communicator()
-        if describe is not None and communicator.size > 1:
+        # A comparison waits for all ranks, and knows no shorter limit.
+        if describe is not None and communicator.size > 1 and not self.queue.timeout_s:
             self._agree(communicator, describe())
         return start(communicator, self._private())
 

@@ -111,9 +111,8 @@ class Started:
             end = time.monotonic() + timeout_s
             while not self.done():
                 if time.monotonic() > end:
-                    raise CollectiveError(
-                        f"the operation did not end within its timeout of {timeout_s:g} s"
-                    )
+                    limit = f"its timeout of {timeout_s:g} s"
+                    raise CollectiveError(f"the operation did not end within {limit}")
                 time.sleep(_POLL_S)
         for handle in self._handles:
             handle.wait()
