@@ -318,7 +318,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
     @property
     def waiting(self) -> bool:
         """Whether the rank's thread is waiting for an operation."""
-        return self._waiting or self._group.waiting
+        return super().waiting or self._group.waiting
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
@@ -337,6 +337,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         if self._closed or self._abort_signal.forked:
             return  # a fork has none of the group's threads
         self._closed = True
+        self._close_subgroups()
         lent = [operation for operation, _ in self._lent]
         idle = all(each.done() for each in lent) and all(
             each.idle for each in self._executors.values()
