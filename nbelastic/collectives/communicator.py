@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from nbelastic.collectives.abort_signal import AbortSignal
+    from nbelastic.collectives.matching import MatchingClient
     from nbelastic.collectives.reduction_tree import Blocks
 
 __all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous"]
@@ -121,6 +122,9 @@ class Communicator(abc.ABC):
 
     current_operation: str = ""
     """Description of the operation under way, where known. Read by other threads."""
+
+    waits_apart: bool = False
+    """Whether the rank's thread waits for other ranks by other means. Read by other threads."""
 
     carries_descriptions: bool = False
     """Whether a rank in another operation can read the description that precedes a record."""
@@ -387,6 +391,16 @@ class Communicator(abc.ABC):
             call with it returns the same communicator.
         """
         raise NotImplementedError(f"a communicator of kind {self.name!r} has no subgroups")
+
+    def close_subgroup(self, name: str) -> None:
+        """Close a communicator that :meth:`subgroup` has made, if there is one."""
+
+    def matching_client(self) -> MatchingClient | None:
+        """Return a new client of the generation's matching of operations; None for a rank alone.
+
+        See :mod:`nbelastic.collectives.matching`.
+        """
+        return None
 
     def cut_connections(self) -> int:
         """Cut the connections to other ranks as a network failure would; return their number."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.communicator import Handle, Rendezvous
+    from nbelastic.collectives.matching import MatchingClient
 
 __all__ = [
     "AsyncCommunicator",
@@ -91,7 +92,7 @@ class AsyncCommunicator(Communicator):
     @property
     def waiting(self) -> bool:
         """Whether the rank's thread is waiting for an operation."""
-        return self._waiting or any(each.waiting for each in list(self._subgroups.values()))
+        return self._waiting or self.waits_apart or any(each.waiting for each in list(self._subgroups.values()))
 
     @property
     def completed(self) -> int:
@@ -137,10 +138,23 @@ class AsyncCommunicator(Communicator):
         self._subgroups[name] = connected
         return connected
 
+    def close_subgroup(self, name: str) -> None:
+        """Close a communicator that :meth:`subgroup` has made, if there is one."""
+        closed = self._subgroups.pop(name, None)
+        if closed is not None:
+            self._completed += closed.completed  # the sum of all must never become less
+            closed.close()
+
     def _close_subgroups(self) -> None:
         subgroups, self._subgroups = self._subgroups, {}
         for each in subgroups.values():
             each.close()
+
+    def matching_client(self) -> MatchingClient | None:
+        """Return a client of the matching at the generation's rendezvous server."""
+        from nbelastic.collectives.matching import MatchingClient
+
+        return MatchingClient(self._rendezvous)
 
     def check(self) -> None:
         """Raise if the communicator is broken."""

@@ -31,6 +31,7 @@ __all__ = [
     "Context",
     "LocalContext",
     "activate",
+    "before_check",
     "current",
     "current_or_alone",
     "current_or_none",
@@ -212,11 +213,18 @@ class Context(abc.ABC):
         """
 
 
+before_check: list[Callable[[Communicator], None]] = []
+"""Called with the communicator before ranks ask each other whether to leave the generation."""
+
+
 def one_of_all(context: Context, mine: bool) -> bool:
     """Return whether the flag is set on any rank; all ranks call this."""
     if context.size == 1:
         return mine
-    return any(context.communicator().agree("a check for host updates, as in commit()", mine))
+    communicator = context.communicator()
+    for call in before_check:
+        call(communicator)
+    return any(communicator.agree("a check for host updates, as in commit()", mine))
 
 
 class LocalContext(Context):

@@ -100,7 +100,7 @@ class Subgroup:
         """Close the communicator; the group is not used any more."""
         formed, self._formed = self._formed, None
         if formed is not None:
-            formed[1].close()
+            self._context.communicator().close_subgroup(self._key)
 
     def _bind(self) -> None:
         """Take the ranks of the present generation as the members for good."""
