@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
+    from nbelastic.collectives.abort_signal import AbortSignal
+    from nbelastic.collectives.matching import MatchingClient
     from nbelastic.collectives.reduction_tree import Blocks
 
 __all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous"]
@@ -121,6 +123,9 @@ class Communicator(abc.ABC):
     current_operation: str = ""
     """Description of the operation under way, where known. Read by other threads."""
 
+    waits_apart: bool = False
+    """Whether the rank's thread waits for other ranks by other means. Read by other threads."""
+
     carries_descriptions: bool = False
     """Whether a rank in another operation can read the description that precedes a record."""
 
@@ -139,6 +144,8 @@ class Communicator(abc.ABC):
     rank: int
     size: int
     generation: int
+
+    _abort_signal: AbortSignal | None = None
 
     @abc.abstractmethod
     def connect(self) -> Communicator:
@@ -363,6 +370,40 @@ class Communicator(abc.ABC):
         Any thread may call it, any number of times; it returns at once. Afterwards every
         operation, under way or new, raises ``CollectiveError(reason)``.
         """
+
+    def on_abort(self, callback: Callable[[str, bool], object]) -> None:
+        """Call ``callback(reason, orderly)`` when the communicator ends; it must not block.
+
+        `orderly` is whether it was closed with no operation under way.
+        """
+        if self._abort_signal is not None:
+            self._abort_signal.on_abort(callback)
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
+        """Return a connected communicator of some of the ranks, which all of them call this for.
+
+        It has an order of operations of its own, and ends with this communicator; if it fails, so
+        does this one. :meth:`close` of it alone leaves this one as it is.
+
+        Parameters
+        ----------
+        ranks : sequence of int
+            Ranks of this communicator in ascending order, this rank among them.
+        name : str
+            Never used before in this generation by any of these ranks for other `ranks`. A second
+            call with it returns the same communicator.
+        """
+        raise NotImplementedError(f"a communicator of kind {self.name!r} has no subgroups")
+
+    def close_subgroup(self, name: str) -> None:
+        """Close a communicator that :meth:`subgroup` has made, if there is one."""
+
+    def matching_client(self) -> MatchingClient | None:
+        """Return a new client of the generation's matching of operations; None for a rank alone.
+
+        See :mod:`nbelastic.collectives.matching`.
+        """
+        return None
 
     def cut_connections(self) -> int:
         """Cut the connections to other ranks as a network failure would; return their number."""

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from nbelastic.errors import RanksDisagree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from nbelastic.collectives.communicator import Communicator
 
-__all__ = ["RECORD", "check_consistency", "disagreement"]
+__all__ = ["RECORD", "check_consistency", "disagreement", "listed"]
 
 _NUMBERS = struct.Struct("<qq")
 _DIGEST = 16
@@ -68,13 +68,14 @@ def _described(text: str) -> tuple[str, bytes, bytes, int]:
     return headline.decode(), headline + b"\0", digest, len(data)
 
 
-def disagreement(texts: Sequence[str]) -> RanksDisagree:
+def disagreement(texts: Sequence[str], ranks: Sequence[int] | None = None) -> RanksDisagree:
     """Return the error for ranks with different descriptions, given by rank."""
     headlines = [text.partition("\n")[0] for text in texts]
     if len(set(headlines)) == 1:
-        sides = _differing_details(texts)
-        return RanksDisagree(f"ranks disagree in {headlines[0]}: {_listed(sides)}")
-    return RanksDisagree(f"ranks called different operations: {_listed(headlines)}")
+        sides = _by_side(_differing_details(texts), ranks)
+        return RanksDisagree(f"ranks disagree in {headlines[0]}: {listed(sides)}")
+    sides = _by_side(headlines, ranks)
+    return RanksDisagree(f"ranks called different operations: {listed(sides)}")
 
 
 def _differing_details(texts: Sequence[str]) -> list[str]:
@@ -87,10 +88,15 @@ def _differing_details(texts: Sequence[str]) -> list[str]:
     return ["?" for _ in texts]
 
 
-def _listed(sides: Sequence[str]) -> str:
+def _by_side(sides: Sequence[str], numbers: Sequence[int] | None) -> dict[str, list[int]]:
     ranks: dict[str, list[int]] = {}
-    for rank, side in enumerate(sides):
+    for rank, side in zip(range(len(sides)) if numbers is None else numbers, sides, strict=True):
         ranks.setdefault(side, []).append(rank)
+    return ranks
+
+
+def listed(ranks: Mapping[str, Sequence[int]]) -> str:
+    """Return the ranks on each side in words, by what that side says."""
     parts = [f"{_named(numbers)}: {side}" for side, numbers in list(ranks.items())[:_MAX_SIDES]]
     if len(ranks) > _MAX_SIDES:
         parts.append(f"and {len(ranks) - _MAX_SIDES} more")

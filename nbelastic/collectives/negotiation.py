@@ -68,7 +68,7 @@ class NegotiatingCommunicator(Communicator):
         self.generation = rendezvous.generation
         self._rendezvous = rendezvous
         self._host = host
-        self._abort_signal = AbortSignal()
+        self._abort_signal: AbortSignal = AbortSignal()
         self._begun = False
         self._chosen: Communicator | None = None
         self._device: Device | None = None

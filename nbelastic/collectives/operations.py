@@ -8,7 +8,9 @@ disagree on what has happened, depending on the operation that each waited for f
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import weakref
 from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -20,10 +22,11 @@ from nbelastic.collectives.communicator import Communicator
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.communicator import Handle, Rendezvous
+    from nbelastic.collectives.matching import MatchingClient
 
 __all__ = [
     "AbortableTask",
@@ -81,19 +84,78 @@ class AsyncCommunicator(Communicator):
         self.rank = rendezvous.rank
         self.size = rendezvous.size
         self.generation = rendezvous.generation
-        self._abort_signal = abort_signal
+        self._rendezvous = rendezvous
+        self._abort_signal: AbortSignal = abort_signal
         self._waiting = False
         self._completed = 0
+        self._subgroups: dict[str, Communicator] = {}
 
     @property
     def waiting(self) -> bool:
         """Whether the rank's thread is waiting for an operation."""
-        return self._waiting
+        return self._waiting or self.waits_apart or any(each.waiting for each in list(self._subgroups.values()))
 
     @property
     def completed(self) -> int:
-        """Number of operations completed."""
-        return self._completed
+        """Number of operations completed, in subgroups as well."""
+        return self._completed + sum(each.completed for each in list(self._subgroups.values()))
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
+        """Return a connected communicator of some of the ranks, of the same backend."""
+        from nbelastic.collectives import connect  # the package imports all kinds
+
+        known = self._subgroups.get(name)
+        if known is not None:
+            return known
+        self.check()
+        its = self._rendezvous
+        made = connect(
+            dataclasses.replace(
+                its, job=f"{its.job}/{name}", rank=ranks.index(self.rank), size=len(ranks)
+            )
+        )
+        # Weak references, because each signal keeps its callbacks as long as it lives.
+        parent, child = weakref.ref(self), weakref.ref(made)
+
+        def end_child(reason: str, _orderly: bool) -> None:
+            if (alive := child()) is not None:
+                alive.abort(reason)
+
+        def end_parent(reason: str, orderly: bool) -> None:
+            if not orderly and (alive := parent()) is not None:
+                alive.abort(reason)
+
+        self._subgroups[name] = made
+        self.on_abort(end_child)
+        try:
+            connected = made.connect()
+        except BaseException:
+            del self._subgroups[name]
+            made.close()
+            raise
+        if connected is not made:
+            child = weakref.ref(connected)
+        connected.on_abort(end_parent)
+        self._subgroups[name] = connected
+        return connected
+
+    def close_subgroup(self, name: str) -> None:
+        """Close a communicator that :meth:`subgroup` has made, if there is one."""
+        closed = self._subgroups.pop(name, None)
+        if closed is not None:
+            self._completed += closed.completed  # the sum of all must never become less
+            closed.close()
+
+    def _close_subgroups(self) -> None:
+        subgroups, self._subgroups = self._subgroups, {}
+        for each in subgroups.values():
+            each.close()
+
+    def matching_client(self) -> MatchingClient | None:
+        """Return a client of the matching at the generation's rendezvous server."""
+        from nbelastic.collectives.matching import MatchingClient
+
+        return MatchingClient(self._rendezvous)
 
     def check(self) -> None:
         """Raise if the communicator is broken."""

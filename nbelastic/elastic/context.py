@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import contextvars
+import functools
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ __all__ = [
     "Context",
     "LocalContext",
     "activate",
+    "before_check",
     "current",
     "current_or_none",
     "initialize",
@@ -75,6 +77,8 @@ class Context(abc.ABC):
         Called before each of these.
     before_return : callable or None
         Called when the function has returned.
+    after_forming : tuple of callables
+        Called as each generation has formed, before the state is synchronised.
     stepped : SteppedOptimizers or None
         Optimizers that have stepped on this rank, if it is one of several.
     in_torch_group : bool or None
@@ -113,6 +117,7 @@ class Context(abc.ABC):
     exchanges = 0
     before_exchange: tuple[Callable[[], None], ...] = ()
     before_return: Callable[[], None] | None = None
+    after_forming: tuple[Callable[[], None], ...] = ()
     stepped: SteppedOptimizers | None = None
     in_torch_group: bool | None = None
     receive_buffer: ReceiveBuffer | None = None
@@ -125,6 +130,11 @@ class Context(abc.ABC):
     time_to_save = 0.0
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
+
+    @functools.cached_property
+    def groups_made(self) -> dict[str, int]:
+        """Counts of groups by their members, with the generation in which they were made."""
+        return {}
 
     def take_receive_buffer(self) -> ReceiveBuffer | None:
         """Return memory that was made ready for a state to arrive in; once."""
@@ -174,6 +184,10 @@ class Context(abc.ABC):
         others.
         """
 
+    def starts(self) -> list[int]:
+        """Return what names the present ranks, by rank: the numbers of their starts."""
+        return list(range(self.size))
+
     @abc.abstractmethod
     def change_flag(self) -> bool:
         """Return whether this rank knows that the membership is about to change."""
@@ -199,11 +213,18 @@ class Context(abc.ABC):
         """
 
 
+before_check: list[Callable[[Communicator], None]] = []
+"""Called with the communicator before ranks ask each other whether to leave the generation."""
+
+
 def one_of_all(context: Context, mine: bool) -> bool:
     """Return whether the flag is set on any rank; all ranks call this."""
     if context.size == 1:
         return mine
-    return any(context.communicator().agree("a check for host updates, as in commit()", mine))
+    communicator = context.communicator()
+    for call in before_check:
+        call(communicator)
+    return any(communicator.agree("a check for host updates, as in commit()", mine))
 
 
 class LocalContext(Context):

@@ -311,6 +311,8 @@ class Session(Context):
         self._agreed = None
         self._take_place(place_of([member.slot for member in plan.members], terms.rank))
         self.moves += 1
+        for call in self.after_forming:
+            call()
         self.port.report(
             RankFormed(self.spec.start, plan.generation, chosen.name, chosen.fallback_reason)
         )
@@ -381,6 +383,10 @@ class Session(Context):
             communicator = self._communicator
             assert communicator is not None
         return communicator
+
+    def starts(self) -> list[int]:
+        """Return the numbers of the starts of the present members, by rank."""
+        return [] if self.plan is None else [member.start for member in self.plan.members]
 
     def change_flag(self) -> bool:
         """Return whether this rank knows of a change to its generation."""

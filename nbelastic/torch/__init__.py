@@ -2,10 +2,9 @@
 
 A script written for ``horovod.torch`` runs with its import changed. What differs:
 
-- collectives are matched by the order of the calls, not by their names;
+- operations without a ``name=`` are matched by the order of the calls;
 - :func:`device` gives the rank's own GPU (``cuda:{local_rank()}`` may be a neighbour's);
-- an optimizer with ``op=Adasum`` combines gradients, not what each rank's optimizer makes of them;
-- there are no process sets and no ``join()``.
+- an optimizer with ``op=Adasum`` combines gradients, not what each rank's optimizer makes of them.
 """
 
 from nbelastic.elastic.context import shutdown
@@ -45,13 +44,24 @@ from nbelastic.torch.ops.functions import (
     allgather,
     allgather_async,
     alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     poll,
     synchronize,
+)
+from nbelastic.torch.ops.join import join
+from nbelastic.torch.ops.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    init,
+    remove_process_set,
 )
 from nbelastic.torch.ops.reductions import (
     Adasum,
@@ -66,9 +76,17 @@ from nbelastic.torch.ops.reductions import (
     allreduce_async_,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     reducescatter,
+    reducescatter_async,
 )
-from nbelastic.torch.ops.world import global_process_set, init
+from nbelastic.torch.ops.sparse import sparse_allreduce_async
+from nbelastic.torch.process_group import install as _install
+
+_install()
 
 __all__ = [
     "Adasum",
@@ -79,8 +97,10 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -89,6 +109,7 @@ __all__ = [
     "allreduce_async",
     "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -107,10 +128,17 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -120,8 +148,11 @@ __all__ = [
     "poll",
     "rank",
     "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -16,6 +16,7 @@ from nbelastic.elastic.runtime import RankSpec
 from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.session import Session
 from nbelastic.elastic.supervision import watch
+from nbelastic.errors import NbelasticError
 from nbelastic.membership import Place, RankNote, WeightsSampled
 
 
@@ -127,17 +128,26 @@ def test_steps_outside_a_job_are_not_noted():
 # -- init_process_group ----------------------------------------------------------------------------
 
 
-def test_a_failing_init_process_group_says_what_to_use_instead(session, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.parametrize("name", ["nbelastic", "gloo", "cpu:gloo,cuda:nccl", None])
+def test_back_ends_without_an_address_are_the_jobs_own(session, name):
     for init in (
         torch.distributed.init_process_group,
         torch.distributed.distributed_c10d.init_process_group,
     ):
-        with pytest.raises(ValueError, match="environment variable RANK expected") as caught:
-            init()
-        text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-        assert "DistributedOptimizer" in text
+        init(name)
+        try:
+            assert torch.distributed.get_backend() == "nbelastic"
+            assert torch.distributed.get_world_size() == session.size
+        finally:
+            torch.distributed.destroy_process_group()
+    remarks = [each.about for each in session.port]
+    assert remarks == ["remark", "remark"] * (name in ("gloo", "cpu:gloo,cuda:nccl"))
+
+
+def test_a_place_of_the_callers_own_is_refused(session):
+    with pytest.raises(NbelasticError, match="this is rank 0 of 2"):
+        torch.distributed.init_process_group("nbelastic", rank=1, world_size=7)
+    assert not torch.distributed.is_initialized()
 
 
 def test_outside_a_rank_nothing_is_added(monkeypatch):
@@ -200,9 +210,10 @@ def test_a_norm_that_only_evaluates_is_not_warned_of(session, make):
 def test_with_a_group_or_alone_or_outside_a_job_it_is_right(session):
     layers = [torch.nn.SyncBatchNorm(4)]
     layers[0](torch.ones(2, 4))
-    session.in_torch_group = True
+    torch.distributed.init_process_group("nbelastic")
     session.about_to_exchange()
-    session.in_torch_group, session.size = None, 1
+    torch.distributed.destroy_process_group()
+    session.size = 1
     layers.append(torch.nn.SyncBatchNorm(4))
     layers[1](torch.ones(2, 4))
     session.about_to_exchange()

@@ -19,11 +19,11 @@ from nbelastic.collectives.rendezvous.server import LENGTH, PURPOSE, VALUES, enc
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.communicator import Rendezvous
 
-__all__ = ["RendezvousClient", "unreachable"]
+__all__ = ["RendezvousClient", "open_connection", "unreachable"]
 
 # The server's address came with the plan, from a rank that was alive a moment ago.
 _CONNECT_LIMIT_S = 10.0
@@ -69,7 +69,8 @@ class RendezvousClient:
         limit = its.timeout_s if limit_s is None else min(limit_s, its.timeout_s)
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as connection:
-                self._connect(connection)
+                self._connection = connection
+                _connect(connection, its, lambda: self._aborted)
                 return self._exchange(connection, value, limit)
         except OSError as error:
             raise CollectiveError(
@@ -87,25 +88,6 @@ class RendezvousClient:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # it is closed, or was never established
-
-    def _connect(self, connection: socket.socket) -> None:
-        """Connect to the server, without blocking: only then can an abort shut the socket down."""
-        limit = min(self._rendezvous.timeout_s, _CONNECT_LIMIT_S)
-        connection.setblocking(False)
-        code = connection.connect_ex(self._rendezvous.store)
-        self._connection = connection
-        if self._aborted:
-            raise CollectiveError("this rank has left")
-        if code == errno.EINPROGRESS:
-            with selectors.DefaultSelector() as selector:
-                selector.register(connection, selectors.EVENT_WRITE)
-                if not selector.select(limit):
-                    raise TimeoutError("timed out")
-            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code != 0:
-            raise OSError(code, os.strerror(code))
-        connection.settimeout(limit)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _exchange(self, connection: socket.socket, value: bytes, limit: float) -> list[bytes]:
         its = self._rendezvous
@@ -127,6 +109,39 @@ class RendezvousClient:
         if status != VALUES:
             raise CollectiveError(fields[0].decode())
         return fields
+
+
+def open_connection(rendezvous: Rendezvous) -> socket.socket:
+    """Return a new connection to the rendezvous server."""
+    family = socket.AF_INET6 if ":" in rendezvous.store[0] else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        _connect(connection, rendezvous, lambda: False)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect(
+    connection: socket.socket, rendezvous: Rendezvous, is_aborted: Callable[[], bool]
+) -> None:
+    """Connect to the server, without blocking: only then can an abort shut the socket down."""
+    limit = min(rendezvous.timeout_s, _CONNECT_LIMIT_S)
+    connection.setblocking(False)
+    code = connection.connect_ex(rendezvous.store)
+    if is_aborted():
+        raise CollectiveError("this rank has left")
+    if code == errno.EINPROGRESS:
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_WRITE)
+            if not selector.select(limit):
+                raise TimeoutError("timed out")
+        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code != 0:
+        raise OSError(code, os.strerror(code))
+    connection.settimeout(limit)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _read_field(connection: socket.socket) -> bytes:

@@ -8,6 +8,9 @@ in network order::
     server   magic, nonce
     client   length of the body, nonce; body; proof
     server   reply; proof
+
+A connection that the server keeps then carries messages in both directions, each with its length
+and a proof of its number and content.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ __all__ = [
     "PROOF_BYTES",
     "AuthenticatedClient",
     "AuthenticatingListener",
+    "MessageChannel",
     "ServerConnection",
     "encode_request",
     "peer_token",
@@ -44,6 +48,7 @@ NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 MAGIC = b"nbe3"
 GREETING = struct.Struct(f"!4s{NONCE_BYTES}s")
+LENGTH = struct.Struct("!I")
 HEADER = struct.Struct(f"!I{NONCE_BYTES}s")
 MAX_BODY_BYTES = 1 << 20
 
@@ -93,6 +98,62 @@ def read(connection: socket.socket, length: int) -> bytes:
     return bytes(data)
 
 
+class MessageChannel:
+    """Messages over a connection after its handshake, numbered in each direction.
+
+    Parameters
+    ----------
+    secret, purpose : bytes, str
+        Those of the handshake.
+    nonces : bytes
+        The nonces of both sides, which no other connection has.
+    serves : bool
+        Whether this is the server's end.
+    """
+
+    def __init__(self, secret: bytes, purpose: str, nonces: bytes, *, serves: bool) -> None:
+        self._secret = secret
+        self._nonces = nonces
+        here, there = f"{purpose} from server", f"{purpose} from client"
+        self._outward, self._inward = (here, there) if serves else (there, here)
+        self._sent = self._taken = 0
+        self._received = bytearray()
+
+    def encode(self, body: bytes) -> bytes:
+        """Return the next message as it goes over the connection."""
+        number, self._sent = self._sent, self._sent + 1
+        return LENGTH.pack(len(body)) + body + self._proof(self._outward, number, body)
+
+    def take(self, data: bytes) -> list[bytes]:
+        """Return the messages that are complete with `data`.
+
+        Raises
+        ------
+        PermissionError
+            One is malformed, or its sender does not know the secret.
+        """
+        self._received += data
+        bodies: list[bytes] = []
+        while len(self._received) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._received)
+            end = LENGTH.size + length
+            if length > MAX_BODY_BYTES:
+                raise PermissionError("the message is too long")
+            if len(self._received) < end + PROOF_BYTES:
+                break
+            body = bytes(self._received[LENGTH.size : end])
+            given = bytes(self._received[end : end + PROOF_BYTES])
+            if not hmac.compare_digest(given, self._proof(self._inward, self._taken, body)):
+                raise PermissionError("the proof is wrong")
+            self._taken += 1
+            del self._received[: end + PROOF_BYTES]
+            bodies.append(body)
+        return bodies
+
+    def _proof(self, purpose: str, number: int, body: bytes) -> bytes:
+        return _proof(self._secret, purpose, self._nonces, number.to_bytes(8, "big"), body)
+
+
 class AuthenticatedClient:
     """The client's side of one handshake, over a connected, blocking socket."""
 
@@ -101,12 +162,14 @@ class AuthenticatedClient:
         self._secret = secret
         self._purpose = purpose
         self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._challenge = b""
 
     def request(self, body: bytes) -> None:
         """Read the server's greeting and send a request."""
         magic, challenge = GREETING.unpack(read(self._connection, GREETING.size))
         if magic != MAGIC:
             raise ConnectionError("the process that listens there is not part of this nbelastic")
+        self._challenge = challenge
         message = encode_request(self._secret, self._purpose, challenge, self._nonce, body)
         self._connection.sendall(message)
 
@@ -114,6 +177,11 @@ class AuthenticatedClient:
         """Return whether `given` proves that the server knows the secret."""
         expected = _proof(self._secret, f"{self._purpose} reply", self._nonce, reply)
         return hmac.compare_digest(given, expected)
+
+    def channel(self) -> MessageChannel:
+        """Return the channel of a connection that the server keeps, after its reply."""
+        nonces = self._challenge + self._nonce
+        return MessageChannel(self._secret, self._purpose, nonces, serves=False)
 
 
 @dataclass(eq=False)
@@ -127,6 +195,17 @@ class ServerConnection:
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     nonce: bytes = b""
     received: bytearray = field(default_factory=bytearray)
+    channel: MessageChannel | None = None  # of a connection that is kept
+
+    def keep(self) -> None:
+        """Take messages after the reply, which :meth:`AuthenticatingListener.poll` returns."""
+        nonces = self.challenge + self.nonce
+        self.channel = MessageChannel(self.secret, self.purpose, nonces, serves=True)
+
+    def send(self, body: bytes) -> None:
+        """Send a message over a connection that is kept."""
+        assert self.channel is not None
+        self.sock.sendall(self.channel.encode(body))
 
     def reply(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a reply with its proof, and descriptors where the socket can carry them."""
@@ -288,9 +367,12 @@ class AuthenticatingListener:
             data = connection.sock.recv(1 << 16)
         except OSError:
             data = b""
-        if connection not in self._unauthenticated:  # a second request is an end as well
-            self.close(connection)
-            requests.append((connection, None))
+        if connection not in self._unauthenticated:
+            bodies = _messages(connection, data)
+            requests.extend((connection, body) for body in bodies or ())
+            if bodies is None:
+                self.close(connection)
+                requests.append((connection, None))
             return
         try:
             body = connection.take(data) if data else None
@@ -301,3 +383,13 @@ class AuthenticatingListener:
         elif body is not None:
             del self._unauthenticated[connection]
             requests.append((connection, body))
+
+
+def _messages(connection: ServerConnection, data: bytes) -> list[bytes] | None:
+    """Return the messages of a connection that is kept; None ends it, as a second request does."""
+    if not data or connection.channel is None:
+        return None
+    try:
+        return connection.channel.take(data)
+    except PermissionError:
+        return None

@@ -15,18 +15,21 @@ import socket
 import struct
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nbelastic.collectives.rendezvous.handshake import AuthenticatingListener
+from nbelastic.collectives.rendezvous.handshake import LENGTH, AuthenticatingListener
+from nbelastic.collectives.rendezvous.matcher import Matcher, decode, encode
 
 if TYPE_CHECKING:
     from nbelastic.collectives.rendezvous.handshake import ServerConnection
 
-__all__ = ["ERROR", "LENGTH", "PURPOSE", "VALUES", "RendezvousServer", "encode_body"]
+__all__ = ["ERROR", "LENGTH", "MATCHING", "PURPOSE", "VALUES", "RendezvousServer", "encode_body"]
 
 PURPOSE = "rendezvous"
+MATCHING = "/matching"
+"""Ends the keys of connections that are kept, for :mod:`nbelastic.collectives.rendezvous.matcher`.
+"""
 BODY = struct.Struct("!HII")
-LENGTH = struct.Struct("!I")
 VALUES, ERROR = b"\0", b"\1"
 
 _CLOSE_TIMEOUT_S = 2.0
@@ -93,9 +96,11 @@ def _serve(listener: socket.socket, stop: socket.socket, secret: bytes) -> None:
         stop,
         AuthenticatingListener(listener, secret, PURPOSE, stop=stop) as connections,
     ):
-        exchanges = _Exchanges(connections)
+        exchanges, matchings = _Exchanges(connections), _Matchings(connections)
         while (requests := connections.poll()) is not None:
             for connection, body in requests:
+                if matchings.takes(connection, body):
+                    continue
                 if body is None:
                     exchanges.lose(connection)
                 else:
@@ -186,3 +191,63 @@ class _Exchanges:
         except OSError:
             pass  # the rank has gone
         self._connections.close(connection)
+
+
+class _Matchings:
+    """The matchings of operations, one for each generation that uses it."""
+
+    def __init__(self, connections: AuthenticatingListener) -> None:
+        self._connections = connections
+        self._matchers: dict[bytes, Matcher] = {}
+        self._ranks: dict[bytes, dict[int, ServerConnection]] = {}
+        self._places: dict[ServerConnection, tuple[bytes, int]] = {}
+
+    def takes(self, connection: ServerConnection, body: bytes | None) -> bool:
+        """Handle what concerns a matching; return whether it did."""
+        place = self._places.get(connection)
+        if place is not None:
+            if body is None:
+                self._lose(connection)
+            else:
+                self._receive(*place, body)
+            return True
+        if body is None or len(body) < BODY.size:
+            return False
+        key_bytes, rank, size = BODY.unpack_from(body)
+        key = body[BODY.size : BODY.size + key_bytes]
+        if not key.endswith(MATCHING.encode()) or rank >= size:
+            return False
+        matcher = self._matchers.setdefault(key, Matcher(size))
+        self._ranks.setdefault(key, {})[rank] = connection
+        self._places[connection] = key, rank
+        try:
+            connection.reply(VALUES)
+        except OSError:
+            self._lose(connection)
+            return True
+        connection.keep()
+        self._send(key, [(rank, message) for message in matcher.connected(rank)])
+        return True
+
+    def _receive(self, key: bytes, rank: int, body: bytes) -> None:
+        self._send(key, self._matchers[key].receive(rank, decode(body)))
+
+    def _send(self, key: bytes, messages: list[tuple[int, dict[str, Any]]]) -> None:
+        for rank, message in messages:
+            connection = self._ranks.get(key, {}).get(rank)
+            if connection is None:
+                continue  # it has gone, and its generation ends
+            try:
+                connection.send(encode(message))
+            except OSError:
+                self._lose(connection)
+
+    def _lose(self, connection: ServerConnection) -> None:
+        key, rank = self._places.pop(connection)
+        self._connections.close(connection)
+        ranks = self._ranks[key]
+        del ranks[rank]
+        if ranks:
+            self._send(key, [(other, {"do": "gone", "rank": rank}) for other in list(ranks)])
+        else:
+            del self._ranks[key], self._matchers[key]

@@ -318,7 +318,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
     @property
     def waiting(self) -> bool:
         """Whether the rank's thread is waiting for an operation."""
-        return self._waiting or self._group.waiting
+        return super().waiting or self._group.waiting
 
     def restart_count(self) -> None:
         """Count operations from here on: those of a negotiation are no progress of the rank."""
@@ -348,6 +348,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         if self._closed or self._abort_signal.forked:
             return  # a fork has none of the group's threads
         self._closed = True
+        self._close_subgroups()
         self._abort_signal.abort("the communicator is closed", orderly=self.idle)
         for executor in self._executors.values():
             executor.join()

@@ -17,7 +17,7 @@ from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.ops.adasum import GradientOp
 from nbelastic.torch.ops.compression import Compression, Compressor
 from nbelastic.torch.ops.reductions import allreduce
-from nbelastic.torch.ops.world import check_process_set
+from nbelastic.torch.ops.process_sets import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,7 +129,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already")
-    check_process_set(process_set)
+    group_of(process_set)
     names = names_of(optimizer, named_parameters)
     options = ReduceOptions(
         op=op,

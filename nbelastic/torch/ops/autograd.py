@@ -1,6 +1,6 @@
 """Differentiable collectives: the gradient of each is a collective, too.
 
-Autograd may compute a gradient in a thread of its own, so each operation remembers its context. All
+Autograd may compute a gradient in a thread of its own, so each operation remembers its group. All
 ranks must run the same collectives in the same order, in backward too.
 """
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops import collectives as ops
+from nbelastic.torch.ops import operation as operations
+from nbelastic.torch.ops.begin import begin
 
 if TYPE_CHECKING:
-    from nbelastic.elastic.context import Context
     from nbelastic.torch.ops.adasum import GradientOp
+    from nbelastic.torch.ops.process_sets import Group
 
 __all__ = ["Allgather", "Allreduce", "Alltoall", "Broadcast", "Reducescatter", "apply"]
 
@@ -31,7 +32,7 @@ class Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        context: Context,
+        group: Group,
         op: Op | GradientOp,
         prescale: float,
         postscale: float,
@@ -39,42 +40,50 @@ class Allreduce(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return a reduced tensor for each of `tensors`."""
-        ctx.options = (context, op, prescale, postscale, name)
+        ctx.options = (group, op, prescale, postscale)
         outputs = [torch.empty_like(tensor) for tensor in tensors]
-        pending = ops.allreduce(
-            context.communicator(), tensors, outputs, op, prescale, postscale, name
-        )
-        return tuple(pending.wait())
+        reduction = operations.Allreduce(tensors, outputs, op, prescale, postscale, name)
+        return tuple(begin(group, reduction, name).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Reduce the gradients over all ranks."""
+        """Reduce the gradients over the ranks."""
         op = ctx.options[1]
         if op not in (Op.AVERAGE, Op.SUM):
             raise NotImplementedError(
                 f"the gradient of an allreduce with {op} is not defined; use Average or Sum, or "
                 "detach() the tensor"
             )
-        return None, None, None, None, None, *apply(Allreduce, *ctx.options, *grads)
+        return None, None, None, None, None, *apply(Allreduce, *ctx.options, None, *grads)
 
 
 class Allgather(torch.autograd.Function):
     """Concatenate tensors of all ranks; the gradient is the average of this rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, context: Context, name: str | None, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the concatenation along the first dimension."""
-        communicator = context.communicator()
-        pending, lengths = ops.allgather(communicator, tensor, name)
-        ctx.context, ctx.shape = context, tensor.shape
-        ctx.start, ctx.length = sum(lengths[: communicator.rank]), lengths[communicator.rank]
-        return pending.wait()
+    def forward(
+        ctx: Any, group: Group, name: str | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the concatenations along the first dimension."""
+        gather = operations.Allgather(tensors, name)
+        gathered = begin(group, gather, name).wait()
+        position = group.ranks.index(group.context.rank)
+        ctx.group = group
+        ctx.parts = [
+            (sum(lengths[:position]), lengths[position], tensor.shape)
+            for lengths, tensor in zip(gather.lengths, tensors, strict=True)
+        ]
+        return tuple(gathered)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Average the gradients over all ranks and take this rank's rows."""
-        (reduced,) = apply(Allreduce, ctx.context, Op.AVERAGE, 1.0, 1.0, None, *grads)
-        return None, None, reduced.narrow(0, ctx.start, ctx.length).reshape(ctx.shape)
+        """Average the gradients over the ranks and take this rank's rows."""
+        reduced = apply(Allreduce, ctx.group, Op.AVERAGE, 1.0, 1.0, None, *grads)
+        own = [
+            each.narrow(0, start, length).reshape(shape)
+            for each, (start, length, shape) in zip(reduced, ctx.parts, strict=True)
+        ]
+        return None, None, *own
 
 
 class Broadcast(torch.autograd.Function):
@@ -82,21 +91,23 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, context: Context, root: int, name: str | None, tensor: torch.Tensor
+        ctx: Any, group: Group, root: int, name: str | None, tensor: torch.Tensor
     ) -> torch.Tensor:
         """Return the root's tensor."""
-        ctx.context, ctx.root = context, root
+        ctx.group, ctx.is_root = group, group.context.rank == root
+        position = operations.check_root(root, group.ranks)
         output = torch.empty_like(tensor)
-        ops.broadcast(context.communicator(), [tensor], [output], root, name).wait()
+        copies = operations.Broadcast(
+            [tensor], [output], root, position, name, is_root=ctx.is_root
+        )
+        begin(group, copies, name).wait()
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Average the gradients over all ranks, for the root alone."""
-        (reduced,) = apply(Allreduce, ctx.context, Op.AVERAGE, 1.0, 1.0, None, *grads)
-        if ctx.context.communicator().rank != ctx.root:
-            reduced = reduced * 0
-        return None, None, None, reduced
+        """Average the gradients over the ranks, for the root alone."""
+        (reduced,) = apply(Allreduce, ctx.group, Op.AVERAGE, 1.0, 1.0, None, *grads)
+        return None, None, None, reduced if ctx.is_root else reduced * 0
 
 
 class Alltoall(torch.autograd.Function):
@@ -104,39 +115,44 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, context: Context, name: str | None, tensor: torch.Tensor, *splits: int
+        ctx: Any, group: Group, name: str | None, tensor: torch.Tensor, *splits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows received, and how many came from each rank (int32)."""
-        pending, received = ops.alltoall(context.communicator(), tensor, splits, name)
-        ctx.context, ctx.received = context, received
-        counts = torch.tensor(received, dtype=torch.int32)
+        exchange = operations.Alltoall(tensor, splits, name)
+        output = begin(group, exchange, name).wait()
+        ctx.group, ctx.received = group, exchange.received
+        counts = torch.tensor(exchange.received, dtype=torch.int32)
         ctx.mark_non_differentiable(counts)
-        return pending.wait(), counts
+        return output, counts
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Send each row's gradient to where the row came from."""
-        returned, _ = apply(Alltoall, ctx.context, None, grads[0], *ctx.received)
+        returned, _ = apply(Alltoall, ctx.group, None, grads[0], *ctx.received)
         return None, None, returned, *(None for _ in ctx.received)
 
 
 class Reducescatter(torch.autograd.Function):
-    """Reduce a tensor and keep some rows; the gradient is gathered from all ranks."""
+    """Reduce tensors and keep some rows; the gradient is gathered from all ranks.
+
+    That of a sum is multiplied by the number of ranks, as in Horovod.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        context: Context,
+        group: Group,
         op: Op,
         prescale: float,
         postscale: float,
         name: str | None,
-        tensor: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return this rank's rows of the reduced tensor."""
-        ctx.context, ctx.op, ctx.factor = context, op, prescale * postscale
-        communicator = context.communicator()
-        return ops.reducescatter(communicator, tensor, op, prescale, postscale, name).wait()
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return this rank's rows of the reduced tensors."""
+        ctx.group, ctx.op, ctx.factor = group, op, prescale * postscale
+        size = group.size
+        scatter = operations.Reducescatter(tensors, op, prescale, postscale, size, name)
+        return tuple(begin(group, scatter, name).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -145,7 +161,6 @@ class Reducescatter(torch.autograd.Function):
             raise NotImplementedError(
                 f"the gradient of a reducescatter with {ctx.op} is not defined; use Average or Sum"
             )
-        communicator = ctx.context.communicator()
-        pending, _ = ops.allgather(communicator, grads[0])
-        size = communicator.size if ctx.op is Op.AVERAGE else 1
-        return None, None, None, None, None, pending.wait() * (ctx.factor / size)
+        factor = ctx.factor * (ctx.group.size if ctx.op is Op.SUM else 1)
+        gathered = begin(ctx.group, operations.Allgather(grads)).wait()
+        return None, None, None, None, None, *(each * factor for each in gathered)

@@ -14,15 +14,17 @@ from nbelastic.elastic.context import current
 from nbelastic.elastic.sampling import sampler_of
 from nbelastic.elastic.supervision import watch
 from nbelastic.pickling import dumps
-from nbelastic.torch.ops import collectives as ops
 from nbelastic.torch.ops import description
+from nbelastic.torch.ops.begin import agree, begin
 from nbelastic.torch.ops.fusion import Chunk, plan
-from nbelastic.torch.ops.world import check_process_set
+from nbelastic.torch.ops.operation import Operation, check_root
+from nbelastic.torch.ops.process_sets import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator, Handle
+    from nbelastic.torch.ops.process_sets import Group
 
 __all__ = [
     "allgather_object",
@@ -54,8 +56,8 @@ def broadcast_parameters(
         ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
     root_rank : int, default 0
         The rank that has the values.
-    process_set : None
-        Only all ranks.
+    process_set : ProcessSet, optional
+        The ranks that take part; by default all.
 
     Raises
     ------
@@ -66,26 +68,32 @@ def broadcast_parameters(
     ValueError
         A value is no tensor, or `root_rank` no rank.
     """
-    check_process_set(process_set)
+    group = group_of(process_set)
     named = _named(params)
-    communicator = current().communicator()
+    communicator = group.communicator()
     if communicator.size == 1:
         return
-    ops.check_root(root_rank, communicator.size)
+    root = check_root(root_rank, group.ranks)
     what = [f"{name!r} is {description.kind(it.dtype, it.shape)}" for name, it in named]
-    communicator.agree("\n".join([f"broadcast_parameters from rank {root_rank}", *what]))
+    text = "\n".join([f"broadcast_parameters from rank {root_rank}", *what])
+    agree(communicator, text, what="broadcast_parameters" if group.is_global else None)
     tensors = [tensor for _, tensor in named]
-    _broadcast(communicator, tensors, root_rank)
-    watch(current(), sampler_of(named))
+    _broadcast(communicator, tensors, root)
+    if group.is_global:
+        watch(current(), sampler_of(named))
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: object = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: object = None,
 ) -> None:
     """Make an optimizer's state and options those of rank `root_rank`.
 
     Nothing is stepped to create state, so parameters stay what they are, and a root without state
-    leaves the others without.
+    leaves the others without. Where no state exists, parameters without a gradient get zeros as
+    gradients, as in Horovod.
 
     Parameters
     ----------
@@ -93,8 +101,10 @@ def broadcast_optimizer_state(
         Over the same parameters on all ranks.
     root_rank : int, default 0
         The rank that has the state.
-    process_set : None
-        Only all ranks.
+    model : torch.nn.Module, optional
+        Tells which parameters have sparse gradients; they get sparse zeros.
+    process_set : ProcessSet, optional
+        The ranks that take part; by default all.
 
     Raises
     ------
@@ -103,22 +113,43 @@ def broadcast_optimizer_state(
     RanksDisagree
         The optimizers are of different classes, or their groups have other parameters.
     """
-    check_process_set(process_set)
-    communicator = current().communicator()
+    group = group_of(process_set)
+    communicator = group.communicator()
+    if not optimizer.state:
+        _give_zeros(optimizer, model)
     if communicator.size == 1:
         return
-    ops.check_root(root_rank, communicator.size)
+    root = check_root(root_rank, group.ranks)
     verb = f"broadcast_optimizer_state of {type(optimizer).__name__}"
-    communicator.agree("\n".join([f"{verb} from rank {root_rank}", *_groups_of(optimizer)]))
+    text = "\n".join([f"{verb} from rank {root_rank}", *_groups_of(optimizer)])
+    agree(communicator, text, what="broadcast_optimizer_state" if group.is_global else None)
     tensors: list[torch.Tensor] = []
-    is_root = communicator.rank == root_rank
+    is_root = communicator.rank == root
     skeleton: Any = _extract_tensors(optimizer.state_dict(), tensors) if is_root else None
-    skeleton = _broadcast_object(communicator, skeleton, root_rank, verb)
+    skeleton = _broadcast_object(communicator, skeleton, root, f"{verb} from rank {root_rank}")
     if not is_root:
         skeleton = _allocate_tensors(skeleton, tensors)
-    _broadcast(communicator, tensors, root_rank)
+    _broadcast(communicator, tensors, root)
     if not is_root:
         optimizer.load_state_dict(skeleton)
+
+
+def _give_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Give parameters without a gradient zeros, which scripts of Horovod's read."""
+    modules = () if model is None else model.modules()
+    sparse = {
+        id(parameter)
+        for module in modules
+        if getattr(module, "sparse", False)
+        for parameter in module.parameters(recurse=False)
+    }
+    only_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    for options in optimizer.param_groups:
+        for parameter in options["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                zeros = torch.zeros_like(parameter, requires_grad=False)
+                is_sparse = only_sparse or id(parameter) in sparse
+                parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -147,8 +178,8 @@ def broadcast_object(
         The rank that has the object.
     name : str, optional
         Equal on all ranks; named in errors.
-    process_set : None
-        Only all ranks.
+    process_set : ProcessSet, optional
+        The ranks that take part; by default all.
 
     Raises
     ------
@@ -159,13 +190,12 @@ def broadcast_object(
     ValueError
         `root_rank` is no rank.
     """
-    check_process_set(process_set)
-    communicator = current().communicator()
-    if communicator.size == 1:
+    group = group_of(process_set)
+    root = check_root(root_rank, group.ranks)
+    if group.size == 1:
         return obj
-    ops.check_root(root_rank, communicator.size)
-    verb = description.called("broadcast_object", name)
-    received: T = _broadcast_object(communicator, obj, root_rank, verb)
+    verb = f"{description.called('broadcast_object', name)} from rank {root_rank}"
+    received: T = begin(group, _ObjectBroadcast(obj, root, verb, group), name).wait()
     return received
 
 
@@ -177,27 +207,73 @@ def allgather_object(obj: T, name: str | None = None, process_set: object = None
     CollectiveError
         A peer is gone, or the generation is over.
     """
-    check_process_set(process_set)
-    communicator = current().communicator()
-    if communicator.size == 1:
+    group = group_of(process_set)
+    if group.size == 1:
         return [obj]
-    payload = _encode(obj)
-    lengths = communicator.agree(description.called("allgather_object", name), payload.numel())
-    longest = torch.empty(max(lengths), dtype=torch.uint8)
-    longest[: payload.numel()] = payload
-    everyone = [torch.empty_like(longest) for _ in lengths]
-    communicator.allgather(everyone, longest)
-    return [
-        obj if rank == communicator.rank else _decode(theirs[:length])
-        for rank, (theirs, length) in enumerate(zip(everyone, lengths, strict=True))
-    ]
+    gathered: list[T] = begin(group, _ObjectAllgather(obj, name, group), name).wait()
+    return gathered
 
 
-def _broadcast_object(communicator: Communicator, obj: Any, root: int, verb: str) -> Any:
-    """Return the `obj` of rank `root`; the ranks compare `verb` and root."""
+class _ObjectBroadcast(Operation[Any]):
+    """Broadcast of a pickled object whose length only the root knows."""
+
+    verb = "broadcast_object"
+
+    def __init__(self, obj: object, root: int, text: str, group: Group) -> None:
+        self._obj, self._root, self.text = obj, root, text
+        self._is_root = group.ranks[root] == group.context.rank
+        self._payload = _encode(obj) if self._is_root else torch.empty(0, dtype=torch.uint8)
+        self.numbers = (self._payload.numel(),)
+
+    def launch(
+        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
+    ) -> Sequence[Handle]:
+        """Begin to copy the root's payload."""
+        if not self._is_root:
+            self._payload = torch.empty(numbers[self._root][0], dtype=torch.uint8)
+        return [communicator.broadcast_async(self._payload, self._root)]
+
+    def finish(self) -> Any:
+        """Return the object."""
+        return self._obj if self._is_root else _decode(self._payload)
+
+
+class _ObjectAllgather(Operation[list[Any]]):
+    """Allgather of pickled objects."""
+
+    verb = "allgather_object"
+
+    def __init__(self, obj: object, name: str | None, group: Group) -> None:
+        self._obj, self._rank = obj, group.ranks.index(group.context.rank)
+        self.text = description.called("allgather_object", name)
+        self._payload = _encode(obj)
+        self.numbers = (self._payload.numel(),)
+        self._everyone: list[torch.Tensor] = []
+
+    def launch(
+        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
+    ) -> Sequence[Handle]:
+        """Begin to gather payloads, each as long as the longest."""
+        self._lengths = [length for (length,) in numbers]
+        longest = torch.empty(max(self._lengths), dtype=torch.uint8)
+        longest[: self._payload.numel()] = self._payload
+        self._everyone = [torch.empty_like(longest) for _ in self._lengths]
+        return [communicator.allgather_async(self._everyone, longest)]
+
+    def finish(self) -> list[Any]:
+        """Return the objects, this rank's own as it is."""
+        pairs = zip(self._everyone, self._lengths, strict=True)
+        return [
+            self._obj if rank == self._rank else _decode(theirs[:length])
+            for rank, (theirs, length) in enumerate(pairs)
+        ]
+
+
+def _broadcast_object(communicator: Communicator, obj: Any, root: int, text: str) -> Any:
+    """Return the `obj` of rank `root`; the ranks compare `text`."""
     is_root = communicator.rank == root
     payload = _encode(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    lengths = communicator.agree(f"{verb} from rank {root}", payload.numel())
+    lengths = communicator.agree(text, payload.numel())
     if not is_root:
         payload = torch.empty(lengths[root], dtype=torch.uint8)
     communicator.broadcast(payload, root)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+__all__ = ["AnyCompressor", "BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+
+
+class AnyCompressor(Protocol):
+    """What can be given as ``compression=``: a class or an object with these two methods."""
+
+    def compress(self, tensor: torch.Tensor, /) -> tuple[torch.Tensor, Any]:
+        """Return what travels instead of `tensor`, and what :meth:`decompress` needs."""
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any, /) -> torch.Tensor:
+        """Return a tensor like the one that was compressed."""
 
 
 class Compressor:
-    """Interface of a compression. It is used as a class, never instantiated."""
+    """Compression that only changes the type of numbers. It is used as a class."""
 
     @staticmethod
     def wire_dtype(dtype: torch.dtype) -> torch.dtype:

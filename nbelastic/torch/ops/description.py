@@ -56,10 +56,13 @@ def broadcast(root: int, tensors: Sequence[torch.Tensor], name: str | None = Non
     return of_tensors(f"{called('broadcast', name)} from rank {root}", tensors)
 
 
-def rows(verb: str, tensor: torch.Tensor, name: str | None = None) -> str:
+def rows(verb: str, tensors: Sequence[torch.Tensor], name: str | None = None) -> str:
     """Return an operation on rows, which may differ in number between ranks, in words."""
-    shape = ("*", *tensor.shape[1:]) if tensor.dim() else ("*",)
-    return f"{called(verb, name)} of {kind(tensor.dtype, shape)}"
+    kinds = [kind(each.dtype, ("*", *each.shape[1:]) if each.dim() else ("*",)) for each in tensors]
+    if len(kinds) == 1:
+        return f"{called(verb, name)} of {kinds[0]}"
+    details = [f"tensor {index} is {what}" for index, what in enumerate(kinds)]
+    return "\n".join([f"{called(verb, name)} of {len(kinds)} tensors", *details])
 
 
 def called(verb: str, name: str | None) -> str:

@@ -1,10 +1,11 @@
 """Collectives with Horovod's names and signatures, except reductions.
 
-Unlike Horovod, operations are matched by their order, not by name: all ranks call the same ones in
-the same order. Where they differ in operation, name, type, shape or root, all raise
-:class:`~nbelastic.errors.RanksDisagree`, and nothing has been sent. A collective between
-``backward()`` and ``step()`` follows the optimizer's reductions on all ranks if every parameter has
-a gradient. If some may have none, call ``optimizer.synchronize()`` first.
+Operations with a ``name=`` are matched by it, in whatever order ranks begin them. All others are
+matched by their order: all ranks call the same ones in the same order. Where they differ in
+operation, type, shape or root, all raise :class:`~nbelastic.errors.RanksDisagree`, and nothing has
+been sent. A collective without a name between ``backward()`` and ``step()`` follows the optimizer's
+reductions on all ranks if every parameter has a gradient. If some may have none, call
+``optimizer.synchronize()`` first.
 """
 
 from __future__ import annotations
@@ -13,25 +14,30 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from nbelastic.elastic.context import current
 from nbelastic.torch.ops import autograd
-from nbelastic.torch.ops import collectives as ops
-from nbelastic.torch.ops.world import check_process_set
+from nbelastic.torch.ops import operation as operations
+from nbelastic.torch.ops.begin import begin
+from nbelastic.torch.ops.coordination import coordination_of
+from nbelastic.torch.ops.operation import only
+from nbelastic.torch.ops.process_sets import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.torch.ops.collectives import Pending
+    from nbelastic.torch.ops.operation import Pending
 
 __all__ = [
     "allgather",
     "allgather_async",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "poll",
     "synchronize",
 ]
@@ -63,6 +69,15 @@ def allgather(
     Differentiable: the gradient is that of this rank's rows, averaged over the ranks (Horovod's
     convention).
 
+    Parameters
+    ----------
+    tensor : Tensor
+        The same type and dimensions but the first on all ranks.
+    name : str, optional
+        Matches the operation with that of other ranks, whatever else they do before.
+    process_set : ProcessSet, optional
+        The ranks that take part; by default all.
+
     Raises
     ------
     CollectiveError
@@ -70,18 +85,29 @@ def allgather(
     RanksDisagree
         Ranks called different operations, or types or dimensions other than the first differ.
     """
-    check_process_set(process_set)
-    gathered: torch.Tensor = autograd.apply(autograd.Allgather, current(), name, tensor)
+    (gathered,) = grouped_allgather([tensor], name, process_set)
     return gathered
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: object = None
 ) -> Pending[torch.Tensor]:
-    """Begin what :func:`allgather` does, without gradients. Lengths are exchanged at once."""
-    check_process_set(process_set)
-    pending, _ = ops.allgather(current().communicator(), tensor, name)
-    return pending
+    """Begin what :func:`allgather` does, without gradients; for :func:`synchronize`."""
+    return only(grouped_allgather_async([tensor], name, process_set))
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
+) -> list[torch.Tensor]:
+    """Gather several tensors as one operation; otherwise as :func:`allgather`."""
+    return [*autograd.apply(autograd.Allgather, group_of(process_set), name, *tensors)]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
+) -> Pending[list[torch.Tensor]]:
+    """Begin what :func:`grouped_allgather` does, without gradients."""
+    return begin(group_of(process_set), operations.Allgather(tensors, name), name)
 
 
 def broadcast(
@@ -90,10 +116,10 @@ def broadcast(
     """Return the `tensor` of rank `root_rank`; all ranks pass one of the same shape and type.
 
     Differentiable: the root's gradient is the average over the ranks, that of others is zero
-    (Horovod's convention).
+    (Horovod's convention). The root is named by its rank in the job, in a process set as well.
     """
-    check_process_set(process_set)
-    copied: torch.Tensor = autograd.apply(autograd.Broadcast, current(), root_rank, name, tensor)
+    group = group_of(process_set)
+    copied: torch.Tensor = autograd.apply(autograd.Broadcast, group, root_rank, name, tensor)
     return copied
 
 
@@ -101,17 +127,30 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> Pending[torch.Tensor]:
     """Begin what :func:`broadcast` does, without gradients; for :func:`synchronize`."""
-    check_process_set(process_set)
     output = torch.empty_like(tensor, requires_grad=False)
-    return ops.only(ops.broadcast(current().communicator(), [tensor], [output], root_rank, name))
+    return _broadcast_async([tensor], [output], root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> Pending[torch.Tensor]:
     """Begin a :func:`broadcast_`; `tensor` changes in :func:`synchronize`, not before."""
-    check_process_set(process_set)
-    return ops.only(ops.broadcast(current().communicator(), [tensor], [tensor], root_rank, name))
+    tensors = [tensor]
+    return _broadcast_async(tensors, tensors, root_rank, name, process_set)
+
+
+def _broadcast_async(
+    tensors: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    root: int,
+    name: str | None,
+    process_set: object,
+) -> Pending[torch.Tensor]:
+    group = group_of(process_set)
+    position = operations.check_root(root, group.ranks)
+    is_root = group.context.rank == root
+    copies = operations.Broadcast(tensors, outputs, root, position, name, is_root=is_root)
+    return only(begin(group, copies, name))
 
 
 def broadcast_(
@@ -147,17 +186,44 @@ def alltoall(
     ValueError
         `splits` does not have an entry per rank, or does not add up to the rows there are.
     """
-    check_process_set(process_set)
-    context = current()
-    counts = _splits(tensor, splits, context.communicator().size)
-    output, received = autograd.apply(autograd.Alltoall, context, name, tensor, *counts)
+    group = group_of(process_set)
+    counts = _splits(tensor, splits, group.size)
+    output, received = autograd.apply(autograd.Alltoall, group, name, tensor, *counts)
     return output if splits is None else (output, received)
 
 
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: object = None,
+) -> Pending[tuple[torch.Tensor, torch.Tensor]]:
+    """Begin what :func:`alltoall` does, without gradients.
+
+    :func:`synchronize` returns output and rows received from each rank, with or without `splits`.
+    """
+    group = group_of(process_set)
+    exchange = operations.Alltoall(tensor, _splits(tensor, splits, group.size), name)
+    pending = begin(group, exchange, name)
+
+    def finish() -> tuple[torch.Tensor, torch.Tensor]:
+        return pending.wait(), torch.tensor(exchange.received, dtype=torch.int32)
+
+    return operations.Pending([pending], finish)
+
+
 def barrier(process_set: object = None) -> None:
-    """Wait until all ranks have arrived."""
-    check_process_set(process_set)
-    current().communicator().agree("barrier")
+    """Wait until all ranks have arrived.
+
+    Named operations that all ranks have begun before are over then.
+    """
+    group = group_of(process_set)
+    coordination = coordination_of(group.parent()) if group.size > 1 else None
+    if coordination is not None:
+        coordination.flush()
+    begin(group, operations.Barrier()).wait()
+    if coordination is not None:
+        coordination.flush()
 
 
 def _splits(
@@ -168,6 +234,8 @@ def _splits(
         if rows % size:
             raise ValueError(f"{rows} rows cannot be split evenly over {size} ranks; pass splits")
         return [rows // size] * size
+    if isinstance(splits, torch.Tensor) and splits.is_floating_point():
+        raise ValueError(f"splits must be integers, not {splits.dtype}")
     counts = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
     if len(counts) != size or sum(counts) != rows or min(counts) < 0:
         raise ValueError(

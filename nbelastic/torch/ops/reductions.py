@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import current
 from nbelastic.torch.ops import autograd
-from nbelastic.torch.ops import collectives as ops
+from nbelastic.torch.ops import operation as operations
 from nbelastic.torch.ops.adasum import Adasum, GradientOp
-from nbelastic.torch.ops.compression import Compression, Compressor
-from nbelastic.torch.ops.world import check_process_set
+from nbelastic.torch.ops.begin import begin
+from nbelastic.torch.ops.compression import Compression
+from nbelastic.torch.ops.operation import only
+from nbelastic.torch.ops.process_sets import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.torch.ops.collectives import Pending
+    from nbelastic.torch.ops.compression import AnyCompressor
+    from nbelastic.torch.ops.operation import Pending
 
 __all__ = [
     "Adasum",
@@ -36,7 +38,12 @@ __all__ = [
     "allreduce_async_",
     "grouped_allreduce",
     "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "reducescatter",
+    "reducescatter_async",
 ]
 
 Average = Op.AVERAGE
@@ -50,7 +57,7 @@ def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: Op | GradientOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -65,16 +72,17 @@ def allreduce(
     average : bool, optional
         Horovod's older spelling of `op`: True for Average, False for Sum.
     name : str, optional
-        Equal on all ranks; named in errors.
+        Matches the operation with that of other ranks, whatever else they do before.
     compression : default Compression.none
         How it travels.
     op : default Average
-        Average, Sum, Min, Max, Product or Adasum. The average of integers is rounded down.
+        Average, Sum, Min, Max, Product or Adasum. The average of integers is cut off towards zero.
         Gradients exist for Average and Sum.
     prescale_factor, postscale_factor : float, default 1.0
-        Factors before and after the reduction, the same on all ranks; floating point only.
-    process_set : None
-        Only all ranks.
+        Factors before and after the reduction, the same on all ranks. Integers are multiplied in
+        float64, and cut off.
+    process_set : ProcessSet, optional
+        The ranks that take part; by default all.
 
     Returns
     -------
@@ -100,18 +108,17 @@ def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: Op | GradientOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: object = None,
 ) -> list[torch.Tensor]:
     """Reduce several tensors in as few operations as possible; otherwise as :func:`allreduce`."""
-    check_process_set(process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = autograd.apply(
         autograd.Allreduce,
-        current(),
+        group_of(process_set),
         _op(op, average),
         prescale_factor,
         postscale_factor,
@@ -133,16 +140,9 @@ def allreduce_async(
     process_set: object = None,
 ) -> Pending[torch.Tensor]:
     """Begin what :func:`allreduce` does, without gradients; for :func:`synchronize`."""
-    check_process_set(process_set)
-    return ops.only(
-        ops.allreduce(
-            current().communicator(),
-            [tensor],
-            [torch.empty_like(tensor, requires_grad=False)],
-            _op(op, average),
-            prescale_factor,
-            postscale_factor,
-            name,
+    return only(
+        grouped_allreduce_async(
+            [tensor], average, name, op, prescale_factor, postscale_factor, process_set
         )
     )
 
@@ -157,16 +157,9 @@ def allreduce_async_(
     process_set: object = None,
 ) -> Pending[torch.Tensor]:
     """Begin an :func:`allreduce_`; `tensor` changes in :func:`synchronize`, not before."""
-    check_process_set(process_set)
-    return ops.only(
-        ops.allreduce(
-            current().communicator(),
-            [tensor],
-            [tensor],
-            _op(op, average),
-            prescale_factor,
-            postscale_factor,
-            name,
+    return only(
+        grouped_allreduce_async_(
+            [tensor], average, name, op, prescale_factor, postscale_factor, process_set
         )
     )
 
@@ -186,6 +179,39 @@ def allreduce_(
     ).wait()
 
 
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | GradientOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: object = None,
+) -> Pending[list[torch.Tensor]]:
+    """Begin what :func:`grouped_allreduce` does, without gradients."""
+    outputs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+    reduction = operations.Allreduce(
+        tensors, outputs, _op(op, average), prescale_factor, postscale_factor, name
+    )
+    return begin(group_of(process_set), reduction, name)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | GradientOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: object = None,
+) -> Pending[list[torch.Tensor]]:
+    """Begin a :func:`grouped_allreduce_`; tensors change in :func:`synchronize`, not before."""
+    reduction = operations.Allreduce(
+        tensors, tensors, _op(op, average), prescale_factor, postscale_factor, name
+    )
+    return begin(group_of(process_set), reduction, name)
+
+
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -196,18 +222,16 @@ def grouped_allreduce_(
     process_set: object = None,
 ) -> list[torch.Tensor]:
     """Reduce several tensors in place, in as few operations as possible."""
-    check_process_set(process_set)
-    communicator = current().communicator()
-    return ops.allreduce(
-        communicator, tensors, tensors, _op(op, average), prescale_factor, postscale_factor, name
+    return grouped_allreduce_async_(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
 
 
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
+    compression: AnyCompressor = Compression.none,
+    op: Op = Average,
     process_set: object = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -215,24 +239,83 @@ def reducescatter(
     """Reduce `tensor` over all ranks and return this rank's rows. Differentiable.
 
     Rows are dealt out evenly along the first dimension; the first ranks get one more where they do
-    not divide. Parameters are those of :func:`allreduce`.
+    not divide. Parameters are those of :func:`allreduce`. The gradient of a sum is multiplied by
+    the number of ranks, as in Horovod.
     """
-    check_process_set(process_set)
-    if tensor.dim() == 0:
-        raise ValueError("reducescatter needs a tensor with at least one dimension")
-    if op is not None and not isinstance(op, Op):
-        raise ValueError(f"op must be Average, Sum, Min, Max or Product, not {op!r}")
-    compressed, ctx = compression.compress(tensor)
-    rows = autograd.apply(
+    (rows,) = grouped_reducescatter(
+        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
+    )
+    return rows
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: AnyCompressor = Compression.none,
+    op: Op = Average,
+    process_set: object = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Reduce several tensors as one operation; otherwise as :func:`reducescatter`."""
+    how = _op_of_rows(op, tensors)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = autograd.apply(
         autograd.Reducescatter,
-        current(),
-        _op(op, None),
+        group_of(process_set),
+        how,
         prescale_factor,
         postscale_factor,
         name,
-        compressed,
+        *(compressed for compressed, _ in pairs),
     )
-    return compression.decompress(rows, ctx)
+    return [
+        compression.decompress(rows, ctx) for rows, (_, ctx) in zip(reduced, pairs, strict=True)
+    ]
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: object = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Pending[torch.Tensor]:
+    """Begin what :func:`reducescatter` does, without gradients; for :func:`synchronize`."""
+    return only(
+        grouped_reducescatter_async(
+            [tensor], name, op, process_set, prescale_factor, postscale_factor
+        )
+    )
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: Op = Average,
+    process_set: object = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Pending[list[torch.Tensor]]:
+    """Begin what :func:`grouped_reducescatter` does, without gradients."""
+    how, group = _op_of_rows(op, tensors), group_of(process_set)
+    scatter = operations.Reducescatter(
+        tensors, how, prescale_factor, postscale_factor, group.size, name
+    )
+    return begin(group, scatter, name)
+
+
+class UnsupportedOp(ValueError, NotImplementedError):
+    """A reduction that an operation does not have. Horovod's is a RuntimeError, as this one is."""
+
+
+def _op_of_rows(op: Op | None, tensors: Sequence[torch.Tensor]) -> Op:
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("reducescatter needs a tensor with at least one dimension")
+    if op is not None and not isinstance(op, Op):
+        raise UnsupportedOp(f"op must be Average, Sum, Min, Max or Product, not {op!r}")
+    return Op.AVERAGE if op is None else op
 
 
 def _op(op: Op | GradientOp | None, average: bool | None) -> Op | GradientOp:

@@ -118,6 +118,7 @@ class TorchState(ObjectState):
         self._reported: tuple[object, ...] = ()
         given = [model, optimizer, *values.values()]
         check_models(given, objects_in(given))
+        _refuse_shards(objects_in(given))
         super().__init__(model=model, optimizer=optimizer, **values)
         self._loaders = self._take_part_in_steps()
         self._built = self._structure()
@@ -459,6 +460,27 @@ class TorchState(ObjectState):
                     payload.buffer.give_back(tensor)
         if trusted:  # this rank runs the same function
             self._lazy.pattern.trust()
+
+
+def _refuse_shards(objects: Iterable[object]) -> None:
+    """Refuse models of which each rank has a part.
+
+    Raises
+    ------
+    OptionError
+        A model is sharded, as by FSDP2.
+    """
+    for model in objects:
+        if not isinstance(model, Module):
+            continue
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "placements"):  # a DTensor
+                raise OptionError(
+                    f"TorchState({type(model).__name__}): parameter {name!r} is sharded over the "
+                    "ranks, as by fully_shard(), and a rank that fails would take its part along. "
+                    "In an elastic loop use DistributedDataParallel; without one, in a job of a "
+                    "fixed size, FSDP2 works"
+                )
 
 
 def _data_samples(objects: Iterable[object]) -> list[DataSample | None]:

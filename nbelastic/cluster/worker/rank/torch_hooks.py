@@ -8,6 +8,7 @@ should be the same on all ranks.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,9 @@ _TRAINERS = {
 """Libraries for training, by the module that they import."""
 
 GROUP_ADVICE = (
-    "nbelastic sets up no process group of torch.distributed in its ranks: MASTER_ADDR, RANK and "
-    "WORLD_SIZE are not set. Use nbelastic.torch (DistributedOptimizer, allreduce) instead of "
-    "DistributedDataParallel. In a job of a fixed size, you can also pass rank=hvd.rank(), "
-    "world_size=hvd.size() and an init_method that all ranks can reach, such as tcp://HOST:PORT."
+    'Call torch.distributed.init_process_group("nbelastic") first: in a rank it needs neither '
+    "address nor rank nor size. Or use nbelastic.torch (DistributedOptimizer, allreduce), which "
+    "needs no process group."
 )
 
 _NO_GROUP = "process group has not been initialized"
@@ -92,13 +92,13 @@ def _hook_groups(*modules: Any) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         context = current_or_none()
-        try:
+        if context is None:
             original(*args, **kwargs)
-        except Exception as error:
-            if context is not None and not context.in_torch_group:
-                _add_advice(error, GROUP_ADVICE)
-            raise
-        if context is not None:
+            return
+        # By name, because the room of torch is no part of the cluster's.
+        groups = importlib.import_module("nbelastic.torch.process_group")
+        groups.answer(original, *args, **kwargs)
+        if groups.default_group() is None:
             context.in_torch_group = modules[0].get_world_size() > 1
 
     for module in modules:
@@ -163,8 +163,13 @@ class _GroupCheck:
         if not any(map(_has_trained, self.modules)):
             return
         context.before_exchange = tuple(each for each in context.before_exchange if each != self)
-        if context.size > 1 and not context.in_torch_group:
+        if context.size > 1 and (context.in_torch_group is False or not _has_group()):
             warn(context, SYNC_WARNING)
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
 
 
 # -- optimizers ------------------------------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""State of training with an ``Accelerator``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.accelerate.loaders import deal, obstacle, share_anew, shuffles
+from nbelastic.elastic.context import current
+from nbelastic.errors import OptionError
+from nbelastic.torch.elastic import TorchState
+from nbelastic.trainers import not_dealt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["AccelerateState"]
+
+_OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "registered")
+
+
+class AccelerateState(TorchState):
+    """State of all that an ``Accelerator`` has prepared.
+
+    These are models, optimizers, schedulers, the gradient scaler, objects that were registered for
+    checkpoints, and the progress in loaders. A loader that shuffles deals each sample once an
+    epoch, whatever happens to the ranks. Other loaders begin again after a change of membership.
+
+    Make it after ``accelerator.prepare(…)``, before the elastic loop.
+
+    Parameters
+    ----------
+    accelerator : accelerate.Accelerator
+        The accelerator.
+    loaders : sequence of loaders, optional
+        Those to deal the samples of; by default all prepared ones that shuffle.
+    seed : int, default 0
+        Of their order.
+    **values
+        Further values, as of :class:`~nbelastic.torch.elastic.TorchState`.
+
+    Examples
+    --------
+    >>> state = nbelastic.accelerate.AccelerateState(accelerator, epoch=0)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        *,
+        loaders: Sequence[Any] | None = None,
+        seed: int = 0,
+        **values: Any,
+    ) -> None:
+        taken = [name for name in _OWN if name in values]
+        if taken:
+            raise OptionError(
+                f"nbelastic.accelerate.AccelerateState({taken[0]}=…): the accelerator's own go by "
+                "that name; choose another"
+            )
+        if not accelerator._models and not accelerator._optimizers:
+            raise OptionError(
+                "nbelastic.accelerate.AccelerateState(accelerator): nothing is prepared yet; call "
+                "accelerator.prepare(model, optimizer, …) before"
+            )
+        self._accelerator = accelerator
+        self._prepared = list(accelerator._dataloaders)
+        samplers = [deal(each, seed) for each in self._to_deal(loaders)]
+        optimizers = [each.optimizer for each in accelerator._optimizers]
+        schedulers = [each.scheduler for each in accelerator._schedulers]
+        scaler = accelerator.scaler
+        super().__init__(
+            model=list(accelerator._models),
+            optimizer=optimizers,
+            scheduler=schedulers,
+            scaler=None if scaler is None else scaler,
+            sampler=samplers,
+            progress=_Progress(accelerator, self._prepared),
+            registered=list(accelerator._custom_objects),
+            **values,
+        )
+
+    def _to_deal(self, loaders: Sequence[Any] | None) -> list[Any]:
+        chosen = []
+        for loader in self._prepared if loaders is None else loaders:
+            why = obstacle(loader)
+            if not why:
+                if loaders is not None or shuffles(loader):
+                    chosen.append(loader)
+            elif loaders is not None or not hasattr(loader.dataset, "__getitem__"):
+                not_dealt(why)
+        return chosen
+
+    def commit(self) -> None:
+        """Commit, unless gradients are being accumulated: these are in no commit."""
+        if self._accelerator.sync_gradients:
+            super().commit()
+
+    def align(self, behind: Sequence[int]) -> None:
+        """Bring all ranks to the same state, and loaders to the present ranks."""
+        gradients = self._accelerator.gradient_state
+        gradients.dataloader_references = [None]  # of iterations that have been left
+        context = current()
+        for loader in self._prepared:
+            share_anew(loader, context.rank, context.size)
+        super().align(behind)
+
+
+class _Progress:
+    """Counts of an accelerator and of its loaders, which are in no state dict of theirs."""
+
+    def __init__(self, accelerator: Any, loaders: Sequence[Any]) -> None:
+        self._accelerator = accelerator
+        self._loaders = loaders
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self._accelerator.step,
+            "iterations": [getattr(each, "iteration", 0) for each in self._loaders],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+        for loader, iteration in zip(self._loaders, state["iterations"], strict=True):
+            if hasattr(loader, "iteration"):
+                loader.iteration = iteration

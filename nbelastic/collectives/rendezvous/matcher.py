@@ -1,0 +1,172 @@
+"""Matching of operations by name, and of ranks that have joined with what the others do.
+
+One matcher serves the ranks of a generation, at their rendezvous server. It is pure: it takes a
+message of a rank and returns messages to ranks. All ranks receive the same decisions in the same
+order, so they can launch operations in that order.
+
+==========  =======================================================================================
+offer       a rank begins the operation `name` of the process set `set`, whose ranks are `members`
+go          all have begun it: what each has offered, None for those that have joined instead
+blocked     a rank waits for an operation that it has offered, and does nothing else
+stuck       all ranks wait, for operations that the others have not begun
+missing     which ranks have not begun an operation
+ping        answered by pong, after all decisions on what was offered before
+join        a rank has no more data; it has taken part in `done` operations
+step        a rank begins an operation without a name, its `number`-th, while others have joined
+together    all ranks have joined; `last` was the last
+gone        a rank has closed its connection, so it begins nothing more
+==========  =======================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Matcher", "Message", "decode", "encode"]
+
+Message = dict[str, Any]
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as bytes."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Message:
+    """Read a message."""
+    message: Message = json.loads(data)
+    return message
+
+
+@dataclass
+class _Entry:
+    """An operation that some ranks have begun."""
+
+    members: list[int]
+    offers: dict[int, Message] = field(default_factory=dict)
+
+
+class Matcher:
+    """Decisions for the ranks of a generation.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: dict[tuple[str, str], _Entry] = {}
+        self._blocked: dict[int, tuple[str, str]] = {}
+        self._joined: dict[int, int] = {}  # how many operations each had done, in order of joining
+        self._steps: dict[int, Message] = {}
+        self._connected: set[int] = set()
+        self._kept: dict[int, list[Message]] = {}
+
+    def connected(self, rank: int) -> list[Message]:
+        """Return what a rank that is connected from now on has missed."""
+        self._connected.add(rank)
+        return self._kept.pop(rank, [])
+
+    def receive(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        """Take a message of a rank; return messages with the ranks that they are for."""
+        kind = message["do"]
+        decisions: list[tuple[int, Message]] = {
+            "offer": self._offer,
+            "blocked": self._block,
+            "missing": self._missing,
+            "ping": self._ping,
+            "join": self._join,
+            "step": self._step,
+        }[kind](rank, message)
+        for to, decision in decisions:
+            if to not in self._connected:
+                self._kept.setdefault(to, []).append(decision)
+        return [(to, decision) for to, decision in decisions if to in self._connected]
+
+    def _offer(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        self._blocked.pop(rank, None)
+        key = message["set"], message["name"]
+        entry = self._entries.setdefault(key, _Entry(message["members"]))
+        entry.offers[rank] = message
+        return self._decide(key) or self._if_stuck()
+
+    def _decide(self, key: tuple[str, str]) -> list[tuple[int, Message]]:
+        """Have an operation begin if all ranks have begun it or joined."""
+        entry = self._entries[key]
+        present = {*entry.offers, *(self._joined if key[0] == "" else ())}
+        if not present.issuperset(entry.members):
+            return []
+        del self._entries[key]
+        for member in entry.members:
+            if self._blocked.get(member) == key:
+                del self._blocked[member]
+        offers = [entry.offers.get(member) for member in entry.members]
+        texts = [None if each is None else each["text"] for each in offers]
+        first = next(text for text in texts if text is not None)
+        decision = {
+            "do": "go",
+            "set": key[0],
+            "name": key[1],
+            "members": entry.members,
+            "numbers": [None if each is None else each["numbers"] for each in offers],
+            "text": first,
+            "texts": None if {*texts} <= {first, None} else texts,
+            "spec": next(each["spec"] for each in offers if each is not None),
+        }
+        return [(member, decision) for member in entry.members]
+
+    def _block(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        key = message["set"], message["name"]
+        if key in self._entries:
+            self._blocked[rank] = key
+        return self._if_stuck()
+
+    def _if_stuck(self) -> list[tuple[int, Message]]:
+        """Fail the operations that all ranks wait for, if no rank is left to begin the rest."""
+        if not self._blocked or len({*self._blocked, *self._joined}) < self._size:
+            return []
+        keys = set(self._blocked.values())
+        sides = [[rank, self._entries[key].offers[rank]["text"]] for rank, key in self._blocked.items()]
+        sides += [[rank, None] for rank in self._joined]
+        self._blocked.clear()
+        decisions: list[tuple[int, Message]] = []
+        for key in keys:
+            entry = self._entries.pop(key)
+            stuck = {"do": "stuck", "set": key[0], "name": key[1], "sides": sorted(sides)}
+            decisions += [(rank, stuck) for rank in entry.offers]
+        return decisions
+
+    def _missing(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        entry = self._entries.get((message["set"], message["name"]))
+        missing = [] if entry is None else [m for m in entry.members if m not in entry.offers]
+        return [(rank, {**message, "ranks": missing})]
+
+    def _ping(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        return [(rank, {"do": "pong", "number": message["number"]})]
+
+    def _join(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        done = message["done"]
+        self._blocked.pop(rank, None)
+        self._joined[rank] = done
+        if len(self._joined) == self._size:
+            together = {"do": "together", "last": rank, "done": max(self._joined.values())}
+            self._joined.clear()
+            self._steps.clear()
+            return [(each, together) for each in range(self._size)]
+        others = [each for each in range(self._size) if each not in self._joined]
+        decisions: list[tuple[int, Message]] = [(each, message) for each in others]
+        decisions += [(rank, step) for n, step in sorted(self._steps.items()) if n > done]
+        for key in list(self._entries):
+            decisions += self._decide(key)
+        return decisions or self._if_stuck()
+
+    def _step(self, _rank: int, message: Message) -> list[tuple[int, Message]]:
+        if not self._joined or message["number"] in self._steps:
+            return []
+        self._steps[message["number"]] = message
+        joined = self._joined.items()
+        return [(each, message) for each, done in joined if message["number"] > done]

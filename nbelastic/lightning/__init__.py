@@ -1,0 +1,17 @@
+"""Elastic training with Lightning: ``Trainer(strategy="nbelastic")``.
+
+Importing this package registers the strategy, for Lightning's Trainer and for Fabric::
+
+    import lightning as L
+    import nbelastic.lightning
+
+    trainer = L.Trainer(strategy="nbelastic", max_epochs=3)
+    nbelastic.lightning.fit(trainer, module, datamodule=data)
+"""
+
+from nbelastic.lightning.fit import fit
+from nbelastic.lightning.strategy import ElasticFabricStrategy, ElasticStrategy, register
+
+register()
+
+__all__ = ["ElasticFabricStrategy", "ElasticStrategy", "fit"]

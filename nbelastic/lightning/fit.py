@@ -1,0 +1,264 @@
+"""Training loop of Lightning's Trainer, as an elastic loop.
+
+The epochs are those of Lightning's own loops, called one by one. A commit follows each step of the
+optimizer, with its validation, logs and checkpoints. The last step of an epoch is committed with
+the epoch's end. In a new generation the loaders are made anew, and the epoch under way goes on with
+the samples that are left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.session import Session
+from nbelastic.errors import OptionError
+from nbelastic.lightning.progress import FitProgress
+from nbelastic.lightning.strategy import ElasticStrategy
+from nbelastic.torch.elastic import TorchState, run
+from nbelastic.trainers import DealtSampler, not_dealt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["fit", "make_elastic"]
+
+
+def fit(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    """Train a module on ranks that join, leave and fail: ``trainer.fit(module, …)``.
+
+    Parameters
+    ----------
+    trainer : lightning.Trainer
+        With ``strategy="nbelastic"``.
+    module : lightning.LightningModule
+        What to train.
+    *args, **kwargs
+        As of ``trainer.fit``: loaders, ``datamodule``, ``ckpt_path``.
+
+    Raises
+    ------
+    OptionError
+        The trainer has another strategy.
+
+    Examples
+    --------
+    >>> trainer = L.Trainer(strategy="nbelastic", max_epochs=3)  # doctest: +SKIP
+    >>> nbelastic.lightning.fit(trainer, module, datamodule=data)  # doctest: +SKIP
+    """
+    if not isinstance(trainer.strategy, ElasticStrategy):
+        raise OptionError(
+            "nbelastic.lightning.fit(trainer, …): the trainer has "
+            f'{type(trainer.strategy).__name__}; make it as Trainer(strategy="nbelastic", …)'
+        )
+    trainer.fit(module, *args, **kwargs)
+
+
+def make_elastic(trainer: Any, strategy: ElasticStrategy) -> None:
+    """Have a trainer, which is set up, train in an elastic loop."""
+    plain: Callable[[], Any] = type(trainer)._run_stage.__get__(trainer)
+
+    def run_stage() -> Any:
+        vars(trainer).pop("_run_stage", None)
+        if trainer.state.fn != TrainerFn.FITTING or not isinstance(current_or_none(), Session):
+            strategy.begin()
+            return plain()
+        return ElasticFit(trainer, strategy).run()
+
+    trainer._run_stage = run_stage
+
+
+class _BatchRecorder(Callback):
+    """The first callback: it records batches as they begin."""
+
+    def __init__(self, training: ElasticFit) -> None:
+        self._training = training
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Record a batch. If it fails, the sampler goes back to its commit."""
+        self._training.batch_begins()
+
+
+class ElasticFit:
+    """Training of a Trainer, from the first generation to the last."""
+
+    def __init__(self, trainer: Any, strategy: ElasticStrategy) -> None:
+        self.trainer = trainer
+        self.strategy = strategy
+        self.loop = trainer.fit_loop
+        self.progress = FitProgress(trainer)
+        self.samplers: list[DealtSampler | None] = []
+        self._batches = 0  # begun in the present share
+        module = trainer.lightning_module
+        module.zero_grad()
+        vars(module).setdefault("forward", module.forward)  # as Lightning does in its first step
+        self.loop.setup_data()
+        if self.loop._combined_loader is not None:
+            self.samplers = [_dealt(each) for each in self.loop._combined_loader.flattened]
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.state = TorchState(
+            strategy.model,
+            list(strategy.optimizers),
+            scheduler=schedulers,
+            sampler=self.samplers,
+            progress=self.progress,
+            epoch=trainer.current_epoch,
+            batch=0,
+        )
+
+    def run(self) -> None:
+        """Train to the end."""
+        trainer = self.trainer
+        trainer.callbacks.insert(0, _BatchRecorder(self))
+        try:
+            run(self._train)(self.state)
+        finally:
+            trainer.callbacks[:] = [
+                each for each in trainer.callbacks if not isinstance(each, _BatchRecorder)
+            ]
+
+    def _train(self, _: TorchState) -> None:
+        """Train with the present ranks."""
+        trainer, loop, progress = self.trainer, self.loop, self.progress
+        self._enter_generation()
+        with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
+            if not progress.begun:
+                trainer._run_sanity_check()
+                trainer.training = True
+                if loop.skip:
+                    return
+                loop.reset()
+                loop.on_run_start()
+                progress.begun = True
+            while not loop.done:
+                try:
+                    self._train_epoch()
+                except StopIteration:
+                    break
+                finally:
+                    loop.on_iteration_done()
+                progress.in_epoch = False
+                self._commit()
+            loop._restarting = False
+            loop.on_run_end()
+
+    def _train_epoch(self) -> None:
+        loop, progress = self.loop, self.progress
+        if not progress.in_epoch:
+            loop.on_advance_start()
+            self._deal()  # it may have made the loaders anew
+        if loop.max_batches > loop.epoch_loop.batch_progress.current.ready or not progress.in_epoch:
+            self._train_batches()
+        loop.on_advance_end()
+
+    def _train_batches(self) -> None:
+        """Train what is left of the epoch, as Lightning's loop over batches does."""
+        loop, progress = self.loop, self.progress
+        batches, fetcher = loop.epoch_loop, loop._data_fetcher
+        if not progress.in_epoch:
+            batches.reset()
+            progress.in_epoch = True
+        for sampler in self.samplers:
+            if sampler is not None:
+                sampler.begin_epoch(loop.epoch_progress.current.processed)
+        self._batches = 0
+        iter(fetcher)
+        fetcher._start_profiler = batches._on_before_fetch
+        fetcher._stop_profiler = batches._on_after_fetch
+        while not batches.done:
+            try:
+                batches.advance(fetcher)
+                batches.on_advance_end(fetcher)
+            except StopIteration:
+                break
+            finally:
+                batches.on_iteration_done()
+            if not batches._should_accumulate() and not batches.done:
+                self._commit()
+
+    def batch_begins(self) -> None:
+        """Record the next batch in each sampler."""
+        loaders = self.loop._combined_loader.flattened
+        for sampler, loader in zip(self.samplers, loaders, strict=True):
+            if sampler is not None:
+                sampler.record_batch(self._batches, loader.batch_sampler.batch_size)
+        self._batches += 1
+
+    def _commit(self) -> None:
+        trainer = self.trainer
+        state: Any = self.state
+        state.epoch, state.batch = trainer.current_epoch, trainer.global_step
+        state.commit()
+
+    # -- generations -------------------------------------------------------------------------------
+
+    def _enter_generation(self) -> None:
+        """Bring trainer, loops and loaders to the present ranks."""
+        trainer, loop = self.trainer, self.loop
+        self.strategy.begin()
+        self.strategy.follow()
+        trainer.training = True
+        torch.set_grad_enabled(True)
+        trainer.lightning_module._current_fx_name = None  # of a hook that has failed
+        for each in (loop, loop.epoch_loop.val_loop):  # their loaders are of the ranks before
+            if each._combined_loader is not None:
+                each._combined_loader.reset()
+                each._combined_loader = each._data_fetcher = None
+        loop.setup_data()
+        self._deal()
+        self.progress.show()
+
+    def _deal(self) -> None:
+        """Give the loaders the samplers of the state, and count the batches of the epoch."""
+        trainer, loop = self.trainer, self.loop
+        if loop._combined_loader is None:
+            return
+        epoch = loop.epoch_progress.current.processed
+        lengths: list[float] = []
+        for index, loader in enumerate(loop._combined_loader.flattened):
+            sampler = self.samplers[index]
+            if sampler is None:
+                lengths.append(loop._combined_loader.limits[index])
+                continue
+            loader.batch_sampler.sampler = sampler
+            loader.__dict__["sampler"] = sampler
+            size, drops = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
+            left, _ = sampler.batches_left(epoch, size, drops)
+            whole, _ = sampler.batches_left(None, size, drops)
+            done = loop.epoch_loop.batch_progress.current.ready if self.progress.in_epoch else 0
+            limit = trainer.limit_train_batches
+            most = limit if isinstance(limit, int) else int(whole * limit)
+            lengths.append(min(done + left, most) if limit != 1.0 else done + left)
+        longest = max(lengths)
+        if any(sampler is not None for sampler in self.samplers):
+            loop.max_batches = longest
+            interval = trainer.val_check_interval
+            if isinstance(interval, float) and getattr(trainer, "val_check_batch", 0) is not None:
+                trainer.val_check_batch = max(1, int(longest * interval))
+
+
+def _dealt(loader: Any) -> DealtSampler | None:
+    """Return a sampler that deals the samples of a training loader; None where none can."""
+    why = _obstacle(loader)
+    if why:
+        not_dealt(why)
+        return None
+    sampler = loader.batch_sampler.sampler
+    return DealtSampler(loader.dataset, shuffle=sampler.shuffle, seed=sampler.seed)
+
+
+def _obstacle(loader: Any) -> str:
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, and no DataLoader"
+    if type(loader.batch_sampler) is not BatchSampler:
+        return f"it has batches of its own ({type(loader.batch_sampler).__name__})"
+    sampler: object = loader.batch_sampler.sampler
+    if type(sampler) is not DistributedSampler:
+        return f"it has a sampler of its own ({type(sampler).__name__})"
+    return ""

@@ -1,0 +1,158 @@
+"""Strategies of Lightning's Trainer and of Fabric over the ranks of a job."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import lightning.fabric.strategies as fabric_strategies
+import lightning.pytorch.strategies as trainer_strategies
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from nbelastic.elastic.context import current, current_or_none, initialize
+from nbelastic.torch.device import device
+from nbelastic.torch.process_group import NAME, default_group
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ElasticFabricStrategy", "ElasticStrategy", "Environment", "register"]
+
+
+class Environment(ClusterEnvironment):
+    """The ranks of the job at the time of each question."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: the job has started the ranks."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """No address: the ranks find each other by the job."""
+        return "nbelastic"
+
+    @property
+    def main_port(self) -> int:
+        """No port."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether this process is a rank."""
+        return current_or_none() is not None
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        group = default_group()
+        return current().size if group is None else group.size()
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the job decides."""
+
+    def global_rank(self) -> int:
+        """Return the position of this rank."""
+        group = default_group()
+        return current().rank if group is None else group.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the job decides."""
+
+    def local_rank(self) -> int:
+        """Return the position of this rank on its host."""
+        return current().local_rank
+
+    def node_rank(self) -> int:
+        """Return the position of this rank's host."""
+        return current().cross_rank
+
+
+class _Elastic:
+    """What both kinds of strategy have in common; the first base of each."""
+
+    parallel_devices: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        initialize()
+        kwargs["cluster_environment"] = Environment()
+        kwargs["process_group_backend"] = NAME
+        super().__init__(*args, **kwargs)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        devices = self.parallel_devices
+        if devices and devices[0].type == "cpu":
+            first: torch.device = devices[0]
+            return first
+        return device()
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks; those of all hosts count as one node's."""
+        return Environment().world_size()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of a sampler of this rank's share."""
+        environment = Environment()
+        return {"num_replicas": environment.world_size(), "rank": environment.global_rank()}
+
+    def _configure_launcher(self) -> None:
+        """Launch nothing: the job has started the ranks."""
+
+    def follow(self) -> None:
+        """Tell Lightning's helpers which rank this is now."""
+        rank = Environment().global_rank()
+        rank_zero_only.rank = fabric_rank_zero_only.rank = rank
+
+    set_world_ranks = _set_world_ranks = follow
+
+
+class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
+    """Strategy of ``lightning.Trainer``: DistributedDataParallel over ranks that change.
+
+    Parameters are those of Lightning's ``DDPStrategy``.
+    """
+
+    strategy_name = NAME
+
+    def setup_environment(self) -> None:
+        """Make the process group; until training begins it is one of this rank alone."""
+        super().setup_environment()
+        group, context = default_group(), current()
+        self._setting_up = contextlib.ExitStack()
+        if group is not None and context.generation == 0:
+            self._setting_up.enter_context(group.alone())
+
+    def begin(self) -> None:
+        """End the set-up, in which a rank waits for no others."""
+        self._setting_up.close()
+
+    def setup(self, trainer: Any) -> None:
+        """Set up the module, and have the training loop be an elastic loop."""
+        super().setup(trainer)
+        from nbelastic.lightning.fit import make_elastic
+
+        make_elastic(trainer, self)
+
+    def teardown(self) -> None:
+        """End the set-up, if it has failed, and give devices back."""
+        self.begin()
+        super().teardown()
+
+
+class ElasticFabricStrategy(_Elastic, fabric_strategies.DDPStrategy):
+    """Strategy of ``lightning.Fabric``; the loop is the user's own elastic loop."""
+
+
+def register() -> None:
+    """Register both strategies by the name "nbelastic"; idempotent."""
+    for registry, kind in (
+        (trainer_strategies.StrategyRegistry, ElasticStrategy),
+        (fabric_strategies.STRATEGY_REGISTRY, ElasticFabricStrategy),
+    ):
+        if NAME not in registry:
+            registry.register(NAME, kind, description="the ranks of an nbelastic job")

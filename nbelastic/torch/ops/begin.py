@@ -1,0 +1,90 @@
+"""Beginning of an operation: ranks compare it, then it is launched."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, TypeVar
+
+from nbelastic.errors import RanksDisagree
+from nbelastic.timeline import timeline
+from nbelastic.torch.ops.coordination import JOINED, announce, coordination_of, not_with_join
+from nbelastic.torch.ops.operation import Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.torch.ops.operation import Operation
+    from nbelastic.torch.ops.process_sets import Group
+
+__all__ = ["agree", "begin"]
+
+T = TypeVar("T")
+
+
+def begin(group: Group, operation: Operation[T], name: str | None = None) -> Pending[T]:
+    """Begin an operation among the ranks of a group.
+
+    With a name it waits, in the background, for the operation of that name on the other ranks.
+    Without one, this call waits for the other ranks, which call the same operations in the same
+    order.
+
+    Raises
+    ------
+    RanksDisagree
+        Ranks are not about to do the same. With a name, waiting for the operation raises it.
+    ValueError
+        An operation of this name is under way.
+    """
+    with timeline.span(f"NEGOTIATE_{operation.verb.upper()}", name):
+        if name is not None and group.size > 1:
+            coordination = coordination_of(group.parent())
+            if coordination is not None:
+                if not group.is_global:
+                    group.check_member()
+                return coordination.offer(group.key, group.ranks, name, operation)
+        communicator = group.communicator()
+        numbers = agree(
+            communicator,
+            operation.text,
+            operation.numbers,
+            what=(operation.spec or operation.verb) if group.is_global else None,
+        )
+    operation.prepare()
+    return Pending(operation.launch(communicator, numbers), operation.finish)
+
+
+def agree(
+    communicator: Communicator, text: str, numbers: Sequence[int] = (), *, what: object = None
+) -> list[Sequence[int]]:
+    """Have ranks compare what they are about to do; return the numbers of each.
+
+    Parameters
+    ----------
+    text : str
+        What this rank is about to do.
+    numbers : sequence of int
+        May differ; equally many on all ranks.
+    what : object, optional
+        What a rank that has joined is told, if the operation is of all ranks.
+    """
+    if what is not None:
+        announce(communicator, what)
+    try:
+        firsts = communicator.agree(text, numbers[0] if len(numbers) == 1 else 0)
+    except RanksDisagree as error:
+        if JOINED in str(error):
+            raise not_with_join(text, _joined_in(str(error))) from None
+        raise
+    if len(numbers) <= 1:
+        return [(first,) for first in firsts]
+    layout = struct.Struct(f"{len(numbers)}q")
+    everyone = communicator.allgather_bytes(layout.pack(*numbers))
+    return [layout.unpack(each) for each in everyone]
+
+
+def _joined_in(message: str) -> list[int]:
+    """Return the ranks that have joined, by the message of a comparison."""
+    sides = [side for side in message.split("; ") if side.endswith(JOINED)]
+    words = sides[0].rpartition("rank")[2].partition(":")[0].lstrip("s ")
+    return [int(word) for word in words.split(", ") if word.isdecimal()]

@@ -1,0 +1,425 @@
+"""Coordination of what ranks begin at different times: named operations, and ``join()``.
+
+Each rank of a generation has a thread that listens to the matching of operations
+(:mod:`nbelastic.collectives.matching`). It starts with the rank's first operation and sleeps.
+
+*Names.* A rank offers a named operation. When all have, each thread launches it, over a communicator
+of its own, in the order in which the matching has decided. So the order in which ranks begin named
+operations does not matter. Operations without a name never come here.
+
+*Join.* Operations without a name, and steps of optimizers, are numbered on each rank. A rank that
+joins tells its number. From then on the threads of the other ranks tell what they are in, also if
+they had begun before. The joined rank takes part in that, with zeros.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nbelastic.collectives.consistency import disagreement, listed
+from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
+from nbelastic.torch.ops.operation import Allreduce, Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.collectives.matching import MatchingClient
+    from nbelastic.torch.ops.operation import Operation, Waitable
+
+__all__ = ["JOINED", "Coordination", "announce", "coordination_of", "is_joined", "not_with_join"]
+
+T = TypeVar("T")
+Message = dict[str, Any]
+
+JOINED = "join()"
+"""What a rank that has joined says it is about to do, in an operation that it cannot take part in.
+"""
+
+MOST_PENDING = 10_000
+"""Named operations of a rank that can wait for other ranks at a time."""
+
+KEPT = 64
+"""Numbered operations that a rank can tell of later. None ends before all ranks take part."""
+
+_TELL_AFTER_S = 1.0
+
+
+class Coordination:
+    """Named operations of one rank, and what it needs to know of ranks that join.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of all ranks of the generation.
+    client : MatchingClient
+        Not yet connected.
+    """
+
+    def __init__(self, communicator: Communicator, client: MatchingClient) -> None:
+        self._communicator = weakref.ref(communicator)
+        self._client = client
+        self._lock = threading.Lock()
+        self._number = 0
+        self._history: deque[tuple[int, Any]] = deque(maxlen=KEPT)
+        self._tells = False
+        self._pending: dict[tuple[str, str], _Named] = {}
+        self._pongs: SimpleQueue[bool] = SimpleQueue()
+        self._events: SimpleQueue[Message | None] = SimpleQueue()
+        self._reason: str | None = None
+        self._missing: SimpleQueue[list[int]] = SimpleQueue()
+        self._gone: set[int] = set()
+        self.joined = False
+        communicator.on_abort(lambda *_: client.abort())
+        name = f"nbelastic-matching-{communicator.generation}-{communicator.rank}"
+        threading.Thread(target=_listen, args=(weakref.ref(self), client), name=name, daemon=True).start()
+
+    # -- operations without a name ---------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """How many numbered operations this rank has begun."""
+        return self._number
+
+    def announce(self, what: Any) -> None:
+        """Number an operation that this rank is about to begin, and tell ranks that have joined."""
+        with self._lock:
+            self._number += 1
+            self._history.append((self._number, what))
+            if self._tells and not self.joined:
+                self._client.send({"do": "step", "number": self._number, "what": what})
+
+    def join(self) -> None:
+        """Tell the others that this rank has joined."""
+        with self._lock:
+            self.joined = True
+            self._client.send({"do": "join", "done": self._number})
+
+    def next_event(self) -> Message:
+        """Wait for an operation of the others, or for the end of joining."""
+        event = self._wait(self._events.get)
+        if event is None:
+            self._raise()
+        assert event is not None
+        return event
+
+    # -- operations with a name ------------------------------------------------------------------
+
+    def offer(
+        self, key: str, members: Sequence[int], name: str, operation: Operation[T]
+    ) -> Pending[T]:
+        """Begin a named operation among `members`; it is launched when all have.
+
+        Raises
+        ------
+        ValueError
+            There is one of that name, which has not ended, or there are too many.
+        """
+        if (key, name) in self._pending:
+            # It may just be ending, where all others have begun it before a barrier.
+            self.flush()
+        with self._lock:
+            if (key, name) in self._pending:
+                raise ValueError(
+                    f"duplicate name: {operation.verb} of name {name!r} was requested while "
+                    "another operation with this name is being processed. Wait for it by "
+                    "hvd.synchronize(), or use another name"
+                )
+            if len(self._pending) >= MOST_PENDING:
+                raise ValueError(f"{MOST_PENDING} named operations wait for other ranks already")
+            named = _Named(self, key, list(members), name, operation)
+            self._pending[key, name] = named
+        if self._reason is not None:
+            self._fail(self._reason)
+        operation.prepare()
+        self._client.send(
+            {
+                "do": "offer",
+                "set": key,
+                "name": name,
+                "members": named.members,
+                "text": operation.text,
+                "numbers": list(operation.numbers),
+                "spec": operation.spec,
+            }
+        )
+        return Pending([named], operation.finish)
+
+    def flush(self) -> None:
+        """Wait until all decisions on what was offered before have been carried out here."""
+        if self._pending and self._reason is None:
+            self._client.send({"do": "ping", "number": 0})
+            self._wait(self._pongs.get)
+
+    def await_named(self, named: _Named) -> None:
+        """Wait for a named operation."""
+        communicator = self._communicator()
+        limit = self._client.timeout_s
+        begun = time.monotonic()
+        told = False
+
+        def wait() -> None:
+            nonlocal told
+            while not named.ended.wait(_TELL_AFTER_S):
+                if not told and not named.launched:
+                    told = True
+                    self._client.send({"do": "blocked", "set": named.key, "name": named.name})
+                if gone := self._gone.intersection(named.members):
+                    self.over(f"rank {min(gone)} has left without {named.operation.text}")
+                if time.monotonic() - begun > limit and not named.launched:
+                    self._give_up(named, communicator)
+
+        if not named.ended.is_set():
+            self._wait(wait)
+
+    def _give_up(self, named: _Named, communicator: Communicator | None) -> None:
+        self._client.send({"do": "missing", "set": named.key, "name": named.name})
+        ranks = self._missing.get()
+        if communicator is not None and ranks:
+            communicator.abort(
+                f"{named.operation.text.partition(chr(10))[0]} was not begun by ranks {ranks} "
+                f"within {self._client.timeout_s:g} s"
+            )
+
+    def _wait(self, wait: Callable[[], T]) -> T:
+        """Wait, as heartbeats see."""
+        communicator = self._communicator()
+        if communicator is None:
+            return wait()
+        # Which operation it is says nothing about the operations of all ranks.
+        communicator.current_operation, communicator.waits_apart = "", True
+        try:
+            return wait()
+        finally:
+            communicator.waits_apart = False
+
+    # -- in the listening thread -----------------------------------------------------------------
+
+    def handle(self, message: Message) -> None:
+        """Handle a message of the matching."""
+        kind = message["do"]
+        if kind == "join":
+            self._tell(message["done"])
+        elif kind == "step":
+            self._events.put(message)
+        elif kind == "together":
+            with self._lock:
+                self._tells = False
+                was_joined, self.joined = self.joined, False
+            if was_joined:
+                self._events.put(message)
+        elif kind == "gone":
+            self._gone.add(message["rank"])
+            if self.joined:
+                self.over(f"rank {message['rank']} has left while this rank had joined")
+        elif kind == "pong":
+            self._pongs.put(True)
+        elif kind == "missing":
+            self._missing.put(message["ranks"])
+        elif kind == "stuck":
+            self._end_stuck(message)
+
+    def launch_all(self, decisions: Sequence[Message]) -> None:
+        """Launch operations that all ranks have begun, in order, and wait for them."""
+        launched = []
+        for message in decisions:
+            key = message["set"], message["name"]
+            named = self._pending.get(key)
+            try:
+                launched.append((key, named, self._launch(message, named)))
+            except CollectiveError as error:
+                self._end(key, named, error)
+                if not isinstance(error, RanksDisagree):
+                    raise
+            except Exception as error:  # the same on all ranks, or they would wait for this one
+                self._end(key, named, error)
+        for key, named, handles in launched:
+            for handle in handles:
+                handle.wait()
+            self._end(key, named, None)
+
+    def _launch(self, message: Message, named: _Named | None) -> Sequence[Waitable]:
+        communicator = self._communicator()
+        if communicator is None:
+            raise CollectiveError("the generation is over")
+        members, numbers = message["members"], message["numbers"]
+        if None in numbers and message["spec"] is None:
+            gone = [m for m, n in zip(members, numbers, strict=True) if n is None]
+            raise not_with_join(message["text"], gone)
+        if message["texts"] is not None:
+            texts = message["texts"]
+            raise disagreement([message["text"] if text is None else text for text in texts], members)
+        operation: Operation[Any]
+        if named is None:  # this rank has joined
+            operation = Allreduce.of_zeros(message["spec"])
+            operation.prepare()
+        else:
+            operation = named.operation
+            named.launched = True
+        group = communicator.subgroup(members, f"names-{message['set']}")
+        return operation.launch(group, [each or [] for each in numbers])
+
+    def _end(
+        self, key: tuple[str, str], named: _Named | None, error: Exception | None
+    ) -> None:
+        if named is not None:
+            with self._lock:
+                self._pending.pop(key, None)
+            named.error = error
+            named.ended.set()
+
+    def _end_stuck(self, message: Message) -> None:
+        key = message["set"], message["name"]
+        sides: dict[str, list[int]] = {}
+        for rank, text in message["sides"]:
+            sides.setdefault(JOINED if text is None else text.partition("\n")[0], []).append(rank)
+        error = RanksDisagree(f"ranks wait for different operations: {listed(sides)}")
+        self._end(key, self._pending.get(key), error)
+
+    def _tell(self, done: int) -> None:
+        with self._lock:
+            self._tells = True
+            if not self.joined:
+                for number, what in self._history:
+                    if number > done:
+                        self._client.send({"do": "step", "number": number, "what": what})
+
+    def over(self, reason: str) -> None:
+        """Fail everything under way and to come."""
+        communicator = self._communicator()
+        if communicator is not None:
+            communicator.abort(reason)  # unless it is over already, with another reason
+            try:
+                communicator.check()
+            except (CollectiveError, NotTheRank) as error:
+                reason = str(error)
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        self._reason = reason
+        for key, named in list(self._pending.items()):
+            self._end(key, named, CollectiveError(reason))
+        self._events.put(None)
+        self._pongs.put(False)
+        self._missing.put([])
+
+    def _raise(self) -> None:
+        communicator = self._communicator()
+        if communicator is not None:
+            communicator.check()
+        raise CollectiveError(self._reason or "the generation is over")
+
+
+def _listen(alive: weakref.ref[Coordination], client: MatchingClient) -> None:
+    """Receive messages until the generation is over. Holds no reference while it sleeps."""
+    reason = "the generation is over"
+    try:
+        client.connect()
+        while True:
+            messages = [client.receive()]
+            while client.has_received:
+                messages.append(client.receive())
+            coordination = alive()
+            if coordination is None:
+                return
+            decisions: list[Message] = []
+            for message in messages:
+                if message["do"] == "go":
+                    decisions.append(message)
+                    continue
+                coordination.launch_all(decisions)
+                decisions = []
+                coordination.handle(message)
+            coordination.launch_all(decisions)
+            del coordination
+    except CollectiveError as error:
+        reason = str(error)
+    except NotTheRank:
+        return  # a fork
+    except Exception as error:  # a bug; ranks must not hang because of it
+        reason = repr(error)
+    finally:
+        client.close()
+        coordination = alive()
+        if coordination is not None:
+            coordination.over(reason)
+
+
+class _Named:
+    """A named operation of this rank, until it has ended."""
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        key: str,
+        members: list[int],
+        name: str,
+        operation: Operation[Any],
+    ) -> None:
+        self.key, self.members, self.name = key, members, name
+        self.operation = operation
+        self.ended = threading.Event()
+        self.launched = False
+        self.error: Exception | None = None
+        self._coordination = coordination
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+        return self.ended.is_set()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._coordination.await_named(self)
+        if self.error is not None:
+            raise self.error
+
+
+_coordinations: weakref.WeakKeyDictionary[Communicator, Coordination] = weakref.WeakKeyDictionary()
+
+
+def coordination_of(communicator: Communicator) -> Coordination | None:
+    """Return the coordination of a generation, by its communicator of all ranks.
+
+    None where there is nothing to coordinate: for a rank alone.
+    """
+    known = _coordinations.get(communicator)
+    if known is None:
+        client = communicator.matching_client()
+        if client is None:
+            return None
+        communicator.check()
+        known = _coordinations[communicator] = Coordination(communicator, client)
+    return known
+
+
+def announce(communicator: Communicator, what: Any) -> None:
+    """Number an operation of all ranks that this rank is about to begin.
+
+    Parameters
+    ----------
+    what : object
+        What a rank that has joined is to do: the spec of a service, or the verb of an operation
+        that it cannot take part in. JSON can hold it.
+    """
+    coordination = coordination_of(communicator)
+    if coordination is not None:
+        coordination.announce(what)
+
+
+def is_joined(communicator: Communicator) -> bool:
+    """Return whether this rank has joined, and takes part in what the others do."""
+    coordination = _coordinations.get(communicator)
+    return coordination is not None and coordination.joined
+
+
+def not_with_join(text: str, ranks: Sequence[int]) -> RanksDisagree:
+    """Return the error for an operation that ranks which have joined cannot take part in."""
+    head = text.partition("\n")[0]
+    verb = head.partition(" ")[0].capitalize()
+    named = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    return RanksDisagree(f"{verb} is not supported with Join at this time: {named} joined; {head}")

@@ -1,0 +1,108 @@
+"""``join()``: a rank that has no more data takes part in what the others still do.
+
+It contributes zeros to sums and averages, which are divided by the number of all ranks. Steps of
+distributed optimizers are sums as well. What has no neutral contribution raises an error on the
+other ranks, as in Horovod, and they can go on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.elastic.context import before_check, current
+from nbelastic.errors import RanksDisagree
+from nbelastic.torch.ops.begin import begin
+from nbelastic.torch.ops.coordination import JOINED, announce, coordination_of
+from nbelastic.torch.ops.operation import Allreduce, Barrier
+from nbelastic.torch.ops.process_sets import Group, global_process_set
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.elastic.context import Context
+
+__all__ = ["SERVICES", "join"]
+
+SERVICES: dict[str, Callable[[Context, dict[str, Any]], None]] = {}
+"""What a rank that has joined does in an operation, by its kind."""
+
+
+def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where sums are formed, on the CPU
+    """Tell the other ranks that this one has no more data, and wait until all have said so.
+
+    Until then this rank takes part in what they do, with zeros: allreduce with Sum or Average,
+    steps of distributed optimizers, SyncBatchNorm, barriers and commits. An average is divided by
+    the number of all ranks. This rank's parameters stay what they are, so afterwards broadcast
+    those of the last rank::
+
+        for batch in batches:  # not equally many on all ranks
+            ...
+            optimizer.step()
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+
+    Allgather, broadcast, alltoall, reducescatter, Min, Max, Product and Adasum raise an error on the
+    ranks that call them while another has joined.
+
+    Parameters
+    ----------
+    device : int, default -1
+        For Horovod's signature.
+
+    Returns
+    -------
+    int
+        The rank that joined last.
+
+    Raises
+    ------
+    CollectiveError
+        A peer is gone, or the generation is over.
+    HostsUpdatedInterrupt
+        The others have left the generation at a commit, because its members change.
+    """
+    context = current()
+    communicator = Group(context, global_process_set).parent()
+    coordination = coordination_of(communicator)
+    if coordination is None:
+        return context.rank
+    coordination.join()
+    while True:
+        event = coordination.next_event()
+        if event["do"] == "together":
+            return int(event["last"])
+        if event["number"] == coordination.number + 1:
+            _serve(context, event["what"])
+        if coordination.number < event["number"]:
+            communicator.abort(f"a rank that has joined could not take part in {event['what']}")
+            communicator.check()
+
+
+def _serve(context: Context, what: Any) -> None:
+    """Take part in an operation of the other ranks."""
+    service = SERVICES.get(what["kind"]) if isinstance(what, dict) else None
+    if service is not None:
+        service(context, what)
+        return
+    communicator = context.communicator()
+    announce(communicator, what)
+    try:
+        communicator.agree(JOINED)
+    except RanksDisagree:
+        communicator.check()  # the others raise it, and go on
+
+
+def _reduce(context: Context, what: dict[str, Any]) -> None:
+    begin(Group(context, global_process_set), Allreduce.of_zeros(what)).wait()
+
+
+def _arrive(context: Context, _what: dict[str, Any]) -> None:
+    begin(Group(context, global_process_set), Barrier()).wait()
+
+
+def _check(context: Context, _what: dict[str, Any]) -> None:
+    context.check_membership()
+
+
+SERVICES.update(allreduce=_reduce, barrier=_arrive, check=_check)
+before_check.append(lambda communicator: announce(communicator, {"kind": "check"}))

@@ -1,0 +1,391 @@
+"""Process sets: some of a job's ranks, with operations of their own.
+
+A set names ranks of the generation in which it is made. Members are remembered by what they are,
+not by their numbers: after a reset the set consists of those that are left, by their new numbers.
+A rank that joins the job later is in no earlier set. A set of which no member is left raises at its
+next use, on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from nbelastic.elastic.context import current, initialize
+from nbelastic.elastic.session import Session
+from nbelastic.errors import NotInitialized
+from nbelastic.membership import FRESH
+
+if TYPE_CHECKING:
+    from nbelastic.collectives import Communicator
+    from nbelastic.elastic.context import Context
+
+__all__ = [
+    "Group",
+    "ProcessSet",
+    "add_process_set",
+    "global_process_set",
+    "group_of",
+    "init",
+    "remove_process_set",
+]
+
+
+class ProcessSet:
+    """Some of the ranks, for operations among them.
+
+    Pass it to ``hvd.init(process_sets=[...])`` or :func:`add_process_set`, then to operations.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        The ranks, in any order.
+
+    Attributes
+    ----------
+    process_set_id : int or None
+        None before it is added and after it is removed.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
+            raise ValueError(f"a ProcessSet takes a list of ranks, not {ranks!r}; there is no MPI")
+        numbers = sorted(ranks)
+        if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in numbers):
+            raise ValueError(f"a ProcessSet takes a list of ranks, not {ranks!r}")
+        if len(set(numbers)) != len(numbers) or (numbers and numbers[0] < 0):
+            raise ValueError(f"ranks of a ProcessSet must be different numbers from 0, not {ranks!r}")
+        self.process_set_id: int | None = None
+        self._named = numbers
+        self._ranks = numbers
+        self._members: list[int] | None = None  # what the ranks were, once that is known
+        self._generation: int | None = None
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of its members in the present generation."""
+        if self.process_set_id is not None:
+            self._follow(current())
+        return list(self._ranks)
+
+    def included(self) -> bool | None:
+        """Return whether the calling rank is a member; None if the set is not added."""
+        if self.process_set_id is None:
+            return None
+        return current().rank in self.ranks
+
+    def rank(self) -> int | None:
+        """Return the calling rank's position in the set; None if the set is not added, or without it."""
+        if not self.included():
+            return None
+        return self.ranks.index(current().rank)
+
+    def size(self) -> int | None:
+        """Return the number of members; None if the set is not added."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def _follow(self, context: Context) -> None:
+        """Find the members among the ranks of the present generation."""
+        if self._generation == context.generation:
+            return
+        identities = _identities(context)
+        if self._members is None:
+            absent = [rank for rank in self._named if rank >= len(identities)]
+            if _has_come_later(context):
+                self._members = []
+            elif absent:
+                raise ValueError(
+                    f"a process set of ranks {self._named} cannot be formed: there are "
+                    f"{len(identities)} ranks"
+                )
+            else:
+                self._members = [identities[rank] for rank in self._named]
+        place = {identity: rank for rank, identity in enumerate(identities)}
+        self._ranks = sorted(place[each] for each in self._members if each in place)
+        if _is_formed(context):
+            self._generation = context.generation
+        else:
+            self._members = None  # the ranks are a forecast
+
+    def _describe(self) -> str:
+        return f"process set {self.process_set_id} (made of ranks {self._named})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.process_set_id = 0
+
+    def __repr__(self) -> str:
+        return "ProcessSet(all ranks)"
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks."""
+        return list(range(current().size))
+
+    def included(self) -> bool:
+        """Return True: every rank is in it."""
+        return True
+
+    def rank(self) -> int:
+        """Return the calling rank."""
+        return current().rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return current().size
+
+
+global_process_set: Final = _GlobalProcessSet()
+
+
+def _identities(context: Context) -> list[int]:
+    """Return what tells ranks apart from those of other generations, by rank."""
+    plan = context.plan if isinstance(context, Session) else None
+    return list(range(context.size)) if plan is None else [each.start for each in plan.members]
+
+
+def _is_formed(context: Context) -> bool:
+    return not isinstance(context, Session) or context.plan is not None
+
+
+def _has_come_later(context: Context) -> bool:
+    """Return whether this rank has joined a job that others have trained in before."""
+    plan = context.plan if isinstance(context, Session) else None
+    return plan is not None and plan.version > FRESH
+
+
+class _Registry:
+    """The process sets of one rank."""
+
+    def __init__(self) -> None:
+        self.sets: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
+        self.unpinned: list[ProcessSet] = []
+        self.next_id = 1
+        self.made_in: dict[int, set[tuple[int, ...]]] = {}
+
+
+_registries: weakref.WeakKeyDictionary[Context, _Registry] = weakref.WeakKeyDictionary()
+
+
+def _registry(context: Context) -> _Registry:
+    return _registries.setdefault(context, _Registry())
+
+
+class Group:
+    """The ranks of a process set in the present generation, and their communicator.
+
+    Attributes
+    ----------
+    context : Context
+        That of the calling rank.
+    is_global : bool
+        Whether it has all ranks.
+    key : str
+        Tells it apart from other groups of the generation; empty for all ranks.
+    """
+
+    def __init__(self, context: Context, process_set: ProcessSet) -> None:
+        self.context = context
+        self.process_set = process_set
+        self.is_global = process_set is global_process_set
+        self.key = "" if self.is_global else f"process-set-{process_set.process_set_id}"
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, in ascending order."""
+        return self.process_set.ranks
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def parent(self) -> Communicator:
+        """Return the communicator of all ranks, for what is not counted as an operation of all."""
+        communicator = self.context.communicator()
+        self.context.exchanges -= 1
+        return communicator
+
+    def communicator(self) -> Communicator:
+        """Return the communicator of the group; for all ranks, count an operation.
+
+        Raises
+        ------
+        ValueError
+            The calling rank is not in the set, or no rank is any more.
+        """
+        if self.is_global:
+            return self.context.communicator()
+        parent = self.parent()
+        self.check_member()
+        return parent.subgroup(self.ranks, self.key)
+
+    def check_member(self) -> None:
+        """Refuse a rank that is not in the set."""
+        ranks = self.ranks
+        if not ranks:
+            raise ValueError(
+                f"all members of {self.process_set._describe()} have left the job, or it was made "
+                "before this rank joined; add a set of the ranks that there are"
+            )
+        if self.context.rank not in ranks:
+            raise ValueError(
+                f"rank {self.context.rank} is not in {self.process_set._describe()}, whose ranks "
+                f"are {ranks}; only its members call operations on it"
+            )
+
+
+def group_of(process_set: object) -> Group:
+    """Return the group that an operation's argument `process_set` means.
+
+    Raises
+    ------
+    ValueError
+        It is no process set, or one that is not added.
+    """
+    if process_set is None:
+        process_set = global_process_set
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(
+            f"process_set must be a ProcessSet, not {process_set!r}; make one by "
+            "hvd.add_process_set([ranks])"
+        )
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"{process_set!r} is not added, or was removed; call hvd.add_process_set() on all ranks"
+        )
+    return Group(current(), process_set)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a set of ranks, and return it. All ranks call this, members or not.
+
+    Parameters
+    ----------
+    process_set : ProcessSet or sequence of int
+        The set, or its ranks.
+
+    Raises
+    ------
+    ValueError
+        A rank does not exist, or a set of the same ranks was made in this generation.
+    RanksDisagree
+        Ranks add different sets.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    context = current()
+    registry = _registry(context)
+    if process_set.process_set_id is not None:
+        raise ValueError(f"{process_set!r} is added already")
+    from nbelastic.torch.ops.coordination import announce
+
+    communicator = context.communicator()
+    announce(communicator, "add_process_set")
+    wanted = process_set._named
+    ids = communicator.agree(f"add_process_set of ranks {wanted}", registry.next_id)
+    made = registry.made_in.setdefault(context.generation, set())
+    absent = [rank for rank in wanted if rank >= context.size]
+    if absent or not wanted:
+        raise ValueError(f"a process set of ranks {wanted} among {context.size} ranks is impossible")
+    if tuple(wanted) in made or len(wanted) == context.size:
+        raise ValueError(f"there is a process set of ranks {wanted} already; use that one")
+    made.add(tuple(wanted))
+    registry.made_in = {context.generation: made}  # earlier sets are other members by now
+    process_set._members = None
+    process_set._generation = None
+    identities = _identities(context)
+    process_set._members = [identities[rank] for rank in wanted]
+    process_set.process_set_id = max(ids)
+    registry.next_id = max(ids) + 1
+    registry.sets.add(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a set, and return whether it was there. All ranks call this, members or not."""
+    number = process_set.process_set_id
+    if number is None or process_set is global_process_set:
+        return False
+    context = current()
+    from nbelastic.torch.ops.coordination import announce
+
+    communicator = context.communicator()
+    announce(communicator, "remove_process_set")
+    communicator.agree(f"remove_process_set of {process_set._describe()}")
+    key = Group(context, process_set).key
+    communicator.close_subgroup(key)
+    communicator.close_subgroup(f"names-{key}")
+    registry = _registry(context)
+    for made in registry.made_in.values():
+        made.discard(tuple(process_set._named))
+    registry.sets.discard(process_set)
+    process_set.process_set_id = None
+    process_set._members = process_set._generation = None
+    return True
+
+
+def init(
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+) -> None:
+    """Make the calling thread a rank: of its job, or outside one of a world of its own.
+
+    Idempotent. It never waits for other ranks.
+
+    Parameters
+    ----------
+    comm : None
+        For Horovod's signature: the cluster decides on the ranks.
+    process_sets : list of ProcessSet, or "dynamic", optional
+        Sets of the ranks with which the job begins, the same on all ranks. Others can be added
+        later in any case, so ``"dynamic"`` has no effect.
+
+    Raises
+    ------
+    ValueError
+        A subset of ranks is asked for, or `process_sets` is something else.
+    """
+    if comm:
+        raise ValueError(f"comm must be None, not {comm!r}: the cluster decides on the ranks")
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
+        raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
+    initialize()
+    if not process_sets or isinstance(process_sets, str):
+        return
+    made = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
+    context = current()
+    registry = _registry(context)
+    known = {tuple(each._named) for each in registry.sets}
+    for each in made:
+        if each.process_set_id is not None or tuple(each._named) in known:
+            continue  # init() again, or a clone
+        known.add(tuple(each._named))
+        each.process_set_id, registry.next_id = registry.next_id, registry.next_id + 1
+        registry.sets.add(each)
+        registry.unpinned.append(each)
+    if registry.unpinned and _pin not in context.before_exchange:
+        context.before_exchange = (*context.before_exchange, _pin)
+
+
+def _pin() -> None:
+    """Note who the ranks of the sets given to ``init()`` are, before the first exchange."""
+    try:
+        context = current()
+    except NotInitialized:
+        return
+    registry = _registry(context)
+    if not _is_formed(context) or not registry.unpinned:
+        return
+    unpinned, registry.unpinned = registry.unpinned, []
+    for each in unpinned:
+        each._follow(context)

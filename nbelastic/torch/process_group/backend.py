@@ -1,0 +1,169 @@
+"""Back end ``"nbelastic"`` of torch.distributed.
+
+Private parts of ``torch.distributed.distributed_c10d`` are used here and in :mod:`.ddp` only. Its
+public functions make groups by the names of built-in back ends, and cache who is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d as c10d
+
+from nbelastic.elastic.context import current, current_or_none, initialize, ranks_in_process
+from nbelastic.elastic.session import Session, note
+from nbelastic.errors import NbelasticError
+from nbelastic.torch.process_group import ddp
+from nbelastic.torch.process_group.caches import set_environment, write_ranks, write_world
+from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup, SubProcessGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.elastic.context import Context
+
+__all__ = ["answer", "default_group", "install"]
+
+_OWN = {"", "gloo", "nccl", "undefined", NAME}
+"""Back ends that trainers name by themselves; in a job they get the job's ranks."""
+
+SEVERAL_RANKS = (
+    "torch.distributed has one default group a process, and this process runs several ranks as "
+    "threads; use workers that are processes (processes=True), or nbelastic.torch"
+)
+
+
+def install() -> None:
+    """Make the back end known to torch; idempotent."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    ddp.install()
+    for name, around in (
+        ("init_process_group", answer),
+        ("monitored_barrier", _monitored_barrier),
+    ):
+        original = getattr(c10d, name)
+        if not hasattr(original, "_nbelastic"):
+            replacement = _around(original, around)
+            for module in (c10d, dist):
+                setattr(module, name, replacement)
+
+
+def _around(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    call._nbelastic = True  # type: ignore[attr-defined]
+    return call
+
+
+def default_group() -> ElasticProcessGroup | None:
+    """Return the default group of this process, if it is of this back end."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return group if isinstance(group, ElasticProcessGroup) else None
+
+
+def answer(
+    original: Callable[..., Any],
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Any = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Answer ``init_process_group``: with the ranks of the job, unless others are asked for.
+
+    Others are asked for by a store, or by the address of one.
+    """
+    names = set(str(backend or "").lower().replace("cpu:", "").replace("cuda:", "").split(","))
+    ours = NAME in names
+    in_job = isinstance(current_or_none(), Session)
+    addressed = store is not None or (init_method or "env://").partition("?")[0] != "env://"
+    if not ours and (not in_job or addressed or not names <= _OWN):
+        original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
+        return
+    if store is not None:  # asked again, by this function
+        original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
+        return
+    initialize()
+    context = current()
+    if in_job and ranks_in_process() > 1:
+        raise NbelasticError(SEVERAL_RANKS)
+    _check_place(context, rank, world_size)
+    store = HashStore()
+    original(NAME, None, timeout, world_size=context.size, rank=context.rank, store=store)
+    group = default_group()
+    assert group is not None
+    _follow(context)
+    if not ours and names != {""}:
+        named = ",".join(sorted(names))
+        note(context, "remark", f"torch.distributed's back end {named!r} is the job's own here")
+
+
+def _check_place(context: Context, rank: int, size: int) -> None:
+    """Refuse a place of the caller's own; trainers pass on those of the environment."""
+    sizes = (-1, context.size, int(os.environ.get("WORLD_SIZE", "-1")))
+    ranks = (-1, context.rank, int(os.environ.get("RANK", "-1")))
+    if size not in sizes or rank not in ranks:
+        raise NbelasticError(
+            f"init_process_group(rank={rank}, world_size={size}): this is rank {context.rank} of "
+            f"{context.size}, and both change with the ranks of the job; leave them out"
+        )
+
+
+def _follow(context: Context) -> None:
+    """Keep what caches the world up to date, from one generation to the next."""
+    context.after_forming = (
+        *(each for each in context.after_forming if each is not _refresh),
+        _refresh,
+    )
+    _refresh()
+
+
+def _refresh() -> None:
+    """Write the present world to where torch and its trainers look it up."""
+    group = default_group()
+    if group is None:
+        return
+    for each in list(c10d._world.pg_map):
+        if isinstance(each, ElasticProcessGroup):
+            each.queue.drop()
+            write_ranks(each)
+    write_world(group)
+    if ranks_in_process() <= 1:
+        set_environment(group.context)
+
+
+def _create(options: Any, _: Any = None) -> ElasticProcessGroup:
+    """Make a group, as torch asks for one that the default group has not made."""
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        return ElasticProcessGroup(current(), options.timeout)
+    return SubProcessGroup(current(), ranks, str(options.group_id), options.timeout)
+
+
+def _monitored_barrier(
+    original: Callable[..., Any],
+    group: Any = None,
+    timeout: Any = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """Answer ``monitored_barrier``, which asks for the back end by its name."""
+    chosen = group or default_group()
+    if isinstance(chosen, ElasticProcessGroup):
+        chosen.monitored_barrier(timeout, wait_all_ranks)
+        return
+    original(group, timeout, wait_all_ranks)
+
+
+with contextlib.suppress(RuntimeError):  # a build of torch without distributed
+    install()

@@ -1,0 +1,234 @@
+"""Messages between two ranks, matched by their tags.
+
+Communicators deliver messages in order and know no tags. So each message follows a header with its
+tag and its length. A receive is posted with its header; the rest is posted when that has arrived.
+A message that no receive waits for yet is kept.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nbelastic.collectives import Communicator, Handle
+
+__all__ = ["Mailbox", "Receiving", "Sending"]
+
+_HEADER = struct.Struct("<qq")
+_POLL_S = 0.0002
+
+
+class Mailbox:
+    """Messages of one rank in one generation.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Between the ranks. Its own sends and receives must not be mixed with these.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._sources: dict[int, _Source] = defaultdict(_Source)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Sending:
+        """Begin to send `tensor` to rank `to`."""
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        header = _bytes_of(tag, data.numel())
+        handles = [self._communicator.send_async(header, to)]
+        if data.numel():
+            handles.append(self._communicator.send_async(data, to))
+        return Sending(self, handles)
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Receiving:
+        """Begin to receive into `tensor`, from rank `source` or from any."""
+        communicator = self._communicator
+        if source is not None:
+            sources = [source]
+        else:
+            sources = [rank for rank in range(communicator.size) if rank != communicator.rank]
+        receiving = Receiving(self, tensor, sources, tag)
+        for each in sources:
+            self._sources[each].waiting.append(receiving)
+        self.advance(sources)
+        return receiving
+
+    def advance(self, sources: Iterable[int] | None = None) -> None:
+        """Take what has arrived, and post what can be received next."""
+        for rank in list(self._sources if sources is None else sources):
+            source = self._sources[rank]
+            while self._step(rank, source):
+                pass
+
+    @property
+    def receives(self) -> bool:
+        """Whether a receive is posted."""
+        return any(source.waiting for source in self._sources.values())
+
+    def _step(self, rank: int, source: _Source) -> bool:
+        """Advance one source; return whether that may be repeated."""
+        source.waiting = deque(each for each in source.waiting if each.message is None)
+        if source.match(rank):
+            return True
+        if source.handle is None:
+            if not source.waiting:
+                return False
+            source.buffer = torch.empty(_HEADER.size, dtype=torch.uint8)
+            source.tag = None
+            source.handle = self._communicator.receive_async(source.buffer, rank)
+        if not source.handle.done():
+            return False
+        source.handle.wait()
+        buffer, source.handle = source.buffer, None
+        if source.tag is None:
+            source.tag, length = _HEADER.unpack(bytes(buffer.tolist()))
+            if length:
+                source.buffer = torch.empty(length, dtype=torch.uint8)
+                source.handle = self._communicator.receive_async(source.buffer, rank)
+                return True
+            buffer = torch.empty(0, dtype=torch.uint8)
+        source.kept.append((source.tag, buffer))
+        return True
+
+    def wait(self, ended: Waiter, timeout_s: float) -> None:
+        """Advance until something has ended."""
+        end = time.monotonic() + timeout_s if timeout_s > 0.0 else None
+        pause = 0.0
+        while True:
+            self._communicator.check()
+            self.advance()
+            if ended.done():
+                return
+            if end is not None and time.monotonic() > end:
+                raise CollectiveError(f"{ended.what} did not end within {timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(pause + _POLL_S / 8, _POLL_S)
+
+
+class _Source:
+    """What comes from one rank."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Receiving] = deque()
+        self.kept: list[tuple[int, torch.Tensor]] = []
+        self.handle: Handle | None = None
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.tag: int | None = None  # of the message under way, once its header is here
+
+    def match(self, rank: int) -> bool:
+        """Give the first message that a receive waits for to that receive."""
+        for index, (tag, data) in enumerate(self.kept):
+            found = next((each for each in self.waiting if each.tag == tag), None)
+            if found is not None:
+                del self.kept[index]
+                self.waiting.remove(found)
+                found.message, found.source = data, rank
+                return True
+        return False
+
+
+class Waiter:
+    """A send or a receive."""
+
+    what = "a message"
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Deliver the outcome."""
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Wait for its end, while others advance, and deliver the outcome."""
+        if not self.done():
+            self._mailbox.wait(self, timeout_s)
+        self.complete()
+
+
+class Sending(Waiter):
+    """A message to another rank, under way."""
+
+    what = "a send"
+
+    def __init__(self, mailbox: Mailbox, handles: list[Handle]) -> None:
+        super().__init__(mailbox)
+        self._handles = handles
+
+    def done(self) -> bool:
+        """Return whether the message has left."""
+        return all(handle.done() for handle in self._handles)
+
+    def complete(self) -> None:
+        """Raise if the send has failed."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+
+
+class Receiving(Waiter):
+    """A receive under way.
+
+    Attributes
+    ----------
+    message : Tensor or None
+        Its bytes, once they are here.
+    source : int
+        The rank that sent it.
+    """
+
+    what = "a receive"
+
+    def __init__(
+        self, mailbox: Mailbox, tensor: torch.Tensor, sources: list[int], tag: int
+    ) -> None:
+        super().__init__(mailbox)
+        self._tensor: torch.Tensor | None = tensor
+        self._sources = sources
+        self.tag = tag
+        self.message: torch.Tensor | None = None
+        self.source = sources[0] if len(sources) == 1 else -1
+
+    def done(self) -> bool:
+        """Return whether the message is here."""
+        if self.message is None:
+            self._mailbox.advance(self._sources)
+        return self.message is not None
+
+    def complete(self) -> None:
+        """Copy the message into the tensor.
+
+        Raises
+        ------
+        CollectiveError
+            It has another length.
+        """
+        tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            return
+        assert self.message is not None
+        if tensor.nbytes != self.message.numel():
+            raise CollectiveError(
+                f"rank {self.source} sent {self.message.numel()} bytes with tag {self.tag}, and "
+                f"{tensor.nbytes} were expected ({tensor.dtype}{list(tensor.shape)})"
+            )
+        if tensor.numel():
+            values = self.message.view(tensor.dtype).view(tensor.shape)
+            tensor.detach().copy_(values)
+
+
+def _bytes_of(tag: int, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_HEADER.pack(tag, length)), dtype=torch.uint8)

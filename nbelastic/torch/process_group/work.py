@@ -1,0 +1,274 @@
+"""Work and futures of the process group, completed in the rank's thread.
+
+A communicator's operations are completed by the thread that began them, so no other thread may
+complete a future. C++ waits for futures in one place only: DistributedDataParallel's reducer, in a
+callback at the end of backward. The queue adds a callback of its own before that one. It completes
+all operations under way, and so their futures. An error leaves backward there with its type, and
+the reducer never sees a future without a value, which would end the process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from nbelastic.torch.process_group.operations import Started
+
+__all__ = ["OperationQueue", "OperationWork"]
+
+_NO_TIMEOUT_S = 0.0
+_POLL_S = 0.0005
+
+
+class OperationQueue:
+    """Operations of a process group, in the order of their calls.
+
+    Within backward it delays reductions of a communicator that does not overlap with computing.
+
+    Parameters
+    ----------
+    timeout_s : float, default 0
+        Limit of each operation, if it is shorter than the job's; 0 for none.
+
+    Attributes
+    ----------
+    failures : int
+        Number of backward passes that have failed.
+    """
+
+    def __init__(self, timeout_s: float = 0.0) -> None:
+        self.timeout_s = timeout_s
+        self.failures = 0
+        self._delayed: list[OperationWork] = []
+        self._awaited: list[OperationWork] = []  # their futures are out
+        self._task = -1  # the backward pass that has the callback
+        self._finishing = False
+        self._error: BaseException | None = None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way that completes futures at its end."""
+        return not self._finishing and torch._C._current_graph_task_id() != -1
+
+    def add(self, work: OperationWork, *, delay: bool) -> OperationWork:
+        """Begin an operation, or delay it to the end of the backward pass."""
+        if delay and self.in_backward:
+            self._delayed.append(work)
+            self._call_at_end_of_backward()
+        else:
+            self.flush()
+            work.start()
+        return work
+
+    def flush(self) -> None:
+        """Begin the operations that are delayed."""
+        delayed, self._delayed = self._delayed, []
+        for work in delayed:
+            work.start()
+
+    def complete_later(self, work: OperationWork) -> None:
+        """Complete an operation at the end of the backward pass."""
+        self._awaited.append(work)
+        self._call_at_end_of_backward()
+
+    def failed(self, error: BaseException) -> None:
+        """Keep the first error of a future's callback, for the end of the backward pass."""
+        self._error = self._error or error
+
+    def drop(self) -> None:
+        """Forget operations of a generation that is over."""
+        self._delayed, self._awaited, self._error = [], [], None
+
+    def _call_at_end_of_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._task = -1
+        self._finishing = True  # a future's callback that begins operations waits for them
+        try:
+            self.flush()
+            while self._awaited:
+                self._awaited.pop(0).complete()
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            self.failures += 1
+            self.drop()
+            raise
+        finally:
+            self._finishing = False
+
+
+class OperationWork(dist.Work):
+    """An operation, from the call to the values in its outputs.
+
+    Parameters
+    ----------
+    queue : OperationQueue
+        That of the process group.
+    start : callable
+        Begins the operation.
+    outputs : sequence of Tensor
+        What the operation fills: the value of its future.
+    """
+
+    def __init__(
+        self,
+        queue: OperationQueue,
+        start: Callable[[], Started],
+        outputs: Sequence[Any] = (),
+    ) -> None:
+        super().__init__()
+        self._queue = queue
+        self._start: Callable[[], Started] | None = start
+        self._started: Started | None = None
+        self._outputs = list(outputs)
+        self._future: _Future | None = None
+        self._error: BaseException | None = None
+        self._completed = False
+
+    def start(self) -> None:
+        """Begin the operation, unless it has begun."""
+        start, self._start = self._start, None
+        if start is not None:
+            try:
+                self._started = start()
+            except BaseException as error:
+                self._error = error
+                raise
+
+    def complete(self, timeout_s: float = _NO_TIMEOUT_S) -> None:
+        """Wait for the operation, and copy its result into the outputs."""
+        if self._completed:
+            return
+        if self._error is not None:
+            raise self._error
+        if self._start is not None:
+            self._queue.flush()
+            self.start()
+        started = self._started
+        assert started is not None
+        try:
+            started.wait(timeout_s or self._queue.timeout_s)
+        except BaseException as error:
+            self._error = error
+            raise
+        self._completed, self._started = True, None
+        if self._future is not None:
+            self._future.set_result(self._outputs)
+
+    # -- what torch calls --------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Return whether the operation has ended."""
+        return self.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the operation; return True.
+
+        Raises
+        ------
+        CollectiveError
+            It has failed, or its generation is over.
+        """
+        self.complete(_NO_TIMEOUT_S if timeout is None else timeout.total_seconds())
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended; then its outputs are filled."""
+        if self._completed or self._error is not None:
+            return True
+        if self._started is None or not self._started.done():
+            return False
+        try:
+            self.complete()
+        except Exception:  # `exception()` has it
+            pass
+        return True
+
+    def is_success(self) -> bool:
+        """Return whether the operation has succeeded."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of an operation that has failed."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """Return the outputs, after waiting for them."""
+        self.complete()
+        return list(self._outputs)
+
+    def synchronize(self) -> None:
+        """Wait for the operation."""
+        self.complete()
+
+    def block_current_stream(self) -> None:
+        """Wait for the operation: its outputs are filled in the order of the current stream."""
+        self.complete()
+
+    def source_rank(self) -> int:
+        """Return the rank that has sent what a receive from any rank received."""
+        return self._source_rank()
+
+    def _source_rank(self) -> int:
+        self.complete()
+        return getattr(self, "source", -1)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the outputs; outside of backward it is complete."""
+        if self._future is None:
+            self._future = _Future(self)
+            if self._completed:
+                self._future.set_result(self._outputs)
+            elif self._queue.in_backward:
+                self._queue.complete_later(self)
+            else:
+                self.complete()
+        return self._future
+
+
+class _Future(torch.futures.Future[Any]):
+    """A future that is completed by waiting for it."""
+
+    def __init__(self, work: OperationWork) -> None:
+        tensors = [each for each in work._outputs if isinstance(each, torch.Tensor)]
+        devices = {each.device for each in tensors if each.device.type != "cpu"}
+        super().__init__(devices=list(devices) or None)
+        self._work = work
+
+    def wait(self) -> Any:
+        if not self.done():
+            self._work.complete()
+            if not self.done() and self._work._queue._error is not None:  # in a callback before
+                raise self._work._queue._error
+        return super().wait()
+
+    def value(self) -> Any:
+        return self.wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
+        if self.done():
+            return super().then(callback)
+        after = _Future(self._work)
+
+        def call(_: object) -> None:
+            try:
+                outcome = callback(self)
+            except BaseException as error:  # raised at the end of backward, with its type
+                self._work._queue.failed(error)
+            else:
+                after.set_result(outcome)
+
+        self.add_done_callback(call)
+        return after

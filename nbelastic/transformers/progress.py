@@ -1,0 +1,163 @@
+"""Progress of a Trainer: what a commit keeps beyond model and optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbelastic.trainers import plain_attributes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TrainerProgress"]
+
+_NOT_KEPT = {
+    "log_history",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "stateful_callbacks",
+    "trial_params",
+}
+_NUMBERS = (
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "current_flos",
+)
+
+
+class TrainerProgress:
+    """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        The trainer.
+    epoch : int
+        Epoch to begin with.
+    steps : int
+        Steps that the schedule of the learning rate was made for.
+
+    Attributes
+    ----------
+    epoch : int
+        The present epoch, from 0.
+    begun : bool
+        Whether callbacks know that it has begun.
+    evaluated : bool
+        Whether the evaluation before the first step is done.
+    """
+
+    def __init__(self, trainer: Any, epoch: int, steps: int) -> None:
+        self._trainer = trainer
+        self.epoch = epoch
+        self.begun = self.evaluated = False
+        self._foreseen = steps
+        self._from, self._at, self._slope = 0, 0.0, 1.0
+        self._text, self._entries = "", 0
+        if trainer._created_lr_scheduler and hasattr(trainer.lr_scheduler, "lr_lambdas"):
+            scheduler = trainer.lr_scheduler
+            scheduler.lr_lambdas = [self._stretched(each) for each in scheduler.lr_lambdas]
+
+    # -- the schedule of the learning rate ---------------------------------------------------------
+
+    def stretch(self, steps: int) -> None:
+        """Have the schedule end after so many steps, and go on from where it is."""
+        now = int(self._trainer.lr_scheduler.last_epoch)
+        at = self._place(now)
+        self._slope = (self._foreseen - at) / max(steps - now, 1)
+        self._from, self._at = now, at
+
+    def _place(self, step: float) -> float:
+        return self._at + (step - self._from) * self._slope
+
+    def _stretched(self, schedule: Callable[[float], float]) -> Callable[[float], float]:
+        def at(step: float) -> float:
+            place = self._place(step)
+            return schedule(round(place) if abs(place - round(place)) < 1e-9 else place)
+
+        return at
+
+    # -- bars --------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Show the bar of progress on rank 0, and on no other."""
+        trainer, state = self._trainer, self._trainer.state
+        for callback in trainer.callback_handler.callbacks:
+            for name in ("training_bar", "training_tracker"):
+                if hasattr(callback, name):
+                    self._show(callback, name)
+                    bar = getattr(callback, name)
+                    if getattr(bar, "total", None) is not None:
+                        bar.total = state.max_steps
+
+    def _show(self, callback: Any, name: str) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        bar = getattr(callback, name)
+        if bar is None and state.is_world_process_zero:
+            step = getattr(callback, "current_step", None)
+            callback.on_train_begin(trainer.args, state, trainer.control)
+            if step is not None:
+                callback.current_step = step
+                getattr(callback, name).update(step)
+        elif bar is not None and not state.is_world_process_zero:
+            bar.close()
+            setattr(callback, name, None)
+
+    # -- in commits --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress."""
+        trainer = self._trainer
+        state = {
+            field.name: getattr(trainer.state, field.name)
+            for field in dataclasses.fields(trainer.state)
+            if field.name not in _NOT_KEPT
+        }
+        return {
+            "trainer": state,
+            "history": self._history(),
+            "control": dict(vars(trainer.control)),
+            "callbacks": [plain_attributes(each) for each in trainer.callback_handler.callbacks],
+            "loss": trainer._tr_loss,
+            "numbers": {name: getattr(trainer, name, 0) for name in _NUMBERS},
+            "epoch": (self.epoch, self.begun, self.evaluated),
+            "schedule": (self._foreseen, self._from, self._at, self._slope),
+        }
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        """Go back, or forward, to a progress."""
+        trainer = self._trainer
+        for name, value in found["trainer"].items():
+            setattr(trainer.state, name, value)
+        if found["history"] != self._history():
+            trainer.state.log_history[:] = map(json.loads, found["history"].splitlines())
+            self._text, self._entries = "", 0
+        vars(trainer.control).update(found["control"])
+        callbacks = trainer.callback_handler.callbacks
+        for callback, values in zip(callbacks, found["callbacks"], strict=False):
+            vars(callback).update(values)
+        trainer._tr_loss = found["loss"].detach().clone().to(trainer.args.device)
+        for name, value in found["numbers"].items():
+            setattr(trainer, name, value)
+        self.epoch, self.begun, self.evaluated = found["epoch"]
+        self._foreseen, self._from, self._at, self._slope = found["schedule"]
+
+    def _history(self) -> str:
+        """Return the logs as text, which grows with each: copies of it cost nothing."""
+        history = self._trainer.state.log_history
+        if len(history) < self._entries:
+            self._text, self._entries = "", 0
+        for entry in history[self._entries :]:
+            self._text += json.dumps(entry, default=_number) + "\n"
+        self._entries = len(history)
+        return self._text
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) or hasattr(value, "item") else str(value)

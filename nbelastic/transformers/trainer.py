@@ -1,0 +1,342 @@
+"""Training loop of Hugging Face's ``Trainer``, as an elastic loop.
+
+The loop is the Trainer's own: an epoch, or what is left of one, is a call of its ``_run_epoch``.
+A commit follows each step with its logs, evaluation and checkpoint. The last step of an epoch is
+committed together with the epoch's end, so that the end is never half done.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
+
+from nbelastic.accelerate.loaders import batches_left, deal, obstacle
+from nbelastic.elastic import report
+from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.session import Session
+from nbelastic.errors import NbelasticError
+from nbelastic.torch.elastic import TorchState, run
+from nbelastic.trainers import DealtSampler, not_dealt
+from nbelastic.transformers.progress import TrainerProgress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.utils.data import DataLoader
+
+__all__ = ["elastic"]
+
+_PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
+
+
+def elastic(trainer: type[Any]) -> type[Any]:
+    """Return a kind of Trainer whose training survives changes of membership.
+
+    Parameters
+    ----------
+    trainer : type
+        ``transformers.Trainer``, or a class derived from it.
+
+    Returns
+    -------
+    type
+        A class derived from `trainer`. Outside of a job it does what `trainer` does.
+
+    Raises
+    ------
+    NbelasticError
+        The class has a training loop of another version of transformers.
+
+    Notes
+    -----
+    Each sample is trained once an epoch, whatever happens to the ranks, if the dataset has a length
+    and an index. Ranks that join or leave change the number of steps in an epoch;
+    ``state.max_steps`` follows, and the schedule of the learning rate ends with the last step.
+    Optimizer, schedule, ``TrainerState``, the control and plain attributes of callbacks, and the
+    logs are rolled back and sent to newcomers. Logs go to the notebook's panel, too.
+
+    Examples
+    --------
+    >>> Trainer = nbelastic.transformers.elastic(transformers.Trainer)  # doctest: +SKIP
+    >>> Trainer(model=model, args=args, train_dataset=data).train()  # doctest: +SKIP
+    """
+    missing = [name for name in _PARTS if not hasattr(trainer, name)]
+    if missing:
+        raise NbelasticError(
+            f"nbelastic.transformers.elastic({trainer.__name__}): it has no {missing[0]}, which "
+            f"Trainer has from transformers 5 on; this is {transformers.__version__}"
+        )
+    return type(trainer.__name__, (_ElasticTrainer, trainer), {})
+
+
+class _ElasticTrainer:
+    """Methods of an elastic Trainer; the first base of its class."""
+
+    _elastic: TrainerLoop | None = None
+
+    if TYPE_CHECKING:
+        control: Any
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(current_or_none(), Session):
+            return super()._inner_training_loop(*arguments, **named)  # type: ignore[misc]
+        try:
+            return self._train_elastically(*arguments, **named)
+        finally:
+            self._elastic = None
+
+    def _train_elastically(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Sequence[str] | None = None,
+    ) -> Any:
+        del args
+        self.accelerator.free_memory()
+        if self.args.auto_find_batch_size:
+            self._update_auto_batch_size(batch_size)
+        loader = self.get_train_dataloader()
+        epochs, updates, _, samples, _, _, max_steps = self.set_initial_training_values(
+            self.args, loader
+        )
+        trained = self._init_training_state(
+            max_steps, updates, epochs, resume_from_checkpoint, trial
+        )
+        model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self.state.global_step
+        self._tr_loss = torch.tensor(0.0, device=self.args.device)
+        self._total_loss_scalar = 0.0
+        self._globalstep_last_logged = self.state.global_step
+        model.zero_grad()
+        self._elastic = training = TrainerLoop(self, model, loader, trained, max_steps)
+        self._elastic.trial, self._elastic.ignored_keys = trial, ignore_keys_for_eval
+        self._elastic.samples = samples
+        self.callback_handler.callbacks.insert(0, _EpochFollower(training))
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        try:
+            return run(lambda _: training.train())(training.state)
+        finally:
+            self.callback_handler.callbacks = [
+                each
+                for each in self.callback_handler.callbacks
+                if not isinstance(each, _EpochFollower)
+            ]
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
+        super()._maybe_log_save_evaluate(*arguments, **named)  # type: ignore[misc]
+        if self._elastic is not None:
+            self._elastic.after_step()
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """Log, and report numbers to the job."""
+        super().log(logs, *arguments, **named)  # type: ignore[misc]
+        if isinstance(current_or_none(), Session):
+            numbers = {
+                name: value
+                for name, value in logs.items()
+                if name != "epoch" and isinstance(value, (int, float))
+            }
+            report(step=self.state.global_step, **numbers)
+
+
+class _EpochFollower(TrainerCallback):
+    """The first callback: it corrects the epoch after a part of one was trained before."""
+
+    def __init__(self, training: TrainerLoop) -> None:
+        self._training = training
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the share of the epoch that all ranks have done."""
+        del args, control
+        self._training.step_ended(state)
+
+
+class TrainerLoop:
+    """Training of a Trainer, from the first generation to the last.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        Prepared for training.
+    model : Module
+        The wrapped model.
+    loader : DataLoader
+        The prepared loader.
+    trained : tuple of (int, int)
+        Epochs, and batches of a rank in the next epoch, that a checkpoint of the Trainer has done.
+    max_steps : int
+        Steps, as foreseen.
+    """
+
+    trial: Any = None
+    ignored_keys: Sequence[str] | None = None
+    samples = 0.0
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: Any,
+        loader: DataLoader[Any],
+        trained: tuple[int, int],
+        max_steps: int,
+    ) -> None:
+        self.trainer = trainer
+        self.model = model
+        self.loader = loader
+        self._start = time.time()
+        self._left = 0
+        self._in_step = False
+        self._before = 0.0  # share of the epoch that was done when its rest was dealt
+        args = trainer.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        why = obstacle(loader)
+        self.sampler: DealtSampler | None = None
+        if why:
+            not_dealt(why)
+        else:
+            self.sampler = deal(loader, seed)
+            if trained[1]:
+                done = trained[1] * trainer.args.train_batch_size * args.world_size
+                self.sampler.go_on(trained[0], done)
+        self.progress = TrainerProgress(trainer, trained[0], max_steps)
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        self.state = TorchState(
+            model,
+            optimizer,
+            scheduler=trainer.lr_scheduler,
+            scaler=scaler,
+            sampler=self.sampler,
+            progress=self.progress,
+            epoch=trained[0],
+            batch=0,
+        )
+
+    def train(self) -> Any:
+        """Train with the present ranks to the end; return the Trainer's outcome."""
+        trainer, progress = self.trainer, self.progress
+        epochs = self._enter_generation()
+        if trainer.args.eval_on_start and not progress.evaluated:
+            trainer._evaluate(self.trial, self.ignored_keys, skip_scheduler=True)
+        progress.evaluated = True
+        while progress.epoch < epochs and not trainer.control.should_training_stop:
+            self._train_epoch()
+        return trainer._finalize_training(self.trial, self.samples, self._start)
+
+    def _train_epoch(self) -> None:
+        trainer, progress = self.trainer, self.progress
+        if not progress.begun:
+            trainer.control = trainer.callback_handler.on_epoch_begin(
+                trainer.args, trainer.state, trainer.control
+            )
+            progress.begun = True
+        batches, updates = self._rest_of_epoch()
+        self._left, self._in_step = updates, False
+        common = {
+            "model": self.model,
+            "epoch": progress.epoch,
+            "trial": self.trial,
+            "ignore_keys_for_eval": self.ignored_keys,
+            "start_time": self._start,
+        }
+        if batches:
+            trainer._run_epoch(
+                train_dataloader=self.loader,
+                steps_in_epoch=batches,
+                num_update_steps_per_epoch=updates,
+                resume_from_checkpoint=None,
+                epochs_trained=0,
+                steps_trained_in_current_epoch=0,
+                **common,
+            )
+        else:  # with drop_last nothing may be left
+            trainer.control = trainer.callback_handler.on_epoch_end(
+                trainer.args, trainer.state, trainer.control
+            )
+            trainer._maybe_log_save_evaluate(trainer._tr_loss, None, **common)
+        progress.epoch += 1
+        progress.begun = False
+        self._commit()
+
+    def step_ended(self, state: Any) -> None:
+        """Follow the end of a step, before other callbacks do."""
+        self._in_step = True
+        within = state.epoch - self.progress.epoch
+        state.epoch = self.progress.epoch + self._before + (1.0 - self._before) * within
+
+    def after_step(self) -> None:
+        """Commit a step, unless it is the last of its epoch."""
+        if self._in_step:
+            self._in_step = False
+            self._left -= 1
+            control = self.trainer.control
+            if self._left > 0 and not (control.should_epoch_stop or control.should_training_stop):
+                self._commit()
+
+    def _commit(self) -> None:
+        state: Any = self.state
+        state.epoch, state.batch = self.progress.epoch, self.trainer.state.global_step
+        state.commit()
+
+    # -- generations -------------------------------------------------------------------------------
+
+    def _enter_generation(self) -> int:
+        """Bring the Trainer to the present ranks; return the number of epochs."""
+        trainer, progress = self.trainer, self.progress
+        args = trainer.args
+        gradients = trainer.accelerator.gradient_state
+        gradients.dataloader_references = [None]  # of iterations that have been left
+        vars(trainer).pop("_eval_dataloaders", None)  # shared out among ranks that have changed
+        trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+        trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+        if args.max_steps > 0 or not has_length(self.loader):
+            epochs = trainer.set_initial_training_values(args, self.loader)[0]
+        else:
+            epochs = math.ceil(args.num_train_epochs)
+            self._set_steps(epochs)
+        progress.show()
+        self.state.set_total(epoch=min(epochs, 10**9), batch=trainer.state.max_steps)
+        return int(epochs)
+
+    def _set_steps(self, epochs: int) -> None:
+        """Count the steps that are left with the present ranks."""
+        trainer, progress = self.trainer, self.progress
+        args, done = trainer.args, trainer.state.global_step
+        _, rest = self._rest_of_epoch()
+        _, whole = self._updates(self._batches_in_epoch())
+        if args.num_train_epochs == epochs:
+            left = rest + whole * (epochs - progress.epoch - 1) if progress.epoch < epochs else 0
+        else:
+            left = math.ceil((args.num_train_epochs - progress.epoch - self._before) * whole)
+        trainer.state.max_steps = done + max(left, 0)
+        if trainer._created_lr_scheduler:
+            progress.stretch(trainer.state.max_steps)
+
+    def _rest_of_epoch(self) -> tuple[int, int]:
+        """Return the batches and updates that are left of the epoch, for each rank."""
+        if self.sampler is None:
+            self._before = 0.0
+            return self._updates(self._batches_in_epoch())
+        batches, self._before = batches_left(self.loader, self.progress.epoch)
+        return self._updates(batches)
+
+    def _batches_in_epoch(self) -> int:
+        if self.sampler is not None:
+            return batches_left(self.loader, None)[0]
+        if has_length(self.loader):
+            return len(self.loader)
+        return int(self.trainer.args.max_steps * self.trainer.args.gradient_accumulation_steps)
+
+    def _updates(self, batches: int) -> tuple[int, int]:
+        return batches, -(-batches // self.trainer.args.gradient_accumulation_steps)

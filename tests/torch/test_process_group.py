@@ -1,0 +1,298 @@
+"""The process group of torch.distributed, on ranks that are threads, over both transports."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from nbelastic.collectives import connect
+from nbelastic.errors import CollectiveError, RanksDisagree
+from nbelastic.torch.process_group import ElasticProcessGroup, renew
+from tests.support.world import run_ranks
+from tests.torch.training import assert_close, batch, make_model, parameters_of, train_alone
+
+BACKENDS = ["gloo", "auto"]
+
+
+@pytest.fixture(params=BACKENDS)
+def over(request):
+    """Run a function with the group of each of some ranks."""
+
+    def run(size, function):
+        def make(rendezvous):
+            return connect(dataclasses.replace(rendezvous, backend=request.param))
+
+        return run_ranks(size, lambda context: function(ElasticProcessGroup(context)), make=make)
+
+    return run
+
+
+def options(kind, **values):
+    made = kind()
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+OPS = {
+    "SUM": lambda rows: rows.sum(0),
+    "AVG": lambda rows: rows.double().mean(0),
+    "MIN": lambda rows: rows.amin(0),
+    "MAX": lambda rows: rows.amax(0),
+    "PRODUCT": lambda rows: rows.prod(0),
+}
+BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+
+
+def values(rank, dtype, *shape):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(1, 4, shape or (3, 5), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_reductions(over, size):
+    types = [torch.float32, torch.bfloat16, torch.int64, torch.int16]
+
+    def rank_main(group):
+        for dtype in types:
+            rows = torch.stack([values(rank, dtype) for rank in range(size)])
+            for name, expected in OPS.items():
+                tensor = values(group.rank(), dtype)
+                group.allreduce([tensor], options(AllreduceOptions, reduceOp=getattr(dist.ReduceOp, name))).wait()
+                wanted = expected(rows)
+                wanted = wanted.trunc() if not dtype.is_floating_point else wanted
+                torch.testing.assert_close(tensor, wanted.to(dtype))
+        for name, combine in BITWISE.items():
+            tensor = values(group.rank(), torch.int32)
+            group.allreduce([tensor], options(AllreduceOptions, reduceOp=getattr(dist.ReduceOp, name))).wait()
+            wanted = values(0, torch.int32)
+            for rank in range(1, size):
+                wanted = combine(wanted, values(rank, torch.int32))
+            assert torch.equal(tensor, wanted)
+        complexes = torch.complex(values(group.rank(), torch.float32), torch.ones(3, 5))
+        group.allreduce([complexes]).wait()
+        assert torch.equal(complexes.imag, torch.full((3, 5), float(size)))
+
+    over(size, rank_main)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_moves(over, size):
+    def rank_main(group):
+        rank, everyone = group.rank(), [values(rank, torch.float32) for rank in range(size)]
+        root = size - 1
+        tensor = values(rank, torch.float32).t()  # of another layout
+        group.broadcast([tensor], options(BroadcastOptions, rootRank=root, asyncOp=False)).wait()
+        assert torch.equal(tensor, everyone[root].t())
+        outputs = [torch.empty(3, 5) for _ in everyone]
+        group.allgather([outputs], [everyone[rank]], options(AllgatherOptions, asyncOp=False)).wait()
+        assert all(map(torch.equal, outputs, everyone))
+        whole = torch.empty(size * 3, 5)
+        group.all_gather_single(whole, everyone[rank]).wait()
+        assert torch.equal(whole, torch.cat(everyone))
+        gathered = [[torch.empty(3, 5) for _ in everyone]] if rank == root else []
+        group.gather(gathered, [everyone[rank]], options(GatherOptions, rootRank=root)).wait()
+        assert rank != root or all(map(torch.equal, gathered[0], everyone))
+        part = torch.empty(3, 5)
+        parts = [everyone] if rank == root else []
+        group.scatter([part], parts, options(ScatterOptions, rootRank=root)).wait()
+        assert torch.equal(part, everyone[rank])
+        scratch = everyone[rank].clone()
+        group.reduce([scratch], options(ReduceOptions, rootRank=root)).wait()
+        wanted = torch.stack(everyone).sum(0) if rank == root else everyone[rank]
+        assert torch.equal(scratch, wanted)
+        mine = torch.empty(5)
+        table = torch.arange(5.0 * size).view(size, 5) * (rank + 1)
+        group.reduce_scatter_single(mine, table.contiguous(), options(ReduceScatterOptions)).wait()
+        assert torch.equal(mine, torch.arange(5.0 * size).view(size, 5)[rank] * sum(range(1, size + 1)))
+        received = torch.empty(size, 2)
+        group.all_to_all_single(received, torch.full((size, 2), float(rank)), [], []).wait()
+        assert torch.equal(received, torch.arange(float(size)).view(-1, 1).expand(size, 2))
+        group.barrier().wait()
+
+    over(size, rank_main)
+
+
+def test_sparse_tensors_are_added_up(over):
+    def rank_main(group):
+        rank = group.rank()
+        indices = torch.tensor([[0, rank + 1]])
+        tensor = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (5, 3))
+        group.allreduce([tensor]).wait()
+        dense = tensor.to_dense()
+        assert dense[0].tolist() == [3.0] * 3
+        assert dense[1:4].sum().item() == 9.0
+
+    over(3, rank_main)
+
+
+def test_messages_are_matched_by_tag_and_come_from_any(over):
+    def rank_main(group):
+        if group.rank() == 0:
+            sent = [group.send([torch.full((4,), float(tag))], 1, tag) for tag in (7, 8, 9)]
+            for work in sent:
+                work.wait()
+            tensor = torch.empty(2)
+            work = group.recv_anysource([tensor], 0)
+            work.wait()
+            return work.source_rank(), tensor.tolist()
+        received = {tag: torch.empty(4) for tag in (9, 7, 8)}
+        for work in [group.recv([tensor], 0, tag) for tag, tensor in received.items()]:
+            work.wait()
+        group.send([torch.ones(2)], 0, 0).wait()
+        return {tag: tensor[0].item() for tag, tensor in received.items()}
+
+    outcomes = over(2, rank_main)
+    assert outcomes == [(1, [1.0, 1.0]), {7: 7.0, 8: 8.0, 9: 9.0}]
+
+
+def test_large_messages_cross(over):
+    """Both ranks wait for their send first, and only then for what comes."""
+
+    def rank_main(group):
+        other, data = 1 - group.rank(), torch.full((1 << 20,), float(group.rank()))
+        into = torch.empty_like(data)
+        receiving, sending = group.recv([into], other), group.send([data], other)
+        sending.wait()
+        receiving.wait()
+        assert into[-1].item() == other
+
+    over(2, rank_main)
+
+
+def test_works_have_futures(over):
+    def rank_main(group):
+        work = group.allreduce([torch.ones(2)])
+        future = work.get_future().then(lambda done: done.value()[0] * 10)
+        assert future.wait().tolist() == [20.0, 20.0]
+        assert work.is_completed() and work.is_success() and work.exception() is None
+        assert [each.tolist() for each in work.result()] == [[2.0, 2.0]]
+        return True
+
+    assert over(2, rank_main) == [True, True]
+
+
+def test_a_difference_between_ranks_is_an_error_on_all_and_leaves_the_group_whole(over):
+    def rank_main(group):
+        tensor = torch.ones(2 + group.rank())
+        with pytest.raises(RanksDisagree, match="broadcast"):
+            group.broadcast([tensor], options(BroadcastOptions, rootRank=0, asyncOp=False))
+        again = torch.ones(1)
+        group.allreduce([again]).wait()
+        return again.item()
+
+    assert over(2, rank_main) == [2.0, 2.0]
+
+
+def test_what_holds_a_group_can_be_copied_and_pickled():
+    def rank_main(context):
+        group = ElasticProcessGroup(context)
+        norm = torch.nn.SyncBatchNorm(3, process_group=group)
+        assert copy.deepcopy(norm).process_group is group
+        assert pickle.loads(pickle.dumps(norm)).process_group is None  # no group is initialised
+
+    run_ranks(1, rank_main)
+
+
+# -- DistributedDataParallel -----------------------------------------------------------------------
+
+
+def trained(group, steps=4, hook=None, **given):
+    model = make_model()
+    ddp = DistributedDataParallel(model, process_group=group, **given)
+    if hook is not None:
+        ddp.register_comm_hook(group, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = batch(step, group.rank(), group.size())
+        torch.nn.functional.mse_loss(ddp(inputs), targets).backward()
+        optimizer.step()
+        if step == 1:
+            renew(ddp)
+    return parameters_of(model)
+
+
+GIVEN = [
+    {},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 0.0005},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_ddp_trains_as_one_process_does(over, given):
+    expected = train_alone(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9))
+    for parameters in over(2, lambda group: trained(group, **given)):
+        assert_close(parameters, expected)
+
+
+def chained(group, bucket):
+    """A hook whose futures build on each other, as PowerSGD's do."""
+    tensor = bucket.buffer().div_(group.size())
+
+    def again(_):
+        extra = torch.ones(1)
+        inner = group.allreduce([extra]).get_future().wait()[0]
+        assert inner.item() == group.size()
+        return tensor
+
+    return group.allreduce([tensor]).get_future().then(again)
+
+
+def test_ddp_with_a_communication_hook(over):
+    expected = train_alone(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9))
+    for parameters in over(2, lambda group: trained(group, hook=chained)):
+        assert_close(parameters, expected)
+
+
+def test_an_error_in_backward_keeps_its_type_and_the_model_goes_on(over):
+    def rank_main(group):
+        model = make_model()
+        ddp = DistributedDataParallel(model, process_group=group)
+        inputs, targets = batch(0)
+        loss = torch.nn.functional.mse_loss(ddp(inputs), targets)
+        communicator = group.context._communicator
+        communicator.abort("a test of failures")
+        with pytest.raises(CollectiveError, match="a test of failures"):
+            loss.backward()
+        with group.alone():  # as in a generation of one
+            torch.nn.functional.mse_loss(ddp(inputs), targets).backward()
+        return [parameter.grad is not None for parameter in model.parameters()]
+
+    for found in over(2, rank_main):
+        assert all(found)
+
+
+def test_ddp_made_before_a_generation_waits_for_no_other(over):
+    def rank_main(group):
+        generation, group.context.generation = group.context.generation, 0
+        torch.manual_seed(group.rank())
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+        before = ddp.module.weight.detach().clone()
+        with torch.no_grad():
+            ddp(torch.ones(1, 2))  # nor does an evaluation
+        group.context.generation = generation
+        ddp(torch.ones(1, 2)).sum().backward()  # the first step: parameters are rank 0's
+        return before, ddp.module.weight.detach()
+
+    (first, one), (_, other) = over(2, rank_main)
+    assert torch.equal(first, one)
+    assert torch.equal(one, other)
