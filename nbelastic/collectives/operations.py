@@ -93,7 +93,8 @@ class AsyncCommunicator(Communicator):
     @property
     def waiting(self) -> bool:
         """Whether the rank's thread is waiting for an operation."""
-        return self._waiting or self.waits_apart or any(each.waiting for each in list(self._subgroups.values()))
+        subgroups = list(self._subgroups.values())
+        return self._waiting or self.waits_apart or any(each.waiting for each in subgroups)
 
     @property
     def completed(self) -> int:

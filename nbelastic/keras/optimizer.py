@@ -10,9 +10,9 @@ import keras
 from nbelastic.elastic.context import current
 from nbelastic.keras.backends import backend
 from nbelastic.keras.options import KerasOptions
+from nbelastic.keras.process_sets import check_process_set
 from nbelastic.torch.ops.compression import Compression, Compressor
 from nbelastic.torch.ops.reductions import Average
-from nbelastic.torch.ops.world import check_process_set
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

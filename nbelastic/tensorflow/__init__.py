@@ -50,8 +50,8 @@ from nbelastic.torch.ops.built import (
 )
 from nbelastic.torch.ops.compression import Compression
 from nbelastic.torch.ops.functions import barrier
+from nbelastic.torch.ops.process_sets import global_process_set, init
 from nbelastic.torch.ops.reductions import Adasum, Average, Max, Min, Product, Sum
-from nbelastic.torch.ops.world import global_process_set, init
 
 __all__ = [
     "Adasum",

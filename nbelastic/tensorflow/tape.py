@@ -10,9 +10,9 @@ from nbelastic.elastic.context import current
 from nbelastic.keras.backends.callback import Gradients
 from nbelastic.keras.backends.tensorflow import densified, reduce_tensors
 from nbelastic.keras.options import KerasOptions
+from nbelastic.keras.process_sets import check_process_set
 from nbelastic.torch.ops.compression import Compression, Compressor
 from nbelastic.torch.ops.reductions import Average
-from nbelastic.torch.ops.world import check_process_set
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Op

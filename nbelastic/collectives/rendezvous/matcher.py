@@ -130,7 +130,8 @@ class Matcher:
         if not self._blocked or len({*self._blocked, *self._joined}) < self._size:
             return []
         keys = set(self._blocked.values())
-        sides = [[rank, self._entries[key].offers[rank]["text"]] for rank, key in self._blocked.items()]
+        blocked = self._blocked.items()
+        sides = [[rank, self._entries[key].offers[rank]["text"]] for rank, key in blocked]
         sides += [[rank, None] for rank in self._joined]
         self._blocked.clear()
         decisions: list[tuple[int, Message]] = []

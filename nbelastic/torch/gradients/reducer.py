@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.context import current, current_or_none
 from nbelastic.elastic.session import Session, warn
 from nbelastic.errors import CollectiveError
@@ -24,7 +26,11 @@ from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
 from nbelastic.torch.gradients.reduction_step import ReductionStep
+from nbelastic.torch.gradients.separate import SeparateReduction
 from nbelastic.torch.identity import same
+from nbelastic.torch.ops.coordination import announce
+from nbelastic.torch.ops.join import SERVICES
+from nbelastic.torch.ops.process_sets import Group, global_process_set
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.step_share import StepShare
     from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
+    from nbelastic.torch.ops.process_sets import ProcessSet
 
 __all__ = ["Reducer"]
 
@@ -72,8 +79,16 @@ class Reducer:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], options: ReduceOptions
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        options: ReduceOptions,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
+        self.process_set = process_set
+        self.serial = next(_serials)
+        self._apart = SeparateReduction(options)
+        self._alone: SoloCommunicator | None = None
         self._optimizer = weakref.ref(optimizer)
         self.names = names
         self.options = options
@@ -154,6 +169,7 @@ class Reducer:
                 if isinstance(step, ReductionStep) and step.needs_layout:
                     self._use_agreed_layout(step)
                 step.finish()
+                self._reduce_apart(step)
             except BaseException:
                 self._fail()
                 raise
@@ -214,13 +230,23 @@ class Reducer:
         context = self._find_context()
         self._check_share(step, context)
         self._abandon()
-        communicator = context.communicator()
+        communicator = self._communicator(context)
         communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
         parameters = self._trained()
         self._hook(parameters)
         if context.share is not None:
             return self._micro_batches(context, communicator, parameters, context.share)
-        step = ReductionStep(context, communicator, parameters, self._arrived, self.options.passes)
+        of_all = self.process_set is global_process_set
+        announcement = functools.partial(self._announce, communicator) if of_all else None
+        step = ReductionStep(
+            context,
+            communicator,
+            parameters,
+            self._arrived,
+            self.options.passes,
+            of_all=of_all,
+            announce=announcement,
+        )
         if communicator.size == 1:
             if self._agreement.layout is not None:
                 self._agreement.layout.release()
@@ -259,6 +285,8 @@ class Reducer:
 
     def _use_agreed_layout(self, step: ReductionStep) -> None:
         agreement, communicator = self._agreement, step.communicator
+        if agreement.exchanges(communicator, step.parameters):
+            step.announce()
         if agreement.is_one_of_several(communicator) and agreement.is_to_exchange_order:
             communicator.agree(self._description(step.parameters))
         layout = self._agreed_layout(communicator, step.parameters)
@@ -281,6 +309,12 @@ class Reducer:
         share: StepShare,
     ) -> MicroBatchReduction:
         """Begin a step that consists of micro-batches."""
+        if self.process_set is not global_process_set or not self.options.changes_types_only:
+            raise ValueError(
+                "an optimizer with a process_set, or with a compression of its own, does not step "
+                "over a Loader, whose batches are dealt to all ranks; use an ElasticSampler"
+            )
+        announce(communicator, "a step over a Loader")
         if self._agreement.layout is not None:
             self._agreement.layout.release()
         if not self._checked:
@@ -306,6 +340,54 @@ class Reducer:
             if own is not None and own.id in hooks and hooks[-1] != own.id:
                 warn(context, HOOK_IS_LATE.format(name=self._arrived.name(parameter)))
                 return
+
+    def _communicator(self, context: Context) -> Communicator:
+        """Return the communicator of the ranks that this optimizer reduces over.
+
+        A rank that is not in the process set steps by itself.
+        """
+        if self.process_set is global_process_set:
+            return context.communicator()
+        group = Group(context, self.process_set)
+        if context.rank in group.ranks or not group.ranks:
+            return group.communicator()
+        if self._alone is None or self._alone.generation != context.generation:
+            self._alone = SoloCommunicator(context.generation)
+        return self._alone
+
+    def _announce(self, communicator: Communicator) -> None:
+        """Tell ranks that have joined which optimizer steps."""
+        announce(communicator, {"kind": "step", "number": self._agreement.number_in(communicator)})
+
+    def step_with_nothing(self) -> None:
+        """Take part in a step of the other ranks, as one that has joined."""
+        self.forget()
+        for parameter in self._trained(apart=True):
+            parameter.grad = None
+        self.synchronize()
+        for parameter in self._trained(apart=True):
+            parameter.grad = None
+        self.synchronized = False
+
+    def is_number(self, number: int, context: Context, communicator: Communicator) -> bool:
+        """Return whether this is the optimizer of all ranks with a number in a generation."""
+        return (
+            self._context is context
+            and self.process_set is global_process_set
+            and self._agreement.number_in(communicator) == number
+        )
+
+    def _reduce_apart(self, step: ReductionStep | MicroBatchReduction) -> None:
+        """Reduce what does not travel with the others: sparse gradients, and compressed ones."""
+        if isinstance(step, ReductionStep):
+            if step.communicator.size > 1:
+                self._apart.parameters += step.found_sparse
+                apart = self._trained(apart=True)
+                self._apart.reduce(Group(step.context, self.process_set), apart, self.names)
+        if isinstance(self._optimizer(), torch.optim.SparseAdam):  # takes no other gradients
+            for parameter in self._trained(apart=True):
+                if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                    parameter.grad = parameter.grad.to_sparse(1)
 
     def _agreed_layout(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
         if communicator.generation == self._failed:
@@ -340,7 +422,7 @@ class Reducer:
             self._failed_share = self._find_context().share
         self._abandon()
         self._reported.clear()
-        for parameter in self._trained():
+        for parameter in self._trained(apart=True):
             parameter.grad = None
 
     # -- surroundings ----------------------------------------------------------------------------
@@ -349,12 +431,21 @@ class Reducer:
         """Return the rank's context, also in a thread of autograd's own."""
         return current_or_none() or self._context
 
-    def _trained(self) -> list[torch.Tensor]:
+    def _trained(self, *, apart: bool = False) -> list[torch.Tensor]:
+        """Return what is trained; without `apart` only what is reduced together."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         # An integration may leave groups to their rank.
-        reduced = [group for group in groups if not group.get("local")]
-        return [p for group in reduced for p in group["params"] if p.requires_grad]
+        groups = [group for group in groups if not group.get("local")]
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        if apart or self.in_micro_batches:
+            return trained
+        if not self.options.changes_types_only:
+            return []
+        if self._apart.parameters:
+            keys = {id(parameter) for parameter in self._apart.parameters}
+            return [parameter for parameter in trained if id(parameter) not in keys]
+        return trained
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:
         """Have autograd call back for `parameters` and no others, as long as this object lives.
@@ -409,6 +500,20 @@ def _take_over(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
     reducer._hook(parameters)
 
 
+def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
+    """Take part in a step of an optimizer, as a rank that has joined."""
+    communicator = Group(context, global_process_set).parent()
+    with _alive_lock:
+        alive = sorted(_alive, key=lambda each: each.serial)
+    for reducer in alive:
+        if reducer.is_number(what["number"], context, communicator):
+            reducer.step_with_nothing()
+            return
+
+
+SERVICES["step"] = _step_of_joined
+
+_serials = itertools.count()
 _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _alive_lock = threading.Lock()
 

@@ -9,9 +9,10 @@ import torch
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import SumTiming
 from nbelastic.torch.identity import same
+from nbelastic.torch.ops.coordination import is_joined
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
@@ -23,6 +24,9 @@ __all__ = ["ReductionStep"]
 
 # Gradients of so many elements are cheap to copy.
 SMALL_GRADIENT = 1 << 16
+
+JOINED_FLAG = -1000.0
+"""What a rank that has joined adds to the flag of a step: less than all others can make up for."""
 
 
 class ReductionStep:
@@ -44,6 +48,9 @@ class ReductionStep:
         parameters: list[torch.Tensor],
         arrived: ArrivedGradients,
         passes: int,
+        *,
+        of_all: bool = True,
+        announce: Callable[[], None] | None = None,
     ) -> None:
         self.context = context
         self.communicator = communicator
@@ -57,11 +64,13 @@ class ReductionStep:
         self._launched = 0
         self._description = ""
         self._timing = SumTiming.AFTER_BACKWARD
+        self._of_all = of_all
+        self._announce = announce
 
     @property
     def has_gradients(self) -> bool:
         """Whether a gradient has arrived."""
-        return bool(self._arrived.noted)
+        return bool(self._arrived.noted) or self._arrived.any_sparse
 
     @property
     def incomplete(self) -> bool:
@@ -82,6 +91,11 @@ class ReductionStep:
         self.layout, self._timing = layout, layout.timing(self.communicator)
         self._description = description
         layout.begin(self.communicator)
+
+    @property
+    def found_sparse(self) -> list[torch.Tensor]:
+        """Parameters with a sparse gradient on any rank, of which this step has informed all."""
+        return [] if self.layout is None else self.layout.found_sparse
 
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
         """Count a backward pass of each parameter; after the last, take its gradient.
@@ -111,6 +125,9 @@ class ReductionStep:
                 continue
             if gradient.layout is not torch.strided:
                 arrived.streams.join(gradient.device, [])
+                if not arrived.sparse_as_dense:
+                    arrived.any_sparse = True
+                    continue
                 gradient = arrived.make_dense(parameter, gradient)
             if arrived.sample is None:
                 gradient = self._sample(parameter, gradient)
@@ -169,8 +186,27 @@ class ReductionStep:
                 break
             self._launch_next(self.layout)
 
+    def announce(self) -> None:
+        """Tell ranks that have joined of this step, once, before its first exchange."""
+        announce, self._announce = self._announce, None
+        if announce is not None:
+            announce()
+
+    def _change_flag(self) -> float:
+        """Return whether the membership is about to change; a rank that has joined says so."""
+        if not self._of_all:
+            return 0.0
+        return JOINED_FLAG if is_joined(self.communicator) else float(self.context.change_flag())
+
+    def _agree(self, flag: float) -> None:
+        # A rank that has joined does not commit, so what it reads here it cannot act upon.
+        # The others ask it at their next commit.
+        if self._of_all and flag >= 0:
+            self.context.agree(bool(flag))
+
     def _check_consistency(self) -> None:
         """Check, once, that all ranks take the same step."""
+        self.announce()
         description, self._description = self._description, ""
         if description:
             self.communicator.agree(description)
@@ -178,7 +214,7 @@ class ReductionStep:
     def _launch_next(self, layout: Layout) -> None:
         self._check_consistency()
         number, self._launched = self._launched, self._launched + 1
-        layout.launch(number, self.communicator, self.context.change_flag)
+        layout.launch(number, self.communicator, self._change_flag)
 
     def check_untouched(self, trained: list[torch.Tensor]) -> None:
         """Refuse to reduce gradients, or for parameters, that the user has changed since backward.
@@ -202,13 +238,14 @@ class ReductionStep:
         """Launch what has not been launched, wait, and write the reduced gradients."""
         layout, context = self.layout, self.context
         if layout is None:
-            context.agree(context.change_flag())
+            if self._of_all:
+                context.agree(context.change_flag())
             return
         if layout.coalesced:
             self._arrived.check_sample()
             self._check_consistency()
             self._launched = len(layout.groups)
-            layout.launch_all(self.communicator, context.change_flag)
+            layout.launch_all(self.communicator, self._change_flag)
         elif self._timing is SumTiming.STAGED:
             # All are on their way to the host before the first is waited for.
             for group in layout.groups:
@@ -220,7 +257,7 @@ class ReductionStep:
         changed = layout.deliver()
         # Where sums are formed on an accelerator, all were launched during backward.
         self._arrived.check_sample()
-        context.agree(changed)
+        self._agree(changed)
 
     @property
     def concerns_peers(self) -> bool:

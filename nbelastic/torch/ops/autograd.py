@@ -97,9 +97,7 @@ class Broadcast(torch.autograd.Function):
         ctx.group, ctx.is_root = group, group.context.rank == root
         position = operations.check_root(root, group.ranks)
         output = torch.empty_like(tensor)
-        copies = operations.Broadcast(
-            [tensor], [output], root, position, name, is_root=ctx.is_root
-        )
+        copies = operations.Broadcast([tensor], [output], root, position, name, is_root=ctx.is_root)
         begin(group, copies, name).wait()
         return output
 

@@ -192,6 +192,7 @@ def broadcast_object(
     """
     group = group_of(process_set)
     root = check_root(root_rank, group.ranks)
+    group.check_member()
     if group.size == 1:
         return obj
     verb = f"{description.called('broadcast_object', name)} from rank {root_rank}"
@@ -208,6 +209,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: object = None
         A peer is gone, or the generation is over.
     """
     group = group_of(process_set)
+    group.check_member()
     if group.size == 1:
         return [obj]
     gathered: list[T] = begin(group, _ObjectAllgather(obj, name, group), name).wait()

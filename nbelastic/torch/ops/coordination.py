@@ -77,7 +77,9 @@ class Coordination:
         self.joined = False
         communicator.on_abort(lambda *_: client.abort())
         name = f"nbelastic-matching-{communicator.generation}-{communicator.rank}"
-        threading.Thread(target=_listen, args=(weakref.ref(self), client), name=name, daemon=True).start()
+        threading.Thread(
+            target=_listen, args=(weakref.ref(self), client), name=name, daemon=True
+        ).start()
 
     # -- operations without a name ---------------------------------------------------------------
 
@@ -253,7 +255,9 @@ class Coordination:
             raise not_with_join(message["text"], gone)
         if message["texts"] is not None:
             texts = message["texts"]
-            raise disagreement([message["text"] if text is None else text for text in texts], members)
+            raise disagreement(
+                [message["text"] if text is None else text for text in texts], members
+            )
         operation: Operation[Any]
         if named is None:  # this rank has joined
             operation = Allreduce.of_zeros(message["spec"])
@@ -264,9 +268,7 @@ class Coordination:
         group = communicator.subgroup(members, f"names-{message['set']}")
         return operation.launch(group, [each or [] for each in numbers])
 
-    def _end(
-        self, key: tuple[str, str], named: _Named | None, error: Exception | None
-    ) -> None:
+    def _end(self, key: tuple[str, str], named: _Named | None, error: Exception | None) -> None:
         if named is not None:
             with self._lock:
                 self._pending.pop(key, None)
@@ -421,5 +423,7 @@ def not_with_join(text: str, ranks: Sequence[int]) -> RanksDisagree:
     """Return the error for an operation that ranks which have joined cannot take part in."""
     head = text.partition("\n")[0]
     verb = head.partition(" ")[0].capitalize()
-    named = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    named = (
+        f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    )
     return RanksDisagree(f"{verb} is not supported with Join at this time: {named} joined; {head}")

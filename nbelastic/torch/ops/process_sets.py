@@ -8,10 +8,9 @@ next use, on all ranks.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from nbelastic.elastic.context import current, initialize
 from nbelastic.elastic.session import Session
@@ -56,7 +55,9 @@ class ProcessSet:
         if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in numbers):
             raise ValueError(f"a ProcessSet takes a list of ranks, not {ranks!r}")
         if len(set(numbers)) != len(numbers) or (numbers and numbers[0] < 0):
-            raise ValueError(f"ranks of a ProcessSet must be different numbers from 0, not {ranks!r}")
+            raise ValueError(
+                f"ranks of a ProcessSet must be different numbers from 0, not {ranks!r}"
+            )
         self.process_set_id: int | None = None
         self._named = numbers
         self._ranks = numbers
@@ -296,7 +297,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     made = registry.made_in.setdefault(context.generation, set())
     absent = [rank for rank in wanted if rank >= context.size]
     if absent or not wanted:
-        raise ValueError(f"a process set of ranks {wanted} among {context.size} ranks is impossible")
+        raise ValueError(
+            f"a process set of ranks {wanted} among {context.size} ranks is impossible"
+        )
     if tuple(wanted) in made or len(wanted) == context.size:
         raise ValueError(f"there is a process set of ranks {wanted} already; use that one")
     made.add(tuple(wanted))

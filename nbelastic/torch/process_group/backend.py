@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from nbelastic.elastic.context import current, current_or_none, initialize, ranks_in_process
+from nbelastic.elastic.context import current, current_or_none, initialize
 from nbelastic.elastic.session import Session, note
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.process_group import ddp
@@ -31,11 +31,6 @@ __all__ = ["answer", "default_group", "install"]
 
 _OWN = {"", "gloo", "nccl", "undefined", NAME}
 """Back ends that trainers name by themselves; in a job they get the job's ranks."""
-
-SEVERAL_RANKS = (
-    "torch.distributed has one default group a process, and this process runs several ranks as "
-    "threads; use workers that are processes (processes=True), or nbelastic.torch"
-)
 
 
 def install() -> None:
@@ -96,8 +91,6 @@ def answer(
         return
     initialize()
     context = current()
-    if in_job and ranks_in_process() > 1:
-        raise NbelasticError(SEVERAL_RANKS)
     _check_place(context, rank, world_size)
     store = HashStore()
     original(NAME, None, timeout, world_size=context.size, rank=context.rank, store=store)
@@ -139,8 +132,7 @@ def _refresh() -> None:
             each.queue.drop()
             write_ranks(each)
     write_world(group)
-    if ranks_in_process() <= 1:
-        set_environment(group.context)
+    set_environment(group.context)
 
 
 def _create(options: Any, _: Any = None) -> ElasticProcessGroup:
