@@ -202,7 +202,9 @@ class PeriodicCall:
 
 
 def memory_limit(worker: Any) -> float | None:
-    """Return above how many bytes a nanny ends its worker; None if it does not."""
+    """Return above how many bytes a nanny ends its worker; None if none does."""
+    if worker.nanny is None:
+        return None
     limit = getattr(getattr(worker, "memory_manager", None), "memory_limit", None)
     fraction = dask.config.get("distributed.worker.memory.terminate", default=None)
     return None if not limit or not fraction else float(limit) * float(fraction)

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 
 import psutil
 
-__all__ = ["ProbeHistory", "ProcessId", "ProcessState", "Verdict", "own_process_id", "read_state"]
+__all__ = [
+    "ProbeHistory",
+    "ProcessId",
+    "ProcessState",
+    "Verdict",
+    "own_process_id",
+    "process_id",
+    "read_state",
+]
 
 BETWEEN_PROBES_S = 0.4
 """Seconds for which a process must have been stopped before it counts as stopped."""
@@ -79,9 +87,14 @@ class Verdict(enum.Enum):
     BUSY = "busy"
 
 
+def process_id(pid: int) -> ProcessId:
+    """Return the identity of a process that this one sees."""
+    return ProcessId(pid, _started(psutil.Process(pid)), _namespace())
+
+
 def own_process_id() -> ProcessId:
     """Return the identity of this process."""
-    return ProcessId(os.getpid(), _started(psutil.Process()), _namespace())
+    return process_id(os.getpid())
 
 
 def read_state(process: ProcessId) -> ProcessState:

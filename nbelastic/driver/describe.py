@@ -282,9 +282,10 @@ def _(reason: why.RepeatedLoss) -> str:
     if reason.commit == FRESH:
         place = ", before the first generation"
     if reason.state_lost:
-        known = f" (newest known commit: {reason.commit})" if reason.commit else ""
-        place = f", each time with the job's state{known}"
-    death = f"; before that, {reason.last_death}" if reason.last_death else ""
+        newest = f" (newest known commit: {reason.commit})" if reason.commit else ""
+        place = f", each time with the job's state{newest}"
+    known = {lost.detail for lost in reason.losses}
+    death = f"; before that, {reason.last_death}" if reason.last_death not in {"", *known} else ""
     times = f"{reason.times} times in a row{place}, without progress"
     return f"{_listed(reason.losses)} ({times}{death})"
 

@@ -332,6 +332,7 @@ class Options:
             start=start,
             place=place,
             operation_timeout_s=self.stall_timeout * 1.5 + 30.0,
+            heartbeat_timeout_s=self.heartbeat_timeout,
             backend=self.backend,
             checkpoint=None if checkpoint is None else CheckpointSpec(run=run, **checkpoint),
             state_bytes=state_bytes,

@@ -121,6 +121,8 @@ class RankSpec:
         Address of the interface to listen on: the one that Dask uses. The worker fills it in.
     operation_timeout_s : float
         How long one operation between ranks may take.
+    heartbeat_timeout_s : float
+        Seconds of silence after which the rank counts as frozen.
     backend : str
         Transport of tensors between ranks, as in ``fit(backend=...)``.
     checkpoint : CheckpointSpec or None
@@ -137,6 +139,7 @@ class RankSpec:
     place: Place
     bind: str = ""
     operation_timeout_s: float = 120.0
+    heartbeat_timeout_s: float = 10.0
     backend: str = "auto"
     checkpoint: CheckpointSpec | None = None
     state_bytes: int | None = None

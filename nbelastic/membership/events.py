@@ -268,10 +268,13 @@ class RankDied(Event):
         Start of the function.
     detail : str
         What it has died of, in words.
+    version : int
+        Its last known commit, or ``FRESH``.
     """
 
     start: int
     detail: str
+    version: int = FRESH
 
 
 @dataclass(frozen=True)

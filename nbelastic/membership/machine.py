@@ -433,6 +433,7 @@ class Machine:
             roster.ranks.pop(rank.start)
         elif rank is not None and rank.stage != Stage.RETURNED:
             roster.last_death = event.detail
+            roster.note_version(rank, event.version)
             roster.drop_slot(rank.slot.id)  # it is found again at once
             self._lose(rank, why.LossReason.PROCESS_ENDED, event.detail)
 

@@ -12,10 +12,10 @@ import sys
 
 import pytest
 import torch
+from nbelastic.cluster.worker.allocator import steady_memory
 
 import nbelastic.torch as nbt
 from nbelastic.cluster.worker import allocator
-from nbelastic.cluster.worker.allocator import steady_memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no glibc")
 

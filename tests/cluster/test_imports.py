@@ -6,7 +6,6 @@ import sys
 import threading
 
 import pytest
-
 from nbelastic.cluster.worker.modules import imported
 
 

@@ -11,7 +11,6 @@ import sys
 import threading
 
 import pytest
-
 from nbelastic.cluster.worker.output import captured
 
 

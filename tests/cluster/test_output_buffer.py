@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from nbelastic.cluster.worker import output_buffer
 from nbelastic.cluster.worker.output_buffer import FULL, OutputBuffer
+
+from nbelastic.cluster.worker import output_buffer
 
 
 class Loop:

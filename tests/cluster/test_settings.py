@@ -26,9 +26,9 @@ import dask
 import numpy as np
 import pytest
 import torch
+from nbelastic.cluster.worker.torch_hooks import hooked_torch
 
 from nbelastic.cluster.worker.environment import prepared
-from nbelastic.cluster.worker.torch_hooks import hooked_torch
 
 
 def one_processor() -> None:

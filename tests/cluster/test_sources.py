@@ -11,6 +11,7 @@ import traceback
 
 import cloudpickle
 import pytest
+from nbelastic.cluster.worker.modules import installed
 
 from nbelastic.cluster.kernel import sources
 from nbelastic.cluster.kernel.gitignore import GitIgnore
@@ -18,7 +19,6 @@ from nbelastic.cluster.kernel.preflight import pack_function
 from nbelastic.cluster.kernel.sources import collect, why_missing
 from nbelastic.cluster.payload import Modules, unpack_call, unpack_modules
 from nbelastic.cluster.worker import modules as importing
-from nbelastic.cluster.worker.modules import installed
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import types
 
 import pytest
 import torch
-
 from nbelastic.cluster.worker.torch_hooks import SYNC_WARNING, hooked_torch, trainers_of
+
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.elastic.runtime import RankSpec
 from nbelastic.elastic.sampling import sample

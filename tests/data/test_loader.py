@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import pickle
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader
 from nbelastic.elastic.context import activate, current
-from nbelastic.elastic.runtime import DEFAULT_RUNTIME
-from nbelastic.errors import DataError, NotInitialized, OptionError, StateMismatch
+from nbelastic.errors import DataError, OptionError, StateMismatch
 from nbelastic.pickling import dumps
 from tests.support.world import StaticContext
 

@@ -7,8 +7,9 @@ import queue
 import sys
 import threading
 
-from nbelastic.elastic import interrupt as room
 from nbelastic.elastic.interrupt import Interrupt
+
+from nbelastic.elastic import interrupt as room
 
 
 class Told(BaseException):

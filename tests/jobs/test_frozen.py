@@ -45,6 +45,17 @@ def test_a_stopped_process_is_seen_by_its_nanny_long_before_heartbeat_timeout(cr
     assert seconds_until_lost(job, work) < 8, "bounded by heartbeat_timeout only"
 
 
+def test_a_stopped_rank_is_ended_by_its_worker_which_starts_another(crew, tmp_path):
+    before = crew.workers()
+    fault = Fault(rank=1, epoch=1, batch=1, kind="stop_rank")
+    work = Workload(tmp_path, epochs=1000, until_newcomers=1, faults=(fault,))
+    job = crew.fit(work, np=4, min_np=2)
+    check(job.results(), work)
+    assert any("was stopped for" in event.detail for event in job.history)
+    assert sizes(job)[:3] == [4, 3, 4]
+    assert crew.workers() == before
+
+
 def test_a_worker_stopped_while_idle_is_seen_when_a_rank_is_to_start_there(crew, tmp_path):
     work = Workload(tmp_path, epochs=1000, until_newcomers=2)
     job = crew.fit(work, np=2, min_np=1, max_np=2, block=False)

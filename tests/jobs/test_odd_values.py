@@ -8,7 +8,7 @@ import pytest
 
 import nbelastic
 from nbelastic.errors import JobError, RankFailed
-from tests.support.clusters import kinds
+from tests.support.clusters import kinds, until, workers_of
 
 ODD = "data-\udcff.csv"
 
@@ -109,31 +109,31 @@ def test_limits_past_64_bits_are_as_good_as_none(crew):
     assert job.result(60) == 2
 
 
-def garbled(message):
-    from distributed import get_worker
+def trains(there):
+    import os
 
     import nbelastic.torch as hvd
-    from nbelastic.cluster.wire import FROM_AGENTS, PROTOCOL
     from nbelastic.elastic import ObjectState
-    from nbelastic.elastic.context import current
 
     hvd.init()
 
     @hvd.elastic.run
     def train(state):
-        while state.n < 40:
+        while state.n < 40 or not os.path.exists(there):
             state.n += 1
             hvd.barrier()
-            if state.n == 3 and hvd.rank() == 1 and hvd.size() == 2:
-                worker = get_worker()
-                spec = current().spec
-                body = {"protocol": PROTOCOL, "body": {"job": spec.job, **message}}
-                fields = {"op": FROM_AGENTS, "message": body}
-                worker.loop.add_callback(worker.batched_stream.send, fields)
             state.commit()
         return hvd.size()
 
     return train(ObjectState(n=0))
+
+
+def send(job, message, dask_worker):
+    from nbelastic.cluster.wire import FROM_AGENTS, PROTOCOL
+
+    body = {"protocol": PROTOCOL, "body": {"job": job, **message}}
+    fields = {"op": FROM_AGENTS, "message": body}
+    dask_worker.loop.add_callback(dask_worker.batched_stream.send, fields)
 
 
 MESSAGES = {
@@ -143,9 +143,13 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("name", ["no event", "no snapshot"])
-def test_a_message_that_cannot_be_read_costs_its_workers_rank(crew, name):
-    before = set(crew.workers())
-    job = crew.fit(garbled, args=[MESSAGES[name]], np=2, min_np=1, max_np=2)
+def test_a_message_that_cannot_be_read_costs_its_workers_rank(crew, name, tmp_path):
+    before, there = set(crew.workers()), tmp_path / "lost"
+    job = crew.fit(trains, args=[str(there)], np=2, min_np=1, max_np=2, block=False)
+    until(lambda: job.status.commits > 2 or job.done(), "it trains")
+    crew.client.run(send, job.name, MESSAGES[name], workers=[workers_of(job)[1]])
+    until(lambda: "lost" in kinds(job) or job.done(), "the rank is lost")
+    there.touch()
     assert job.result() in (1, 2)
     lost = [event for event in job.history if event.kind == "lost"]
     assert len(lost) == 1
@@ -156,17 +160,13 @@ def test_a_message_that_cannot_be_read_costs_its_workers_rank(crew, name):
 
 def test_a_result_that_is_too_large_for_a_message_is_refused(crew):
     def limit(number):
-        from nbelastic.cluster.worker import rank_task as rank
+        from nbelastic.cluster.worker.rank import program
 
-        before, rank.MOST_BYTES = rank.MOST_BYTES, number
-        return before
+        assert program.MOST_BYTES == 2**32 - 1
+        program.MOST_BYTES = number
+        return bytes(150_000_000)
 
     before = set(crew.workers())
-    (most,) = set(crew.client.run(limit, 100_000).values())
-    try:
-        with pytest.raises(ValueError, match=r"\(a bytes\) cannot be sent: it takes 0\.2 GB"):
-            crew.fit(bytes, args=[150_000_000], np=1)
-    finally:
-        crew.client.run(limit, most)
-    assert most == 2**32 - 1
+    with pytest.raises(ValueError, match=r"\(a bytes\) cannot be sent: it takes 0\.2 GB"):
+        crew.fit(limit, args=[100_000], np=1)
     assert set(crew.workers()) == before

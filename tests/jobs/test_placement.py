@@ -11,13 +11,15 @@ from distributed.security import Security
 
 import nbelastic
 from nbelastic.errors import NotEnoughWorkers
-from tests.support.clusters import a_crew, kinds, sizes, until
+from tests.support.clusters import a_crew, kinds, sizes, until, workers_of
 
 
-def where():
-    from distributed import get_worker
+def nothing():
+    pass
 
-    return get_worker().address, str(get_worker().name)
+
+def names(dask_scheduler):
+    return {address: str(worker.name) for address, worker in dask_scheduler.workers.items()}
 
 
 def nap(seconds):
@@ -28,22 +30,22 @@ def nap(seconds):
 
 def test_workers_restricts_by_address_or_name(crew):
     addresses = list(crew.workers())
-    job = crew.fit(where, workers=addresses[:2])
-    assert {address for address, _ in job.results()} == set(addresses[:2])
-    name = job.results()[0][1]
-    assert [n for _, n in crew.fit(where, workers=name).results()] == [name]
+    job = crew.fit(nothing, workers=addresses[:2])
+    assert set(workers_of(job).values()) == set(addresses[:2])
+    name = crew.client.run_on_scheduler(names)[addresses[3]]
+    assert workers_of(crew.fit(nothing, workers=name)) == {0: addresses[3]}
 
 
 def test_resources_restrict_and_are_taken():
     with a_crew(n_workers=2, resources={"GPU": 1}) as crew:
         crew.cluster.scale(2)
-        assert len(crew.fit(where, resources={"GPU": 1}, np=2).results()) == 2
+        assert len(crew.fit(nothing, resources={"GPU": 1}, np=2).results()) == 2
         with pytest.raises(NotEnoughWorkers, match="0 of at least 1"):
-            crew.fit(where, resources={"TPU": 1}, np=1, elastic_timeout=0.5)
+            crew.fit(nothing, resources={"TPU": 1}, np=1, elastic_timeout=0.5)
 
 
 def test_slots_per_host_caps_the_ranks_on_a_machine(crew):
-    assert len(crew.fit(where, slots_per_host=3).results()) == 3
+    assert len(crew.fit(nothing, slots_per_host=3).results()) == 3
 
 
 def test_C3_ranks_of_a_host_are_contiguous_and_local_and_cross_sizes_are_right():
@@ -97,12 +99,12 @@ def test_plugins_that_are_there_already_go_on(crew):
 
     crew.client.register_plugin(Watch())
     crew.client.register_plugin(Look())
-    crew.fit(where, np=2)
+    crew.fit(nothing, np=2)
 
-    def names(dask_scheduler):
+    def plugins(dask_scheduler):
         return list(dask_scheduler.plugins)
 
-    assert {"someone-elses", "nbelastic"} <= set(crew.client.run_on_scheduler(names))
+    assert {"someone-elses", "nbelastic"} <= set(crew.client.run_on_scheduler(plugins))
     assert all(
         {"someone-elses", "nbelastic"} <= plugins
         for plugins in crew.client.run(lambda dask_worker: set(dask_worker.plugins)).values()
@@ -141,13 +143,21 @@ def test_an_adaptive_cluster_gives_up_workers_without_ranks_first():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tls_clusters_work():
     with a_crew(security=Security.temporary(), protocol="tls") as crew:
-        job = crew.fit(where, np=2)
-        assert all(address.startswith("tls://") for address, _ in job.results())
+
+        def submit():
+            from distributed import get_client
+
+            return get_client().submit(abs, -1, pure=False).result()
+
+        job = crew.fit(submit, np=2)
+        assert job.results() == [1, 1]
+        assert all(address.startswith("tls://") for address in workers_of(job).values())
 
 
 def test_workers_that_are_threads_of_the_kernel_work():
     with a_crew(processes=False) as crew:
-        assert len(set(crew.fit(where, np=2).results())) == 2
+        processes = crew.fit(os.getpid, np=2).results()
+        assert len({*processes, os.getpid()}) == 3
 
 
 def test_threads_of_torch_follow_the_worker():
@@ -162,7 +172,7 @@ def test_threads_of_torch_follow_the_worker():
 
 def test_a_worker_that_comes_late_is_taken_in_while_the_job_waits():
     with a_crew(n_workers=1) as crew:
-        job = crew.fit(where, np=2, block=False)
+        job = crew.fit(nothing, np=2, block=False)
         until(lambda: job.status.state == "waiting" and job.status.reason, "it waits", 10)
         crew.cluster.scale(2)
         assert len(job.results(60)) == 2

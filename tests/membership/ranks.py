@@ -212,7 +212,7 @@ class FakeRank:
             self.world.on(self.worker, NOTICED, lambda: self._died(detail))
 
     def _died(self, detail: str) -> None:
-        self.world.send(self.worker, RankDied(self.start, detail))
+        self.world.send(self.worker, RankDied(self.start, detail, math.floor(self.version)))
         self.world.freed(self.worker, self.start)
 
     def end(self, event: RankRaised | RankLeft | RankReturned) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S, RankEvent
 from nbelastic.cluster.worker.rank.program import RankProgram
 from nbelastic.cluster.worker.rank_exit import ProcessExit
@@ -90,8 +91,11 @@ class SimRank:
     def pause_output(self, paused: bool) -> None:
         pass
 
-    def is_stopped(self) -> bool:
-        return self.process.frozen and self.process not in self._worker.world.busy
+    def state(self) -> ProcessState:
+        world = self._worker.world
+        busy = self.process in world.busy
+        state = "stopped" if self.process.frozen and not busy else "alive"
+        return ProcessState(state, cpu=world.hub.now if busy else 0.0, at=world.hub.now)
 
     def memory(self) -> int:
         return 0

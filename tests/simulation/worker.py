@@ -11,6 +11,7 @@ from distributed.core import Status
 
 from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.worker.agent import Agent
+
 from .fibers import Fiber
 from .loop import Process
 from .network import Pipe

@@ -101,6 +101,11 @@ def kinds(job: nbelastic.Job) -> list[str]:
     return [event.kind for event in job.history]
 
 
+def workers_of(job: nbelastic.Job) -> dict[int, str]:
+    """Return the address of the worker of each rank, as they have joined, or were granted."""
+    return dict(job._driver.log.ranks.values())
+
+
 def sizes(job: nbelastic.Job) -> list[int]:
     """Return the size of each generation that has formed."""
     return [event.size for event in job.history if event.kind == "formed"]

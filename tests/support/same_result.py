@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROWS = 108
 
@@ -145,7 +148,8 @@ def _images() -> Any:
             return ROWS
 
         def __getitem__(self, row: int) -> tuple[int, torch.Tensor, int]:
-            return row, self.images[row] + 0.1 * torch.randn(1, 6, 6), row % 4
+            noise = torch.randn(1, 6, 6) + random.random() + np.random.rand()
+            return row, self.images[row] + 0.1 * noise, row % 4
 
     return Images()
 

@@ -226,13 +226,15 @@ def _do_harm(work: Workload, state: Any, rank: int) -> None:
         if not work.once(_mark(fault)):
             continue
         processes = _gather(work, fault)
-        if fault.kind == "kill":
+        if fault.kind in ("kill", "crash"):  # of the worker, of the rank itself
             for process in processes:  # each would survive hearing of another's end in time
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(60)
-        elif fault.kind == "stop":
-            (work.marks / "stopped").write_text(str(os.getpid()))
+        elif fault.kind in ("stop", "stop_rank"):
+            (work.marks / "stopped").touch()
+            if fault.kind == "stop":
+                os.kill(worker_process(), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.kind == "raise":
             raise ValueError(f"rank {rank} was told to fail")
@@ -255,7 +257,8 @@ def _gather(work: Workload, fault: Fault) -> list[int]:
     """
     import time
 
-    (work.marks / f"{_mark(fault)}-by").write_text(f"{os.getpid()}\n")
+    own = worker_process() if fault.kind == "kill" else os.getpid()
+    (work.marks / f"{_mark(fault)}-by").write_text(f"{own}\n")
     processes = []
     for other in work.faults:
         if (other.epoch, other.batch, other.kind) == (fault.epoch, fault.batch, fault.kind):
@@ -263,7 +266,16 @@ def _gather(work: Workload, fault: Fault) -> list[int]:
             while not (file.exists() and file.read_text().endswith("\n")):
                 time.sleep(0.001)
             processes.append(int(file.read_text()))
-    return sorted(processes, key=lambda process: process == os.getpid())
+    return sorted(processes, key=lambda process: process == own)
+
+
+def worker_process() -> int:
+    """Return the process id of this rank's worker: that of its rank server's parent."""
+    import psutil
+
+    server = psutil.Process().parent()
+    assert server is not None
+    return server.ppid()
 
 
 def _keep_busy(fault: Fault, marks: Path) -> None:

@@ -198,6 +198,7 @@ class Agent(WorkerPlugin):
                 self._send,
                 lambda: unsent_bytes(self._worker.batched_stream),
                 self._inflict,
+                spec.heartbeat_timeout_s,
             )
         except Exception as error:
             problem = f"its process cannot be started: {error!r}"
@@ -243,7 +244,7 @@ class Agent(WorkerPlugin):
             dask_config=_pickled(dask.config.config),
         )
         process.send_bytes(frame(pickle.dumps(setup)))
-        PartitionServer(self._worker, process.partitions)
+        process.at_end.append(PartitionServer(self._worker, process.partitions).close)
         return process
 
     def _inflict(self, process: RankProcess, due: FaultDue) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import signal
 from typing import TYPE_CHECKING
 
+from nbelastic.cluster.process_state import ProbeHistory, Verdict
 from nbelastic.cluster.wire import (
     AbortOrder,
     EndRankOrder,
@@ -50,9 +51,6 @@ TERMINATION_S = 2.0
 SILENCE_S = 1.2
 """Seconds without a heartbeat after which the state of the process is read."""
 
-STOPPED_S = 1.0
-"""Seconds for which a process must then be stopped before it is ended."""
-
 
 class HostedRank:
     """A rank from the start of its process to its end.
@@ -69,6 +67,8 @@ class HostedRank:
         Returns how many bytes wait for the connection to the scheduler.
     inflict : callable
         ``inflict(process, due)`` injects a fault.
+    heartbeat_timeout : float
+        Seconds without a heartbeat after which a rank that does nothing is ended.
     """
 
     def __init__(
@@ -78,13 +78,15 @@ class HostedRank:
         send: Callable[[Message], None],
         waiting: Callable[[], int],
         inflict: Callable[[RankProcess, FaultDue], None],
+        heartbeat_timeout: float,
     ) -> None:
         self._key = key
         self._send, self._inflict = send, inflict
         self._loop = asyncio.get_running_loop()
         self._beat = Beat(key[1], 0, 0, False, -1)
-        self._heard = self._loop.time()
-        self._stopped: float | None = None
+        self._heard: float | None = None
+        self._patience = heartbeat_timeout
+        self._probes = ProbeHistory()
         self._plan: Plan | None = None
         self._over = False
         self._limits: list[asyncio.TimerHandle] = []
@@ -104,13 +106,14 @@ class HostedRank:
         self._output.write(found.crash.encode())
         self._output.flush()
         if not self._over:
-            self._send(RankEvent(self._key[0], RankDied(self._key[1], str(found))))
+            died = RankDied(self._key[1], str(found), self._beat.version)
+            self._send(RankEvent(self._key[0], died))
 
     def _take(self, message: Message) -> None:
         """Take a message of the rank."""
         if isinstance(message, Heartbeats):
             self._beat = message.beats[0].beat
-            self._heard, self._stopped = self._loop.time(), None
+            self._heard, self._probes = self._loop.time(), ProbeHistory()
         elif isinstance(message, FaultDue):
             self._inflict(self.process, message)
         else:
@@ -154,16 +157,19 @@ class HostedRank:
     def beat(self) -> Beat:
         """Return the rank's heartbeat.
 
-        A rank whose code holds its interpreter sends none. If its process is there and not stopped,
-        the last one is repeated for it, but not that the rank waits: that may have changed.
+        A rank whose code holds its interpreter sends none. The last one is repeated for it, but not
+        that the rank waits: that may have changed. One that is stopped, or does nothing for long,
+        is ended. Before its first heartbeat, its server may be importing torch.
         """
-        silence = self._loop.time() - self._heard
+        now = self._loop.time()
+        silence = 0.0 if self._heard is None else now - self._heard
         if silence < SILENCE_S:
             return self._beat
-        if self.process.is_stopped():
-            self._stopped = self._stopped or self._loop.time()
-            if self._loop.time() >= self._stopped + STOPPED_S:
-                self.kill(f"its process was stopped for {silence:.0f} s")
-        else:
-            self._stopped = None
+        verdict = self._probes.add(self.process.state())
+        if verdict is Verdict.BUSY:
+            self._heard = now
+        elif verdict is Verdict.STOPPED:
+            self.kill(f"its process was stopped for {silence:.0f} s")
+        elif silence >= self._patience:
+            self.kill(f"its process has sent no heartbeat for {silence:.0f} s and does nothing")
         return dataclasses.replace(self._beat, waiting=False, operation="")

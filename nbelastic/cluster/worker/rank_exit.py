@@ -55,8 +55,9 @@ class ProcessExit:
     @property
     def crash(self) -> str:
         """What Python has written at a fatal signal, of the thread that has received it."""
-        head, found, rest = self.stack.partition("\nCurrent thread")
-        return f"{head.partition(chr(10))[0]}{found}{rest.partition(chr(10) * 2)[0]}\n" if found else ""
+        what, *blocks = self.stack.split("\n\n")
+        current = [each for each in blocks if each.startswith("Current thread")]
+        return "\n".join([what, *current, ""]) if current else ""
 
     def _place(self) -> str:
         """Return the line of the user's at which the thread stood that received the signal."""

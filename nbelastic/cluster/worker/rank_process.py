@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import psutil
 
+from nbelastic.cluster.process_state import ProcessState, process_id, read_state
+
 from .rank.channel import HEADER, framed, read_message
 from .rank.server import MESSAGE_BYTES, signal_group
 from .rank_exit import ProcessExit, out_of_memory_kills
@@ -63,6 +65,8 @@ class RankProcess:
         Process id, while it runs.
     partitions : socket.socket
         The worker's end of the socket on which the rank asks for partitions.
+    at_end : list of callables
+        Called when it has ended.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class RankProcess:
         output: Callable[[bytes], None],
     ) -> None:
         self.pid: int | None = None
+        self.at_end: list[Callable[[], None]] = []
         self._server, self._number, self._take, self._output = server, number, take, output
         self._channel, self._theirs = socket.socketpair()
         self.partitions, self._asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -132,13 +137,12 @@ class RankProcess:
             else:
                 self._server.loop.add_reader(self._source, self._print)
 
-    def is_stopped(self) -> bool:
-        """Return whether a signal has stopped the process."""
+    def state(self) -> ProcessState:
+        """Return the state of the process, as the system has it."""
         try:
-            found = None if self.pid is None else psutil.Process(self.pid).status()
+            return ProcessState("unknown") if self.pid is None else read_state(process_id(self.pid))
         except (psutil.Error, OSError):
-            return False  # it has ended just now
-        return bool(found == psutil.STATUS_STOPPED)
+            return ProcessState("gone")
 
     def memory(self) -> int:
         """Return how many bytes of memory the process has for itself."""
@@ -202,6 +206,8 @@ class RankProcess:
         self._serving.cancel()
         if self._writer is not None:
             self._writer.close()
+        for call in self.at_end:
+            call()
         self.partitions.close()
         with self._crash:
             self._crash.seek(0)

@@ -43,9 +43,7 @@ class WorkerFaults:
         Sends a message to the scheduler.
     """
 
-    def __init__(
-        self, worker: Worker, server: RankServer, send: Callable[[Message], None]
-    ) -> None:
+    def __init__(self, worker: Worker, server: RankServer, send: Callable[[Message], None]) -> None:
         self._worker = worker
         self._server = server
         self._send = send

@@ -141,7 +141,7 @@ class RankChannel:
             self._sender.join()
 
     def _serve_sender(self, beat: Callable[[], None]) -> None:
-        due = time.monotonic() + HEARTBEAT_INTERVAL_S
+        due = time.monotonic()
         while True:
             try:
                 data = self._waiting.get(timeout=max(due - time.monotonic(), 0))

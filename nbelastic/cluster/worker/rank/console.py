@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 __all__ = ["NO_CONSOLE", "set_up_streams"]
 
@@ -35,7 +35,7 @@ def set_up_streams() -> None:
     sys.stdin = _NoInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
 
 
-def _lines(descriptor: int) -> TextIO:
+def _lines(descriptor: int) -> io.TextIOWrapper:
     stream = open(descriptor, "wb", closefd=False)  # noqa: SIM115 - for the life of the process
     return io.TextIOWrapper(
         stream, encoding="utf-8", errors="backslashreplace", line_buffering=True

@@ -140,9 +140,7 @@ class FaultInjector:
             fresh = 1
             if session.generation != self._generation and self._since[0]:
                 steps, samples = self._since
-                self._tell(
-                    "redone", generation=session.generation, steps=steps, samples=samples
-                )
+                self._tell("redone", generation=session.generation, steps=steps, samples=samples)
                 self._since = (0, 0)
         self._version, self._generation = session.version, session.generation
         samples = session.telemetry.samples - self._samples

@@ -100,14 +100,16 @@ class RankProgram:
     def _send_event(
         self, event: Event, result: bytes | None = None, error: PackedError | None = None
     ) -> None:
-        try:
-            self._send_telemetry()
-        finally:  # other ranks wait for the event, whatever is wrong with telemetry
-            self._port.send(RankEvent(self._spec.job, event, result, error))
+        self._send_telemetry()
+        self._port.send(RankEvent(self._spec.job, event, result, error))
 
     def _send_telemetry(self) -> None:
-        taken = self.session.telemetry.take()
-        self._port.send(RankTelemetry(self._spec.job, self._spec.start, *taken))
+        try:
+            taken = self.session.telemetry.take()
+        except Exception:  # figures are no reason to keep others waiting
+            logger.exception("the telemetry of start %d cannot be read", self._spec.start)
+        else:
+            self._port.send(RankTelemetry(self._spec.job, self._spec.start, *taken))
 
     def beat(self) -> None:
         """Send a heartbeat and telemetry, and try again to end if the rank is to. Any thread."""
@@ -117,6 +119,13 @@ class RankProgram:
 
     def take(self, order: Message) -> None:
         """Take an order. Any thread but the rank's."""
+        try:
+            self._take(order)
+        except Exception as error:
+            logger.exception("an order to start %d cannot be obeyed", self._spec.start)
+            self.fail(error)
+
+    def _take(self, order: Message) -> None:
         if isinstance(order, FaultsOrder):
             self._injector().take(order.faults, order.drop)
         elif isinstance(order, FaultDone):
