@@ -423,14 +423,16 @@ class Machine:
 
     def _on_rank_died(self, event: ev.RankDied) -> None:
         roster = self.roster
-        roster.last_death = event.detail
         rank = roster.ranks.get(event.start)
         slot = roster.dead.pop(event.start, None)
-        if slot is not None and not roster.ended:  # a neighbour has noticed it before
-            self._record("died", Rank(event.start, slot, self._now), why.Text(event.detail))
+        if slot is not None:  # a neighbour has noticed it before
+            roster.last_death = event.detail
+            if not roster.ended:
+                self._record("died", Rank(event.start, slot, self._now), why.Text(event.detail))
         elif rank is not None and rank.stage == Stage.ENDING:
             roster.ranks.pop(rank.start)
         elif rank is not None and rank.stage != Stage.RETURNED:
+            roster.last_death = event.detail
             roster.note_version(rank, event.version)
             roster.drop_slot(rank.slot.id)  # it is found again at once
             self._lose(rank, why.LossReason.PROCESS_ENDED, event.detail)
@@ -999,7 +1001,7 @@ class Machine:
         roster = self.roster
         planned = rank.leaving or rank.stage == Stage.ENDING
         lost = why.Lost(roster.id(rank), reason, detail, seconds)
-        if not roster.ended:
+        if not roster.ended and not rank.evicted:
             self._record("left" if planned else "lost", rank, lost)
         self._drop(rank, lost)
         if not planned and not roster.ended:

@@ -18,6 +18,7 @@ from nbelastic.membership import (
     Phase,
     Plan,
     Publish,
+    RankDied,
     RankFormed,
     RankLeft,
     RankRaised,
@@ -42,8 +43,8 @@ from nbelastic.membership.reasons import LossReason, Lost
 if TYPE_CHECKING:
     from nbelastic.membership import Outcome
 
-FAULTS = (SlotGone, SlotSilent, RankRaised, RankReady)
-OF_A_RANK = (RankReady, RankFormed, LoopDone, RankReturned, RankRaised, RankLeft)
+FAULTS = (SlotGone, SlotSilent, RankRaised, RankDied, RankReady)
+OF_A_RANK = (RankReady, RankFormed, LoopDone, RankReturned, RankRaised, RankDied, RankLeft)
 
 
 class Thorough(Machine):
@@ -134,6 +135,8 @@ class Checked:
         if not isinstance(event, OF_A_RANK):
             return False
         rank = self.roster.ranks.get(event.start)
+        if isinstance(event, RankDied) and event.start in self.roster.dead:
+            return False
         if rank is None or rank.stage == Stage.RETURNED:
             return True
         if isinstance(event, RankReady):
@@ -299,7 +302,8 @@ class Checked:
         by_time = machine.handle(Tick(), now, chance)
         if self.roster.ended:
             return
-        slot = getattr(event, "slot", None) or ranks[event.start][0]
+        known = machine.roster.dead.get(getattr(event, "start", -1))
+        slot = getattr(event, "slot", None) or (known.id if known else ranks[event.start][0])
         for effect in effects:
             harsh = isinstance(effect, EndRank) and effect.how in ("evict", "cancel")
             if harsh or isinstance(effect, RestartWorker):

@@ -12,6 +12,7 @@ from nbelastic.membership import (
     LoopDone,
     Place,
     Plan,
+    RankDied,
     RankFormed,
     RankLeft,
     RankRaised,
@@ -22,6 +23,13 @@ from nbelastic.membership import (
 if TYPE_CHECKING:
     from .ring import Ring
     from .world import Worker, World
+
+
+NOTICED = 0.003
+"""Seconds until a worker knows that its rank's process has ended."""
+
+KILLED_AFTER = {"evict": 4.0}
+"""Seconds after which a worker kills a rank that does not end; eight for other orders."""
 
 
 @dataclass
@@ -42,8 +50,12 @@ class Script:
 
 
 class FakeRank:
-    """One start of the function. `where` it is: setup, waiting, forming, training, parked,
-    outside (a generation, in user code) or ended."""
+    """One start of the function, a process of its own.
+
+    `where` it is: setup, waiting, forming, training, parked, outside (a generation, in user code)
+    or ended. A rank that is `hung` ends when it is told to; one that is `deaf` is killed by its
+    worker; one that is `stuck` in the kernel cannot be.
+    """
 
     def __init__(self, world: World, start: int, worker: Worker, place: Place) -> None:
         self.world, self.start, self.worker, self.place = world, start, worker, place
@@ -53,7 +65,8 @@ class FakeRank:
         self.generation = self.heard = self.aborted = self.released = self.noticed = 0
         self.reported = -1
         self.plan: Plan | None = None
-        self.leaving = self.hung = self.deaf = False
+        self.leaving = self.hung = self.deaf = self.stuck = False
+        self.gone: tuple[int, ...] = ()
         world.on(worker, world.script.setup, self.enter)
 
     @property
@@ -97,6 +110,8 @@ class FakeRank:
     def await_plan(self, *, failed: bool = False, own: str = "") -> None:
         self.where, self.plan, self.reported = "waiting", None, -1
         self.failed, self.own = failed, own
+        if not failed:
+            self.gone = ()
         if self.leaving:
             self.end(RankLeft(self.start))
         else:
@@ -115,6 +130,7 @@ class FakeRank:
                 store,
                 self.failed,
                 self.own,
+                gone=self.gone,
                 own=bool(self.own),
             ),
         )
@@ -184,15 +200,25 @@ class FakeRank:
         else:
             self.enter()
 
-    def die(self) -> None:
+    def die(self, *, abruptly: bool = True) -> None:
         member, self.where = self.member, "ended"
         if member:
-            self.ring.lose(self)
+            self.ring.lose(self, abruptly)
+
+    def crash(self, detail: str) -> None:
+        """Have the process end without a word; its worker says so."""
+        if self.where != "ended":
+            self.die()
+            self.world.on(self.worker, NOTICED, lambda: self._died(detail))
+
+    def _died(self, detail: str) -> None:
+        self.world.send(self.worker, RankDied(self.start, detail, math.floor(self.version)))
+        self.world.freed(self.worker, self.start)
 
     def end(self, event: RankRaised | RankLeft | RankReturned) -> None:
         if self.where == "ended":
             return
-        self.die()
+        self.die(abruptly=False)
         self.world.send(self.worker, event)
         self.world.freed(self.worker, self.start)
 
@@ -222,7 +248,11 @@ class FakeRank:
         self.go_out()
 
     def on_end(self, how: str) -> None:
-        if self.deaf or self.where == "ended":
+        if self.where == "ended":
+            return
+        if self.deaf:
+            if how != "leave" and not self.stuck:
+                self.world.on(self.worker, KILLED_AFTER.get(how, 8.0), lambda: self.crash("killed"))
             return
         self.leaving = self.leaving or how == "leave"
         if how != "leave" or not (self.member or self.where == "outside"):

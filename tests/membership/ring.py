@@ -99,8 +99,11 @@ class Ring:
             rank.where = "outside"
             rank.enter()
 
-    def lose(self, rank: FakeRank) -> None:
-        """Have a member be lost in the middle of a step: some have done it, some have not."""
+    def lose(self, rank: FakeRank, abruptly: bool) -> None:
+        """Have a member be lost in the middle of a step: some have done it, some have not.
+
+        Of a process that ends abruptly the system tells those on its host.
+        """
         if self.broken or rank.start not in self.starts:
             return
         self.broken = True
@@ -113,8 +116,11 @@ class Ring:
             other = self.world.ranks.get(self.starts[(place + step) % size])
             if other is None:  # a forged message had said that it was ready
                 continue
-            self.world.on(other.worker, NEIGHBOUR_NOTICES, lambda o=other: self.notice(o))
+            told = abruptly and other.worker.slot.host == rank.worker.slot.host
+            gone = (rank.start,) if told else ()
+            self.world.on(other.worker, NEIGHBOUR_NOTICES, lambda o=other, g=gone: self.notice(o, g))
 
-    def notice(self, rank: FakeRank) -> None:
+    def notice(self, rank: FakeRank, gone: tuple[int, ...] = ()) -> None:
         if rank.generation == self.plan.generation:
+            rank.gone = gone
             rank.collective_failed()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbelastic.membership import RestartWorker, UnusedReason, UnusedWorker, WorkersUnused
+from nbelastic.membership import EndRank, RestartWorker, UnusedReason, UnusedWorker, WorkersUnused
 
 from .ranks import Script
 from .stories import job
@@ -76,10 +76,12 @@ def test_all_workers_busy_is_the_same() -> None:
     assert (world.outcome.error, restarts(world)) == ("not_enough_workers", [])
 
 
-def test_a_worker_that_is_not_busy_and_does_not_begin_is_restarted_as_ever() -> None:
+def test_a_rank_that_does_not_begin_though_its_worker_is_free_is_evicted_as_ever() -> None:
     world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=5.0)
     world.run_for(12.0)
     world.freeze("A1")
     world.tell(WorkersUnused(()))  # and yet its rank does not begin
+    world.run_for(10.0)
+    assert [e.slot.name for e in world.of(EndRank) if e.how == "evict"] == ["A1"]
     world.run_for(10.0)
     assert [effect.slot.name for effect in restarts(world)] == ["A1"]

@@ -12,6 +12,7 @@ from nbelastic.membership import (
     Abort,
     Limits,
     Publish,
+    RankDied,
     RankFormed,
     RankReady,
     Record,
@@ -71,10 +72,13 @@ def test_what_the_scheduler_says_later_changes_nothing(three: Checked) -> None:
     three.replay()
 
 
-def test_nothing_is_started_on_a_worker_whose_process_has_ended(three: Checked) -> None:
-    three.handle(ready(0, 1, 1), 4.0, 0.5)
-    effects = three.handle(SlotsFound((slot("B0"),)), 4.1, 0.5)
+def test_a_rank_is_started_there_once_the_worker_says_that_it_lives(three: Checked) -> None:
+    effects = three.handle(ready(0, 1, 1), 4.0, 0.5)
     assert not any(isinstance(effect, StartRank) for effect in effects)
+    assert records(three.handle(RankDied(1, "was killed"), 4.1, 0.5)) == [("died", 1)]
+    effects = three.handle(SlotsFound((slot("B0"),)), 4.2, 0.5)
+    assert [effect.slot.id for effect in effects if isinstance(effect, StartRank)] == ["B0"]
+    three.replay()
 
 
 def test_reports_of_oneself_or_of_a_ready_rank_are_ignored(three: Checked) -> None:

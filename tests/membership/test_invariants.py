@@ -27,6 +27,7 @@ from nbelastic.membership import (
     LoopDone,
     NoticeGiven,
     NoticeSource,
+    RankDied,
     RankFormed,
     RankLeft,
     RankRaised,
@@ -65,7 +66,8 @@ numbers = st.integers(0, 50)
 flags = st.booleans()
 NOTICE = NoticeGiven("A0", NoticeSource.AWS, "terminate", 120.0)
 RISK = NoticeGiven("A0", NoticeSource.AWS, "rebalance", 0.0, soft=True)
-HARM = ["kill", "kill", "freeze", "thaw", "retire", "cut", "hang", "deafen", "raise", "collective"]
+HARM = ["kill", "kill", "freeze", "thaw", "retire", "cut", "raise", "collective"]
+HARM += ["crash", "crash", "hang", "deafen", "stick"]
 names = st.builds("{}{}".format, st.sampled_from("ABC"), st.integers(0, 2))
 
 
@@ -180,8 +182,10 @@ class FaultyWorld(RuleBasedStateMachine):
         elif what in ("retire", "cut"):
             getattr(self.world, what)(worker.slot.id, seconds)
         elif rank is not None and not worker.frozen:
-            if what in ("hang", "deafen"):
-                rank.hung, rank.deaf = True, what == "deafen"
+            if what in ("hang", "deafen", "stick"):
+                rank.hung, rank.deaf, rank.stuck = True, what != "hang", what == "stick"
+            elif what == "crash":
+                rank.crash(f"its process was killed by signal {which}")
             else:
                 rank.raise_error(f"KeyError: {which}", collective=what == "collective")
         self.play(then)
@@ -259,6 +263,7 @@ class FaultyWorld(RuleBasedStateMachine):
             lambda: RankReturned(start),
             lambda: RankRaised(start, "OSError: forged", failed, version),
             lambda: RankLeft(start),
+            lambda: RankDied(start, "was killed"),
             lambda: Beats((Beat(start, 1, number, failed, version),)),
             lambda: SlotGone(slot),
             lambda: SlotLeaving(slot),

@@ -20,7 +20,6 @@ from nbelastic.membership import (
     Notify,
     Phase,
     RankReady,
-    RestartWorker,
     Slot,
     SlotLeaving,
     SlotsFound,
@@ -320,7 +319,7 @@ def test_so_do_the_deadlines_of_ranks(now: float, seconds: float) -> None:
     machine = Machine(limits)
     machine.handle(SlotsFound((Slot("1", "tcp://A0", "A0", "A"),)), now)
     effects = copy(machine).handle(Tick(), machine.deadline())
-    assert any(isinstance(effect, RestartWorker) for effect in effects)
+    assert any(isinstance(effect, EndRank) for effect in effects)
     machine.handle(StopRequested(), now)
     effects = machine.handle(Tick(), machine.deadline())
     assert isinstance(effects[-1], End)

@@ -35,6 +35,10 @@ def restarted(world: World) -> list[str]:
     return [effect.slot.name for effect in world.of(RestartWorker)]
 
 
+def evicted(world: World) -> list[str]:
+    return [effect.slot.name for effect in world.of(EndRank) if effect.how == "evict"]
+
+
 def stopped_beats(world: World) -> None:
     """Have no heartbeat arrive any more."""
     world._beat = lambda: world.later(1e9, lambda: None)
@@ -49,7 +53,8 @@ def test_only_the_rank_that_hangs_is_evicted(culprit: str) -> None:
     begun = world.now
     world.rank_on(culprit).hung = True
     world.run(until=lambda: len(world.plans) == 2)
-    assert restarted(world) == [culprit]
+    assert evicted(world) == [culprit]
+    assert not restarted(world)
     assert culprit not in workers(world.plans[1])
     assert 19.0 < world.now - begun < 22.0
     assert world.records("lost")[0].reason.reason == LossReason.STALLED
@@ -125,7 +130,9 @@ def test_a_silent_rank_is_evicted_while_others_wait() -> None:
     world.heartbeat_timeout = 1e9
     world.freeze("C0")
     world.run(until=lambda: len(world.plans) == 2)
-    assert restarted(world) == ["C0"]
+    assert evicted(world) == ["C0"]
+    world.run_for(11.0)
+    assert restarted(world) == ["C0"], "its rank does not end"
 
 
 def test_a_rank_frozen_while_it_waits_is_found_by_its_silence() -> None:
@@ -135,7 +142,7 @@ def test_a_rank_frozen_while_it_waits_is_found_by_its_silence() -> None:
     world.run_for(1.5)
     world.freeze("C0")
     world.run(until=lambda: len(world.plans) == 2)
-    assert restarted(world) == ["C0"]
+    assert evicted(world) == ["C0"]
     assert world.records("lost")[0].reason.reason == LossReason.STALLED
 
 
@@ -148,11 +155,11 @@ def test_a_rank_that_hangs_after_the_loop_is_evicted() -> None:
     for _ in range(15):
         world.run_for(1.0)
         world.tell(Beats((Beat(0, 1, 7, True, 5), Beat(1, 1, 7, False, 5))))
-    assert not restarted(world)
+    assert not evicted(world)
     for _ in range(10):
         world.run_for(1.0)
         world.tell(Beats((Beat(0, 1, 7, True, 5), Beat(1, 1, 7, False, 5))))
-    assert restarted(world) == ["B0"]
+    assert evicted(world) == ["B0"]
     assert world.phase() == Phase.FINISHING
     world.tell(RankRaised(0, "a collective failed", collective=True))
     assert world.run().outcome.error == "rank_lost"
@@ -166,8 +173,8 @@ def test_a_rank_that_does_not_leave_its_generation_is_evicted() -> None:
     world.rank_on("B0").hung = True
     world.kill("C0")
     world.run(until=lambda: len(world.plans) == 2)
-    assert restarted(world) == ["B0"]
-    (time,) = when(world, lambda e: isinstance(e, RestartWorker))
+    assert evicted(world) == ["B0"]
+    (time,) = when(world, lambda e: isinstance(e, EndRank))
     (aborted,) = when(world, lambda e: isinstance(e, Abort))
     assert time - aborted == pytest.approx(20.0, abs=0.01)
 
@@ -181,7 +188,7 @@ def test_a_rank_that_is_not_ready_in_time_is_evicted() -> None:
     world.rank_on("B0").hung = True
     world.run(until=lambda: bool(world.plans))
     assert workers(world.plans[0]) == ["A0"], "those started together wait for each other"
-    assert restarted(world) == ["B0"]
+    assert evicted(world) == ["B0"]
     assert world.now == pytest.approx(30.0, abs=0.1)
 
 
@@ -210,7 +217,7 @@ def test_a_frozen_newcomer_does_not_take_the_others_with_it() -> None:
     world.run(until=lambda: len(world.plans) == 2)
     world.freeze("C0")
     world.run(until=lambda: len(world.plans) == 3)
-    assert restarted(world) == ["C0"]
+    assert evicted(world) == ["C0"]
     assert workers(world.plans[2]) == ["A0", "B0"]
     (cause,) = world.records("reset")[-1].reason.causes
     assert cause == Lost(RankId(2, 2, "tcp://C0"), LossReason.NOT_CONNECTED, seconds=8.0)
@@ -270,7 +277,8 @@ def test_a_rank_that_does_not_end_has_its_worker_restarted() -> None:
 def test_a_job_ends_even_if_its_ranks_do_not() -> None:
     world = trained(job("A0", "B0", np=2, ending_timeout=7.0, script=LONG), 5)
     world.rank_on("B0").raise_error()
-    world.rank_on("A0").deaf = world.rank_on("A0").hung = True
+    rank = world.rank_on("A0")
+    rank.deaf = rank.stuck = rank.hung = True
     world.tell(Tick())
     world.run(seconds=700.0)
     assert world.outcome.kind == "failed"

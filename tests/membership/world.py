@@ -179,7 +179,7 @@ class World(Timeline):
         if worker is None:
             return
         rank = self.ranks.get(-1 if worker.holder is None else worker.holder)
-        faulty = worker.frozen or worker.cut or rank is None or rank.hung or rank.deaf
+        faulty = worker.frozen or worker.cut or rank is None or rank.deaf
         assert faulty or not worker.alive or not self.honest, f"{effect}: there is no fault"
         self.later(0.1, lambda: self.kill(worker.slot.id))
 
@@ -217,6 +217,10 @@ class World(Timeline):
             self.later(2 * LATENCY, lambda: self.tell(SlotGone(worker.slot.id)))
         if worker.nanny:
             self.later(RESPAWN, lambda: self.add(worker.slot.name, nanny=True))
+
+    def crash(self, name: str, detail: str = "its process was killed by signal 11") -> None:
+        """End the process of a worker's rank; the worker lives."""
+        self.rank_on(name).crash(detail)
 
     def retire(self, name: str, grace: float = 5.0) -> None:
         """Ask a worker to leave; it is gone after `grace` seconds."""
