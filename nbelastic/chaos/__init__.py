@@ -15,6 +15,8 @@ from .fault_plan import FaultPlan, inject
 from .faults import (
     Fault,
     close,
+    crash,
+    crash_server,
     disk,
     fail,
     hang,
@@ -41,6 +43,8 @@ __all__ = [
     "Report",
     "Row",
     "close",
+    "crash",
+    "crash_server",
     "disk",
     "fail",
     "hang",

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Fault",
     "close",
+    "crash",
+    "crash_server",
     "disk",
     "fail",
     "hang",
@@ -118,8 +120,21 @@ def kill(rank: int, **when: Unpack[When]) -> Fault:
     return Fault(kind="kill", rank=rank, **when)
 
 
+def crash(rank: int, **when: Unpack[When]) -> Fault:
+    """Kill a rank's own process (SIGKILL). Its worker starts it anew."""
+    return Fault(kind="crash", rank=rank, **when)
+
+
+def crash_server(rank: int, **when: Unpack[When]) -> Fault:
+    """Kill the rank server of a rank's worker (SIGKILL); the rank's process ends with it.
+
+    The worker starts both anew.
+    """
+    return Fault(kind="crash_server", rank=rank, **when)
+
+
 def stop(rank: int, seconds: float = 0.0, **when: Unpack[When]) -> Fault:
-    """Stop the process of a rank's worker (SIGSTOP).
+    """Stop a rank's process and its worker's (SIGSTOP).
 
     Parameters
     ----------

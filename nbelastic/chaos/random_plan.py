@@ -17,6 +17,8 @@ __all__ = ["KINDS", "RandomFault", "RandomPlan", "random"]
 
 KINDS = (
     "kill",
+    "crash",
+    "crash_server",
     "stop",
     "close",
     "restart",
@@ -55,7 +57,7 @@ class RandomFault:
             return Fault(kind="slow", rank=rank, seconds=0.5 * self.length, steps=5)
         if self.kind == "disk":
             return Fault(kind="disk", rank=rank, seconds=1.0 + 2.0 * self.length)
-        forming = self.kind in ("kill", "close") and self.length < 0.25
+        forming = self.kind in ("kill", "crash", "crash_server", "close") and self.length < 0.25
         return Fault(kind=self.kind, rank=rank, forming=forming)
 
 

@@ -18,7 +18,7 @@ __all__ = ["LASTING", "MUTE", "CommitRate", "RandomSchedule", "ScheduledFault"]
 MUTE = frozenset({"kill", "close", "leave", "restart"})
 """Kinds after which no process may be left to report that it was done."""
 
-LASTING = MUTE | {"stop", "fail", "memory", "hang"}
+LASTING = MUTE | {"crash", "crash_server", "stop", "fail", "memory", "hang"}
 """Kinds after which a rank is not well any more; unless ``stop`` is for a while only."""
 
 LATE = 2.0

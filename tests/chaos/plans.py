@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,9 @@ def footprint(crew: Crew) -> dict[str, int]:
         "kernel: event handlers": len(crew.client._event_handlers),
         "kernel: futures": len(crew.client.futures),
         "shared memory": sum(not name.startswith("sem.mp-") for name in os.listdir("/dev/shm")),
-        "stopped processes": _stopped(),
+        "stopped processes": _count(psutil.STATUS_STOPPED),
+        "zombies": _count(psutil.STATUS_ZOMBIE),
+        **_of_rank_servers(),
     }
     for name, value in crew.client.run_on_scheduler(_on_scheduler).items():
         found[f"scheduler: {name}"] = value
@@ -171,23 +174,43 @@ def _on_scheduler(dask_scheduler: Any) -> dict[str, int]:
 
 
 def _on_worker(dask_worker: Any) -> dict[str, int]:
-    import resource
-
     agent = dask_worker.plugins.get("nbelastic")
     return {
-        "ranks": 0 if agent is None else len(agent._sessions),
+        "ranks": 0 if agent is None else len(agent._ranks),
         "functions": 0 if agent is None else len(agent._payloads),
         "our threads": sum(t.name.startswith("nbelastic") for t in threading.enumerate()),
-        "files that may not grow": resource.getrlimit(resource.RLIMIT_FSIZE)[0] == 0,
+        "scratch": sum("nbelastic-" in name for name in os.listdir(dask_worker.local_directory)),
     }
 
 
-def _stopped() -> int:
+def _count(status: str) -> int:
     count = 0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            count += process.status() == psutil.STATUS_STOPPED
+            count += process.status() == status
     return count
+
+
+def _of_rank_servers() -> dict[str, int]:
+    """Count rank servers and what they have forked, by the worker that their command line names."""
+    servers: Counter[int] = Counter()
+    ranks = orphans = 0
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        words = process.info["cmdline"] or ()
+        if not any("worker.rank.server" in word for word in words):
+            continue
+        worker = int(words[-2])
+        if process.info["ppid"] == worker:
+            servers[worker] += 1
+        elif psutil.pid_exists(worker):
+            ranks += 1
+        else:
+            orphans += 1
+    return {
+        "rank servers of a worker beyond the first": sum(servers.values()) - len(servers),
+        "processes of ranks": ranks,
+        "rank servers and ranks without a worker": orphans,
+    }
 
 
 def _await_nothing_left(crew: Crew, before: dict[str, int]) -> None:

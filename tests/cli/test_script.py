@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
-import signal
-import sys
-import threading
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from nbelastic.cli.script import (
     ScriptCall,
-    ScriptExit,
     bundle,
     bundle_of,
     missing,
-    rank,
     run_script,
     script_command,
 )
 from nbelastic.cli.script.rank import mark_of
-from nbelastic.cluster.rank_error import pack_error
-from nbelastic.errors import OptionError
-
-from .commands import ROOT
+from nbelastic.errors import OptionError, RankFailed
+from tests.support.clusters import Crew
 
 
 @pytest.fixture
@@ -39,46 +30,42 @@ def folder(tmp_path) -> Path:
     return place
 
 
-@pytest.fixture(autouse=True)
-def worker(tmp_path, monkeypatch) -> Path:
-    """A worker's directory, and a process that is as before."""
-    place = tmp_path / "worker"
-    place.mkdir()
-    monkeypatch.setattr(rank, "get_worker", lambda: SimpleNamespace(local_directory=str(place)))
-    monkeypatch.chdir(tmp_path)
-    before = list(sys.argv), dict(os.environ)
-    yield place
-    assert not [path for path in sys.path if path.endswith(("project", "/cli/alias"))]
-    sys.argv[:] = before[0]
-    for name in set(os.environ) - set(before[1]):
-        del os.environ[name]
+class Stage:
+    """Runs scripts as the one rank of a job on a real worker."""
+
+    def __init__(self, crew: Crew, folder: Path) -> None:
+        self.crew, self.folder = crew, folder
+        self.output = ""
+
+    def call(self, text: str, *arguments: str, name: str = "train.py", **more) -> ScriptCall:
+        """Write a script; return the call of it in the folder's parent."""
+        cwd = str(more.pop("cwd", self.folder.parent))
+        command = script_command(["python", str(script(self.folder, text, name)), *arguments], cwd)
+        return ScriptCall(command, cwd, mark_of(command.file), **more)
+
+    def run(self, text: str | ScriptCall, *arguments: str, **more) -> None:
+        """Run a script to the end of its job, which raises if it fails."""
+        given = text if isinstance(text, ScriptCall) else self.call(text, *arguments, **more)
+        job = self.crew.fit(run_script, args=[given], np=1, block=False)
+        try:
+            job.results(60)
+        finally:
+            self.output = job.logs(0)
+
+    def wait(self) -> None:
+        """Wait until the process of the last rank has ended."""
+        self.crew.wait_until_whole(4)
+
+
+@pytest.fixture
+def stage(crew: Crew, folder: Path) -> Stage:
+    return Stage(crew, folder)
 
 
 def script(folder: Path, text: str, name: str = "train.py") -> Path:
     path = folder / name
     path.write_text(text)
     return path
-
-
-def call(path: Path, *arguments: str, **more) -> ScriptCall:
-    command = script_command(["python", str(path), *arguments], os.getcwd())
-    return ScriptCall(command, more.pop("cwd", os.getcwd()), mark_of(command.file), **more)
-
-
-def in_thread(function) -> BaseException | None:
-    """Run a function as a rank does, in a thread; return what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised[0] if raised else None
 
 
 # -- the command ---------------------------------------------------------------------------------
@@ -121,167 +108,194 @@ def test_another_command_is_refused_by_name(folder, words, says):
 # -- running -------------------------------------------------------------------------------------
 
 
-def test_a_script_runs_as_main_with_its_arguments_and_folder(folder, tmp_path):
-    path = script(
-        folder,
+def test_a_script_runs_as_main_with_its_arguments_and_folder(stage, tmp_path):
+    stage.run(
         "import os, sys, helper\n"
-        "assert __name__ == '__main__' and sys.modules['__main__'].__file__ == __file__\n"
+        "main = sys.modules['__main__']\n"
+        "assert __name__ == '__main__' and vars(main) is globals()\n"
+        "assert __spec__ is None and __package__ is None and __file__ == sys.argv[0]\n"
         "with open(sys.argv[1], 'w') as out:\n"
         "    print(sys.argv[2:], os.getcwd(), os.environ['COLOUR'], file=out)\n",
+        *("out.txt", "--lr", "1"),
+        variables={"COLOUR": "red"},
     )
-    run_script(call(path, "out.txt", "--lr", "1", variables={"COLOUR": "red"}))
     assert (tmp_path / "out.txt").read_text() == f"['--lr', '1'] {tmp_path} red\n"
-    assert "helper" not in sys.modules
 
 
-def test_a_module_runs_as_main(folder, tmp_path, monkeypatch):
-    (folder / "pkg").mkdir()
-    script(folder / "pkg", "", "__init__.py")
-    script(
-        folder / "pkg",
-        "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(__name__)",
-        "train.py",
-    )
-    monkeypatch.chdir(folder)
-    command = script_command(["python", "-m", "pkg.train", "out.txt"], str(folder))
-    run_script(ScriptCall(command, str(folder)))
-    assert (folder / "out.txt").read_text() == "__main__"
-    assert "pkg" not in sys.modules
+@pytest.mark.parametrize("name", ["train", "__main__"])
+def test_a_module_runs_as_main(stage, folder, name):
+    package = folder / "pkg"
+    package.mkdir()
+    script(package, "", "__init__.py")
+    text = "import sys, pathlib\nfrom . import __name__ as ours\nassert sys.argv[0] == __file__\n"
+    text += "pathlib.Path(sys.argv[1]).write_text(f'{__name__} {ours} {__spec__.name}')"
+    script(package, text, f"{name}.py")
+    module = "pkg" if name == "__main__" else f"pkg.{name}"
+    command = script_command(["python", "-m", module, "out.txt"], str(folder))
+    stage.run(ScriptCall(command, str(folder)))
+    assert (folder / "out.txt").read_text() == f"__main__ pkg pkg.{name}"
 
 
-@pytest.mark.parametrize("text", ["sys.exit()", "sys.exit(0)", "exit_ = sys.exit; exit_(None)"])
-def test_an_exit_with_0_is_success(folder, text):
-    run_script(call(script(folder, f"import sys\n{text}\n")))
+@pytest.mark.parametrize("module", ["gone", "helper.gone", "sys"])
+def test_a_module_that_cannot_be_run_is_named(stage, folder, module):
+    command = script_command(["python", "-m", module], str(folder))
+    with pytest.raises(ModuleNotFoundError, match=f"ModuleNotFoundError: .*'{module}'"):
+        stage.run(ScriptCall(command, str(folder)))
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("sys.exit(3)", "train.py exited with code 3"),
-        ("sys.exit('no data')", "train.py exited: no data"),
-    ],
-)
-def test_an_exit_with_another_code_is_a_failure(folder, text, says):
-    with pytest.raises(ScriptExit, match=says):
-        run_script(call(script(folder, f"import sys\n{text}\n")))
+@pytest.mark.parametrize("text", ["sys.exit()", "sys.exit(0)"])
+def test_an_exit_with_0_is_success(stage, text):
+    stage.run(f"import sys\n{text}\n")
 
 
 @pytest.mark.parametrize(
-    ("text", "lines"),
+    ("text", "says", "lines"),
     [
-        ("import sys\nsys.exit(3)", ["sys.exit(3)"]),
+        ("import sys\nsys.exit(3)", "train.py exited with code 3", ["sys.exit(3)"]),
         (
             "import sys\ndef end():\n    sys.exit('no data')\nend()",
+            "train.py exited: no data",
             ["end()", "sys.exit('no data')"],
         ),
-        ("def (:", []),  # the message of a SyntaxError has the place
-        ("print('a')\0", []),
+        (
+            "def f():\n    raise KeyError('x')\nf()",
+            "KeyError: 'x'",
+            ["f()", "raise KeyError('x')"],
+        ),
+        ("def (:", "SyntaxError", []),  # the message has the place
+        ("print('a')\0", "null bytes", []),
     ],
 )
-def test_an_error_of_a_script_has_its_own_lines_alone(folder, text, lines):
-    error = in_thread(lambda: run_script(call(script(folder, text))))
-    frames = [frame for frame in pack_error(error).frames if frame.file != __file__]
-    assert [frame.text for frame in frames] == lines
+def test_an_error_of_a_script_has_its_own_lines_alone(stage, text, says, lines):
+    with pytest.raises(RankFailed, match=says) as caught:
+        stage.run(text)
+    shown = str(caught.value)
+    assert [line for line in lines if line not in shown] == []
+    assert "nbelastic/cli" not in shown and "importlib" not in shown
 
 
-def test_an_error_has_the_lines_of_the_script_alone(folder):
-    path = script(folder, "def f():\n    raise KeyError('x')\nf()\n")
-    with pytest.raises(KeyError) as caught:
-        run_script(call(path))
-    files = [str(entry.path) for entry in caught.traceback]
-    assert files[-2:] == [str(path), str(path)]
-    assert not any("runpy" in file for file in files)
-
-
-def test_a_second_start_behaves_as_the_first(folder):
-    path = script(folder, "import helper\nhelper.calls.append(1)\nassert len(helper.calls) == 1\n")
+def test_a_second_start_behaves_as_the_first(stage):
+    text = "import helper\nhelper.calls.append(1)\nassert len(helper.calls) == 1\n"
     for _ in range(2):
-        run_script(call(path))
+        stage.run(text)
 
 
-def test_a_second_script_at_the_same_time_is_refused(folder):
-    path = script(folder, "import run_another\n")
-    script(folder, "import sys; sys.another()\n", "run_another.py")
-    raised = []
-    sys.another = lambda: raised.append(in_thread(lambda: run_script(call(path))))
+HANDLES = """
+import os, signal, sys, threading
+assert threading.current_thread() is threading.main_thread()
+
+class Late(Exception): pass
+def late(*_): raise Late
+
+signal.signal(signal.SIGALRM, late)
+for set_alarm in (lambda: signal.alarm(1), lambda: signal.setitimer(signal.ITIMER_REAL, 0.01)):
     try:
-        run_script(call(path))
-    finally:
-        del sys.another
-    assert "processes of their own" in str(raised[0])
+        set_alarm()
+        signal.pause()
+    except Late:
+        print("late")
+signal.signal(signal.SIGTERM, lambda *_: print("asked"))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
 
 
-def test_a_signal_handler_in_a_thread_is_a_warning(folder, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(rank, "current", lambda: None)
-    monkeypatch.setattr(rank, "warn", lambda _, text: warnings.append(text))
-    path = script(
-        folder,
-        "import signal\nfor _ in range(2):\n    signal.signal(signal.SIGTERM, lambda *_: None)\n",
-    )
-    before, original = signal.getsignal(signal.SIGTERM), signal.signal
-    assert in_thread(lambda: run_script(call(path))) is None
-    assert len(warnings) == 1 and warnings[0].startswith("signal.signal was ignored")
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert signal.signal is original
+def test_a_script_handles_signals_and_alarms(stage):
+    stage.run(HANDLES)
+    assert stage.output.split() == ["late", "late", "asked"]
 
 
-def test_exit_handlers_of_a_script_run_at_its_end(folder, tmp_path):
-    path = script(
-        folder,
-        "import atexit\n"
-        "def note(word):\n"
-        "    with open('order', 'a') as out: out.write(word)\n"
-        "def first(): note('first ')\n"
-        "def bad(): raise ValueError('shown, and the others are called')\n"
-        "atexit.register(first)\n"
-        "atexit.register(bad)\n"
-        "atexit.register(lambda: note('last '))\n",
-    )
-    original = atexit.register
-    run_script(call(path))
-    assert (tmp_path / "order").read_text() == "last first "
-    assert atexit.register is original
+def test_an_alarm_without_a_handler_ends_the_rank_alone(stage, tmp_path):
+    text = "import os, signal\nif not os.path.exists('once'):\n"
+    text += "    open('once', 'w').close()\n    signal.alarm(1)\n    signal.pause()\n"
+    before = stage.crew.workers()
+    job = stage.crew.fit(run_script, args=[stage.call(text)], np=1, block=False)
+    job.results(60)
+    (lost,) = [event for event in job.history if event.kind == "lost"]
+    assert "signal 14 (SIGALRM)" in lost.detail
+    assert stage.crew.workers() == before
 
 
-def test_an_exit_handler_that_exits_changes_nothing(folder):
-    text = "import atexit, sys\ndef leave(): sys.exit(3)\natexit.register(leave)\n"
-    run_script(call(script(folder, text)))
+ENDS = """
+import atexit, pickle, threading
+class Net: pass
+def note(word):
+    with open('order', 'a') as out: out.write(word)
+def save():
+    pickle.dumps(Net())  # by the name of its class in __main__
+    note('saved ')
+def bad(): raise ValueError('shown, and the others are called')
+atexit.register(save)
+atexit.register(bad)
+atexit.register(note, 'last ')
+threading.Timer(0.2, note, ['thread ']).start()
+note('script ')
+"""
 
 
-@pytest.mark.parametrize("text", ["signal.alarm(600)", "signal.setitimer(signal.ITIMER_REAL, 600)"])
-def test_an_alarm_in_a_thread_is_a_warning_and_does_not_end_the_worker(folder, monkeypatch, text):
-    warnings: list[str] = []
-    alarms: list[float] = []
-    monkeypatch.setattr(rank, "current", lambda: None)
-    monkeypatch.setattr(rank, "warn", lambda _, text: warnings.append(text))
-    for name in ("alarm", "setitimer"):
-        monkeypatch.setattr(signal, name, lambda *seconds: alarms.append(seconds[-1]))
-    before = signal.alarm, signal.setitimer
-    path = script(folder, f"import signal\n{text}\n")
-    assert in_thread(lambda: run_script(call(path))) is None
-    assert not alarms and len(warnings) == 1 and "signal.alarm" in warnings[0]
-    assert (signal.alarm, signal.setitimer) == before
+def test_exit_handlers_and_threads_of_a_script_end_as_those_of_a_process(stage, tmp_path):
+    stage.run(ENDS)
+    stage.wait()
+    assert (tmp_path / "order").read_text() == "script thread last saved "
 
 
-@pytest.mark.parametrize("place", ["/", str(Path(os.__file__).parents[2]), str(ROOT)])
-def test_modules_of_python_and_of_the_worker_are_not_the_scripts(place, folder):
-    """A script may lie in the root directory, beside Python, or beside this package."""
-    for name in ("threading", "logging", "nbelastic.cli", "dask.config", "distributed"):
-        assert not rank._lies_in(sys.modules[name], place), name
-    assert rank._lies_in(SimpleNamespace(__file__=str(folder / "helper.py")), "/")
+def test_an_exit_handler_that_exits_changes_nothing(stage):
+    stage.run("import atexit, sys\ndef leave(): sys.exit(3)\natexit.register(leave)\n")
 
 
-def test_a_link_to_a_script_imports_what_is_beside_the_script(folder, tmp_path):
-    script(folder, "import helper\n")
-    links = tmp_path / "bin"
-    links.mkdir()
-    (links / "train.py").symlink_to(Path("..") / "project" / "train.py")
-    run_script(call(links / "train.py"))
+FORKS = """
+import os, subprocess, sys
+ends = {"pass": 0, "sys.exit(3)": 3, "sys.exit('bad')": 1, "1 / 0": 1, "os._exit(4)": 4}
+for text, code in ends.items():
+    pid = os.fork()
+    if not pid:
+        exec(text)
+        break
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == code, (text, status)
+else:
+    assert subprocess.run([sys.executable, "-c", "exit(5)"]).returncode == 5
+    print("parent")
+"""
 
 
-SPAWNS = """
-import horovod
+def test_a_fork_of_a_script_ends_as_a_fork_of_a_process(stage):
+    stage.run(FORKS)
+    assert "parent" in stage.output and stage.output.count("Traceback") == 1
+    assert "bad" in stage.output.splitlines()
+
+
+MANY = """
+import multiprocessing, sys
+
+def double(number):
+    return 2 * number
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    with context.Pool(1) as pool:
+        assert pool.map(double, range(3)) == [0, 2, 4]
+    queue = context.Queue()
+    process = context.Process(target=queue.put, args=[double])
+    process.start()
+    assert queue.get()(2) == 4
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_script_starts_processes_by_any_method(stage, method):
+    """Those that are not forked import the script, and find what it finds."""
+    stage.run(MANY, method)
+
+
+def test_a_module_starts_processes_that_import_it_by_its_name(stage, folder):
+    script(folder, MANY, "many.py")
+    command = script_command(["python", "-m", "many", "spawn"], str(folder))
+    stage.run(ScriptCall(command, str(folder)))
+
+
+LOADS = """
+import horovod, sys
 from torch.utils.data import DataLoader, Dataset
 
 class Samples(Dataset):
@@ -291,15 +305,23 @@ class Samples(Dataset):
         return len(horovod.__name__) + index
 
 if __name__ == "__main__":
-    loader = DataLoader(Samples(), num_workers=1, multiprocessing_context="spawn")
+    loader = DataLoader(Samples(), num_workers=1, multiprocessing_context=sys.argv[1])
     assert [int(each) for each in loader] == [7, 8, 9, 10]
 """
 
 
-def test_a_data_loader_may_spawn_its_processes(folder):
-    """They import the script, and find what it finds."""
-    path = script(folder, SPAWNS)
-    assert in_thread(lambda: run_script(call(path))) is None
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_of_a_data_loader_find_what_the_script_finds(stage, method):
+    stage.run(LOADS, method)
+
+
+def test_a_link_to_a_script_imports_what_is_beside_the_script(stage, folder, tmp_path):
+    script(folder, "import helper\n")
+    links = tmp_path / "bin"
+    links.mkdir()
+    (links / "train.py").symlink_to(Path("..") / "project" / "train.py")
+    command = script_command(["python", str(links / "train.py")], str(tmp_path))
+    stage.run(ScriptCall(command, str(tmp_path), mark_of(command.file)))
 
 
 # -- horovod -------------------------------------------------------------------------------------
@@ -320,20 +342,21 @@ assert hvd.nccl_built() == 0
 """
 
 
-def test_horovods_names_find_nbelastic(folder):
-    run_script(call(script(folder, IMPORTS)))
-    assert not [name for name in sys.modules if name.partition(".")[0] == "horovod"]
-    assert not [finder for finder in sys.meta_path if "Alias" in type(finder).__name__]
+def test_horovods_names_find_nbelastic(stage):
+    stage.run(IMPORTS)
 
 
 @pytest.mark.parametrize(
     "line", ["import horovod.spark.torch as hvd", "from horovod.spark import run"]
 )
-def test_a_missing_module_of_horovod_says_what_to_use(folder, line):
+def test_a_missing_module_of_horovod_says_what_to_use(stage, line):
     says = "'horovod.spark': nbelastic stands in for Horovod.*Use horovod.torch"
-    with pytest.raises(ModuleNotFoundError, match=says) as caught:
-        run_script(call(script(folder, line)))
-    assert caught.value.name == "horovod.spark"
+    with pytest.raises(ModuleNotFoundError, match=says):
+        stage.run(f"{TRY}    {line}\n{EXCEPT}")
+
+
+TRY = "try:\n"
+EXCEPT = "except ImportError as error:\n    assert error.name == 'horovod.spark'\n    raise\n"
 
 
 @pytest.mark.parametrize(
@@ -346,9 +369,9 @@ def test_a_missing_module_of_horovod_says_what_to_use(folder, line):
         ("import horovod.torch as hvd; hvd.ProcessSet([0])", "Leave process_set out"),
     ],
 )
-def test_a_missing_function_of_horovod_says_what_to_do(folder, line, says):
+def test_a_missing_function_of_horovod_says_what_to_do(stage, line, says):
     with pytest.raises(NotImplementedError, match=says):
-        run_script(call(script(folder, line)))
+        stage.run(line)
 
 
 def test_names_of_horovod_that_nbelastic_has_are_not_missing():
@@ -357,51 +380,57 @@ def test_names_of_horovod_that_nbelastic_has_are_not_missing():
         assert not hasattr(importlib.import_module(module), last), name
 
 
-def test_an_installed_horovod_comes_first(folder, tmp_path, monkeypatch):
-    (tmp_path / "horovod").mkdir()
-    (tmp_path / "horovod" / "__init__.py").write_text("real = True\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    path = script(
-        folder, "import horovod, sys\nassert hasattr(horovod, 'real') == ('real' in sys.argv)\n"
-    )
-    for alias, words in ((None, ["real"]), (False, ["real"]), (True, [])):
-        run_script(call(path, *words, alias=alias))
-        sys.modules.pop("horovod", None)
+@pytest.mark.parametrize(("alias", "word"), [(None, "real"), (False, "real"), (True, "alias")])
+def test_an_installed_horovod_comes_first(stage, folder, alias, word):
+    (folder / "horovod").mkdir()
+    (folder / "horovod" / "__init__.py").write_text("real = True\n")
+    text = "import horovod, sys\nassert hasattr(horovod, 'real') == ('real' in sys.argv)\n"
+    stage.run(text, word, alias=alias)
 
 
-def test_without_the_alias_horovod_is_missing(folder):
+def test_without_the_alias_horovod_is_missing(stage):
     with pytest.raises(ModuleNotFoundError, match="horovod"):
-        run_script(call(script(folder, "import horovod.torch\n"), alias=False))
+        stage.run("import horovod.torch\n", alias=False)
 
 
 # -- files ---------------------------------------------------------------------------------------
 
 
-def moved(given: ScriptCall, packed: bytes, folder: Path) -> ScriptCall:
+def moved(given: ScriptCall, packed: bytes | None, folder: Path) -> ScriptCall:
     """Return a call as a worker gets it that does not see the script's file."""
     folder.rename(folder.with_name("away"))
     return ScriptCall(given.command, given.cwd, given.mark, packed)
 
 
-def test_a_worker_without_the_folder_unpacks_it_and_leaves_nothing(folder, worker):
-    path = script(folder, "import helper, os\nassert 'helper.py' in os.listdir()\n")
-    given = call(path, cwd=str(folder))
-    run_script(moved(given, bundle_of(str(folder)).packed, folder))
-    assert os.listdir(worker) == []
-    assert "helper" not in sys.modules
+@pytest.mark.parametrize("end", ["", "raise KeyError\n", "os.kill(os.getpid(), 9)\n"])
+def test_a_worker_without_the_folder_unpacks_it_and_leaves_nothing(stage, folder, tmp_path, end):
+    text = "import atexit, helper, os, sys\nfrom pathlib import Path\n"
+    text += "assert 'helper.py' in os.listdir()\n"
+    text += "assert not (place := Path(sys.argv[1])).exists()\nplace.write_text(os.getcwd())\n"
+    text += "atexit.register(os.listdir, '.')\n"
+    given = stage.call(text + end, str(tmp_path / "place"), cwd=str(folder))
+    given = moved(given, bundle_of(str(folder)).packed, folder)
+    if end:
+        with pytest.raises(RankFailed):  # of the second start, if the first was killed
+            stage.run(given)
+    else:
+        stage.run(given)
+    stage.wait()
+    assert "Traceback" not in stage.output
+    assert not Path((tmp_path / "place").read_text()).exists()
 
 
-def test_a_worker_that_sees_the_folder_uses_it(folder, worker):
-    path = script(folder, "import os\nopen('here', 'w').close()\n")
-    given = call(path, cwd=str(folder), packed=bundle_of(str(folder)).packed)
-    run_script(given)
+def test_a_worker_that_sees_the_folder_uses_it(stage, folder):
+    script(folder, text := "import os\nopen('here', 'w').close()\n")
+    packed = bundle_of(str(folder)).packed
+    stage.run(text, cwd=str(folder), packed=packed)
     assert (folder / "here").exists()
 
 
-def test_without_a_bundle_a_missing_folder_is_an_error_that_says_so(folder):
-    given = call(script(folder, "pass\n"))
+def test_without_a_bundle_a_missing_folder_is_an_error_that_says_so(stage, folder):
+    given = moved(stage.call("pass\n"), None, folder)
     with pytest.raises(FileNotFoundError, match="without --shared-fs it is sent"):
-        run_script(ScriptCall(moved(given, b"", folder).command, given.cwd, given.mark))
+        stage.run(given)
 
 
 def test_a_bundle_leaves_out_what_is_ignored_and_says_so(folder):
@@ -417,12 +446,12 @@ def test_a_bundle_leaves_out_what_is_ignored_and_says_so(folder):
     assert "a .gitignore excludes" in found.describe("project")
 
 
-def test_a_script_travels_whatever_a_gitignore_says(folder, worker):
+def test_a_script_travels_whatever_a_gitignore_says(stage, folder):
     (folder / ".gitignore").write_text("*_local.py\n")
-    path = script(folder, "import helper\n", "train_local.py")
-    packed = bundle_of(str(folder), str(path))
+    given = stage.call("import helper\n", name="train_local.py")
+    packed = bundle_of(str(folder), given.command.script)
     assert packed.ignored == ()
-    run_script(moved(call(path), packed.packed, folder))
+    stage.run(moved(given, packed.packed, folder))
 
 
 def test_a_file_that_cannot_travel_is_named(folder, monkeypatch):

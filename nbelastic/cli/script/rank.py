@@ -104,7 +104,9 @@ def run_script(call: ScriptCall) -> None:
     try:
         main, code = _load(script, command.module)
         # It stays until the process ends: exit handlers and threads may need it after the script.
-        sys.modules["__main__"] = main
+        # The other name is for what comes from a spawned process, which multiprocessing, imported
+        # by the rank server, has taken for that one's main module.
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         exec(code, main.__dict__)
     except SystemExit as error:
         if os.getpid() != process:

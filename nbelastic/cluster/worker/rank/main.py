@@ -102,7 +102,8 @@ def _take_environment(setup: RankSetup) -> None:
         os.chdir(setup.directory)
     sys.path[:] = setup.path
     sys.argv[:] = [""]
-    sys.modules["__main__"] = types.ModuleType("__main__")  # not the rank server's
+    main = types.ModuleType("__main__")  # not the rank server's, as multiprocessing has it, too
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     # Python's own generator seeds itself anew in a fork. Those of NumPy and torch do not.
     import numpy
     import torch

@@ -220,6 +220,8 @@ class RankProgram:
         code: int | bool = error is not None
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else error.code is not None
+            if not isinstance(error.code, (int, type(None))):
+                sys.stderr.write(f"{error.code}\n")
         elif error is not None:
             sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
