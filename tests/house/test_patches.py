@@ -18,7 +18,6 @@ ALLOWED = {
     ("cli/test_options.py", "sys"),  # its stdout, to which no cluster writes
     ("benchmarks/test_benchmarks.py", "sys"),  # its arguments, for a benchmark in this process
     ("cli/test_entry.py", "sys"),  # its arguments, for a command in this process
-    ("cli/test_script.py", "signal"),  # alarms, which no cluster sets
     ("cli/test_script.py", "os"),  # access(), which denies root nothing
 }
 

@@ -1,1 +1,1 @@
-"""In a rank's own process: its rank server's fork, or a new one, with the training function."""
+"""In a rank's own process, which its rank server has forked."""
