@@ -360,7 +360,7 @@ def test_closing_a_server_ends_what_runs() -> None:
     host = Host()
     rank = host.launch(with_child)
     host.do(rank.printed(" end"))
-    host.server.close()
+    host.close_server()
     assert str(host.do(rank.end())) == "its rank server was closed"
     host.do(until(lambda: not any(map(is_there, pids_in(rank.output)))))
     host.close()
@@ -420,6 +420,3 @@ def test_where_forking_is_not_safe_a_rank_is_a_new_interpreter(
         host.do(until(lambda: not any(map(is_there, pids_in(rank.output)))))
     finally:
         host.close()
-
-
-

@@ -114,12 +114,16 @@ class Host:
         launched = self.launch(function, *args)
         return launched, self.do(launched.end())
 
-    def close(self) -> None:
+    def close_server(self) -> None:
         async def end() -> None:
             self.server.close()
-            await asyncio.sleep(0.05)
 
         self.do(end())
+
+    def close(self) -> None:
+        self.close_server()
+        self.do(until(lambda: not self.server._tasks))
+        self.do(asyncio.sleep(0.05))  # transports are closed in the loop's next turns
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 

@@ -1,4 +1,4 @@
-"""Look after one rank of a worker: its process, its output and heartbeats, and its end.
+"""Supervise one rank of a worker: its process, output, heartbeats and end.
 
 Runs in a worker, in its event loop. What ends a rank: its function's end; an order, which raises in
 the function, then SIGTERM and SIGKILL, each after a limit; a signal of someone else; too much
@@ -25,7 +25,7 @@ from nbelastic.cluster.wire import (
 )
 from nbelastic.membership import Beat, RankDied, RankLeft, RankRaised, RankReturned
 
-from .rank_output import RankOutput as OutputBuffer
+from .rank_output import OutputBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["RankOutput"]
+__all__ = ["OutputBuffer"]
 
 INTERVAL = 0.1
 """Seconds that text may wait for more."""
@@ -32,7 +32,7 @@ PAUSE = 0.02
 """Seconds after which a crowded connection is checked again."""
 
 
-class RankOutput:
+class OutputBuffer:
     """Output of a rank that has not been sent.
 
     Parameters

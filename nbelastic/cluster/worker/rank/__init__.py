@@ -1,1 +1,1 @@
-"""In a rank's own process: its rank server's fork, or a new one, with the training function."""
+"""Program of a rank's own process, and of the rank server that forks it."""

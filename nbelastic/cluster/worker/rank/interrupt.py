@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import FrameType
 
-__all__ = ["Interrupt"]
+__all__ = ["SignalInterrupt"]
 
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """One that neither users nor batch systems are likely to use."""
@@ -25,7 +25,7 @@ _PACKAGE = Path(__file__).parents[3]
 _OURS = (str(_PACKAGE / "collectives"), str(_PACKAGE / "elastic" / "session.py"))
 
 
-class Interrupt:
+class SignalInterrupt:
     """Interruption of the main thread, in which this is made."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Interrupt:
 class _Reachable:
     """Context manager; no generator, because ``contextlib`` sets tracebacks of exceptions."""
 
-    def __init__(self, interrupt: Interrupt) -> None:
+    def __init__(self, interrupt: SignalInterrupt) -> None:
         self._interrupt = interrupt
 
     def __enter__(self) -> None:

@@ -22,7 +22,7 @@ from .allocator import keep_freed_memory
 from .channel import RankChannel
 from .console import set_up_streams
 from .dask_client import RankClient
-from .interrupt import Interrupt
+from .interrupt import SignalInterrupt
 from .partitions import PartitionFetcher
 from .program import RankProgram
 from .torch_hooks import hook_torch
@@ -73,7 +73,7 @@ def main(channel_fd: int, partitions_fd: int, crash_fd: int) -> None:
     channel = RankChannel(channel_fd)
     setup = channel.read_setup()
     _take_environment(setup)
-    runtime = replace(DEFAULT_RUNTIME, interrupt=Interrupt, on_set_up=keep_freed_memory)
+    runtime = replace(DEFAULT_RUNTIME, interrupt=SignalInterrupt, on_set_up=keep_freed_memory)
     program = RankProgram(setup.spec, setup.payload, _Port(channel), runtime)
     channel.start(program.take, program.beat)
     dask_client = RankClient(setup)
