@@ -1,6 +1,7 @@
-"""How often training in a Dask worker asks the system for memory that it had before.
+"""How often training in a rank asks the system for memory that it had before.
 
-Workers that a nanny starts give memory back at once, unless Dask is told otherwise.
+Workers that a nanny starts give memory back at once, unless Dask is told otherwise, and their ranks
+have their environment.
 """
 
 import os
@@ -12,17 +13,15 @@ import sys
 
 import pytest
 import torch
-from nbelastic.cluster.worker.allocator import steady_memory
 
 import nbelastic.torch as nbt
-from nbelastic.cluster.worker import allocator
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no glibc")
 
 MEASURE = """
-import os, resource, threading
+import resource
 import torch
-from nbelastic.cluster.worker.allocator import steady_memory
+from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
 
 def faults():  # pages of memory that came from the system: for gradients of 44 MB, 11,264
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -31,32 +30,18 @@ def faults():  # pages of memory that came from the system: for gradients of 44 
         del some
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-def resident():  # pages
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1])
-
-def rank():
-    print(faults())
-    with steady_memory():
-        with steady_memory():
-            for _ in range(4):
-                faults()  # until all of it lies where it fits
-        print(faults())
-        many = [torch.ones(1 << 20) for _ in range(8)]
-        del many
-        print(resident())
-    print(resident())
-
-thread = threading.Thread(target=rank)  # as Dask runs it
-thread.start()
-thread.join()
+print(faults())
+keep_freed_memory()
+for _ in range(4):
+    faults()  # until all of it lies where it fits
+print(faults())
 """
 
 
 def measured(environment):
     process = subprocess.run(
         [sys.executable, "-c", MEASURE],
-        env=environment,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=60,
@@ -65,53 +50,17 @@ def measured(environment):
     return [int(line) for line in process.stdout.split()]
 
 
-def test_a_rank_keeps_memory_for_its_next_step_and_gives_it_back_in_the_end():
-    before, inside, kept, left = measured({"MALLOC_TRIM_THRESHOLD_": "65536"})
+@pytest.mark.parametrize("environment", [{"MALLOC_TRIM_THRESHOLD_": "65536"}, {}])
+def test_a_rank_keeps_memory_for_its_next_step(environment):
+    before, inside = measured(environment)
     assert before > 50_000
     assert inside < 2_000
-    assert left < kept - 7 * 1024
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "131072"},
-        {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "131072"},
-        {"MALLOC_TRIM_THRESHOLD_": "", "MALLOC_MMAP_THRESHOLD_": "131072"},
-    ],
-    ids=["large blocks, too", "what is asked for, too", "large blocks only"],
-)
-def test_what_somebody_has_chosen_stays(environment):
-    _, inside, *_ = measured(environment)
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"])
+def test_what_a_user_has_chosen_stays(name):
+    _, inside = measured({"MALLOC_TRIM_THRESHOLD_": "65536", name: "131072"})
     assert inside > 50_000
-
-
-def test_without_an_environment_nothing_is_touched(monkeypatch):
-    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    monkeypatch.setattr(
-        "nbelastic.cluster.worker.allocator._glibc", lambda: pytest.fail("was asked for")
-    )
-    with steady_memory():
-        pass
-
-
-def users():
-    return allocator._steady._users
-
-
-def counted():
-    before = users()
-
-    @nbt.elastic.run
-    def train(state):
-        return before, users()
-
-    return train(nbt.elastic.ObjectState())
-
-
-def test_each_rank_of_a_job_trains_in_steady_memory_but_is_set_up_without(crew):
-    assert crew.fit(counted, np=2).results() == [(0, 1), (0, 1)]
-    assert set(crew.client.run(users).values()) == {0}
 
 
 PAGES = 3 * 2048 * 2048 * 4 // 4096

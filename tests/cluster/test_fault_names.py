@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.cluster.worker.fault_injector import _name
+from nbelastic.cluster.worker.rank.fault_injector import _name
 
 
 def test_names_of_faults_are_different_and_without_numbers():

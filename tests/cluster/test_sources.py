@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pickle
 import subprocess
@@ -11,14 +12,13 @@ import traceback
 
 import cloudpickle
 import pytest
-from nbelastic.cluster.worker.modules import installed
 
 from nbelastic.cluster.kernel import sources
 from nbelastic.cluster.kernel.gitignore import GitIgnore
 from nbelastic.cluster.kernel.preflight import pack_function
 from nbelastic.cluster.kernel.sources import collect, why_missing
 from nbelastic.cluster.payload import Modules, unpack_call, unpack_modules
-from nbelastic.cluster.worker import modules as importing
+from nbelastic.cluster.worker.rank.modules import install
 
 
 @pytest.fixture
@@ -31,7 +31,6 @@ def folder(tmp_path, monkeypatch):
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             sys.modules.pop(name)
-    importing._State.kept = ("", {})
 
 
 def write(folder, **files):
@@ -41,14 +40,23 @@ def write(folder, **files):
         path.write_text(textwrap.dedent(text))
 
 
-def elsewhere(modules):
-    """What a process other than the kernel receives."""
-    return Modules(**{**vars(modules), "process": "another"})
+@contextlib.contextmanager
+def installed(modules):
+    """Import as a rank does, and undo it."""
+    before, finders = dict(sys.modules), list(sys.meta_path)
+    install(modules)
+    try:
+        yield
+    finally:
+        sys.meta_path[:] = finders
+        for name in set(sys.modules) - set(before):
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def run(folder, code, names, value="value"):
     """Run code as a rank elsewhere does: with the modules that travel, and without the folder."""
-    travelled = elsewhere(collect(names))
+    travelled = collect(names)
     path = sys.path.copy()
     sys.path.remove(str(folder))
     importlib.invalidate_caches()
@@ -111,51 +119,14 @@ def test_packages_relative_and_lazy_imports_work_elsewhere(folder, reached_by):
     assert not [name for name in sys.modules if name.partition(".")[0] in ("pkg", "space")]
 
 
-def test_an_edit_counts_and_what_the_process_had_is_back_afterwards(folder):
+def test_an_edit_counts_whatever_the_process_had_imported(folder):
     write(folder, helpers="version = 1")
     import helpers
 
     write(folder, helpers="version = 'two'")
     code = "import helpers\nvalue = helpers.version"
     assert run(folder, code, {"helpers"}) == "two"
-    assert sys.modules["helpers"] is helpers
     assert helpers.version == 1
-    assert not [each for each in sys.meta_path if type(each).__name__ == "_Finder"]
-
-
-def test_equal_modules_are_imported_once_for_two_jobs(folder):
-    write(folder, helpers="identity = object()")
-    code = "import helpers\nvalue = helpers.identity"
-    first = run(folder, code, {"helpers"})
-    assert run(folder, code, {"helpers"}) is first
-    write(folder, helpers="identity = 'another'")
-    assert run(folder, code, {"helpers"}) == "another"
-
-
-def test_two_versions_in_one_process_at_once_are_refused(folder):
-    write(folder, helpers="version = 1")
-    one = elsewhere(collect({"helpers"}))
-    write(folder, helpers="version = 22")
-    two = elsewhere(collect({"helpers"}))
-    with installed(one):
-        with installed(one):
-            import helpers
-
-            assert helpers.version == 1
-        with pytest.raises(ImportError, match="another job runs in this process"), installed(two):
-            pass
-    with installed(two):
-        import helpers
-
-        assert helpers.version == 22
-
-
-def test_the_kernel_itself_keeps_its_modules(folder):
-    write(folder, helpers="version = 1")
-    import helpers
-
-    with installed(collect({"helpers"})):
-        assert sys.modules["helpers"] is helpers
 
 
 def test_a_result_is_of_the_kernels_class_and_errors_show_the_users_line(folder):
@@ -165,7 +136,7 @@ def test_a_result_is_of_the_kernels_class_and_errors_show_the_users_line(folder)
     payload, travelled = pack_function(helpers.Thing, (), {})
     arrived, call = unpack_modules(payload), payload
     assert arrived == travelled
-    with installed(elsewhere(arrived)):
+    with installed(arrived):
         function, args, kwargs = unpack_call(call)
         assert function is not helpers.Thing
         result = cloudpickle.dumps(function(*args, **kwargs))
@@ -176,7 +147,7 @@ def test_a_result_is_of_the_kernels_class_and_errors_show_the_users_line(folder)
 
 def test_a_traceback_shows_the_lines_that_ran_not_those_on_disk(folder):
     write(folder, helpers="def fail():\n    return missing_then\n")
-    travelled = elsewhere(collect({"helpers"}))
+    travelled = collect({"helpers"})
     with installed(travelled):
         import helpers
 
@@ -219,12 +190,12 @@ def test_what_cannot_travel_is_left_out_with_its_reason(folder, monkeypatch):
 def test_an_excluded_module_is_imported_anew_where_it_lies(folder):
     write(folder, hidden="version = 1")
     (folder / ".gitignore").write_text("hidden.py")
-    with installed(elsewhere(collect({"hidden"}))):
+    with installed(collect({"hidden"})):
         import hidden
 
         assert hidden.version == 1
     write(folder, hidden="version = 'two'")
-    with installed(elsewhere(collect({"hidden"}))):
+    with installed(collect({"hidden"})):
         import hidden
 
         assert hidden.version == "two"

@@ -1,4 +1,4 @@
-"""Hooks in torch for code that was written for torch.distributed, and that they go away."""
+"""Hooks in torch for code that was written for torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import types
 
 import pytest
 import torch
-from nbelastic.cluster.worker.torch_hooks import SYNC_WARNING, hooked_torch, trainers_of
 
+from nbelastic.cluster.worker.rank.torch_hooks import SYNC_WARNING, hook_torch, trainers_of
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.elastic.runtime import RankSpec
 from nbelastic.elastic.sampling import sample
@@ -29,10 +29,26 @@ def session_of(size: int = 2) -> Session:
     return Session(RankSpec(job="job", start=3, place=place, bind="127.0.0.1"), Notes())
 
 
+@pytest.fixture(autouse=True)
+def _hooked(monkeypatch):
+    """Hook torch as in a rank's process, and undo it, since this one goes on."""
+    distributed, kind = torch.distributed, torch.nn.SyncBatchNorm
+    for module in (distributed, distributed.distributed_c10d):
+        monkeypatch.setattr(module, "init_process_group", module.init_process_group)
+    monkeypatch.setattr(kind, "__init__", kind.__init__)
+    monkeypatch.setattr(kind, "__setstate__", kind.__setstate__)
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    before = dict(hooks)
+    hook_torch()
+    yield
+    hooks.clear()
+    hooks.update(before)
+
+
 @pytest.fixture
 def session():
     made = session_of()
-    with hooked_torch(), activate(made):
+    with activate(made):
         yield made
     made.close()
 
@@ -119,10 +135,9 @@ def test_steps_of_ranks_that_never_met_are_not_sampled(session):
 
 def test_steps_outside_a_job_are_not_noted():
     context = LocalContext()
-    with hooked_torch(), activate(context):
+    with activate(context):
         step(torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1))
     assert (context.stepped, context.before_return) == (None, None)
-    assert sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks == {}
 
 
 # -- init_process_group ----------------------------------------------------------------------------
@@ -152,7 +167,7 @@ def test_a_place_of_the_callers_own_is_refused(session):
 
 def test_outside_a_rank_nothing_is_added(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with hooked_torch(), pytest.raises(ValueError) as caught:  # noqa: PT011
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
         torch.distributed.init_process_group()
     assert not getattr(caught.value, "__notes__", ())
 
@@ -223,51 +238,3 @@ def test_with_a_group_or_alone_or_outside_a_job_it_is_right(session):
         layers.append(torch.nn.SyncBatchNorm(4))
         layers[2](torch.ones(2, 4))
         context.about_to_exchange()
-
-
-# -- before and after ------------------------------------------------------------------------------
-
-
-def hooked() -> list[object]:
-    kind = torch.nn.SyncBatchNorm
-    distributed = torch.distributed
-    return [
-        distributed.init_process_group,
-        distributed.distributed_c10d.init_process_group,
-        kind.__init__,
-        kind.__setstate__,
-        vars(kind).get("__setstate__"),
-        tuple(sys.meta_path),
-    ]
-
-
-def test_hooks_go_with_the_last_rank():
-    before = hooked()
-    with hooked_torch():
-        with hooked_torch():
-            during = hooked()
-        assert hooked() == during
-    assert not [each for each in during if each in before and each is not None]
-    assert hooked() == before
-
-
-def test_a_module_is_hooked_as_it_is_imported(tmp_path, monkeypatch):
-    from nbelastic.cluster.worker import torch_hooks
-
-    (tmp_path / "trained_later.py").write_text("value = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    undone = []
-
-    def hook(module):
-        module.value = 2
-        return lambda: undone.append(module)
-
-    monkeypatch.setitem(torch_hooks._HOOKS, "trained_later", hook)
-    try:
-        with hooked_torch():
-            import trained_later
-
-            assert trained_later.value == 2
-        assert undone == [trained_later]
-    finally:
-        sys.modules.pop("trained_later", None)

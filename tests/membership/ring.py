@@ -118,7 +118,9 @@ class Ring:
                 continue
             told = abruptly and other.worker.slot.host == rank.worker.slot.host
             gone = (rank.start,) if told else ()
-            self.world.on(other.worker, NEIGHBOUR_NOTICES, lambda o=other, g=gone: self.notice(o, g))
+            self.world.on(
+                other.worker, NEIGHBOUR_NOTICES, lambda o=other, g=gone: self.notice(o, g)
+            )
 
     def notice(self, rank: FakeRank, gone: tuple[int, ...] = ()) -> None:
         if rank.generation == self.plan.generation:

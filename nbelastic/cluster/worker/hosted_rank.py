@@ -1,4 +1,4 @@
-"""Host one rank of a worker: its process, output, heartbeats and end.
+"""Supervise one rank of a worker: its process, output, heartbeats and end.
 
 Runs in a worker, in its event loop. What ends a rank: its function's end; an order, which raises in
 the function, then SIGTERM and SIGKILL, each after a limit; a signal of someone else; too much

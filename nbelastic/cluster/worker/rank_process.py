@@ -287,6 +287,8 @@ class RankServer:
                 process.wait(1.0)
             process.kill()
             process.wait()
+        for number in list(self._ranks):
+            self._finish(number, reason="its rank server was closed")
 
     def _close_control(self) -> None:
         assert self._control is not None

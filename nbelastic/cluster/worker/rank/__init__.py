@@ -1,1 +1,1 @@
-"""In a rank's own process, which its rank server has forked."""
+"""Program of a rank's own process, and of the rank server that forks it."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["RankClient"]
 
 NO_WORKER = (
-    "a rank is a process of its own, apart from its worker, and has no access to that object; "
-    "get_client() returns a client of its cluster"
+    "a rank is a process of its own, and has no access to its worker; get_client() returns "
+    "a client of its cluster"
 )
 
 

@@ -1,0 +1,83 @@
+"""Where an order to end reaches a rank's main thread, and where it must not."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nbelastic.cluster.worker.rank import interrupt as room
+from nbelastic.cluster.worker.rank.interrupt import SIGNAL, SignalInterrupt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Told(BaseException):
+    """What the tests raise."""
+
+
+@pytest.fixture
+def interrupt() -> Iterator[SignalInterrupt]:
+    before = signal.getsignal(SIGNAL)
+    yield SignalInterrupt()
+    signal.signal(SIGNAL, before)
+
+
+def soon(action) -> threading.Thread:
+    """Do something in a thread, as the one that reads orders does."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("wait", [lambda: time.sleep(60), threading.Event().wait, None])
+def test_the_function_is_interrupted_where_it_stands(interrupt, wait) -> None:
+    here = threading.Event()
+    thread = soon(lambda: (here.wait(), interrupt.request(Told)))
+    with pytest.raises(Told), interrupt.reachable():
+        here.set()
+        if wait is not None:
+            wait()
+        while True:
+            pass
+    thread.join()
+
+
+def test_nothing_is_raised_without_a_request(interrupt) -> None:
+    with interrupt.reachable():
+        interrupt.nudge()
+        signal.raise_signal(SIGNAL)
+
+
+def test_a_request_that_is_dropped_in_time_is_not_raised(interrupt, monkeypatch) -> None:
+    with interrupt.reachable():
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "_OURS", (__file__,))  # it is not to be interrupted now
+            interrupt.request(Told)
+        interrupt.drop()
+        interrupt.nudge()
+
+
+def test_in_our_own_rooms_which_obey_by_themselves_it_waits(interrupt, monkeypatch) -> None:
+    with pytest.raises(Told), interrupt.reachable():
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "_OURS", (__file__,))
+            interrupt.request(Told)
+            interrupt.nudge()
+        interrupt.nudge()  # as each heartbeat does
+        pytest.fail("it was not raised")
+
+
+def test_outside_of_the_function_it_waits(interrupt) -> None:
+    with interrupt.reachable():
+        pass
+    interrupt.request(Told)
+    signal.raise_signal(SIGNAL)  # one that was under way
+    with pytest.raises(Told), interrupt.reachable():
+        interrupt.nudge()
+    with interrupt.reachable():
+        interrupt.nudge()  # it has been obeyed

@@ -1,0 +1,136 @@
+"""Ranks' processes without Dask: a rank server, started by an event loop of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import psutil
+
+from nbelastic.cluster.payload import Modules
+from nbelastic.cluster.wire import JobPayload, RankEvent
+from nbelastic.cluster.worker.rank.channel import RankSetup, frame
+from nbelastic.cluster.worker.rank_process import RankServer
+from nbelastic.elastic.runtime import RankSpec
+from nbelastic.membership import Place, RankLeft, RankRaised, RankReturned
+from nbelastic.pickling import dumps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from nbelastic.cluster.wire import Message
+    from nbelastic.cluster.worker.rank_exit import ProcessExit
+    from nbelastic.cluster.worker.rank_process import RankProcess
+
+PATIENCE_S = 60.0
+
+
+def setup_of(function: Callable[..., Any], *args: Any) -> bytes:
+    """Return the first frame to a rank that calls a function; the function travels by value."""
+    payload = JobPayload(b"", pickle.dumps(Modules()), dumps((function, args, {})))
+    setup = RankSetup(
+        RankSpec(job="job", start=0, place=Place(0, 1, 0, 1, 0, 1), bind="127.0.0.1"),
+        payload,
+        environment=dict(os.environ),
+        directory=os.getcwd(),
+        path=tuple(sys.path),
+        threads=1,
+        scheduler="tcp://127.0.0.1:9",
+        security=None,
+        dask_config=b"",
+    )
+    return frame(pickle.dumps(setup))
+
+
+class Launched:
+    """A rank, and all that comes of it, in order: messages, and what it has printed as bytes."""
+
+    def __init__(self, server: RankServer, function: Callable[..., Any], *args: Any) -> None:
+        self.came: list[Message | bytes] = []
+        self.process: RankProcess = server.launch(self.came.append, self.came.append)
+        self.process.send_bytes(setup_of(function, *args))
+
+    async def end(self) -> ProcessExit:
+        return await asyncio.wait_for(self.process.wait(), PATIENCE_S)
+
+    @property
+    def output(self) -> str:
+        return b"".join(each for each in self.came if isinstance(each, bytes)).decode()
+
+    @property
+    def last(self) -> Any:
+        """The event that says how the function has ended; None if there is none."""
+        events = [each for each in self.came if isinstance(each, RankEvent)]
+        ends = [e for e in events if isinstance(e.event, (RankReturned, RankRaised, RankLeft))]
+        return ends[-1] if ends else None
+
+    @property
+    def result(self) -> Any:
+        assert self.last is not None, self.output
+        assert self.last.result is not None, (self.last.event, self.output)
+        return cloudpickle.loads(self.last.result)
+
+    async def printed(self, text: str) -> None:
+        """Wait until it has printed a text."""
+        await until(lambda: text in self.output)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, "it did not come"
+        await asyncio.sleep(0.01)
+
+
+class Host:
+    """An event loop with a rank server, for tests that are no coroutines."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.server = self.do(self._server())
+
+    async def _server(self) -> RankServer:
+        server = RankServer()
+        server.start()
+        return server
+
+    def do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def launch(self, function: Callable[..., Any], *args: Any) -> Launched:
+        async def made() -> Launched:
+            return Launched(self.server, function, *args)
+
+        launched: Launched = self.do(made())
+        return launched
+
+    def run(self, function: Callable[..., Any], *args: Any) -> tuple[Launched, ProcessExit]:
+        """Run a function as a rank; return the rank, and how its process has ended."""
+        launched = self.launch(function, *args)
+        return launched, self.do(launched.end())
+
+    def close_server(self) -> None:
+        async def end() -> None:
+            self.server.close()
+
+        self.do(end())
+
+    def close(self) -> None:
+        self.close_server()
+        self.do(until(lambda: not self.server._tasks))
+        self.do(asyncio.sleep(0.05))  # transports are closed in the loop's next turns
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+
+def is_there(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
