@@ -102,9 +102,11 @@ def work(marks, steps, kill_at):
     return state.step, [each.detach().cpu().tolist() for each in model.parameters()]
 
 
-def test_a_job_on_a_gpu_outlives_its_workers(crew, tmp_path):
-    job = crew.fit(work, np=3, min_np=2, max_np=3, args=[tmp_path, 40, 12])
+@pytest.mark.parametrize(("backend", "kind"), [("auto", "shm"), ("cuda_ipc", "cuda_ipc")])
+def test_a_job_on_a_gpu_outlives_its_workers(crew, tmp_path, backend, kind):
+    job = crew.fit(work, np=3, min_np=2, max_np=3, args=[tmp_path, 40, 12], backend=backend)
     results = job.results()
+    assert job.status.backend == kind
     assert sizes(job)[0] == 3
     assert len(sizes(job)) > 1
     assert all(result == results[0] for result in results)
