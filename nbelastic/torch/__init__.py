@@ -84,6 +84,7 @@ from nbelastic.torch.ops.reductions import (
     reducescatter_async,
 )
 from nbelastic.torch.ops.sparse import sparse_allreduce_async
+from nbelastic.torch.ops.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     "Adasum",
@@ -97,6 +98,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -116,6 +118,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "convert_sync_batchnorm",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -120,9 +120,6 @@ class Coordination:
         ValueError
             There is one of that name, which has not ended, or there are too many.
         """
-        if (key, name) in self._pending:
-            # It may just be ending, where all others have begun it before a barrier.
-            self.flush()
         with self._lock:
             if (key, name) in self._pending:
                 raise ValueError(
