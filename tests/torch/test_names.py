@@ -33,7 +33,9 @@ def test_any_order_and_any_operation(kind, size):
         for _ in range(3):
             names = order.sample(sorted(begin), len(begin))
             handles = {name: begin[name]() for name in names}
-            found = {name: hvd.synchronize(handles[name]) for name in order.sample(names, len(names))}
+            found = {
+                name: hvd.synchronize(handles[name]) for name in order.sample(names, len(names))
+            }
             assert found["sum"].item() == sum(range(size))
             assert found["rows"].tolist() == [r for r in range(size) for _ in range(r)]
             assert found["copy"].item() == 1
@@ -81,7 +83,7 @@ def test_a_name_twice_at_once_is_an_error_and_changes_nothing():
         if context.rank == 0:
             handle = hvd.allreduce_async(torch.ones(1), name="once", op=hvd.Sum)
             for begin in (hvd.allreduce_async, hvd.allgather_async):
-                with pytest.raises(ValueError, match="duplicate name: all.* of name 'once'"):
+                with pytest.raises(ValueError, match=r"duplicate name: all.* of name 'once'"):
                     begin(torch.ones(1), name="once")
             hvd.barrier()
         else:

@@ -32,7 +32,9 @@ def test_uneven_batches_count_each_sample_once(kind, size, shape, momentum):
         for _ in range(2):
             output = layer(values)
             outputs.append(output.detach())
-            (output * torch.arange(1.0, 5).view(1, 4, *[1] * (len(shape) - 1)).sin()).square().sum().backward()
+            (
+                output * torch.arange(1.0, 5).view(1, 4, *[1] * (len(shape) - 1)).sin()
+            ).square().sum().backward()
         return outputs, values.grad
 
     def rank_main(context):
@@ -43,7 +45,9 @@ def test_uneven_batches_count_each_sample_once(kind, size, shape, momentum):
         evaluated = layer(rows_of(9, size, torch.float64, shape))
         return outputs, grad, parameters, [b.clone() for b in layer.buffers()], evaluated
 
-    plain = (torch.nn.BatchNorm1d if len(shape) == 1 else torch.nn.BatchNorm2d)(4, momentum=momentum)
+    plain = (torch.nn.BatchNorm1d if len(shape) == 1 else torch.nn.BatchNorm2d)(
+        4, momentum=momentum
+    )
     plain = plain.double()
     expected, grad = run(plain, rows_of(9, size, torch.float64, shape))
     results = run_ranks(size, rank_main, make=MAKERS[kind])
@@ -61,7 +65,9 @@ def test_uneven_batches_count_each_sample_once(kind, size, shape, momentum):
 
 def test_it_trains_with_a_distributed_optimizer_and_joined_ranks():
     def rank_main(context):
-        net = torch.nn.Sequential(torch.nn.Linear(3, 4), hvd.SyncBatchNorm(4), torch.nn.Linear(4, 1))
+        net = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), hvd.SyncBatchNorm(4), torch.nn.Linear(4, 1)
+        )
         hvd.broadcast_parameters(net.state_dict())
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         for _ in range(context.rank + 1):

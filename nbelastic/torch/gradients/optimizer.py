@@ -17,8 +17,8 @@ from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names
 from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.ops.adasum import GradientOp
 from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.reductions import allreduce
 from nbelastic.torch.ops.process_sets import group_of
+from nbelastic.torch.ops.reductions import allreduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -380,9 +380,7 @@ class Reducer:
             if phase == "layout":
                 return
             apart = self._apart.parameters or not self.options.changes_types_only
-            self._deferred = (
-                isinstance(step, ReductionStep) and not apart and step.launch_all()
-            )
+            self._deferred = isinstance(step, ReductionStep) and not apart and step.launch_all()
         if not self._deferred:
             self._end_step()
 
@@ -408,11 +406,10 @@ class Reducer:
 
     def _reduce_apart(self, step: ReductionStep | MicroBatchReduction) -> None:
         """Reduce what does not travel with the others: sparse gradients, and compressed ones."""
-        if isinstance(step, ReductionStep):
-            if step.communicator.size > 1:
-                self._apart.parameters += step.found_sparse
-                apart = self._trained(apart=True)
-                self._apart.reduce(Group(step.context, self.process_set), apart, self.names)
+        if isinstance(step, ReductionStep) and step.communicator.size > 1:
+            self._apart.parameters += step.found_sparse
+            apart = self._trained(apart=True)
+            self._apart.reduce(Group(step.context, self.process_set), apart, self.names)
         if isinstance(self._optimizer(), torch.optim.SparseAdam):  # takes no other gradients
             for parameter in self._trained(apart=True):
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nbelastic.elastic.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import SumTiming
 from nbelastic.torch.identity import same
@@ -270,7 +271,8 @@ class ReductionStep:
             if self._launched == len(layout.groups) - 1:
                 self._arrived.check_sample()
             self._launch_next(layout)
-        self._agree(layout.deliver())
+        with timeline.span("REDUCE_GRADIENTS"):
+            self._agree(layout.deliver())
 
     @property
     def concerns_peers(self) -> bool:

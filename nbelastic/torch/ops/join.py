@@ -44,8 +44,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where sums a
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
 
-    Allgather, broadcast, alltoall, reducescatter, Min, Max, Product and Adasum raise an error on the
-    ranks that call them while another has joined.
+    Allgather, broadcast, alltoall, reducescatter, Min, Max, Product and Adasum raise an error on
+    the ranks that call them while another has joined.
 
     Parameters
     ----------
