@@ -45,6 +45,9 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     return GlooCommunicator(rendezvous)
 
 
+Communicator.make_subgroup = staticmethod(connect)
+
+
 def missing_native_part() -> str:
     """Return why shared memory cannot be used in this installation; empty where it can."""
     from nbelastic.native import missing

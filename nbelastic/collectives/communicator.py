@@ -138,14 +138,14 @@ class Communicator(abc.ABC):
     If not, a tensor that is changed then may arrive half changed on ranks that have not failed yet.
     """
 
-    devices: frozenset[str] = frozenset()
-    """Types of accelerators whose tensors it reduces where they are, as torch calls them."""
+    make_subgroup: ClassVar[Callable[[Rendezvous], Communicator]]
+    """Makes a communicator of a rendezvous, of any kind; set by the package, which knows all."""
 
     rank: int
     size: int
     generation: int
 
-    _abort_signal: AbortSignal | None = None
+    _abort_signal: AbortSignal  # of all kinds but that of a single rank
 
     @abc.abstractmethod
     def connect(self) -> Communicator:
@@ -376,8 +376,9 @@ class Communicator(abc.ABC):
 
         `orderly` is whether it was closed with no operation under way.
         """
-        if self._abort_signal is not None:
-            self._abort_signal.on_abort(callback)
+        signal: AbortSignal | None = getattr(self, "_abort_signal", None)
+        if signal is not None:
+            signal.on_abort(callback)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
         """Return a connected communicator of some of the ranks, which all of them call this for.
@@ -395,7 +396,7 @@ class Communicator(abc.ABC):
         """
         raise NotImplementedError(f"a communicator of kind {self.name!r} has no subgroups")
 
-    def close_subgroup(self, name: str) -> None:
+    def close_subgroup(self, name: str) -> None:  # noqa: B027 - those without subgroups have none
         """Close a communicator that :meth:`subgroup` has made, if there is one."""
 
     def matching_client(self) -> MatchingClient | None:

@@ -83,7 +83,7 @@ def test_a_name_twice_at_once_is_an_error_and_changes_nothing():
         if context.rank == 0:
             handle = hvd.allreduce_async(torch.ones(1), name="once", op=hvd.Sum)
             for begin in (hvd.allreduce_async, hvd.allgather_async):
-                with pytest.raises(ValueError, match="duplicate name: all.* of name 'once'"):
+                with pytest.raises(ValueError, match=r"duplicate name: all.* of name 'once'"):
                     begin(torch.ones(1), name="once")
             hvd.barrier()
         else:

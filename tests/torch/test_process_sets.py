@@ -21,6 +21,7 @@ TAKERS = sorted(
     and not isinstance(getattr(hvd, name), type)
     and "process_set" in inspect.signature(getattr(hvd, name)).parameters
     and "process_set" not in name
+    and name != "convert_sync_batchnorm"
 )
 
 
@@ -51,7 +52,7 @@ def test_what_is_no_set_is_refused_before_anything_is_sent(name):
         assert hvd.remove_process_set(gone)
         for some in ([0], 1, hvd.ProcessSet([0]), gone):
             first, more = arguments_of(name)
-            with pytest.raises(ValueError, match="process_set|is not added"):
+            with pytest.raises(ValueError, match=r"process_set|is not added"):
                 getattr(hvd, name)(*first, **more, process_set=some)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
 

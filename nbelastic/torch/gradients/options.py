@@ -64,7 +64,8 @@ class ReduceOptions:
         if not all(map(callable, methods)):
             raise ValueError(
                 "compression must be Compression.none, Compression.fp16, Compression.bf16, or have "
-                f"the methods compress(tensor) and decompress(tensor, ctx), not {self.compression!r}"
+                "the methods compress(tensor) and decompress(tensor, ctx), not "
+                f"{self.compression!r}"
             )
         if not self.changes_types_only and self.op is Adasum:
             raise ValueError("op=Adasum needs a compression that only changes types")

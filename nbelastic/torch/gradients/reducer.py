@@ -29,7 +29,7 @@ from nbelastic.torch.gradients.reduction_step import ReductionStep
 from nbelastic.torch.gradients.separate import SeparateReduction
 from nbelastic.torch.identity import same
 from nbelastic.torch.ops.coordination import announce
-from nbelastic.torch.ops.join import SERVICES
+from nbelastic.torch.ops.join import SERVICES, at_end
 from nbelastic.torch.ops.process_sets import Group, global_process_set
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Reducer:
         self.serial = next(_serials)
         self._apart = SeparateReduction(options)
         self._alone: SoloCommunicator | None = None
+        self._deferred = False
         self._optimizer = weakref.ref(optimizer)
         self.names = names
         self.options = options
@@ -286,7 +287,7 @@ class Reducer:
     def _use_agreed_layout(self, step: ReductionStep) -> None:
         agreement, communicator = self._agreement, step.communicator
         if agreement.exchanges(communicator, step.parameters):
-            step.announce()
+            step.announce("layout")
         if agreement.is_one_of_several(communicator) and agreement.is_to_exchange_order:
             communicator.agree(self._description(step.parameters))
         layout = self._agreed_layout(communicator, step.parameters)
@@ -355,15 +356,41 @@ class Reducer:
             self._alone = SoloCommunicator(context.generation)
         return self._alone
 
-    def _announce(self, communicator: Communicator) -> None:
-        """Tell ranks that have joined which optimizer steps."""
-        announce(communicator, {"kind": "step", "number": self._agreement.number_in(communicator)})
+    def _announce(self, communicator: Communicator, phase: str) -> None:
+        """Tell ranks that have joined which optimizer steps, and what is exchanged next."""
+        number = self._agreement.number_in(communicator)
+        announce(communicator, {"kind": "step", "number": number, "phase": phase})
 
-    def step_with_nothing(self) -> None:
-        """Take part in a step of the other ranks, as one that has joined."""
-        self.forget()
-        for parameter in self._trained(apart=True):
-            parameter.grad = None
+    @torch.no_grad()
+    def step_with_nothing(self, phase: str) -> None:
+        """Take part in a phase of a step of the other ranks, as one that has joined.
+
+        Sums that go on during their backward are not waited for, because the other ranks may need
+        this one for something else first. :meth:`end_with_nothing` waits for them.
+        """
+        if phase == "layout" or self._deferred or self._step is None:
+            self.end_with_nothing()
+            self.forget()
+            for parameter in self._trained(apart=True):
+                parameter.grad = None
+        with self._lock:
+            step = self._present_step()
+            if isinstance(step, ReductionStep) and step.needs_layout:
+                self._use_agreed_layout(step)
+            if phase == "layout":
+                return
+            apart = self._apart.parameters or not self.options.changes_types_only
+            self._deferred = isinstance(step, ReductionStep) and not apart and step.launch_all()
+        if not self._deferred:
+            self._end_step()
+
+    def end_with_nothing(self) -> None:
+        """Wait for a step of the other ranks that this one has taken part in."""
+        if self._deferred:
+            self._deferred = False
+            self._end_step()
+
+    def _end_step(self) -> None:
         self.synchronize()
         for parameter in self._trained(apart=True):
             parameter.grad = None
@@ -379,11 +406,10 @@ class Reducer:
 
     def _reduce_apart(self, step: ReductionStep | MicroBatchReduction) -> None:
         """Reduce what does not travel with the others: sparse gradients, and compressed ones."""
-        if isinstance(step, ReductionStep):
-            if step.communicator.size > 1:
-                self._apart.parameters += step.found_sparse
-                apart = self._trained(apart=True)
-                self._apart.reduce(Group(step.context, self.process_set), apart, self.names)
+        if isinstance(step, ReductionStep) and step.communicator.size > 1:
+            self._apart.parameters += step.found_sparse
+            apart = self._trained(apart=True)
+            self._apart.reduce(Group(step.context, self.process_set), apart, self.names)
         if isinstance(self._optimizer(), torch.optim.SparseAdam):  # takes no other gradients
             for parameter in self._trained(apart=True):
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:
@@ -507,11 +533,20 @@ def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
         alive = sorted(_alive, key=lambda each: each.serial)
     for reducer in alive:
         if reducer.is_number(what["number"], context, communicator):
-            reducer.step_with_nothing()
+            reducer.step_with_nothing(what["phase"])
             return
 
 
+def _end_steps_of_joined(context: Context) -> None:
+    with _alive_lock:
+        alive = list(_alive)
+    for reducer in alive:
+        if reducer._context is context:
+            reducer.end_with_nothing()
+
+
 SERVICES["step"] = _step_of_joined
+at_end.append(_end_steps_of_joined)
 
 _serials = itertools.count()
 _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()

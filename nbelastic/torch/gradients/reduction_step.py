@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nbelastic.elastic.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import SumTiming
 from nbelastic.torch.identity import same
@@ -50,7 +51,7 @@ class ReductionStep:
         passes: int,
         *,
         of_all: bool = True,
-        announce: Callable[[], None] | None = None,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         self.context = context
         self.communicator = communicator
@@ -66,6 +67,7 @@ class ReductionStep:
         self._timing = SumTiming.AFTER_BACKWARD
         self._of_all = of_all
         self._announce = announce
+        self._announced: set[str] = set()
 
     @property
     def has_gradients(self) -> bool:
@@ -186,11 +188,26 @@ class ReductionStep:
                 break
             self._launch_next(self.layout)
 
-    def announce(self) -> None:
-        """Tell ranks that have joined of this step, once, before its first exchange."""
-        announce, self._announce = self._announce, None
-        if announce is not None:
-            announce()
+    def announce(self, phase: str) -> None:
+        """Tell ranks that have joined of a phase of this step, once, before its first exchange.
+
+        Between the two, and between the sums, backward may exchange other things.
+        """
+        if self._announce is not None and phase not in self._announced:
+            self._announced.add(phase)
+            self._announce(phase)
+
+    def launch_all(self) -> bool:
+        """Launch all groups with what there is, where that waits for no other rank.
+
+        Return whether it did.
+        """
+        layout = self.layout
+        if layout is None or self._timing is not SumTiming.DURING_BACKWARD:
+            return False
+        while self._launched < len(layout.groups):
+            self._launch_next(layout)
+        return True
 
     def _change_flag(self) -> float:
         """Return whether the membership is about to change; a rank that has joined says so."""
@@ -206,7 +223,7 @@ class ReductionStep:
 
     def _check_consistency(self) -> None:
         """Check, once, that all ranks take the same step."""
-        self.announce()
+        self.announce("sums")
         description, self._description = self._description, ""
         if description:
             self.communicator.agree(description)
@@ -254,10 +271,8 @@ class ReductionStep:
             if self._launched == len(layout.groups) - 1:
                 self._arrived.check_sample()
             self._launch_next(layout)
-        changed = layout.deliver()
-        # Where sums are formed on an accelerator, all were launched during backward.
-        self._arrived.check_sample()
-        self._agree(changed)
+        with timeline.span("REDUCE_GRADIENTS"):
+            self._agree(layout.deliver())
 
     @property
     def concerns_peers(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reduction of gradients that cannot travel together: sparse ones, and those compressed by a user.
+"""Reduction of sparse gradients, and of those with a compression of the user's.
 
 They are reduced after backward, as operations that ranks compare.
 """

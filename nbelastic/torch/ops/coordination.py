@@ -1,11 +1,11 @@
-"""Coordination of what ranks begin at different times: named operations, and ``join()``.
+"""Coordination of named operations, and of ranks that have joined.
 
 Each rank of a generation has a thread that listens to the matching of operations
 (:mod:`nbelastic.collectives.matching`). It starts with the rank's first operation and sleeps.
 
-*Names.* A rank offers a named operation. When all have, each thread launches it, over a communicator
-of its own, in the order in which the matching has decided. So the order in which ranks begin named
-operations does not matter. Operations without a name never come here.
+*Names.* A rank offers a named operation. When all have, each thread launches it, over a
+communicator for these operations, in the order in which the matching has decided. So the order in
+which ranks begin named operations does not matter. Operations without a name never come here.
 
 *Join.* Operations without a name, and steps of optimizers, are numbered on each rank. A rank that
 joins tells its number. From then on the threads of the other ranks tell what they are in, also if
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.collectives.matching import MatchingClient
-    from nbelastic.torch.ops.operation import Operation, Waitable
+    from nbelastic.torch.ops.operation import TensorOperation, Waitable
 
 __all__ = ["JOINED", "Coordination", "announce", "coordination_of", "is_joined", "not_with_join"]
 
@@ -113,7 +113,7 @@ class Coordination:
     # -- operations with a name ------------------------------------------------------------------
 
     def offer(
-        self, key: str, members: Sequence[int], name: str, operation: Operation[T]
+        self, key: str, members: Sequence[int], name: str, operation: TensorOperation[T]
     ) -> Pending[T]:
         """Begin a named operation among `members`; it is launched when all have.
 
@@ -122,9 +122,6 @@ class Coordination:
         ValueError
             There is one of that name, which has not ended, or there are too many.
         """
-        if (key, name) in self._pending:
-            # It may just be ending, where all others have begun it before a barrier.
-            self.flush()
         with self._lock:
             if (key, name) in self._pending:
                 raise ValueError(
@@ -258,7 +255,7 @@ class Coordination:
             raise disagreement(
                 [message["text"] if text is None else text for text in texts], members
             )
-        operation: Operation[Any]
+        operation: TensorOperation[Any]
         if named is None:  # this rank has joined
             operation = Allreduce.of_zeros(message["spec"])
             operation.prepare()
@@ -361,7 +358,7 @@ class _Named:
         key: str,
         members: list[int],
         name: str,
-        operation: Operation[Any],
+        operation: TensorOperation[Any],
     ) -> None:
         self.key, self.members, self.name = key, members, name
         self.operation = operation

@@ -16,6 +16,8 @@ from nbelastic.elastic.context import current, initialize
 from nbelastic.elastic.session import Session
 from nbelastic.errors import NotInitialized
 from nbelastic.membership import FRESH
+from nbelastic.torch.ops.coordination import announce
+from nbelastic.torch.ops.environment import heed_environment
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
@@ -81,7 +83,7 @@ class ProcessSet:
         return current().rank in self.ranks
 
     def rank(self) -> int | None:
-        """Return the calling rank's position in the set; None if the set is not added, or without it."""
+        """Return the calling rank's position; None if it is not in the set, or that not added."""
         if not self.included():
             return None
         return self.ranks.index(current().rank)
@@ -264,7 +266,10 @@ def group_of(process_set: object) -> Group:
         raise ValueError(
             f"{process_set!r} is not added, or was removed; call hvd.add_process_set() on all ranks"
         )
-    return Group(current(), process_set)
+    context = current()
+    if context.is_shut_down:
+        raise NotInitialized("call hvd.init() again after hvd.shutdown() before operations")
+    return Group(context, process_set)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -288,8 +293,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     registry = _registry(context)
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set!r} is added already")
-    from nbelastic.torch.ops.coordination import announce
-
     communicator = context.communicator()
     announce(communicator, "add_process_set")
     wanted = process_set._named
@@ -320,8 +323,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or process_set is global_process_set:
         return False
     context = current()
-    from nbelastic.torch.ops.coordination import announce
-
     communicator = context.communicator()
     announce(communicator, "remove_process_set")
     communicator.agree(f"remove_process_set of {process_set._describe()}")
@@ -363,6 +364,7 @@ def init(
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
     initialize()
+    heed_environment()
     if not process_sets or isinstance(process_sets, str):
         return
     made = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
