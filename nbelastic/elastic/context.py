@@ -103,8 +103,6 @@ class Context(abc.ABC):
         Seconds to write the state when this rank leaves, as no other rank has it; else 0.
     is_shut_down : bool
         Whether the user has called ``shutdown()``, and not ``init()`` again.
-    shares_process : bool
-        Whether other ranks are threads of this process, and draw from the same random generators.
     """
 
     rank: int
@@ -132,7 +130,6 @@ class Context(abc.ABC):
     share: StepShare | None = None
     save_commit: Callable[[], None] | None = None
     time_to_save = 0.0
-    shares_process = False
     is_shut_down = False
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
@@ -347,14 +344,8 @@ class Acting:
 
 
 def initialize() -> None:
-    """Ensure that the calling thread has a context: its job's, else a world of one rank.
-
-    Raises
-    ------
-    NotInitialized
-        The process has several ranks, and the calling thread is none of theirs.
-    """
-    known = current_or_alone()
+    """Ensure that the calling thread has a context: its job's, else a world of one rank."""
+    known = current_or_none()
     if known is not None:
         known.is_shut_down = False
     else:

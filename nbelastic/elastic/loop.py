@@ -10,6 +10,7 @@ from nbelastic.elastic.context import current
 from nbelastic.elastic.session import Session
 from nbelastic.elastic.supervision import Supervision
 from nbelastic.elastic.timeline import timeline
+from nbelastic.elastic.torch_modes import TorchModes
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
 from nbelastic.membership import FRESH
 

@@ -272,7 +272,10 @@ class ReductionStep:
                 self._arrived.check_sample()
             self._launch_next(layout)
         with timeline.span("REDUCE_GRADIENTS"):
-            self._agree(layout.deliver())
+            changed = layout.deliver()
+        # Where sums are formed on an accelerator, all were launched during backward.
+        self._arrived.check_sample()
+        self._agree(changed)
 
     @property
     def concerns_peers(self) -> bool:

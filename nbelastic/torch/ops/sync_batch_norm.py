@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import current_or_alone
+from nbelastic.elastic.context import current_or_none
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.autograd import apply
 from nbelastic.torch.ops.coordination import announce
@@ -70,7 +70,7 @@ class SyncBatchNorm(_BatchNorm):
         if tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         group = None
-        if uses_batch and current_or_alone() is not None:
+        if uses_batch and current_or_none() is not None:
             group = group_of(self.process_set)
         if group is None or group.size == 1:
             return torch.nn.functional.batch_norm(
