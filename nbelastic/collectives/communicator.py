@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from nbelastic.collectives.matching import MatchingClient
     from nbelastic.collectives.reduction_tree import Blocks
 
-__all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous"]
+__all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous", "connectors"]
+
+connectors: list[Callable[[Rendezvous], Communicator]] = []
+"""What makes a communicator of any kind; the package, which knows all kinds, adds it."""
 
 BACKENDS = ("auto", "gloo", "shm", "pygloo")
 """Values of :attr:`Rendezvous.backend`."""
@@ -137,9 +140,6 @@ class Communicator(abc.ABC):
 
     If not, a tensor that is changed then may arrive half changed on ranks that have not failed yet.
     """
-
-    make_subgroup: ClassVar[Callable[[Rendezvous], Communicator]]
-    """Makes a communicator of a rendezvous, of any kind; set by the package, which knows all."""
 
     rank: int
     size: int
