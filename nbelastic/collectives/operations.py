@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from nbelastic.collectives.abort_signal import Wakeup
-from nbelastic.collectives.communicator import Communicator
+from nbelastic.collectives.communicator import Communicator, connectors
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class AsyncCommunicator(Communicator):
             return known
         self.check()
         its = self._rendezvous
-        made = self.make_subgroup(
+        made = connectors[0](
             dataclasses.replace(
                 its, job=f"{its.job}/{name}", rank=ranks.index(self.rank), size=len(ranks)
             )

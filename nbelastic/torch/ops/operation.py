@@ -1,8 +1,9 @@
 """Collective operations on tensors of users, on any device and in any layout.
 
 A :class:`TensorOperation` knows what it is about to do on this rank.
-:mod:`nbelastic.torch.ops.begin` has the ranks compare that and then launches it. The communicator is lent private buffers only, so a
-failed operation leaves the caller's tensors as they were.
+:mod:`nbelastic.torch.ops.begin` has the ranks compare that and then launches it.
+The communicator is lent private buffers only, so a failed operation leaves the caller's tensors as
+they were.
 """
 
 from __future__ import annotations
