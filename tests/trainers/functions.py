@@ -45,7 +45,7 @@ def everyones(rows):
 
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, rows)
-    return sum(everyone, [])
+    return [row for rows in everyone for row in rows]
 
 
 def disturb(flag, stop, kills, epoch, step):

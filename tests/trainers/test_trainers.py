@@ -30,7 +30,9 @@ def test_a_kill_and_a_join(crew, tmp_path, trainer):
     assert [each.digest for each in outcomes] == [outcomes[0].digest] * len(outcomes)
     assert sizes(job)[:2] == [2, 1]
     for epoch in range(functions.EPOCHS):
-        counts = Counter(row for number, rows in outcomes[0].seen if number == epoch for row in rows)
+        counts = Counter(
+            row for number, rows in outcomes[0].seen if number == epoch for row in rows
+        )
         assert set(counts) == set(range(functions.ROWS)), f"epoch {epoch}"
         assert sum(counts.values()) <= functions.ROWS + 2, f"epoch {epoch}"
     assert all(each.facts == outcomes[0].facts for each in outcomes)
