@@ -10,7 +10,7 @@ NATIVE_SOURCES := nbelastic/native/CMakeLists.txt $(wildcard $(addprefix nbelast
 # Processes that run tests; much of a test is waiting.
 JOBS ?= 2
 
-.PHONY: test test-fast test-keras demo native lint docs chaos simulate sanitize clean
+.PHONY: test test-fast test-keras test-trainers demo native lint docs chaos simulate sanitize clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,19 @@ test-keras: $(NATIVE) $(KERAS_STAMP)
 		KERAS_BACKEND=$$backend $(KERAS_VENV)/bin/python -m pytest -p no:cacheprovider tests/keras; \
 	done
 
+# accelerate, Transformers and Lightning in an environment of their own; torch's suite of back ends.
+TRAINERS := $(VENV)-trainers
+$(TRAINERS)/.installed: pyproject.toml constraints.txt constraints-trainers.txt
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install -q -c constraints.txt \
+		"torch" "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
+	$(TRAINERS)/bin/python -m pip install -q -c constraints.txt -c constraints-trainers.txt \
+		--no-build-isolation -e ".[test,trainers]"
+	touch $@
+
+test-trainers: $(TRAINERS)/.installed $(NATIVE)
+	$(TRAINERS)/bin/python -m pytest -n $(JOBS) tests/trainers
+
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 	@echo build/docs/index.html
@@ -91,4 +104,4 @@ sanitize: $(STAMP)
 	done
 
 clean:
-	rm -rf $(VENV) $(KERAS_VENV) build nbelastic/native/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) $(KERAS_VENV) build nbelastic/native/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

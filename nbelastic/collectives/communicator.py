@@ -141,9 +141,6 @@ class Communicator(abc.ABC):
     If not, a tensor that is changed then may arrive half changed on ranks that have not failed yet.
     """
 
-    make_subgroup: ClassVar[staticmethod[[Rendezvous], Communicator]]
-    """Makes a communicator of a rendezvous, of any kind; set by the package, which knows all."""
-
     devices: frozenset[str] = frozenset()
     """Types of accelerators whose tensors it reduces where they are, as torch calls them."""
 

@@ -43,7 +43,7 @@ class Subgroup:
         self._named = list(ranks)
         self._members: list[int] | None = None  # numbers of their starts
         self._key = ""
-        self._formed: tuple[int, Communicator] | None = None
+        self._formed: tuple[int, Communicator, Communicator] | None = None
         if context.generation:
             self._bind()
 
@@ -80,7 +80,7 @@ class Subgroup:
         context = self._context
         whole = context.communicator()
         if self._formed is not None and self._formed[0] == context.generation:
-            return self._formed[1]
+            return self._formed[2]
         ranks = self.ranks
         if not ranks:
             raise NbelasticError(
@@ -93,14 +93,14 @@ class Subgroup:
         made: Communicator = SoloCommunicator(generation=context.generation)
         if len(ranks) > 1:
             made = whole.subgroup(ranks, self._key)
-        self._formed = context.generation, made
+        self._formed = context.generation, whole, made
         return made
 
     def close(self) -> None:
         """Close the communicator; the group is not used any more."""
         formed, self._formed = self._formed, None
         if formed is not None:
-            self._context.communicator().close_subgroup(self._key)
+            formed[1].close_subgroup(self._key)
 
     def _bind(self) -> None:
         """Take the ranks of the present generation as the members for good."""

@@ -115,6 +115,7 @@ def renew(ddp: Any) -> None:
     ddp.reducer._remove_autograd_hooks()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    ddp._static_graph_delay_allreduce_enqueued = False
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()

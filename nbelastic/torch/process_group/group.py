@@ -18,7 +18,7 @@ from nbelastic.elastic.subgroups import Subgroup
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops import description
 from nbelastic.torch.process_group import operations
-from nbelastic.torch.process_group.messages import Mailbox
+from nbelastic.torch.process_group.messages import Mailbox, mailbox_of
 from nbelastic.torch.process_group.operations import Started
 from nbelastic.torch.process_group.work import OperationQueue, OperationWork
 
@@ -65,7 +65,6 @@ class ElasticProcessGroup(Base):
         self.context = context
         self.queue = OperationQueue(_short(timeout))
         self._alone: SoloCommunicator | None = None
-        self._mailbox: tuple[Communicator, Mailbox] | None = None
         self._collected: list[OperationWork] | None = None  # between start and end of coalescing
         self._name, self._desc = NAME, ""
         self._sequence = 0
@@ -559,7 +558,6 @@ class ElasticProcessGroup(Base):
     def shutdown(self) -> None:
         """Forget operations; the generation goes on."""
         self.queue.drop()
-        self._mailbox = None
 
     def abort(self) -> None:
         """End all operations under way on this rank, and with them the generation."""
@@ -587,10 +585,7 @@ class ElasticProcessGroup(Base):
         return self.communicator().overlaps
 
     def _messages(self) -> Mailbox:
-        communicator = self.communicator()
-        if self._mailbox is None or self._mailbox[0] is not communicator:
-            self._mailbox = communicator, Mailbox(communicator)
-        return self._mailbox[1]
+        return mailbox_of(self.communicator())
 
     def _begin(
         self,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator, Handle
 
-__all__ = ["Mailbox", "Receiving", "Sending"]
+__all__ = ["Mailbox", "Receiving", "Sending", "mailbox_of"]
 
 _HEADER = struct.Struct("<qq")
 _POLL_S = 0.0002
@@ -112,6 +112,18 @@ class Mailbox:
                 raise CollectiveError(f"{ended.what} did not end within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause + _POLL_S / 8, _POLL_S)
+
+
+def mailbox_of(communicator: Communicator) -> Mailbox:
+    """Return the mailbox of a communicator, which lives as long as that.
+
+    A receive from any rank leaves receives of headers posted, for later groups to use.
+    """
+    attributes = vars(communicator)
+    if "_mailbox" not in attributes:
+        attributes["_mailbox"] = Mailbox(communicator)
+    found: Mailbox = attributes["_mailbox"]
+    return found
 
 
 class _Source:

@@ -261,7 +261,7 @@ def _allreduce_sparse(communicator: Communicator, tensor: torch.Tensor, op: Any)
         columns = [each[:, :count] for each, count in zip(all_indices, counts, strict=True)]
         rows = [each[:count] for each, count in zip(all_values, counts, strict=True)]
         total = torch.sparse_coo_tensor(
-            torch.cat(columns, 1), torch.cat(rows), own.shape, check_invariants=False
+            torch.cat(columns, 1), torch.cat(rows), own.shape, check_invariants=True
         ).coalesce()
         if kind == ReduceOp.AVG:
             total = total / communicator.size

@@ -53,17 +53,30 @@ class OperationQueue:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass is under way that completes futures at its end."""
-        return not self._finishing and torch._C._current_graph_task_id() != -1
+        """Whether a backward pass is under way that completes futures at its end.
+
+        Its end is not: a callback there, as of a static graph's reducer, waits at once.
+        """
+        return (
+            not self._finishing
+            and torch._C._current_graph_task_id() != -1
+            and torch._C._current_autograd_node() is not None
+        )
 
     def add(self, work: OperationWork, *, delay: bool) -> OperationWork:
         """Begin an operation, or delay it to the end of the backward pass."""
         if delay and self.in_backward:
             self._delayed.append(work)
             self._call_at_end_of_backward()
-        else:
+            return work
+        try:
             self.flush()
             work.start()
+        except BaseException:
+            if self.in_backward:
+                self.failures += 1
+                self.drop()
+            raise
         return work
 
     def flush(self) -> None:

@@ -1,0 +1,153 @@
+"""torch.distributed in jobs on real workers: DDP through a kill and a join, groups, FSDP2."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from nbelastic.errors import RankFailed
+from tests.support.clusters import sizes
+
+ROWS = 96
+
+
+def test_ddp_as_everyone_writes_it_goes_on_through_a_kill_and_a_join(crew, tmp_path):
+    def train(flag):
+        import hashlib
+        import os
+        import signal
+        import time
+        from pathlib import Path
+
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        import nbelastic.torch as hvd
+
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        torch.manual_seed(dist.get_rank())
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)
+        )
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+        sampler = hvd.elastic.ElasticSampler(range(ROWS))
+        state = hvd.elastic.TorchState(ddp, optimizer, sampler=sampler, epoch=0, seen=[], was=[])
+
+        @hvd.elastic.run
+        def loop(state):
+            while state.epoch < 3 or dist.get_world_size() < 2:
+                indices = list(sampler)
+                for number in range(0, len(indices), 4):
+                    rows = indices[number : number + 4]
+                    inputs = torch.tensor(rows).float().view(-1, 1).expand(-1, 4) / ROWS
+                    optimizer.zero_grad()
+                    ddp(inputs).pow(2).mean().backward()
+                    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+                    optimizer.step()
+                    last = dist.get_rank() == dist.get_world_size() - 1
+                    if state.epoch == 1 and number == 16 and last and not Path(flag).exists():
+                        Path(flag).touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    everyone = [None] * dist.get_world_size()
+                    dist.all_gather_object(everyone, rows)
+                    state.seen = [*state.seen, (state.epoch, sum(everyone, []))]
+                    state.was = [*state.was, len(everyone)]
+                    sampler.record_batch(number // 4, 4)
+                    time.sleep(0.01)
+                    state.commit()
+                state.epoch += 1
+                sampler.set_epoch(state.epoch)
+            parameters = b"".join(each.detach().numpy().tobytes() for each in ddp.parameters())
+            return hashlib.sha1(parameters).hexdigest(), state.seen, state.was
+
+        return loop(state)
+
+    job = crew.fit(train, args=(str(tmp_path / "killed"),), np=2, min_np=1, max_np=2)
+    outcomes = job.results()
+    assert len(outcomes) == 2
+    assert outcomes[0] == outcomes[1]
+    _, seen, was = outcomes[0]
+    assert sizes(job) == [2, 1, 2]
+    assert set(was) == {1, 2}
+    for epoch in range(3):
+        counts = Counter(row for number, rows in seen if number == epoch for row in rows)
+        assert set(counts) == set(range(ROWS))
+        assert sum(counts.values()) <= ROWS + 2  # shares are padded by one at most, at each deal
+
+
+def test_a_function_without_a_loop_trains_as_under_torchrun(crew):
+    def train():
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("nbelastic")
+        torch.manual_seed(dist.get_rank())
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp(torch.full((2, 3), float(step + dist.get_rank()))).sum().backward()
+            optimizer.step()
+        pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+        mine = [group for group in pairs if group is not dist.GroupMember.NON_GROUP_MEMBER]
+        sums = []
+        for group in mine:
+            tensor = torch.ones(1) * dist.get_rank()
+            dist.all_reduce(tensor, group=group)
+            sums.append(tensor.item())
+        return ddp.module.weight.tolist(), sums
+
+    outcomes = crew.fit(train, np=3).results()
+    assert outcomes[0][0] == outcomes[1][0] == outcomes[2][0]
+    assert [sums for _, sums in outcomes] == [[1.0], [1.0, 3.0], [3.0]]
+
+
+def test_fsdp_works_on_a_fixed_world_and_is_refused_in_an_elastic_loop(crew):
+    def train():
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        import nbelastic.torch as hvd
+
+        dist.init_process_group("nbelastic")
+        dist.barrier()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        plain = [each.detach().clone() for each in model.parameters()]
+        mesh = dist.init_device_mesh("cpu", (2,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        full = [each.full_tensor().detach() for each in model.parameters()]
+        assert not any(map(torch.equal, full, plain))
+        try:
+            hvd.elastic.TorchState(model, optimizer)
+        except ValueError as error:
+            return str(error), [each.tolist() for each in full]
+
+    (text, one), (_, other) = crew.fit(train, np=2).results()
+    assert "sharded over the ranks" in text
+    assert one == other
+
+
+def test_an_error_of_the_user_is_what_it_is(crew):
+    def train():
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("nbelastic")
+        dist.all_reduce(torch.ones(1))
+        raise KeyError("of the user")
+
+    with pytest.raises(RankFailed) as caught:
+        crew.fit(train, np=2)
+    assert isinstance(caught.value, KeyError)

@@ -1,0 +1,279 @@
+"""Training functions of the trainers, each as its own documentation writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ROWS = 48
+EPOCHS = 3
+BATCH = 4
+
+
+@dataclass
+class Outcome:
+    """What a rank has come to.
+
+    Attributes
+    ----------
+    digest : str
+        Of the parameters.
+    seen : list of (epoch, rows)
+        Rows that all ranks have trained, by step.
+    facts : dict
+        The same on all ranks, and after a resumption.
+    """
+
+    digest: str
+    seen: list
+    facts: dict = field(default_factory=dict)
+
+    def check(self):
+        assert self.facts["epochs"] == EPOCHS
+        assert self.facts["evaluations"] == EPOCHS
+
+
+def digest_of(model):
+    import hashlib
+
+    data = [each.detach().float().numpy().tobytes() for each in model.parameters()]
+    return hashlib.sha1(b"".join(data)).hexdigest()
+
+
+def everyones(rows):
+    """Return the rows of all ranks."""
+    import torch.distributed as dist
+
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, rows)
+    return [row for rows in everyone for row in rows]
+
+
+def disturb(flag, stop, kills, epoch, step):
+    """Do to this rank what the test wants at a step of an epoch."""
+    import os
+    import signal
+    import time
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from nbelastic.elastic.context import current
+
+    if flag == "" and step == 1:
+        raise KeyError("of the user")
+    if stop and epoch == 1 and step == 3:
+        raise RuntimeError("stopped here")
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if kills and epoch == 1 and step == 2 and last and not Path(flag).exists():
+        Path(flag).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while kills and epoch == 2 and dist.get_world_size() == 1 and not current().change_flag():
+        time.sleep(0.02)  # the killed one is about to be back
+
+
+def with_accelerate(flag, directory, stop=False, kills=True):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nbelastic")
+    from accelerate import Accelerator
+
+    import nbelastic.torch as hvd
+    from nbelastic.accelerate import AccelerateState
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
+    data = torch.utils.data.TensorDataset(torch.arange(ROWS))
+    loader = torch.utils.data.DataLoader(data, BATCH, shuffle=True)
+    test = torch.utils.data.DataLoader(data, BATCH)
+    prepared = accelerator.prepare(model, optimizer, loader, scheduler, test)
+    model, optimizer, loader, scheduler, test = prepared
+    state = AccelerateState(accelerator, epoch=0, step=0, seen=[], evaluations=0)
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, EPOCHS):
+            for (rows,) in loader:
+                disturb(flag, stop, kills, state.epoch, state.step)
+                with accelerator.accumulate(model):
+                    inputs = rows.float().view(-1, 1).expand(-1, 4) / ROWS
+                    accelerator.backward(model(inputs).pow(2).mean())
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                state.seen = [*state.seen, (state.epoch, everyones(rows.tolist()))]
+                state.step += 1
+                state.commit()
+            found = torch.cat([accelerator.gather_for_metrics(rows) for (rows,) in test])
+            assert sorted(found.tolist()) == list(range(ROWS))
+            assert accelerator.num_processes == dist.get_world_size()
+            state.step, state.evaluations = 0, state.evaluations + 1
+        facts = {"epochs": state.epoch + 1, "evaluations": state.evaluations}
+        facts["rate"] = scheduler.get_last_lr()
+        return Outcome(digest_of(model), state.seen, facts)
+
+    outcome = train(state)
+    accelerator.save_state(f"{directory}/state")
+    return outcome
+
+
+def with_transformers(flag, directory, stop=False, kills=True, lora=False):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nbelastic")
+    from transformers import (
+        EarlyStoppingCallback,
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    import nbelastic.transformers
+
+    Trainer = nbelastic.transformers.elastic(Trainer)  # noqa: N806
+
+    class Watch(TrainerCallback):
+        def __init__(self):
+            self.seen = []
+            self.step = 0
+            self.epochs = 0
+
+        def on_epoch_begin(self, *_, **__):
+            self.step = 0
+            self.epochs += 1
+
+    class Watched(Trainer):
+        def training_step(self, model, inputs, *arguments, **named):
+            epoch = watch.epochs - 1
+            disturb(flag, stop, kills, epoch, watch.step)
+            rows = inputs["input_ids"][:, 0].tolist()
+            loss = super().training_step(model, inputs, *arguments, **named)
+            watch.seen = [*watch.seen, [epoch, everyones(rows)]]
+            watch.step += 1
+            return loss
+
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=ROWS, n_positions=8, n_embd=16, n_layer=1, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        wanted = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], lora_dropout=0)
+        model = get_peft_model(model, wanted)
+    data = [{"input_ids": (torch.arange(8) + row) % ROWS} for row in range(ROWS)]
+    for each in data:
+        each["labels"] = each["input_ids"]
+    arguments = TrainingArguments(
+        output_dir=f"{directory}/output",
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        logging_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    watch = Watch()
+    trainer = Watched(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data[:10],
+        callbacks=[watch, EarlyStoppingCallback(early_stopping_patience=9)],
+    )
+    trainer.train()
+    evaluations = [each for each in trainer.state.log_history if "eval_loss" in each]
+    facts = {"epochs": watch.epochs, "evaluations": len(evaluations)}
+    facts["losses"] = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    facts["rates"] = [each["learning_rate"] for each in trainer.state.log_history if "loss" in each]
+    facts["steps"] = trainer.state.global_step, trainer.state.max_steps
+    assert trainer.state.global_step == trainer.state.max_steps
+    return Outcome(digest_of(model), watch.seen, facts)
+
+
+def with_lora(**options):
+    return with_transformers(lora=True, **options)
+
+
+def with_lightning(flag, directory, stop=False, kills=True):
+    import lightning
+    import torch
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    import nbelastic.lightning
+
+    class Watch(lightning.Callback):
+        def __init__(self):
+            self.seen = []
+            self.step = 0
+            self.evaluations = 0
+
+        def on_train_epoch_start(self, *_):
+            self.step = 0
+
+        def on_validation_end(self, *_):
+            self.evaluations += 1
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+
+        def training_step(self, batch, number):
+            (rows,) = batch
+            disturb(flag, stop, kills, self.current_epoch, watch.step)
+            loss = self.net(rows.float().view(-1, 1).expand(-1, 4) / ROWS).pow(2).mean()
+            self.log("loss", loss, sync_dist=True)
+            watch.seen = [*watch.seen, [self.current_epoch, everyones(rows.tolist())]]
+            watch.step += 1
+            return loss
+
+        def validation_step(self, batch, number):
+            (rows,) = batch
+            loss = self.net(rows.float().view(-1, 1).expand(-1, 4) / ROWS).pow(2).mean()
+            self.log("value", loss, sync_dist=True)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            schedule = {"scheduler": plateau, "monitor": "value"}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    torch.manual_seed(1)
+    watch, module = Watch(), Module()
+    stopping = EarlyStopping("value", patience=9)
+    trainer = lightning.Trainer(
+        strategy="nbelastic",
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=2,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        callbacks=[watch, stopping, ModelCheckpoint(f"{directory}/models", monitor="value")],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = torch.utils.data.TensorDataset(torch.arange(ROWS))
+    nbelastic.lightning.fit(
+        trainer,
+        module,
+        torch.utils.data.DataLoader(data, BATCH, shuffle=True),
+        torch.utils.data.DataLoader(data, BATCH),
+    )
+    facts = {"epochs": trainer.current_epoch, "evaluations": watch.evaluations}
+    facts["best"] = float(stopping.best_score), stopping.wait_count
+    facts["steps"] = trainer.global_step
+    return Outcome(digest_of(module), watch.seen, facts)
