@@ -42,7 +42,7 @@ def main() -> int:
     parser = options_of("keras", __doc__, rounds=8, budget=60.0)
     parser.set_defaults(ranks=[2])
     parser.add_argument("--batches", type=int, default=120, help="of a sample (120)")
-    parser.add_argument("--kills", type=int, default=6, help="of workers, one by one (6)")
+    parser.add_argument("--kills", type=int, default=4, help="of workers, one by one (4)")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.batches, options.kills = 2, 12, 1
