@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import statistics
@@ -121,7 +122,7 @@ def train_by_turns(rounds: int, batches: int) -> list[dict[str, float]]:
 
     def network() -> Any:
         layers: list[Any] = []
-        for before, after in zip(WIDTHS[:-1], WIDTHS[1:], strict=True):
+        for before, after in itertools.pairwise(WIDTHS):
             layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
         return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTHS[-1], CLASSES))
 
@@ -165,7 +166,7 @@ def train_by_turns(rounds: int, batches: int) -> list[dict[str, float]]:
             hvd.barrier()
             moments.clear()
             call()
-            gaps = [after - before for before, after in zip(moments[:-1], moments[1:], strict=True)]
+            gaps = [after - before for before, after in itertools.pairwise(moments)]
             took[way] = 1e3 * statistics.median(gaps)
         found.append(took)
     return found[1:]
