@@ -8,7 +8,7 @@ import keras
 import torch
 
 from nbelastic.data import Loader
-from nbelastic.elastic.context import current, current_or_alone
+from nbelastic.elastic.context import current, current_or_none
 from nbelastic.elastic.sampling import sampler_of
 from nbelastic.elastic.session import warn
 from nbelastic.errors import OptionError
@@ -69,7 +69,7 @@ class KerasState(TorchState):
         back = backend()
         back.settle(model)
         settle_scaling(model)
-        warning, context = back.prepare(model), current_or_alone()
+        warning, context = back.prepare(model), current_or_none()
         if warning and context is not None:
             warn(context, warning)
         optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer

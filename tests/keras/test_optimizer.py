@@ -243,7 +243,7 @@ def test_another_back_end_than_the_kernels_is_refused(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", os.environ["KERAS_BACKEND"])
     settings = keras_settings()
     assert settings == {"KERAS_BACKEND": os.environ["KERAS_BACKEND"]}
-    take_settings(settings)()
+    take_settings(settings)
     other = {"KERAS_BACKEND": "jax" if settings["KERAS_BACKEND"] != "jax" else "torch"}
     with pytest.raises(OptionError, match="Restart the workers"):
         take_settings(other)
