@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import statistics
@@ -42,7 +43,7 @@ def main() -> int:
     parser = options_of("keras", __doc__, rounds=8, budget=60.0)
     parser.set_defaults(ranks=[2])
     parser.add_argument("--batches", type=int, default=120, help="of a sample (120)")
-    parser.add_argument("--kills", type=int, default=6, help="of workers, one by one (6)")
+    parser.add_argument("--kills", type=int, default=4, help="of workers, one by one (4)")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.batches, options.kills = 2, 12, 1
@@ -121,7 +122,7 @@ def train_by_turns(rounds: int, batches: int) -> list[dict[str, float]]:
 
     def network() -> Any:
         layers: list[Any] = []
-        for before, after in zip(WIDTHS[:-1], WIDTHS[1:], strict=True):
+        for before, after in itertools.pairwise(WIDTHS):
             layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
         return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTHS[-1], CLASSES))
 
@@ -165,7 +166,7 @@ def train_by_turns(rounds: int, batches: int) -> list[dict[str, float]]:
             hvd.barrier()
             moments.clear()
             call()
-            gaps = [after - before for before, after in zip(moments[:-1], moments[1:], strict=True)]
+            gaps = [after - before for before, after in itertools.pairwise(moments)]
             took[way] = 1e3 * statistics.median(gaps)
         found.append(took)
     return found[1:]

@@ -319,6 +319,17 @@ class Loader:
         if knows and epoch > self.epoch and 0 < done < steps:
             self._say(LEFT_EARLY.format(epoch=self.epoch, done=done, steps=steps))
 
+    def sample(self) -> Any:
+        """Return a micro-batch like those of the training, which counts nowhere."""
+        if not self._source.is_open:
+            schedule = self.balancer.present().schedule
+            return next(iter(self._source.fetch(self._dealing, 0, schedule)))
+        before = self.state_dict()
+        try:
+            return next(iter(next(iter(self))))
+        finally:
+            self.load_state_dict(before)
+
     def __iter__(self) -> Iterator[Step]:
         """Iterate over the steps of the epoch that are left.
 

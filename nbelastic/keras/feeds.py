@@ -129,11 +129,7 @@ class LoaderFeed(Feed):
 
     def sample(self) -> Any:
         """Return a micro-batch of this rank, without a change of the loader."""
-        before = self.loader.state_dict()
-        try:
-            return next(iter(next(iter(self.loader))))
-        finally:
-            self.loader.load_state_dict(before)
+        return self.loader.sample()
 
 
 class _Steps(DataLoader[Any]):
@@ -142,7 +138,11 @@ class _Steps(DataLoader[Any]):
     def __init__(self, loader: Loader) -> None:
         self._steps_of = loader
         self._iteration: Any = None
-        super().__init__(_Endless(), batch_size=None)
+        try:
+            dataset: Any = _Known(len(loader))
+        except TypeError:
+            dataset = _Endless()
+        super().__init__(dataset, batch_size=None)
 
     def __iter__(self) -> Any:
         self.close()
@@ -164,6 +164,16 @@ class _Endless(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
+
+
+class _Known(_Endless):
+    """The same for one whose length it asks for."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
 
 
 def feed_of(

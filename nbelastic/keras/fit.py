@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -264,18 +265,21 @@ class _Training:
     def _fit(self, epoch: int) -> None:
         if isinstance(self._feed, LoaderFeed):
             self._build(self._feed)
-        try:
-            self._model.fit(
-                self._feed.source(),
-                initial_epoch=epoch,
-                epochs=epoch + 1,
-                callbacks=self._callbacks,
-                class_weight=self._class_weight,
-                shuffle=False,
-                verbose=0,
-            )
-        finally:
-            self._feed.close()
+        with warnings.catch_warnings():
+            # Of data whose length is not known, Keras complains that they end.
+            warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
+            try:
+                self._model.fit(
+                    self._feed.source(),
+                    initial_epoch=epoch,
+                    epochs=epoch + 1,
+                    callbacks=self._callbacks,
+                    class_weight=self._class_weight,
+                    shuffle=False,
+                    verbose=0,
+                )
+            finally:
+                self._feed.close()
 
     def _begin_epoch(self, epoch: int) -> None:
         """Begin an epoch, or go on in one: then with the metrics of what is done."""
