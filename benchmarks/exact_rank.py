@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from nbelastic.cluster.worker.allocator import steady_memory
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -16,7 +17,6 @@ from torch.utils.data import TensorDataset
 from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.training_models import CLASSES, parameters_of, perceptron
 from benchmarks.training_rank import Member
-from nbelastic.cluster.worker.allocator import steady_memory
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic.context import activate
 from nbelastic.errors import CollectiveError

@@ -10,12 +10,12 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from nbelastic.cluster.worker.allocator import steady_memory
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.meet import Place, meet, meet_over_gloo, meet_over_nccl
 from benchmarks.training_models import TASKS, parameters_of
-from nbelastic.cluster.worker.allocator import steady_memory
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.torch import DistributedOptimizer
 

@@ -38,7 +38,7 @@ def soon(action) -> threading.Thread:
 def test_the_function_is_interrupted_where_it_stands(interrupt, wait) -> None:
     here = threading.Event()
     thread = soon(lambda: (here.wait(), interrupt.request(Told)))
-    with pytest.raises(Told), interrupt.reachable():
+    with pytest.raises(Told), interrupt.reachable():  # noqa: PT012 - where it is raised is open
         here.set()
         if wait is not None:
             wait()
@@ -63,7 +63,7 @@ def test_a_request_that_is_dropped_in_time_is_not_raised(interrupt, monkeypatch)
 
 
 def test_in_our_own_rooms_which_obey_by_themselves_it_waits(interrupt, monkeypatch) -> None:
-    with pytest.raises(Told), interrupt.reachable():
+    with pytest.raises(Told), interrupt.reachable():  # noqa: PT012 - likewise
         with monkeypatch.context() as patch:
             patch.setattr(room, "_OURS", (__file__,))
             interrupt.request(Told)

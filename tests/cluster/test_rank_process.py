@@ -238,7 +238,7 @@ def test_a_reader_that_pauses_holds_the_rank_up_and_loses_nothing(host: Host) ->
     rank = host.launch(print_much, 20_000)
     host.do(until(lambda: len(rank.output) > 0))
     rank.process.pause_output(True)
-    host.do(until(lambda: not psutil.Process(rank.process.pid).status() == "running"))
+    host.do(until(lambda: psutil.Process(rank.process.pid).status() != "running"))
     assert not rank.process.ended
     rank.process.pause_output(False)
     host.do(rank.end())
