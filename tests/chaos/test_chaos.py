@@ -92,25 +92,30 @@ def test_cut_connections_are_made_anew_among_the_same_ranks(crew, tmp_path):
     assert report.rows[-1].resets == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("crash", "its process was killed by signal 9 (SIGKILL)"),
-        ("crash_server", "its rank server has ended (killed by signal 9)"),
-    ],
-)
-@pytest.mark.parametrize("when", [{"step": 20}, {"after": 0.5}, {"forming": True}])
-def test_a_rank_that_crashes_is_back_in_the_same_worker(crew, tmp_path, kind, says, when):
+@pytest.mark.parametrize("when", [{"step": 20}, {"forming": True}])
+def test_a_rank_that_crashes_is_back_in_the_same_worker(crew, tmp_path, when):
     work = Workload(tmp_path, epochs=20, seconds=0.05)
     before = crew.workers()
-    faults = [chaos.Fault(kind=kind, rank=1, **when)]
+    faults = [chaos.crash(rank=1, **when)]
     if "forming" in when:
         faults.append(chaos.fail(rank=3, step=10))
     job, report = under(crew, work, *faults)
     assert not report.skipped
-    lost = [event.detail for event in job.history if event.kind == "lost"]
-    assert says in " ".join(lost) and len(lost) == len(faults)
-    assert sizes(job)[-1] == 4
+    (died,) = [event.detail for event in job.history if event.kind == "died"]
+    assert died == "its process was killed by signal 9 (SIGKILL)"
+    assert sizes(job)[-1] == 5 - len(faults)
+    assert crew.workers() == before
+
+
+def test_a_worker_whose_rank_server_crashes_starts_another(crew, tmp_path):
+    work = Workload(tmp_path, epochs=16, seconds=0.05)
+    before = crew.workers()
+    job, report = under(crew, work, chaos.crash_server(rank=1, after=0.3))
+    assert not report.skipped
+    (died,) = [event.detail for event in job.history if event.kind == "died"]
+    assert died == "its rank server has ended (killed by signal 9)"
+    (tmp_path / "next").mkdir()
+    assert sizes(crew.fit(Workload(tmp_path / "next", epochs=1), np=4)) == [4]
     assert crew.workers() == before
 
 
