@@ -91,6 +91,9 @@ class _ArrowRows(UnitSource):
 
 _made_by: weakref.WeakKeyDictionary[_ArrowRows, MadeBlocks] = weakref.WeakKeyDictionary()
 
+_seen_same: weakref.WeakKeyDictionary[_ArrowRows, dict[str, str]] = weakref.WeakKeyDictionary()
+"""The mark of each file that this process has found to hold the values that it had."""
+
 
 @dataclass(frozen=True)
 class _File:
@@ -177,9 +180,9 @@ class Parquet(_ArrowRows):
         self._secrets = Secrets(given, options)
         shown = self._secrets.hide(repr(urls))
         self._filesystem, paths = _find(given, options, shown, self._secrets)
+        self._found_at = time.time()
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-footers") as pool:
             self._files = list(pool.map(self._footer, paths))
-        self._found_at = time.time()
         first = self._files[0]
         schema = first.footer.schema.to_arrow_schema()
         self._choose(schema, first.name)
@@ -188,11 +191,7 @@ class Parquet(_ArrowRows):
         if transform is None and fill is None:
             self._refuse_nulls()
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-pages") as pool:
-            contents = list(pool.map(self._content_of, self._files))
-        self._files = [
-            dataclasses.replace(file, content=content)
-            for file, content in zip(self._files, contents, strict=True)
-        ]
+            self._files = list(pool.map(self._with_content, self._files))
         self._groups = [
             (file, group) for file in self._files for group in range(file.footer.num_row_groups)
         ]
@@ -223,6 +222,12 @@ class Parquet(_ArrowRows):
         for group in range(footer.num_row_groups):
             digest.update(repr(footer.row_group(group).to_dict()).encode())
         return _File(path, name, size, digest.hexdigest(), footer, _stamp_of(info))
+
+    def _with_content(self, file: _File) -> _File:
+        found = dataclasses.replace(file, content=self._content_of(file))
+        if self._is_local and _stamp_of(self._filesystem.info(file.path)) != file.stamp:
+            raise OptionError(f"{file.name} cannot be read: it was written at the same time")
+        return found
 
     def _content_of(self, file: _File) -> str:
         """Return a digest of samples of the chosen columns, which a file written anew has others.
@@ -259,18 +264,25 @@ class Parquet(_ArrowRows):
         Raises
         ------
         DataError
-            It has another size, or was written after it was found.
+            It has another size or other values, or was written after it was found.
         """
         info = self._filesystem.info(file.path)
         if info["size"] != file.size:
             raise DataError(f"it has {info['size']} bytes, and had {file.size} when it was found")
         stamp = _stamp_of(info)
-        if stamp == file.stamp or not file.stamp:
+        if not self._is_local:
+            if stamp != file.stamp and file.stamp:
+                raise DataError("it was written again after it was found")
             return
-        written = info.get("mtime")
-        if self._is_local and isinstance(written, float) and written <= self._found_at:
-            return
-        raise DataError("it was written again after it was found")
+        if stamp != file.stamp and info["mtime"] > self._found_at:
+            raise DataError("it was written again after it was found")
+        # Times are too coarse to tell two writings that are milliseconds apart, and a copy may have
+        # any time. So the values decide, once for each time that is seen.
+        same = _seen_same.setdefault(self, {})
+        if same.get(file.path) != stamp:
+            if self._content_of(file) != file.content:
+                raise DataError("its values are not those that it had when it was found")
+            same[file.path] = stamp
 
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[Any]:

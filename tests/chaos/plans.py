@@ -29,6 +29,12 @@ LATE = "ranks ended before they returned"
 """How a job fails, as promised, if a rank is lost after the loop, when others have returned."""
 PATIENCE = 90.0
 """Seconds that a job may take longer than undisturbed before it counts as hanging."""
+STALL_TIMEOUT = 3.0
+FORGOTTEN = 1.5 * STALL_TIMEOUT + 30
+"""Seconds after which Gloo's operations time out, and with them the last thread of a cut group.
+
+Gloo forgets the thread that waits for a message if the connection breaks in its middle.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def random_plan(crew: Crew, marks: Path, seed: int, *, epochs: int, every: float
         work,
         np=WORKERS,
         min_np=1,
-        stall_timeout=3,
+        stall_timeout=STALL_TIMEOUT,
         heartbeat_timeout=5,
         elastic_timeout=120,
         blacklist_cooldown=(0.2, 1.0),
@@ -146,7 +152,7 @@ def check_curve(losses: list[float]) -> None:
 def footprint(crew: Crew) -> dict[str, int]:
     """Return what there is in the kernel, on the scheduler and on the machine, by name."""
     found = {
-        "kernel: our threads": sum(t.name.startswith("nbelastic") for t in threading.enumerate()),
+        **{f"kernel: {name}": count for name, count in _our_threads().items()},
         "kernel: event handlers": len(crew.client._event_handlers),
         "kernel: futures": len(crew.client.futures),
         "shared memory": sum(not name.startswith("sem.mp-") for name in os.listdir("/dev/shm")),
@@ -178,9 +184,14 @@ def _on_worker(dask_worker: Any) -> dict[str, int]:
     return {
         "ranks": 0 if agent is None else len(agent._ranks),
         "functions": 0 if agent is None else len(agent._payloads),
-        "our threads": sum(t.name.startswith("nbelastic") for t in threading.enumerate()),
         "scratch": sum("nbelastic-" in name for name in os.listdir(dask_worker.local_directory)),
+        **_our_threads(),
     }
+
+
+def _our_threads() -> Counter[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return Counter(f"thread {name}" for name in names if name.startswith("nbelastic"))
 
 
 def _count(status: str) -> int:
@@ -223,7 +234,7 @@ def _await_nothing_left(crew: Crew, before: dict[str, int]) -> None:
         return seen
 
     try:
-        until(lambda: not more(), "nothing is left", 30)
+        until(lambda: not more(), "nothing is left", FORGOTTEN + 10)
     except AssertionError:
         raise AssertionError(f"left behind: {seen}") from None
 

@@ -660,6 +660,54 @@ def test_a_copy_of_a_file_on_another_host_is_the_same(tmp_path: Path) -> None:
     consume(loader)
 
 
+@pytest.mark.parametrize("when", ["at the same time", "long before"])
+def test_other_values_are_refused_whatever_the_time_of_the_file(tmp_path: Path, when: str) -> None:
+    """Two writings within a tick of the file system's clock, or an older file under its name."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(labels(), path, row_group_size=8)
+    stat = path.stat()
+    source = Parquet(str(path), ["x", "y"])
+    pq.write_table(labels(flipped=True), path, row_group_size=8)
+    written = stat.st_mtime_ns if when == "at the same time" else 10**18
+    os.utime(path, ns=(stat.st_atime_ns, written))
+    assert path.stat().st_size == stat.st_size
+    with pytest.raises(DataError, match=r"a\.parquet, row group \d+ .*its values are not those"):
+        consume(eights(source))
+
+
+def test_a_file_that_is_written_while_it_is_found_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(labels(), path, row_group_size=8)
+    os.utime(path, (1e9, 1e9))
+    plain = Parquet._footer
+
+    def footer_of_the_old_one(self: Parquet, name: str) -> Any:
+        found = plain(self, name)
+        pq.write_table(labels(flipped=True), path, row_group_size=8)
+        return found
+
+    monkeypatch.setattr(Parquet, "_footer", footer_of_the_old_one)
+    with pytest.raises(OptionError, match=r"a\.parquet cannot be read: it was written at the same"):
+        Parquet(str(path), ["x", "y"])
+
+
+def test_the_values_of_a_file_are_compared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(labels(), path, row_group_size=8)
+    source = Parquet(str(path), ["x", "y"])
+    compared: list[str] = []
+    plain = Parquet._content_of
+    monkeypatch.setattr(
+        Parquet, "_content_of", lambda self, file: compared.append(file.name) or plain(self, file)
+    )
+    consume(eights(source))
+    assert compared == [str(path)]
+
+
 def test_other_labels_in_a_file_of_the_same_size_are_noticed_on_resuming(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     found = []
@@ -693,14 +741,14 @@ def test_pages_with_a_wrong_checksum_are_refused(tmp_path: Path) -> None:
     pq.write_table(
         labels(), path, compression="none", use_dictionary=False, write_page_checksum=True
     )
-    source = Parquet(str(path), ["x"])
-    stat = path.stat()
     content = bytearray(path.read_bytes())
     place = content.index(np.float64(40.0).tobytes())
     content[place] ^= 1
     path.write_bytes(content)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(DataError, match=r"a\.parquet, row group 0 cannot be read"):
+    source = Parquet(str(path), ["x"])
+    with pytest.raises(
+        DataError, match=r"a\.parquet, row group 0 cannot be read: .*(CRC|crc|hecksum)"
+    ):
         consume(eights(source))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
 from nbelastic.errors import NoProgress, RankFailed
-from tests.support.clusters import kinds
+from tests.support.clusters import kinds, until
 
 
 def train(mishap, *, steps=6):
@@ -52,14 +55,30 @@ class Raises(GivesUp):
         raise ValueError("loss is nan")
 
 
-class Crashes(GivesUp):
+@dataclass
+class CrashesOnceKnown(GivesUp):
+    """Crash when the scheduler has had a heartbeat from commit 3."""
+
+    marks: Path
+
     def happen(self, rank):
         import os
         import signal
         import time
 
-        time.sleep(0.8)  # a heartbeat tells of the commit, and its nanny of the last death
+        from nbelastic.elastic.context import current
+
+        known = self.marks / str(current().generation)
+        while not known.exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSEGV)
+
+    def tell(self, plugin, job):
+        """Let the ranks crash whose commit is known."""
+        for host in list(plugin._workers.values()):
+            for (name, _), beat in host.last_beats.items():
+                if name == job.name and beat.version == 3:
+                    (self.marks / str(beat.generation)).touch()
 
 
 class HasMoreBatches:
@@ -94,12 +113,39 @@ def test_what_all_ranks_raise_ends_a_job_that_has_no_other_workers(crew):
     assert isinstance(error, RankFailed)
 
 
-def test_a_process_that_dies_at_the_same_commit_each_time_ends_the_job(crew):
+def test_a_process_that_dies_at_the_same_commit_each_time_ends_the_job(crew, tmp_path):
+    crash = CrashesOnceKnown(tmp_path)
     options = {"np": 1, "blacklist_cooldown": (0.1, 0.2), "block": False}
-    job = crew.fit(train, args=(Crashes(),), **options)
-    error = job.exception(120)
+    job = crew.fit(train, args=(crash,), **options)
+    plugin = crew.cluster.scheduler.plugins["nbelastic"]
+    until(lambda: crash.tell(plugin, job) or job.done(), "it ends", 300)
+    error = job.exception()
     assert type(error) is NoProgress
     assert "4 times in a row" in str(error)
     assert "was killed by signal 11 (SIGSEGV)" in str(error)
     assert "rank 0 on tcp://" in str(error)
     assert kinds(job).count("restarted") == 3
+
+
+def test_what_the_scheduler_knows_of_a_lost_rank_its_driver_learns_before_the_loss(crew, tmp_path):
+    crash = CrashesOnceKnown(tmp_path)
+    job = crew.fit(train, args=(crash,), np=1, block=False)
+    plugin = crew.cluster.scheduler.plugins["nbelastic"]
+    relay = plugin._heartbeats._relay
+    until(lambda: "formed" in kinds(job), "it runs")
+    crew.cluster.sync(stopped, relay)
+    try:
+        until(lambda: crash.tell(plugin, job) or "restarted" in kinds(job), "it starts over")
+    finally:
+        crew.cluster.sync(started, relay)
+    job.cancel()
+    restarted = next(event for event in job.history if event.kind == "restarted")
+    assert "holds commit 3" in restarted.detail
+
+
+async def stopped(relay):
+    relay.stop()
+
+
+async def started(relay):
+    relay.start()

@@ -123,11 +123,16 @@ class HeartbeatMonitor:
     def _pass_on(self) -> None:
         """Pass on what has come in since the last time."""
         self._resume_streams()
-        for name, record in list(self._jobs.items()):  # an event may end a job
-            if record.beats:
-                beats, record.beats = tuple(record.beats.values()), {}
-                self._tell(name, Beats(beats))
+        for name in list(self._jobs):  # an event may end a job
+            self.send_beats(name)
             self.send_telemetry(name)
+
+    def send_beats(self, job: str) -> None:
+        """Pass on the heartbeats of a job's ranks that have not been passed on."""
+        record = self._jobs.get(job)
+        if record is not None and record.beats:
+            beats, record.beats = tuple(record.beats.values()), {}
+            self._tell(job, Beats(beats))
 
     def _resume_streams(self) -> None:
         """Resume streams to workers and drivers that a clock which was set back has stalled."""

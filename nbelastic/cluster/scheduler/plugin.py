@@ -352,6 +352,7 @@ class ElasticPlugin(SchedulerPlugin):
             for start in lost:
                 record.ranks.pop(start)
             self._job_service.forget_tasks([record.key(start) for start in lost])
+            self._heartbeats.send_beats(name)  # the last ones tell how far a lost rank had come
             self._event(name, SlotGone(slot))
         self.arbiter.look()
 
@@ -531,6 +532,7 @@ class ElasticPlugin(SchedulerPlugin):
         if slot is not None and holder is not None:
             gone = SlotGone(slot, LossReason.UNREADABLE, problem)
             self._evict(slot, *holder, f"{gone.reason.value}: {problem}")
+            self._heartbeats.send_beats(holder[0])
             self._event(holder[0], gone)
 
     def _evict(self, slot: str, job: str, start: int, reason: str) -> None:
