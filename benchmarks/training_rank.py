@@ -18,6 +18,7 @@ from benchmarks.training_models import TASKS, parameters_of
 from nbelastic.cluster.worker.allocator import steady_memory
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.torch import DistributedOptimizer
+from nbelastic.torch.process_group import ElasticProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
 
 ALONE, DDP, BARRIER = "alone", "ddp", "barrier"
+OVER = "ddp-"
+"""Begins the name of a candidate that is DDP over a communicator of ours: ddp-gloo, ddp-shm."""
 BATCHES = 8
 
 
@@ -54,6 +57,12 @@ class Way:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # its name has changed in torch 2.13
                 self.forward = DistributedDataParallel(self.model, broadcast_buffers=False)
+        elif context is not None and way.startswith(OVER):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                self.forward = DistributedDataParallel(
+                    self.model, process_group=ElasticProcessGroup(context), broadcast_buffers=False
+                )
         elif context is not None:
             with activate(context):
                 names = self.model.named_parameters()
@@ -87,7 +96,10 @@ class Trainer:
         # So that the candidates differ in nothing else.
         torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
         self._dist = meet_over_gloo(rank, size, place)
-        self._communicators = {each: meet(rank, size, each, place) for each in backends}
+        self._communicators = {
+            each: meet(rank, size, each.removeprefix(OVER), place, 1 + each.startswith(OVER))
+            for each in backends
+        }
         self._ways: dict[str, Way] = {}
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._start = torch.empty(0)
