@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         jobs,
         show_versions,
     )
-    from nbelastic.driver.fit import fit
+    from nbelastic.driver.fit import fit, run
     from nbelastic.elastic import (
         cross_rank,
         cross_size,
@@ -68,6 +68,7 @@ __all__ = [
     "local_size",
     "rank",
     "report",
+    "run",
     "show_versions",
     "shutdown",
     "size",

@@ -213,7 +213,7 @@ class HostsUpdatedInterrupt(NbelasticError, RuntimeError):
         self.skip_sync = skip_sync
 
 
-class NotInitialized(NbelasticError, RuntimeError):
+class NotInitialized(NbelasticError, RuntimeError, ValueError):
     """``rank()``, ``size()`` or a collective was used before ``init()``."""
 
 

@@ -5,7 +5,14 @@ Importing this package does not import torch; :func:`connect` does.
 
 from __future__ import annotations
 
-from nbelastic.collectives.communicator import BACKENDS, Communicator, Handle, Op, Rendezvous
+from nbelastic.collectives.communicator import (
+    BACKENDS,
+    Communicator,
+    Handle,
+    Op,
+    Rendezvous,
+    connectors,
+)
 from nbelastic.collectives.rendezvous.server import RendezvousServer
 from nbelastic.collectives.solo import SoloCommunicator
 
@@ -43,6 +50,9 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     from nbelastic.collectives.gloo.communicator import GlooCommunicator
 
     return GlooCommunicator(rendezvous)
+
+
+connectors.append(connect)
 
 
 def missing_native_part() -> str:

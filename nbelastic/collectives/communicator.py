@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from nbelastic.collectives.matching import MatchingClient
     from nbelastic.collectives.reduction_tree import Blocks
 
-__all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous"]
+__all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous", "connectors"]
+
+connectors: list[Callable[[Rendezvous], Communicator]] = []
+"""What makes a communicator of any kind; the package, which knows all kinds, adds it."""
 
 BACKENDS = ("auto", "gloo", "shm", "pygloo")
 """Values of :attr:`Rendezvous.backend`."""
@@ -142,7 +145,7 @@ class Communicator(abc.ABC):
     size: int
     generation: int
 
-    _abort_signal: AbortSignal | None = None
+    _abort_signal: AbortSignal  # of all kinds but that of a single rank
 
     @abc.abstractmethod
     def connect(self) -> Communicator:
@@ -373,8 +376,9 @@ class Communicator(abc.ABC):
 
         `orderly` is whether it was closed with no operation under way.
         """
-        if self._abort_signal is not None:
-            self._abort_signal.on_abort(callback)
+        signal: AbortSignal | None = getattr(self, "_abort_signal", None)
+        if signal is not None:
+            signal.on_abort(callback)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
         """Return a connected communicator of some of the ranks, which all of them call this for.
@@ -392,7 +396,7 @@ class Communicator(abc.ABC):
         """
         raise NotImplementedError(f"a communicator of kind {self.name!r} has no subgroups")
 
-    def close_subgroup(self, name: str) -> None:
+    def close_subgroup(self, name: str) -> None:  # noqa: B027 - those without subgroups have none
         """Close a communicator that :meth:`subgroup` has made, if there is one."""
 
     def matching_client(self) -> MatchingClient | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from nbelastic.collectives.abort_signal import Wakeup
-from nbelastic.collectives.communicator import Communicator
+from nbelastic.collectives.communicator import Communicator, connectors
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
@@ -92,7 +92,11 @@ class AsyncCommunicator(Communicator):
     @property
     def waiting(self) -> bool:
         """Whether the rank's thread is waiting for an operation."""
-        return self._waiting or self.waits_apart or any(each.waiting for each in list(self._subgroups.values()))
+        return (
+            self._waiting
+            or self.waits_apart
+            or any(each.waiting for each in list(self._subgroups.values()))
+        )
 
     @property
     def completed(self) -> int:
@@ -101,14 +105,12 @@ class AsyncCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
         """Return a connected communicator of some of the ranks, of the same backend."""
-        from nbelastic.collectives import connect  # the package imports all kinds
-
         known = self._subgroups.get(name)
         if known is not None:
             return known
         self.check()
         its = self._rendezvous
-        made = connect(
+        made = connectors[0](
             dataclasses.replace(
                 its, job=f"{its.job}/{name}", rank=ranks.index(self.rank), size=len(ranks)
             )

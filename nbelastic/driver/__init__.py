@@ -3,7 +3,7 @@
 from nbelastic.cluster.scheduler.spot_notices import SpotNotices
 
 from .display import set_display
-from .fit import fit
+from .fit import fit, run
 from .job import Job
 from .status import (
     DataStatus,
@@ -35,6 +35,7 @@ __all__ = [
     "fit",
     "jobs",
     "look",
+    "run",
     "set_display",
     "show_versions",
 ]

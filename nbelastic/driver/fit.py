@@ -36,13 +36,54 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster import JobPayload
 
-__all__ = ["fit", "hand_out", "terms_of"]
+__all__ = ["fit", "hand_out", "run", "terms_of"]
 
 Duration: TypeAlias = "float | str | datetime.timedelta"
 """Seconds, text that Dask reads (``"2 minutes"``), or a timedelta."""
 
 
 @with_hints
+def run(
+    func: Callable[..., Any],
+    args: Iterable[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Run a function on all ranks and return what each returned: ``horovod.run``.
+
+    Parameters
+    ----------
+    func : callable
+        The training function.
+    args, kwargs : iterable, mapping, optional
+        What to call it with.
+    np, min_num_proc, max_num_proc : int, optional
+        ``np``, ``min_np`` and ``max_np`` of :func:`fit`.
+    **options
+        Other options of :func:`fit`, such as ``cluster``. Horovod's options of hosts and of its
+        launcher do not exist, because the cluster decides where ranks run.
+
+    Returns
+    -------
+    list
+        The result of each rank, in the order of the ranks.
+    """
+    job = fit(
+        func,
+        args=args,
+        kwargs=kwargs,
+        np=np,
+        min_np=min_num_proc,
+        max_np=max_num_proc,
+        block=True,
+        **options,
+    )
+    return job.results()
+
+
 def fit(
     fn: Callable[..., Any],
     *,

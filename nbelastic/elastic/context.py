@@ -99,6 +99,8 @@ class Context(abc.ABC):
         Begins to write the last commit to the checkpoint, without waiting for it.
     time_to_save : float
         Seconds to write the state when this rank leaves, as no other rank has it; else 0.
+    is_shut_down : bool
+        Whether the user has called ``shutdown()``, and not ``init()`` again.
     shares_process : bool
         Whether other ranks are threads of this process, and draw from the same random generators.
     """
@@ -128,6 +130,7 @@ class Context(abc.ABC):
     save_commit: Callable[[], None] | None = None
     time_to_save = 0.0
     shares_process = False
+    is_shut_down = False
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
 
@@ -350,7 +353,10 @@ def initialize() -> None:
     NotInitialized
         The process has several ranks, and the calling thread is none of theirs.
     """
-    if current_or_alone() is None:
+    known = current_or_alone()
+    if known is not None:
+        known.is_shut_down = False
+    else:
         context = LocalContext()
         _of_thread.set([context])
         with _lock:
@@ -358,9 +364,15 @@ def initialize() -> None:
 
 
 def shutdown() -> None:
-    """Remove the world of one that :func:`initialize` made; inside a job, do nothing."""
+    """Undo ``init()``, until it is called again.
+
+    A rank stays a member of its job, whose generations begin and end with those of the others.
+    """
+    known = current_or_none()
+    if known is not None:
+        known.is_shut_down = True
     own = _of_thread.get([])
-    if own and isinstance(own[0], LocalContext):
+    if own and type(own[0]) is LocalContext:
         with _lock:
             if own[0] in _of_process:
                 _of_process.remove(own[0])

@@ -10,6 +10,7 @@ from nbelastic.elastic.context import current
 from nbelastic.elastic.session import Session
 from nbelastic.elastic.settings import TorchModes
 from nbelastic.elastic.supervision import Supervision
+from nbelastic.elastic.timeline import timeline
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
 from nbelastic.membership import FRESH
 
@@ -92,14 +93,16 @@ def _train_on(
     modes = TorchModes()
     while True:
         detail = "" if failure is None else str(failure)
-        plan = session.form(loop, failed=failure is not None, detail=detail)
+        with timeline.span("RESET"):
+            plan = session.form(loop, failed=failure is not None, detail=detail)
         failure = None
         try:
             resized = checkpoints.load(plan)
             if not first or resized or (session.rank, session.size) != foreseen:
                 state.on_reset()
             first = False
-            state.align(checkpoints.behind(plan))
+            with timeline.span("STATE_TRANSFER"):
+                state.align(checkpoints.behind(plan))
             state.save()
             session.synchronized(plan)
             checkpoints.begun()

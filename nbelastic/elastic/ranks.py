@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nbelastic.elastic.context import current, current_or_none
+from nbelastic.errors import NotInitialized
+
+if TYPE_CHECKING:
+    from nbelastic.elastic.context import Context
 
 __all__ = [
     "cross_rank",
@@ -17,34 +23,42 @@ __all__ = [
 
 def is_initialized() -> bool:
     """Return whether the calling thread is a rank."""
-    return current_or_none() is not None
+    context = current_or_none()
+    return context is not None and not context.is_shut_down
+
+
+def _initialized() -> Context:
+    context = current()
+    if context.is_shut_down:
+        raise NotInitialized("call init() again after shutdown() before using ranks")
+    return context
 
 
 def rank() -> int:
     """Return this rank's position in the job, from 0; before the first generation, a forecast."""
-    return current().rank
+    return _initialized().rank
 
 
 def size() -> int:
     """Return the number of ranks in the job; before the first generation, a forecast."""
-    return current().size
+    return _initialized().size
 
 
 def local_rank() -> int:
     """Return this rank's position among those on its host, from 0."""
-    return current().local_rank
+    return _initialized().local_rank
 
 
 def local_size() -> int:
     """Return the number of ranks on this host."""
-    return current().local_size
+    return _initialized().local_size
 
 
 def cross_rank() -> int:
     """Return this host's position among the hosts that have this local rank."""
-    return current().cross_rank
+    return _initialized().cross_rank
 
 
 def cross_size() -> int:
     """Return the number of hosts that have this local rank."""
-    return current().cross_size
+    return _initialized().cross_size

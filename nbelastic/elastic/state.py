@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nbelastic.elastic.context import current
 from nbelastic.elastic.in_place import Originals, adopt
 from nbelastic.elastic.state_payload import StatePayload
+from nbelastic.elastic.timeline import timeline
 from nbelastic.elastic.transfer import spread
 from nbelastic.errors import NbelasticError, OptionError, StateMismatch
 from nbelastic.pickling import dumps, failing_part
@@ -53,7 +54,8 @@ class State:
     _checkpoints: CheckpointManager | None = None  # while the elastic loop runs, if the job has any
     _supervision: Supervision | None = None  # while it runs in a job
 
-    def __init__(self) -> None:
+    def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
+        del bcast_object, get_rank  # Horovod's signature; the loop knows both
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -72,6 +74,12 @@ class State:
         for callback in self._reset_callbacks:
             callback()
 
+    def on_hosts_updated(self, timestamp: float, update_res: object) -> None:
+        """Do nothing: for Horovod's interface, whose notifications come from its launcher.
+
+        Here the scheduler tells each rank, and ``check_host_updates()`` finds out.
+        """
+
     def commit(self) -> None:
         """Save the state, so that training can be rolled back to here, and check for changes.
 
@@ -80,7 +88,8 @@ class State:
         HostsUpdatedInterrupt
             Ranks are about to join or leave; :func:`nbelastic.elastic.run` catches it.
         """
-        self.save()
+        with timeline.span("COMMIT"):
+            self.save()
         current().committed()
         if self._checkpoints is not None:
             self._checkpoints.committed()

@@ -33,6 +33,7 @@ from nbelastic.torch.ops.built import (
     ddl_built,
     gloo_built,
     gloo_enabled,
+    is_homogeneous,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
@@ -84,6 +85,8 @@ from nbelastic.torch.ops.reductions import (
     reducescatter_async,
 )
 from nbelastic.torch.ops.sparse import sparse_allreduce_async
+from nbelastic.torch.ops.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from nbelastic.torch.ops.timeline import start_timeline, stop_timeline
 from nbelastic.torch.process_group import install as _install
 
 _install()
@@ -100,6 +103,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -119,6 +123,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "convert_sync_batchnorm",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -137,6 +142,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
@@ -154,5 +160,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

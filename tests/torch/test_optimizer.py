@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 
 import pytest
 import torch
@@ -210,10 +211,14 @@ def test_step_after_synchronize_does_not_reduce_again():
         loss_of(model, 0).backward()
         optimizer.synchronize()
         gradients = [parameter.grad.clone() for parameter in model.parameters()]
-        optimizer.step()
+        with warnings.catch_warnings(record=True) as warned:  # in Horovod's words
+            warnings.simplefilter("always")
+            optimizer.step()
         assert_equal(gradients, [parameter.grad for parameter in model.parameters()])
+        return [str(each.message) for each in warned]
 
-    run_ranks(2, rank_main)
+    for warned in run_ranks(2, rank_main):
+        assert all("without optimizer.skip_synchronize() context" in each for each in warned)
 
 
 def test_skip_synchronize_without_synchronize_is_refused():

@@ -248,7 +248,7 @@ def test_parameters_of_several_types_and_layouts():
     assert torch.equal(reduced, also)
 
 
-def test_sparse_gradients_are_made_dense_or_refused():
+def test_sparse_gradients_are_made_dense():
     def rank_main(context):
         table = torch.nn.Embedding(4, 2, sparse=True)
         torch.nn.init.ones_(table.weight)
@@ -258,13 +258,6 @@ def test_sparse_gradients_are_made_dense_or_refused():
         table(torch.tensor([context.rank, 3])).sum().backward()
         optimizer.step()
         assert table.weight[:, 0].tolist() == [0.0, 0.0, 1.0, -1.0]
-
-        refusing = torch.nn.Embedding(4, 2, sparse=True)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(refusing.parameters(), 1.0), refusing.named_parameters()
-        )
-        with pytest.raises(ValueError, match=r"'weight' is sparse; pass sparse_as_dense=True"):
-            refusing(torch.tensor([0])).sum().backward()
 
     run_ranks(2, rank_main)
 

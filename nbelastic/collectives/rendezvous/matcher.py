@@ -1,4 +1,4 @@
-"""Matching of operations by name, and of ranks that have joined with what the others do.
+"""Matching of operations by name, and of joined ranks with the other ranks.
 
 One matcher serves the ranks of a generation, at their rendezvous server. It is pure: it takes a
 message of a rank and returns messages to ranks. All ranks receive the same decisions in the same
@@ -41,7 +41,7 @@ def decode(data: bytes) -> Message:
 
 
 @dataclass
-class _Entry:
+class _Offers:
     """An operation that some ranks have begun."""
 
     members: list[int]
@@ -59,7 +59,7 @@ class Matcher:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._entries: dict[tuple[str, str], _Entry] = {}
+        self._entries: dict[tuple[str, str], _Offers] = {}
         self._blocked: dict[int, tuple[str, str]] = {}
         self._joined: dict[int, int] = {}  # how many operations each had done, in order of joining
         self._steps: dict[int, Message] = {}
@@ -90,7 +90,7 @@ class Matcher:
     def _offer(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         self._blocked.pop(rank, None)
         key = message["set"], message["name"]
-        entry = self._entries.setdefault(key, _Entry(message["members"]))
+        entry = self._entries.setdefault(key, _Offers(message["members"]))
         entry.offers[rank] = message
         return self._decide(key) or self._if_stuck()
 
@@ -130,7 +130,9 @@ class Matcher:
         if not self._blocked or len({*self._blocked, *self._joined}) < self._size:
             return []
         keys = set(self._blocked.values())
-        sides = [[rank, self._entries[key].offers[rank]["text"]] for rank, key in self._blocked.items()]
+        sides = [
+            [rank, self._entries[key].offers[rank]["text"]] for rank, key in self._blocked.items()
+        ]
         sides += [[rank, None] for rank in self._joined]
         self._blocked.clear()
         decisions: list[tuple[int, Message]] = []

@@ -31,6 +31,10 @@ class ArrivedGradients:
     sample : GradientSample or None
         Values of one gradient, which stays out of all buffers. Not every change in place raises a
         version: ``GradScaler`` makes some that do not.
+    sparse_as_dense : bool
+        Whether sparse gradients are made dense. Else they are reduced apart from all others.
+    any_sparse : bool
+        Whether a sparse gradient has arrived that other ranks do not know of yet.
     streams : Streams
         Those on which gradients of accelerators have been computed.
     """
@@ -38,9 +42,10 @@ class ArrivedGradients:
     def __init__(self, names: Mapping[int, str], *, sparse_as_dense: bool = False) -> None:
         self.noted: dict[int, Arrival] = {}
         self.sample: GradientSample | None = None
+        self.any_sparse = False
         self.streams = Streams()
         self._names = names
-        self._sparse_as_dense = sparse_as_dense
+        self.sparse_as_dense = sparse_as_dense
 
     def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Take `gradient`, as it is now, for what backward has left."""
@@ -58,25 +63,20 @@ class ArrivedGradients:
         return None if self.sample is None else self.sample.parameter
 
     def present(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return a parameter's gradient, dense, whether it is of this step or was kept."""
+        """Return a parameter's gradient, whether it is of this step or was kept.
+
+        None for a sparse one, unless it may be made dense.
+        """
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
-            return self.make_dense(parameter, gradient)
+            if self.sparse_as_dense:
+                return self.make_dense(parameter, gradient)
+            self.any_sparse = True
+            return None
         return gradient
 
     def make_dense(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Replace a sparse gradient by a dense one and return it.
-
-        Raises
-        ------
-        ValueError
-            The user has not allowed that.
-        """
-        if not self._sparse_as_dense:
-            raise ValueError(
-                f"the gradient of {self.name(parameter)} is sparse; pass sparse_as_dense=True, or "
-                "make it dense (Embedding(sparse=False))"
-            )
+        """Replace a sparse gradient by a dense one and return it."""
         parameter.grad = dense = gradient.to_dense()
         return dense
 
@@ -116,6 +116,7 @@ class ArrivedGradients:
         """Forget the step; gradients stay where they are."""
         self.noted.clear()
         self.sample = None
+        self.any_sparse = False
 
     def name(self, parameter: torch.Tensor) -> str:
         """Return what messages call a parameter."""

@@ -37,6 +37,8 @@ FIRST_BUCKET_BYTES = 1 << 20
 LARGE_BYTES = 8 << 20
 # For one operation on many while backward runs: to copy less costs less than to handle it alone.
 PIECE_BYTES = 16 << 10
+# Presence of a sparse gradient, which no number of dense ones makes up for.
+SPARSE = -1000.0
 # Communicators that average as they add, at no cost.
 _AVERAGING = ("shm", "hierarchical")
 # Types in which a gradient divided by the number of ranks loses nothing.
@@ -82,6 +84,9 @@ class Layout:
         groups whether this rank has one.
     places : dict
         From the id of a parameter to its group and its position there.
+    found_sparse : list of Tensor
+        Parameters with a sparse gradient on any rank in the last step; they have to be reduced
+        apart.
     arrivals : dict of int to callable
         By the ids of parameters, :meth:`GradientGroup.arrive` where the group acts on it.
     """
@@ -96,8 +101,10 @@ class Layout:
         self.parameters = parameters
         self.manifest = manifest
         self.staged = any(is_staged(parameter.device) for parameter in parameters)
+        self.found_sparse: list[torch.Tensor] = []
         self._options = options
-        wire_dtype = options.compression.wire_dtype
+        self._arrived = arrived
+        wire_dtype = options.wire_dtype
         plan = plan_groups(
             parameters,
             manifest.order,
@@ -175,7 +182,7 @@ class Layout:
             group.begin(communicator, scaling)
 
     def launch(
-        self, number: int, communicator: Communicator, change_flag: Callable[[], bool]
+        self, number: int, communicator: Communicator, change_flag: Callable[[], float]
     ) -> None:
         """Begin the reduction of the group with a number; the last takes the flag along."""
         group = self.groups[number]
@@ -185,7 +192,7 @@ class Layout:
             trailer = self._trailer(change_flag())
         group.launch(communicator, trailer)
 
-    def launch_all(self, communicator: Communicator, change_flag: Callable[[], bool]) -> None:
+    def launch_all(self, communicator: Communicator, change_flag: Callable[[], float]) -> None:
         """Reduce all groups, those of one type in one operation, and wait for it."""
         for group in self.groups:
             group.complete()
@@ -199,22 +206,34 @@ class Layout:
         for (_, op), tensors in values.items():
             communicator.allreduce_coalesced(tensors, op)
 
-    def _trailer(self, change_flag: bool) -> list[float]:
-        return [float(change_flag), *(there for group in self.groups for there in group.present)]
+    def _trailer(self, change_flag: float) -> list[float]:
+        present = (float(there) for group in self.groups for there in group.present)
+        if not self._arrived.any_sparse:
+            return [float(change_flag), *present]
+        parameters = [each for group in self.groups for each in group.parameters]
+        sparse = [p.grad is not None and p.grad.layout is not torch.strided for p in parameters]
+        pairs = zip(present, sparse, strict=True)
+        return [float(change_flag), *(SPARSE if is_sparse else there for there, is_sparse in pairs)]
 
-    def deliver(self) -> bool:
-        """Wait for all groups and deliver them; return whether the flag of any rank was set."""
+    def deliver(self) -> float:
+        """Wait for all groups and deliver them; return the sum or average of the ranks' flags."""
         for group in self.groups:
             group.wait()
         closing = self.groups[-1]
         assert isinstance(closing, Bucket)
+        self.found_sparse = []
         flag, *counts = closing.sums
         start = 0
         for group in self.groups:
             end = start + len(group.parameters)
-            group.deliver(counts[start:end])
+            own = counts[start:end]
+            if any(count.real < 0 for count in own):
+                pairs = zip(group.parameters, own, strict=True)
+                self.found_sparse += [each for each, count in pairs if count.real < 0]
+                own = [max(count.real, 0.0) for count in own]
+            group.deliver(own)
             start = end
-        return bool(flag)
+        return float(flag.real)
 
     def drop(self) -> None:
         """Give all buffers away, with the gradients in them."""

@@ -122,6 +122,21 @@ class LayoutAgreement:
         self._generation, self._progress = communicator.generation, progress
         return self.layout
 
+    def exchanges(self, communicator: Communicator, parameters: list[torch.Tensor]) -> bool:
+        """Return whether :meth:`arrange` exchanges anything with other ranks."""
+        return (
+            self._generation != communicator.generation
+            or self._progress in (ExchangeStage.NOTHING, ExchangeStage.STEP)
+            or self.layout is None
+            or not same(self.layout.parameters, parameters)
+        )
+
+    def number_in(self, communicator: Communicator) -> int:
+        """Return this optimizer's number in a generation, or the one that it would get now."""
+        if self._numbered_in == communicator.generation:
+            return self.number
+        return _agreed.get(communicator, 0) + 1
+
     @property
     def is_to_exchange_order(self) -> bool:
         """Whether :meth:`arrange` exchanges the order that the last step has shown."""
@@ -156,7 +171,7 @@ class LayoutAgreement:
         groups = groups_of(parameters, range(len(parameters)), options.groups)
         what = (
             [(self._names.get(id(p), ""), tuple(p.shape), p.dtype) for p in parameters],
-            (options.op.name, options.compression.__name__, options.predivide),
+            (options.op.name, options.compression_name, options.predivide),
             groups,
         )
         checksum, has_order = zlib.crc32(repr(what).encode()), self._observed is not None

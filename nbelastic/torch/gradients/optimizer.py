@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -15,13 +16,16 @@ from nbelastic.elastic.context import current
 from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names_of
 from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.ops.adasum import GradientOp
-from nbelastic.torch.ops.compression import Compression, Compressor
-from nbelastic.torch.ops.reductions import allreduce
+from nbelastic.torch.ops.compression import Compression
 from nbelastic.torch.ops.process_sets import group_of
+from nbelastic.torch.ops.reductions import allreduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
+
+    from nbelastic.torch.ops.compression import AnyCompressor
+    from nbelastic.torch.ops.process_sets import ProcessSet
 
     Base = torch.optim.Optimizer
 else:
@@ -35,7 +39,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     optimizer: AnyOptimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: Op | GradientOp = Op.AVERAGE,
     gradient_predivide_factor: float = 1.0,
@@ -88,7 +92,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     named_parameters : iterable of (str, Tensor), optional
         Names for messages: ``model.named_parameters()``.
     compression : default Compression.none
-        How gradients travel; ``Compression.fp16`` and ``Compression.bf16`` halve them.
+        How gradients travel; ``Compression.fp16`` and ``Compression.bf16`` halve them. Anything
+        with the methods ``compress(tensor)``, which returns what travels and a context, and
+        ``decompress(tensor, ctx)`` will do; such gradients are reduced when backward has ended.
     backward_passes_per_step : int, default 1
         How many backward passes add up on this rank before gradients are reduced. They are summed,
         not averaged, as torch does. Passes whose gradients ``zero_grad()`` has dropped do not
@@ -106,9 +112,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         How many groups to reduce gradients in, or which parameters go together; 0 or None: groups
         of about 25 MB in the order in which gradients arrive.
     sparse_as_dense : bool, default False
-        Whether to make sparse gradients dense. Else they are an error.
-    process_set : None
-        Only all ranks.
+        Whether sparse gradients travel as dense ones. Else ranks gather their indices and values.
+        Over a :class:`~nbelastic.torch.elastic.Loader` they always travel dense.
+    process_set : ProcessSet, optional
+        The ranks whose gradients are reduced; by default all. Other ranks step by themselves.
 
     Returns
     -------
@@ -129,7 +136,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already")
-    group_of(process_set)
+    process_set = group_of(process_set).process_set
     names = names_of(optimizer, named_parameters)
     options = ReduceOptions(
         op=op,
@@ -139,7 +146,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         groups=check_groups(optimizer, groups, num_groups),
         sparse_as_dense=sparse_as_dense,
     )
-    return _wrap(optimizer, names, options, op)
+    return _wrap(optimizer, names, options, op, process_set)
 
 
 def _wrap(
@@ -147,8 +154,10 @@ def _wrap(
     names: Mapping[int, str],
     options: ReduceOptions,
     op: Op | GradientOp,
+    process_set: ProcessSet,
 ) -> AnyOptimizer:
-    optimizer._reducer = Reducer(optimizer, names, options)  # type: ignore[attr-defined]
+    reducer = Reducer(optimizer, names, options, process_set)
+    optimizer._reducer = reducer  # type: ignore[attr-defined]
     optimizer._op = op  # type: ignore[attr-defined]
     current().telemetry.device = next((str(p.device) for p in _parameters(optimizer)), "cpu")
     patched = vars(optimizer).pop("step", None)
@@ -179,6 +188,12 @@ class _Distributed(Base):
     _reducer: Reducer
     _op: Op | GradientOp
     _skips = False
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Names of parameters, as Horovod's optimizer has them."""
+        names = self._reducer.names
+        return {each: names[id(each)] for each in _parameters(self) if id(each) in names}
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; afterwards ``step()`` does not.
@@ -222,7 +237,16 @@ class _Distributed(Base):
         elif self._skips:
             if self._reducer.pending:
                 raise RuntimeError("call optimizer.synchronize() before skip_synchronize()")
-        elif not self._reducer.synchronized:
+        elif self._reducer.synchronized:
+            # A fused optimizer is stepped by GradScaler, which does not know of the context.
+            if getattr(self, "found_inf", None) is None:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(); the gradients are not reduced again. Step in `with "
+                    "optimizer.skip_synchronize():`, as Horovod would reduce them twice",
+                    stacklevel=2,
+                )
+        else:
             if getattr(self, "found_inf", None) is not None:
                 raise RuntimeError(
                     "GradScaler has looked for infinities before gradients were reduced, so ranks "
@@ -271,7 +295,13 @@ class _Distributed(Base):
         groups = copy.deepcopy(options.groups, memo)
         return cast(
             "_Distributed",
-            _wrap(made, named, dataclasses.replace(options, groups=groups), self._op),
+            _wrap(
+                made,
+                named,
+                dataclasses.replace(options, groups=groups),
+                self._op,
+                self._reducer.process_set,
+            ),
         )
 
 
@@ -331,5 +361,8 @@ def _reduced(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
         return None
     value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
     op = optimizer._op if isinstance(optimizer._op, Op) else Op.AVERAGE
-    reduced = allreduce(value, op=op)
+    process_set = optimizer._reducer.process_set
+    if not process_set.included():
+        return loss
+    reduced = allreduce(value, op=op, process_set=process_set)
     return reduced if isinstance(loss, torch.Tensor) else reduced.item()

@@ -16,6 +16,8 @@ from nbelastic.torch.ops.compression import Compressor
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from nbelastic.torch.ops.compression import AnyCompressor
+
 __all__ = ["ReduceOptions", "check_groups", "names_of"]
 
 
@@ -27,7 +29,7 @@ class ReduceOptions:
     ----------
     op : Op or GradientOp
         ``AVERAGE``, ``SUM`` or ``ADASUM``.
-    compression : type of Compressor
+    compression : Compressor, or anything with its methods
         What they are on the wire.
     predivide : float
         With ``AVERAGE``: the divisor before the sum is formed; the rest is divided by after.
@@ -36,7 +38,7 @@ class ReduceOptions:
     groups : int or tuple of tuples of Tensor
         How many groups to form, 0 for none; or the groups. A group is reduced in one operation.
     sparse_as_dense : bool
-        Whether to make sparse gradients dense, or refuse them.
+        Whether to make sparse gradients dense, or reduce them apart.
 
     Raises
     ------
@@ -45,7 +47,7 @@ class ReduceOptions:
     """
 
     op: Op | GradientOp
-    compression: type[Compressor]
+    compression: AnyCompressor
     predivide: float
     passes: int
     groups: int | tuple[tuple[torch.Tensor, ...], ...]
@@ -58,13 +60,35 @@ class ReduceOptions:
             raise ValueError("gradient_predivide_factor needs op=Average")
         if not self.predivide > 0:
             raise ValueError(f"gradient_predivide_factor must be positive, not {self.predivide}")
-        if not (isinstance(self.compression, type) and issubclass(self.compression, Compressor)):
+        methods = [getattr(self.compression, name, None) for name in ("compress", "decompress")]
+        if not all(map(callable, methods)):
             raise ValueError(
-                "compression must be Compression.none, Compression.fp16 or Compression.bf16, "
-                f"not {self.compression!r}"
+                "compression must be Compression.none, Compression.fp16, Compression.bf16, or have "
+                "the methods compress(tensor) and decompress(tensor, ctx), not "
+                f"{self.compression!r}"
             )
+        if not self.changes_types_only and self.op is Adasum:
+            raise ValueError("op=Adasum needs a compression that only changes types")
         if self.passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, not {self.passes}")
+
+    @property
+    def changes_types_only(self) -> bool:
+        """Whether compression is a matter of types, so that compressed gradients add up in place.
+
+        Gradients with any other compression are reduced apart, after backward.
+        """
+        return isinstance(self.compression, type) and issubclass(self.compression, Compressor)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type that gradients of a type have on the wire."""
+        return self.compression.wire_dtype(dtype) if self.changes_types_only else dtype  # type: ignore[attr-defined]
+
+    @property
+    def compression_name(self) -> str:
+        """The name of the compression, which is to be the same on all ranks."""
+        named = self.compression if isinstance(self.compression, type) else type(self.compression)
+        return named.__name__
 
 
 def check_groups(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.context import current, current_or_none
 from nbelastic.elastic.session import Session, warn
 from nbelastic.errors import CollectiveError
@@ -24,7 +26,11 @@ from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
 from nbelastic.torch.gradients.reduction_step import ReductionStep
+from nbelastic.torch.gradients.separate import SeparateReduction
 from nbelastic.torch.identity import same
+from nbelastic.torch.ops.coordination import announce
+from nbelastic.torch.ops.join import SERVICES, at_end
+from nbelastic.torch.ops.process_sets import Group, global_process_set
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.step_share import StepShare
     from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
+    from nbelastic.torch.ops.process_sets import ProcessSet
 
 __all__ = ["Reducer"]
 
@@ -72,8 +79,17 @@ class Reducer:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], options: ReduceOptions
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        options: ReduceOptions,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
+        self.process_set = process_set
+        self.serial = next(_serials)
+        self._apart = SeparateReduction(options)
+        self._alone: SoloCommunicator | None = None
+        self._deferred = False
         self._optimizer = weakref.ref(optimizer)
         self.names = names
         self.options = options
@@ -154,6 +170,7 @@ class Reducer:
                 if isinstance(step, ReductionStep) and step.needs_layout:
                     self._use_agreed_layout(step)
                 step.finish()
+                self._reduce_apart(step)
             except BaseException:
                 self._fail()
                 raise
@@ -214,13 +231,23 @@ class Reducer:
         context = self._find_context()
         self._check_share(step, context)
         self._abandon()
-        communicator = context.communicator()
+        communicator = self._communicator(context)
         communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
         parameters = self._trained()
         self._hook(parameters)
         if context.share is not None:
             return self._micro_batches(context, communicator, parameters, context.share)
-        step = ReductionStep(context, communicator, parameters, self._arrived, self.options.passes)
+        of_all = self.process_set is global_process_set
+        announcement = functools.partial(self._announce, communicator) if of_all else None
+        step = ReductionStep(
+            context,
+            communicator,
+            parameters,
+            self._arrived,
+            self.options.passes,
+            of_all=of_all,
+            announce=announcement,
+        )
         if communicator.size == 1:
             if self._agreement.layout is not None:
                 self._agreement.layout.release()
@@ -259,6 +286,8 @@ class Reducer:
 
     def _use_agreed_layout(self, step: ReductionStep) -> None:
         agreement, communicator = self._agreement, step.communicator
+        if agreement.exchanges(communicator, step.parameters):
+            step.announce("layout")
         if agreement.is_one_of_several(communicator) and agreement.is_to_exchange_order:
             communicator.agree(self._description(step.parameters))
         layout = self._agreed_layout(communicator, step.parameters)
@@ -281,6 +310,12 @@ class Reducer:
         share: StepShare,
     ) -> MicroBatchReduction:
         """Begin a step that consists of micro-batches."""
+        if self.process_set is not global_process_set or not self.options.changes_types_only:
+            raise ValueError(
+                "an optimizer with a process_set, or with a compression of its own, does not step "
+                "over a Loader, whose batches are dealt to all ranks; use an ElasticSampler"
+            )
+        announce(communicator, "a step over a Loader")
         if self._agreement.layout is not None:
             self._agreement.layout.release()
         if not self._checked:
@@ -306,6 +341,79 @@ class Reducer:
             if own is not None and own.id in hooks and hooks[-1] != own.id:
                 warn(context, HOOK_IS_LATE.format(name=self._arrived.name(parameter)))
                 return
+
+    def _communicator(self, context: Context) -> Communicator:
+        """Return the communicator of the ranks that this optimizer reduces over.
+
+        A rank that is not in the process set steps by itself.
+        """
+        if self.process_set is global_process_set:
+            return context.communicator()
+        group = Group(context, self.process_set)
+        if context.rank in group.ranks or not group.ranks:
+            return group.communicator()
+        if self._alone is None or self._alone.generation != context.generation:
+            self._alone = SoloCommunicator(context.generation)
+        return self._alone
+
+    def _announce(self, communicator: Communicator, phase: str) -> None:
+        """Tell ranks that have joined which optimizer steps, and what is exchanged next."""
+        number = self._agreement.number_in(communicator)
+        announce(communicator, {"kind": "step", "number": number, "phase": phase})
+
+    @torch.no_grad()
+    def step_with_nothing(self, phase: str) -> None:
+        """Take part in a phase of a step of the other ranks, as one that has joined.
+
+        Sums that go on during their backward are not waited for, because the other ranks may need
+        this one for something else first. :meth:`end_with_nothing` waits for them.
+        """
+        if phase == "layout" or self._deferred or self._step is None:
+            self.end_with_nothing()
+            self.forget()
+            for parameter in self._trained(apart=True):
+                parameter.grad = None
+        with self._lock:
+            step = self._present_step()
+            if isinstance(step, ReductionStep) and step.needs_layout:
+                self._use_agreed_layout(step)
+            if phase == "layout":
+                return
+            apart = self._apart.parameters or not self.options.changes_types_only
+            self._deferred = isinstance(step, ReductionStep) and not apart and step.launch_all()
+        if not self._deferred:
+            self._end_step()
+
+    def end_with_nothing(self) -> None:
+        """Wait for a step of the other ranks that this one has taken part in."""
+        if self._deferred:
+            self._deferred = False
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.synchronize()
+        for parameter in self._trained(apart=True):
+            parameter.grad = None
+        self.synchronized = False
+
+    def is_number(self, number: int, context: Context, communicator: Communicator) -> bool:
+        """Return whether this is the optimizer of all ranks with a number in a generation."""
+        return (
+            self._context is context
+            and self.process_set is global_process_set
+            and self._agreement.number_in(communicator) == number
+        )
+
+    def _reduce_apart(self, step: ReductionStep | MicroBatchReduction) -> None:
+        """Reduce what does not travel with the others: sparse gradients, and compressed ones."""
+        if isinstance(step, ReductionStep) and step.communicator.size > 1:
+            self._apart.parameters += step.found_sparse
+            apart = self._trained(apart=True)
+            self._apart.reduce(Group(step.context, self.process_set), apart, self.names)
+        if isinstance(self._optimizer(), torch.optim.SparseAdam):  # takes no other gradients
+            for parameter in self._trained(apart=True):
+                if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                    parameter.grad = parameter.grad.to_sparse(1)
 
     def _agreed_layout(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
         if communicator.generation == self._failed:
@@ -340,7 +448,7 @@ class Reducer:
             self._failed_share = self._find_context().share
         self._abandon()
         self._reported.clear()
-        for parameter in self._trained():
+        for parameter in self._trained(apart=True):
             parameter.grad = None
 
     # -- surroundings ----------------------------------------------------------------------------
@@ -349,10 +457,19 @@ class Reducer:
         """Return the rank's context, also in a thread of autograd's own."""
         return current_or_none() or self._context
 
-    def _trained(self) -> list[torch.Tensor]:
+    def _trained(self, *, apart: bool = False) -> list[torch.Tensor]:
+        """Return what is trained; without `apart` only what is reduced together."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        if apart or self.in_micro_batches:
+            return trained
+        if not self.options.changes_types_only:
+            return []
+        if self._apart.parameters:
+            keys = {id(parameter) for parameter in self._apart.parameters}
+            return [parameter for parameter in trained if id(parameter) not in keys]
+        return trained
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:
         """Have autograd call back for `parameters` and no others, as long as this object lives.
@@ -407,6 +524,29 @@ def _take_over(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
     reducer._hook(parameters)
 
 
+def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
+    """Take part in a step of an optimizer, as a rank that has joined."""
+    communicator = Group(context, global_process_set).parent()
+    with _alive_lock:
+        alive = sorted(_alive, key=lambda each: each.serial)
+    for reducer in alive:
+        if reducer.is_number(what["number"], context, communicator):
+            reducer.step_with_nothing(what["phase"])
+            return
+
+
+def _end_steps_of_joined(context: Context) -> None:
+    with _alive_lock:
+        alive = list(_alive)
+    for reducer in alive:
+        if reducer._context is context:
+            reducer.end_with_nothing()
+
+
+SERVICES["step"] = _step_of_joined
+at_end.append(_end_steps_of_joined)
+
+_serials = itertools.count()
 _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _alive_lock = threading.Lock()
 

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nbelastic.elastic.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import SumTiming
 from nbelastic.torch.identity import same
+from nbelastic.torch.ops.coordination import is_joined
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
@@ -23,6 +25,9 @@ __all__ = ["ReductionStep"]
 
 # Gradients of so many elements are cheap to copy.
 SMALL_GRADIENT = 1 << 16
+
+JOINED_FLAG = -1000.0
+"""What a rank that has joined adds to the flag of a step: less than all others can make up for."""
 
 
 class ReductionStep:
@@ -44,6 +49,9 @@ class ReductionStep:
         parameters: list[torch.Tensor],
         arrived: ArrivedGradients,
         passes: int,
+        *,
+        of_all: bool = True,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         self.context = context
         self.communicator = communicator
@@ -57,11 +65,14 @@ class ReductionStep:
         self._launched = 0
         self._description = ""
         self._timing = SumTiming.AFTER_BACKWARD
+        self._of_all = of_all
+        self._announce = announce
+        self._announced: set[str] = set()
 
     @property
     def has_gradients(self) -> bool:
         """Whether a gradient has arrived."""
-        return bool(self._arrived.noted)
+        return bool(self._arrived.noted) or self._arrived.any_sparse
 
     @property
     def incomplete(self) -> bool:
@@ -82,6 +93,11 @@ class ReductionStep:
         self.layout, self._timing = layout, layout.timing(self.communicator)
         self._description = description
         layout.begin(self.communicator)
+
+    @property
+    def found_sparse(self) -> list[torch.Tensor]:
+        """Parameters with a sparse gradient on any rank, of which this step has informed all."""
+        return [] if self.layout is None else self.layout.found_sparse
 
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
         """Count a backward pass of each parameter; after the last, take its gradient.
@@ -111,6 +127,9 @@ class ReductionStep:
                 continue
             if gradient.layout is not torch.strided:
                 arrived.streams.join(gradient.device, [])
+                if not arrived.sparse_as_dense:
+                    arrived.any_sparse = True
+                    continue
                 gradient = arrived.make_dense(parameter, gradient)
             if arrived.sample is None:
                 gradient = self._sample(parameter, gradient)
@@ -169,8 +188,42 @@ class ReductionStep:
                 break
             self._launch_next(self.layout)
 
+    def announce(self, phase: str) -> None:
+        """Tell ranks that have joined of a phase of this step, once, before its first exchange.
+
+        Between the two, and between the sums, backward may exchange other things.
+        """
+        if self._announce is not None and phase not in self._announced:
+            self._announced.add(phase)
+            self._announce(phase)
+
+    def launch_all(self) -> bool:
+        """Launch all groups with what there is, where that waits for no other rank.
+
+        Return whether it did.
+        """
+        layout = self.layout
+        if layout is None or self._timing is not SumTiming.DURING_BACKWARD:
+            return False
+        while self._launched < len(layout.groups):
+            self._launch_next(layout)
+        return True
+
+    def _change_flag(self) -> float:
+        """Return whether the membership is about to change; a rank that has joined says so."""
+        if not self._of_all:
+            return 0.0
+        return JOINED_FLAG if is_joined(self.communicator) else float(self.context.change_flag())
+
+    def _agree(self, flag: float) -> None:
+        # A rank that has joined does not commit, so what it reads here it cannot act upon.
+        # The others ask it at their next commit.
+        if self._of_all and flag >= 0:
+            self.context.agree(bool(flag))
+
     def _check_consistency(self) -> None:
         """Check, once, that all ranks take the same step."""
+        self.announce("sums")
         description, self._description = self._description, ""
         if description:
             self.communicator.agree(description)
@@ -178,7 +231,7 @@ class ReductionStep:
     def _launch_next(self, layout: Layout) -> None:
         self._check_consistency()
         number, self._launched = self._launched, self._launched + 1
-        layout.launch(number, self.communicator, self.context.change_flag)
+        layout.launch(number, self.communicator, self._change_flag)
 
     def check_untouched(self, trained: list[torch.Tensor]) -> None:
         """Refuse to reduce gradients, or for parameters, that the user has changed since backward.
@@ -202,13 +255,14 @@ class ReductionStep:
         """Launch what has not been launched, wait, and write the reduced gradients."""
         layout, context = self.layout, self.context
         if layout is None:
-            context.agree(context.change_flag())
+            if self._of_all:
+                context.agree(context.change_flag())
             return
         if layout.coalesced:
             self._arrived.check_sample()
             self._check_consistency()
             self._launched = len(layout.groups)
-            layout.launch_all(self.communicator, context.change_flag)
+            layout.launch_all(self.communicator, self._change_flag)
         elif self._timing is SumTiming.STAGED:
             # All are on their way to the host before the first is waited for.
             for group in layout.groups:
@@ -217,7 +271,8 @@ class ReductionStep:
             if self._launched == len(layout.groups) - 1:
                 self._arrived.check_sample()
             self._launch_next(layout)
-        context.agree(layout.deliver())
+        with timeline.span("REDUCE_GRADIENTS"):
+            self._agree(layout.deliver())
 
     @property
     def concerns_peers(self) -> bool:

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from nbelastic.torch.ops.adasum import GradientOp
     from nbelastic.torch.ops.process_sets import Group
 
-__all__ = ["Allgather", "Allreduce", "Alltoall", "Broadcast", "Reducescatter", "apply"]
+__all__ = [
+    "AllgatherFunction",
+    "AllreduceFunction",
+    "AlltoallFunction",
+    "BroadcastFunction",
+    "ReducescatterFunction",
+    "apply",
+]
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -26,7 +33,7 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-class Allreduce(torch.autograd.Function):
+class AllreduceFunction(torch.autograd.Function):
     """Reduce tensors; the gradient is reduced in the same way."""
 
     @staticmethod
@@ -54,10 +61,10 @@ class Allreduce(torch.autograd.Function):
                 f"the gradient of an allreduce with {op} is not defined; use Average or Sum, or "
                 "detach() the tensor"
             )
-        return None, None, None, None, None, *apply(Allreduce, *ctx.options, None, *grads)
+        return None, None, None, None, None, *apply(AllreduceFunction, *ctx.options, None, *grads)
 
 
-class Allgather(torch.autograd.Function):
+class AllgatherFunction(torch.autograd.Function):
     """Concatenate tensors of all ranks; the gradient is the average of this rank's part."""
 
     @staticmethod
@@ -78,7 +85,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Average the gradients over the ranks and take this rank's rows."""
-        reduced = apply(Allreduce, ctx.group, Op.AVERAGE, 1.0, 1.0, None, *grads)
+        reduced = apply(AllreduceFunction, ctx.group, Op.AVERAGE, 1.0, 1.0, None, *grads)
         own = [
             each.narrow(0, start, length).reshape(shape)
             for each, (start, length, shape) in zip(reduced, ctx.parts, strict=True)
@@ -86,7 +93,7 @@ class Allgather(torch.autograd.Function):
         return None, None, *own
 
 
-class Broadcast(torch.autograd.Function):
+class BroadcastFunction(torch.autograd.Function):
     """Copy a tensor of one rank; the gradient is the average for that rank, zero for others."""
 
     @staticmethod
@@ -97,20 +104,18 @@ class Broadcast(torch.autograd.Function):
         ctx.group, ctx.is_root = group, group.context.rank == root
         position = operations.check_root(root, group.ranks)
         output = torch.empty_like(tensor)
-        copies = operations.Broadcast(
-            [tensor], [output], root, position, name, is_root=ctx.is_root
-        )
+        copies = operations.Broadcast([tensor], [output], root, position, name, is_root=ctx.is_root)
         begin(group, copies, name).wait()
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Average the gradients over the ranks, for the root alone."""
-        (reduced,) = apply(Allreduce, ctx.group, Op.AVERAGE, 1.0, 1.0, None, *grads)
+        (reduced,) = apply(AllreduceFunction, ctx.group, Op.AVERAGE, 1.0, 1.0, None, *grads)
         return None, None, None, reduced if ctx.is_root else reduced * 0
 
 
-class Alltoall(torch.autograd.Function):
+class AlltoallFunction(torch.autograd.Function):
     """Exchange rows; the gradient goes back the way they came."""
 
     @staticmethod
@@ -128,11 +133,11 @@ class Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Send each row's gradient to where the row came from."""
-        returned, _ = apply(Alltoall, ctx.group, None, grads[0], *ctx.received)
+        returned, _ = apply(AlltoallFunction, ctx.group, None, grads[0], *ctx.received)
         return None, None, returned, *(None for _ in ctx.received)
 
 
-class Reducescatter(torch.autograd.Function):
+class ReducescatterFunction(torch.autograd.Function):
     """Reduce tensors and keep some rows; the gradient is gathered from all ranks.
 
     That of a sum is multiplied by the number of ranks, as in Horovod.

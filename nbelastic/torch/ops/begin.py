@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, TypeVar
 
+from nbelastic.elastic.timeline import now, timeline
 from nbelastic.errors import RanksDisagree
-from nbelastic.timeline import timeline
 from nbelastic.torch.ops.coordination import JOINED, announce, coordination_of, not_with_join
 from nbelastic.torch.ops.operation import Pending
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.torch.ops.operation import Operation
+    from nbelastic.torch.ops.operation import TensorOperation, Waitable
     from nbelastic.torch.ops.process_sets import Group
 
 __all__ = ["agree", "begin"]
@@ -22,7 +22,7 @@ __all__ = ["agree", "begin"]
 T = TypeVar("T")
 
 
-def begin(group: Group, operation: Operation[T], name: str | None = None) -> Pending[T]:
+def begin(group: Group, operation: TensorOperation[T], name: str | None = None) -> Pending[T]:
     """Begin an operation among the ranks of a group.
 
     With a name it waits, in the background, for the operation of that name on the other ranks.
@@ -36,13 +36,16 @@ def begin(group: Group, operation: Operation[T], name: str | None = None) -> Pen
     ValueError
         An operation of this name is under way.
     """
+    if timeline.marks_cycles:
+        timeline.instant("CYCLE_START")
     with timeline.span(f"NEGOTIATE_{operation.verb.upper()}", name):
         if name is not None and group.size > 1:
             coordination = coordination_of(group.parent())
             if coordination is not None:
                 if not group.is_global:
                     group.check_member()
-                return coordination.offer(group.key, group.ranks, name, operation)
+                pending = coordination.offer(group.key, group.ranks, name, operation)
+                return _noted(pending, operation.verb, name) if timeline.is_on else pending
         communicator = group.communicator()
         numbers = agree(
             communicator,
@@ -50,8 +53,37 @@ def begin(group: Group, operation: Operation[T], name: str | None = None) -> Pen
             operation.numbers,
             what=(operation.spec or operation.verb) if group.is_global else None,
         )
-    operation.prepare()
-    return Pending(operation.launch(communicator, numbers), operation.finish)
+    with timeline.span("MEMCPY_IN_FUSION_BUFFER", name):
+        operation.prepare()
+    handles = operation.launch(communicator, numbers)
+    if timeline.is_on:
+        return _recorded(handles, operation, name)
+    return Pending(handles, operation.finish)
+
+
+def _noted(pending: Pending[T], verb: str, name: str) -> Pending[T]:
+    begun = now()
+
+    def finish() -> T:
+        result = pending.wait()
+        timeline.add_span(verb.upper(), begun, f"{verb}.{name}")
+        return result
+
+    return Pending([pending], finish)
+
+
+def _recorded(
+    handles: Sequence[Waitable], operation: TensorOperation[T], name: str | None
+) -> Pending[T]:
+    """Return the pending operation, whose end the timeline notes."""
+    begun, verb = now(), operation.verb
+
+    def finish() -> T:
+        result = operation.finish()
+        timeline.add_span(verb.upper(), begun, f"{verb}.{name}" if name else verb)
+        return result
+
+    return Pending(handles, finish)
 
 
 def agree(

@@ -17,7 +17,7 @@ from nbelastic.pickling import dumps
 from nbelastic.torch.ops import description
 from nbelastic.torch.ops.begin import agree, begin
 from nbelastic.torch.ops.fusion import Chunk, plan
-from nbelastic.torch.ops.operation import Operation, check_root
+from nbelastic.torch.ops.operation import TensorOperation, check_root
 from nbelastic.torch.ops.process_sets import group_of
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ def broadcast_object(
     """
     group = group_of(process_set)
     root = check_root(root_rank, group.ranks)
+    group.check_member()
     if group.size == 1:
         return obj
     verb = f"{description.called('broadcast_object', name)} from rank {root_rank}"
@@ -208,13 +209,14 @@ def allgather_object(obj: T, name: str | None = None, process_set: object = None
         A peer is gone, or the generation is over.
     """
     group = group_of(process_set)
+    group.check_member()
     if group.size == 1:
         return [obj]
     gathered: list[T] = begin(group, _ObjectAllgather(obj, name, group), name).wait()
     return gathered
 
 
-class _ObjectBroadcast(Operation[Any]):
+class _ObjectBroadcast(TensorOperation[Any]):
     """Broadcast of a pickled object whose length only the root knows."""
 
     verb = "broadcast_object"
@@ -238,7 +240,7 @@ class _ObjectBroadcast(Operation[Any]):
         return self._obj if self._is_root else _decode(self._payload)
 
 
-class _ObjectAllgather(Operation[list[Any]]):
+class _ObjectAllgather(TensorOperation[list[Any]]):
     """Allgather of pickled objects."""
 
     verb = "allgather_object"

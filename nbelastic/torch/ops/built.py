@@ -6,7 +6,12 @@ work in any process, before ``init()`` as well.
 
 from __future__ import annotations
 
+import collections
+
 import torch
+
+from nbelastic.elastic.context import current
+from nbelastic.elastic.session import Session
 
 __all__ = [
     "ccl_built",
@@ -14,6 +19,7 @@ __all__ = [
     "ddl_built",
     "gloo_built",
     "gloo_enabled",
+    "is_homogeneous",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -70,3 +76,13 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Return whether ranks can train on AMD's GPUs with this torch."""
     return torch.version.hip is not None
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts of the job have equally many ranks."""
+    context = current()
+    plan = context.plan if isinstance(context, Session) else None
+    if plan is None:
+        return context.local_size * context.cross_size == context.size
+    counts = collections.Counter(member.slot.host for member in plan.members)
+    return len(set(counts.values())) == 1

@@ -6,7 +6,14 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["AnyCompressor", "BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+__all__ = [
+    "AnyCompressor",
+    "BF16Compressor",
+    "Compression",
+    "Compressor",
+    "FP16Compressor",
+    "NoneCompressor",
+]
 
 
 class AnyCompressor(Protocol):

@@ -1,11 +1,11 @@
-"""Coordination of what ranks begin at different times: named operations, and ``join()``.
+"""Coordination of named operations, and of ranks that have joined.
 
 Each rank of a generation has a thread that listens to the matching of operations
 (:mod:`nbelastic.collectives.matching`). It starts with the rank's first operation and sleeps.
 
-*Names.* A rank offers a named operation. When all have, each thread launches it, over a communicator
-of its own, in the order in which the matching has decided. So the order in which ranks begin named
-operations does not matter. Operations without a name never come here.
+*Names.* A rank offers a named operation. When all have, each thread launches it, over a
+communicator for these operations, in the order in which the matching has decided. So the order in
+which ranks begin named operations does not matter. Operations without a name never come here.
 
 *Join.* Operations without a name, and steps of optimizers, are numbered on each rank. A rank that
 joins tells its number. From then on the threads of the other ranks tell what they are in, also if
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.collectives.matching import MatchingClient
-    from nbelastic.torch.ops.operation import Operation, Waitable
+    from nbelastic.torch.ops.operation import TensorOperation, Waitable
 
 __all__ = ["JOINED", "Coordination", "announce", "coordination_of", "is_joined", "not_with_join"]
 
@@ -77,7 +77,9 @@ class Coordination:
         self.joined = False
         communicator.on_abort(lambda *_: client.abort())
         name = f"nbelastic-matching-{communicator.generation}-{communicator.rank}"
-        threading.Thread(target=_listen, args=(weakref.ref(self), client), name=name, daemon=True).start()
+        threading.Thread(
+            target=_listen, args=(weakref.ref(self), client), name=name, daemon=True
+        ).start()
 
     # -- operations without a name ---------------------------------------------------------------
 
@@ -111,7 +113,7 @@ class Coordination:
     # -- operations with a name ------------------------------------------------------------------
 
     def offer(
-        self, key: str, members: Sequence[int], name: str, operation: Operation[T]
+        self, key: str, members: Sequence[int], name: str, operation: TensorOperation[T]
     ) -> Pending[T]:
         """Begin a named operation among `members`; it is launched when all have.
 
@@ -120,9 +122,6 @@ class Coordination:
         ValueError
             There is one of that name, which has not ended, or there are too many.
         """
-        if (key, name) in self._pending:
-            # It may just be ending, where all others have begun it before a barrier.
-            self.flush()
         with self._lock:
             if (key, name) in self._pending:
                 raise ValueError(
@@ -253,8 +252,10 @@ class Coordination:
             raise not_with_join(message["text"], gone)
         if message["texts"] is not None:
             texts = message["texts"]
-            raise disagreement([message["text"] if text is None else text for text in texts], members)
-        operation: Operation[Any]
+            raise disagreement(
+                [message["text"] if text is None else text for text in texts], members
+            )
+        operation: TensorOperation[Any]
         if named is None:  # this rank has joined
             operation = Allreduce.of_zeros(message["spec"])
             operation.prepare()
@@ -264,9 +265,7 @@ class Coordination:
         group = communicator.subgroup(members, f"names-{message['set']}")
         return operation.launch(group, [each or [] for each in numbers])
 
-    def _end(
-        self, key: tuple[str, str], named: _Named | None, error: Exception | None
-    ) -> None:
+    def _end(self, key: tuple[str, str], named: _Named | None, error: Exception | None) -> None:
         if named is not None:
             with self._lock:
                 self._pending.pop(key, None)
@@ -359,7 +358,7 @@ class _Named:
         key: str,
         members: list[int],
         name: str,
-        operation: Operation[Any],
+        operation: TensorOperation[Any],
     ) -> None:
         self.key, self.members, self.name = key, members, name
         self.operation = operation
@@ -421,5 +420,7 @@ def not_with_join(text: str, ranks: Sequence[int]) -> RanksDisagree:
     """Return the error for an operation that ranks which have joined cannot take part in."""
     head = text.partition("\n")[0]
     verb = head.partition(" ")[0].capitalize()
-    named = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    named = (
+        f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    )
     return RanksDisagree(f"{verb} is not supported with Join at this time: {named} joined; {head}")

@@ -100,7 +100,7 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation; otherwise as :func:`allgather`."""
-    return [*autograd.apply(autograd.Allgather, group_of(process_set), name, *tensors)]
+    return [*autograd.apply(autograd.AllgatherFunction, group_of(process_set), name, *tensors)]
 
 
 def grouped_allgather_async(
@@ -119,7 +119,9 @@ def broadcast(
     (Horovod's convention). The root is named by its rank in the job, in a process set as well.
     """
     group = group_of(process_set)
-    copied: torch.Tensor = autograd.apply(autograd.Broadcast, group, root_rank, name, tensor)
+    copied: torch.Tensor = autograd.apply(
+        autograd.BroadcastFunction, group, root_rank, name, tensor
+    )
     return copied
 
 
@@ -188,7 +190,7 @@ def alltoall(
     """
     group = group_of(process_set)
     counts = _splits(tensor, splits, group.size)
-    output, received = autograd.apply(autograd.Alltoall, group, name, tensor, *counts)
+    output, received = autograd.apply(autograd.AlltoallFunction, group, name, tensor, *counts)
     return output if splits is None else (output, received)
 
 

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.context import Context
 
-__all__ = ["SERVICES", "join"]
+__all__ = ["SERVICES", "at_end", "join"]
 
 SERVICES: dict[str, Callable[[Context, dict[str, Any]], None]] = {}
 """What a rank that has joined does in an operation, by its kind."""
+
+at_end: list[Callable[[Context], None]] = []
+"""Called when all ranks have joined."""
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where sums are formed, on the CPU
@@ -41,8 +44,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where sums a
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
 
-    Allgather, broadcast, alltoall, reducescatter, Min, Max, Product and Adasum raise an error on the
-    ranks that call them while another has joined.
+    Allgather, broadcast, alltoall, reducescatter, Min, Max, Product and Adasum raise an error on
+    the ranks that call them while another has joined.
 
     Parameters
     ----------
@@ -70,6 +73,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where sums a
     while True:
         event = coordination.next_event()
         if event["do"] == "together":
+            for end in at_end:
+                end(context)
             return int(event["last"])
         if event["number"] == coordination.number + 1:
             _serve(context, event["what"])

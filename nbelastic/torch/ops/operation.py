@@ -1,8 +1,9 @@
 """Collective operations on tensors of users, on any device and in any layout.
 
-An :class:`Operation` knows what it is about to do on this rank. :mod:`nbelastic.torch.ops.begin`
-has the ranks compare that and then launches it. The communicator is lent private buffers only, so a
-failed operation leaves the caller's tensors as they were.
+A :class:`TensorOperation` knows what it is about to do on this rank.
+:mod:`nbelastic.torch.ops.begin` has the ranks compare that and then launches it.
+The communicator is lent private buffers only, so a failed operation leaves the caller's tensors as
+they were.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ __all__ = [
     "Alltoall",
     "Barrier",
     "Broadcast",
-    "Operation",
     "Pending",
     "Reducescatter",
+    "TensorOperation",
     "Waitable",
     "check_root",
     "only",
@@ -90,7 +91,7 @@ def only(pending: Pending[list[T]]) -> Pending[T]:
     return Pending([pending], lambda: pending.wait()[0])
 
 
-class Operation(Generic[T]):
+class TensorOperation(Generic[T]):
     """A collective operation, from its description to its result.
 
     Attributes
@@ -124,7 +125,7 @@ class Operation(Generic[T]):
         raise NotImplementedError
 
 
-class Barrier(Operation[None]):
+class Barrier(TensorOperation[None]):
     """Nothing but the comparison."""
 
     verb = "barrier"
@@ -139,7 +140,7 @@ class Barrier(Operation[None]):
         """Do nothing."""
 
 
-class Allreduce(Operation[list[torch.Tensor]]):
+class Allreduce(TensorOperation[list[torch.Tensor]]):
     """Reduction of each of `tensors` into the tensor of `outputs` with its index.
 
     Parameters
@@ -235,7 +236,7 @@ class Allreduce(Operation[list[torch.Tensor]]):
         return list(self._outputs)
 
 
-class Broadcast(Operation[list[torch.Tensor]]):
+class Broadcast(TensorOperation[list[torch.Tensor]]):
     """Copies of the `tensors` of rank `root`, in `outputs` of all ranks.
 
     Parameters
@@ -287,7 +288,7 @@ class Broadcast(Operation[list[torch.Tensor]]):
         return list(self._outputs)
 
 
-class Allgather(Operation[list[torch.Tensor]]):
+class Allgather(TensorOperation[list[torch.Tensor]]):
     """Concatenations of every rank's `tensors` along the first dimension; lengths may differ.
 
     Attributes
@@ -339,7 +340,7 @@ class Allgather(Operation[list[torch.Tensor]]):
         ]
 
 
-class Alltoall(Operation[torch.Tensor]):
+class Alltoall(TensorOperation[torch.Tensor]):
     """An exchange in which ``splits[i]`` rows of `tensor` go to the ``i``-th rank.
 
     Attributes
@@ -379,7 +380,7 @@ class Alltoall(Operation[torch.Tensor]):
         return torch.cat(self._outputs)
 
 
-class Reducescatter(Operation[list[torch.Tensor]]):
+class Reducescatter(TensorOperation[list[torch.Tensor]]):
     """Reductions of `tensors`, of which each rank keeps some rows.
 
     The rows are dealt out evenly; the first ranks get one more where they do not divide.

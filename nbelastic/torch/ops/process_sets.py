@@ -8,15 +8,16 @@ next use, on all ranks.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from nbelastic.elastic.context import current, initialize
 from nbelastic.elastic.session import Session
 from nbelastic.errors import NotInitialized
 from nbelastic.membership import FRESH
+from nbelastic.torch.ops.coordination import announce
+from nbelastic.torch.ops.environment import heed_environment
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
@@ -56,7 +57,9 @@ class ProcessSet:
         if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in numbers):
             raise ValueError(f"a ProcessSet takes a list of ranks, not {ranks!r}")
         if len(set(numbers)) != len(numbers) or (numbers and numbers[0] < 0):
-            raise ValueError(f"ranks of a ProcessSet must be different numbers from 0, not {ranks!r}")
+            raise ValueError(
+                f"ranks of a ProcessSet must be different numbers from 0, not {ranks!r}"
+            )
         self.process_set_id: int | None = None
         self._named = numbers
         self._ranks = numbers
@@ -80,7 +83,7 @@ class ProcessSet:
         return current().rank in self.ranks
 
     def rank(self) -> int | None:
-        """Return the calling rank's position in the set; None if the set is not added, or without it."""
+        """Return the calling rank's position; None if it is not in the set, or that not added."""
         if not self.included():
             return None
         return self.ranks.index(current().rank)
@@ -263,7 +266,10 @@ def group_of(process_set: object) -> Group:
         raise ValueError(
             f"{process_set!r} is not added, or was removed; call hvd.add_process_set() on all ranks"
         )
-    return Group(current(), process_set)
+    context = current()
+    if context.is_shut_down:
+        raise NotInitialized("call hvd.init() again after hvd.shutdown() before operations")
+    return Group(context, process_set)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -287,8 +293,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     registry = _registry(context)
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set!r} is added already")
-    from nbelastic.torch.ops.coordination import announce
-
     communicator = context.communicator()
     announce(communicator, "add_process_set")
     wanted = process_set._named
@@ -296,7 +300,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     made = registry.made_in.setdefault(context.generation, set())
     absent = [rank for rank in wanted if rank >= context.size]
     if absent or not wanted:
-        raise ValueError(f"a process set of ranks {wanted} among {context.size} ranks is impossible")
+        raise ValueError(
+            f"a process set of ranks {wanted} among {context.size} ranks is impossible"
+        )
     if tuple(wanted) in made or len(wanted) == context.size:
         raise ValueError(f"there is a process set of ranks {wanted} already; use that one")
     made.add(tuple(wanted))
@@ -317,8 +323,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or process_set is global_process_set:
         return False
     context = current()
-    from nbelastic.torch.ops.coordination import announce
-
     communicator = context.communicator()
     announce(communicator, "remove_process_set")
     communicator.agree(f"remove_process_set of {process_set._describe()}")
@@ -360,6 +364,7 @@ def init(
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
     initialize()
+    heed_environment()
     if not process_sets or isinstance(process_sets, str):
         return
     made = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]

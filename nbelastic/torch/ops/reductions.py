@@ -117,7 +117,7 @@ def grouped_allreduce(
     """Reduce several tensors in as few operations as possible; otherwise as :func:`allreduce`."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = autograd.apply(
-        autograd.Allreduce,
+        autograd.AllreduceFunction,
         group_of(process_set),
         _op(op, average),
         prescale_factor,
@@ -261,7 +261,7 @@ def grouped_reducescatter(
     how = _op_of_rows(op, tensors)
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = autograd.apply(
-        autograd.Reducescatter,
+        autograd.ReducescatterFunction,
         group_of(process_set),
         how,
         prescale_factor,

@@ -43,7 +43,9 @@ def sparse_allreduce_async(
         Call it, or pass it to ``hvd.synchronize``. The result is sparse and not coalesced.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        raise ValueError("sparse_allreduce_async takes a sparse_coo tensor; use allreduce for others")
+        raise ValueError(
+            "sparse_allreduce_async takes a sparse_coo tensor; use allreduce for others"
+        )
     if op not in (Op.AVERAGE, Op.SUM):
         raise ValueError(f"op must be Average or Sum, not {op!r}")
     group = group_of(process_set)

@@ -1,4 +1,4 @@
-"""Timeline of a rank, in Chrome's trace format. Nothing is recorded unless it is on."""
+"""Timeline of a rank, in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["Timeline", "timeline"]
+__all__ = ["Timeline", "now", "timeline", "write"]
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -22,22 +22,23 @@ class Timeline:
     """Events of one process, written to a file when recording stops."""
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.is_on = self.marks_cycles = False
         self._events: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._path: Path | None = None
         self._rank = 0
 
-    def start(self, path: str | os.PathLike[str], rank: int) -> None:
+    def start(self, path: str | os.PathLike[str], rank: int, *, marks_cycles: bool) -> None:
         """Record from here on, for a file that Chrome and Perfetto open."""
         with self._lock:
+            self.marks_cycles = marks_cycles
             self._path, self._rank, self._events = Path(path), rank, []
             self.is_on = True
 
     def stop(self) -> list[dict[str, Any]]:
         """Stop recording and return the events."""
         with self._lock:
-            self.is_on = False
+            self.is_on = self.marks_cycles = False
             events, self._events = self._events, []
         return events
 
@@ -53,11 +54,11 @@ class Timeline:
     def instant(self, what: str) -> None:
         """Record a moment."""
         if self.is_on:
-            self._add({"name": what, "ph": "i", "s": "p", "ts": _now()})
+            self._add({"name": what, "ph": "i", "s": "p", "ts": now()})
 
     def add_span(self, what: str, begun: float, name: str | None = None) -> None:
         """Record a block that began at a time of :func:`time.time`, in microseconds."""
-        event: dict[str, Any] = {"name": what, "ph": "X", "ts": begun, "dur": _now() - begun}
+        event: dict[str, Any] = {"name": what, "ph": "X", "ts": begun, "dur": now() - begun}
         if name is not None:
             event["args"] = {"name": name}
         self._add(event)
@@ -74,13 +75,14 @@ class _Span:
         self._timeline, self._what, self._name = timeline, what, name
 
     def __enter__(self) -> None:
-        self._begun = _now()
+        self._begun = now()
 
     def __exit__(self, *_: object) -> None:
         self._timeline.add_span(self._what, self._begun, self._name)
 
 
-def _now() -> float:
+def now() -> float:
+    """Return the time in microseconds."""
     return time.time() * 1e6
 
 
@@ -91,7 +93,7 @@ def write(path: Path, events: list[dict[str, Any]]) -> None:
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in ranks
     ]
-    start = min((event["ts"] for event in events), default=_now())
+    start = min((event["ts"] for event in events), default=now())
     body = {
         "traceEvents": [*names, *events],
         "displayTimeUnit": "ms",

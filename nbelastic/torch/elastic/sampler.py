@@ -1,4 +1,4 @@
-"""Elastic training with PyTorch: Horovod's ``hvd.elastic``."""
+"""Sampler of the samples that are left in an epoch."""
 
 from __future__ import annotations
 
@@ -6,32 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
 
-from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
-from nbelastic.elastic.loop import run
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.elastic.state import ObjectState, State
-from nbelastic.torch.rates import LRScaler, by_samples
-from nbelastic.torch.state.torch_state import TorchState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "Arrow",
-    "Batch",
-    "Dask",
-    "ElasticSampler",
-    "LRScaler",
-    "Loader",
-    "ObjectState",
-    "Parquet",
-    "Shards",
-    "State",
-    "Stateful",
-    "TorchState",
-    "by_samples",
-    "run",
-]
+__all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(ShardSampler, Sampler[int]):

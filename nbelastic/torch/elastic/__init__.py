@@ -1,0 +1,27 @@
+"""Elastic training with PyTorch: Horovod's ``hvd.elastic``."""
+
+from __future__ import annotations
+
+from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
+from nbelastic.elastic.loop import run
+from nbelastic.elastic.state import ObjectState, State
+from nbelastic.torch.elastic.sampler import ElasticSampler
+from nbelastic.torch.rates import LRScaler, by_samples
+from nbelastic.torch.state.torch_state import TorchState
+
+__all__ = [
+    "Arrow",
+    "Batch",
+    "Dask",
+    "ElasticSampler",
+    "LRScaler",
+    "Loader",
+    "ObjectState",
+    "Parquet",
+    "Shards",
+    "State",
+    "Stateful",
+    "TorchState",
+    "by_samples",
+    "run",
+]
