@@ -41,13 +41,6 @@ _ELSEWHERE = {
     "common.exceptions": "nbelastic.errors",
     "common.util": "nbelastic.torch",
     "runner": "nbelastic",
-    "torch.compression": "nbelastic.torch",
-    "torch.elastic.sampler": "nbelastic.torch.elastic",
-    "torch.elastic.state": "nbelastic.torch.elastic",
-    "torch.functions": "nbelastic.torch",
-    "torch.mpi_ops": "nbelastic.torch",
-    "torch.optimizer": "nbelastic.torch",
-    "torch.sync_batch_norm": "nbelastic.torch",
 }
 """Modules of Horovod whose names are elsewhere in nbelastic."""
 
@@ -90,15 +83,15 @@ class _Alias(ModuleType):
         self.__version__ = getattr(sys.modules["nbelastic"], "__version__", "")
 
     def __getattr__(self, name: str) -> Any:
+        full, target = f"{self.__name__}.{name}", f"{self._target.__name__}.{name}"
+        refuse = missing_function(full, target)
+        if refuse is not None:
+            return refuse
         try:
             return getattr(self._target, name)
         except AttributeError:
             pass
         if not name.startswith("__"):
-            full, target = f"{self.__name__}.{name}", f"{self._target.__name__}.{name}"
-            refuse = missing_function(full, target)
-            if refuse is not None:
-                return refuse
             with contextlib.suppress(ModuleNotFoundError):
                 return importlib.import_module(full)
         raise AttributeError(

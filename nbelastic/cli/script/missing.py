@@ -1,4 +1,4 @@
-"""Names of Horovod without an equal in nbelastic, and what to use instead.
+"""Names of Horovod that a script in a rank cannot use, and what to use instead.
 
 A script may import such a name and never call it. So importing it is no error, but calling it is.
 A module is missing as a whole: importing it is the error.
@@ -19,37 +19,7 @@ _START = (
     "starts a job, and this script runs in a rank of one. Call the function itself; from outside a "
     "job, nbelastic.fit(fn, np=4) runs a function on ranks"
 )
-_SETS = "is for process sets, and operations are between all ranks here. Leave process_set out"
-_TIMELINE = "is missing. See the history and the metrics of the job"
-_EACH = "is missing. Call {} for each tensor"
-
-_FUNCTIONS = {
-    "run": _START,
-    "torch.ProcessSet": _SETS,
-    "torch.SyncBatchNorm": (
-        "is missing, and torch.nn.SyncBatchNorm needs torch.distributed. Use torch.nn.GroupNorm, "
-        "or BatchNorm with larger batches"
-    ),
-    "torch.add_process_set": _SETS,
-    "torch.alltoall_async": _EACH.format("alltoall"),
-    "torch.grouped_allgather": _EACH.format("allgather"),
-    "torch.grouped_allgather_async": _EACH.format("allgather_async"),
-    "torch.grouped_allreduce_async": _EACH.format("allreduce_async"),
-    "torch.grouped_allreduce_async_": _EACH.format("allreduce_async_"),
-    "torch.grouped_reducescatter": _EACH.format("reducescatter"),
-    "torch.grouped_reducescatter_async": _EACH.format("reducescatter"),
-    "torch.join": (
-        "is missing, because all ranks do the same number of steps. "
-        "Use hvd.elastic.ElasticSampler, or DistributedSampler, which give all ranks as many rows"
-    ),
-    "torch.reducescatter_async": _EACH.format("reducescatter"),
-    "torch.remove_process_set": _SETS,
-    "torch.sparse_allreduce_async": (
-        "is missing. Use DistributedOptimizer(sparse_as_dense=True), or allreduce of a dense tensor"
-    ),
-    "torch.start_timeline": _TIMELINE,
-    "torch.stop_timeline": _TIMELINE,
-}
+_FUNCTIONS = {"run": _START}
 """What a missing function is, and what to do instead; by its name after ``nbelastic.``."""
 
 

@@ -62,8 +62,7 @@ SYNC_WARNING = (
     "torch.nn.SyncBatchNorm uses each rank's own statistics\n"
     "It needs a process group of torch.distributed. Without one it acts as BatchNorm, and its "
     "running statistics differ between ranks.\n"
-    "Use a normalisation that does not depend on the batch, such as GroupNorm, or BatchNorm with "
-    "buffers that are averaged over the ranks before each evaluation."
+    "Use hvd.SyncBatchNorm; hvd.convert_sync_batchnorm(model) puts it in the place of this layer."
 )
 
 

@@ -7,13 +7,12 @@ import os
 
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import warn
-from nbelastic.elastic.timeline import timeline
 
 __all__ = ["heed_environment"]
 
 logger = logging.getLogger("nbelastic")
 
-_HEEDED = {"HOROVOD_TIMELINE", "HOROVOD_TIMELINE_MARK_CYCLES", "HOROVOD_LOG_LEVEL"}
+_HEEDED = {"HOROVOD_LOG_LEVEL"}
 # Set by Horovod's launcher, or true here in any case.
 _SILENT = {
     "HOROVOD_DYNAMIC_PROCESS_SETS",
@@ -24,6 +23,8 @@ _SILENT = {
     *(f"HOROVOD_{scope}{what}" for scope in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")),
 }
 _INSTEAD = {
+    "HOROVOD_TIMELINE": "hvd.start_timeline()",
+    "HOROVOD_TIMELINE_MARK_CYCLES": "hvd.start_timeline(mark_cycles=True)",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "fit(stall_timeout=...)",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "fit(stall_timeout=...)",
     "HOROVOD_STALL_CHECK_DISABLE": "fit(stall_timeout=...)",
@@ -42,11 +43,9 @@ def heed_environment() -> None:
     level = os.environ.get("HOROVOD_LOG_LEVEL", "").upper()
     if level in ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"):
         logger.setLevel({"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(level, level))
-    path = os.environ.get("HOROVOD_TIMELINE", "")
-    if path and path != "DYNAMIC" and not timeline.is_on:
-        marks = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0")
-        timeline.start(path, current().rank, marks_cycles=marks)
     given = {name for name in os.environ if name.startswith("HOROVOD_")}
+    if os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC":
+        given.remove("HOROVOD_TIMELINE")
     ignored = sorted(given - _HEEDED - _SILENT)
     if ignored:
         words = [f"{name} (use {_INSTEAD[name]})" if name in _INSTEAD else name for name in ignored]
