@@ -53,7 +53,10 @@ def test_ddp_as_everyone_writes_it_goes_on_through_a_kill_and_a_join(crew, tmp_p
                         os.kill(os.getpid(), signal.SIGKILL)
                     everyone = [None] * dist.get_world_size()
                     dist.all_gather_object(everyone, rows)
-                    state.seen = [*state.seen, (state.epoch, sum(everyone, []))]
+                    state.seen = [
+                        *state.seen,
+                        (state.epoch, [row for rows in everyone for row in rows]),
+                    ]
                     state.was = [*state.was, len(everyone)]
                     sampler.record_batch(number // 4, 4)
                     time.sleep(0.01)
