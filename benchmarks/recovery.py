@@ -5,7 +5,8 @@ nbelastic, two times are measured: the time that is not the ranks' own computing
 from the end of what a rank was computing, until it continues with the others), and the time to the
 next finished step, less an ordinary step. The latter is also measured for torchrun, which starts
 all ranks again from a checkpoint, and for torchft with timeouts of a second, in turns. Prints
-milliseconds. Exits with 1 if a target is missed.
+milliseconds. Exits with 1 if a target is missed. With ``--trainers``, jobs that train by torch's
+DDP and by accelerate are measured as well.
 """
 
 from __future__ import annotations
@@ -21,13 +22,21 @@ from typing import Any
 
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, quartiles, table
-from benchmarks.recovery_peers import Ours, Torchft, Torchrun
+from benchmarks.recovery_peers import Ours, OursAccelerate, OursDDP, Torchft, Torchrun
 from benchmarks.timeline import Timeline, outage, until_next_step
 
 OVERHEAD_MS, WORST_MS, STEP_MS = 60.0, 250.0, 100.0
 FASTER = {"torchrun": 50.0, "torchft": 8.0}
-PEERS = {"ours": Ours, "torchft": Torchft, "torchrun": Torchrun}
-SHARE = {"ours": 1.0, "torchft": 0.4, "torchrun": 0.2}
+PEERS = {
+    "ours": Ours,
+    "ours-ddp": OursDDP,
+    "ours-accelerate": OursAccelerate,
+    "torchft": Torchft,
+    "torchrun": Torchrun,
+}
+TRAINERS = {"ours-ddp": 100.0, "ours-accelerate": 200.0}
+"""Candidates of ``--trainers``, and most milliseconds to the next step."""
+SHARE = {"ours": 1.0, "ours-ddp": 1.0, "ours-accelerate": 1.0, "torchft": 0.4, "torchrun": 0.2}
 """Number of kills of each peer. Slow peers vary less and take longer, so they have fewer."""
 
 
@@ -37,6 +46,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="for each model (20)")
     parser.add_argument("--models", nargs="+", default=["mlp-1m", "mlp-25m"])
     parser.add_argument("--alone", action="store_true", help="without torchrun and torchft")
+    parser.add_argument(
+        "--trainers", action="store_true", help="with DDP, and with accelerate if it is there"
+    )
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.kills = 1, 1
@@ -48,8 +60,11 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     worlds: dict[str, Any] = {}
     for model in options.models:
         peers = ["ours"]
+        if options.trainers:
+            peers += [peer for peer in TRAINERS if there_is(peer)]
         if model == "mlp-1m" and not options.alone:
-            peers += [peer for peer in PEERS if peer != "ours" and there_is(peer)]
+            others = PEERS.keys() - {"ours", *TRAINERS}
+            peers += [peer for peer in PEERS if peer in others and there_is(peer)]
         world = worlds[model] = {peer: [] for peer in peers}
         for _ in range(options.rounds):
             for peer in peers:
@@ -68,6 +83,9 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 def there_is(peer: str) -> bool:
     if peer == "torchft" and importlib.util.find_spec("torchft") is None:
         print("torchft is left out: pip install nbelastic[benchmark]")
+        return False
+    if peer == "ours-accelerate" and importlib.util.find_spec("accelerate") is None:
+        print("accelerate is left out: pip install nbelastic[accelerate]")
         return False
     return True
 
@@ -134,7 +152,12 @@ def aims(ranks: int, worlds: dict[str, Any]) -> list[Target]:
         ]
         if model == "mlp-1m":
             targets.append(Target(f"{name}: to the next step, ms", total, STEP_MS, False))
-        for peer in world.keys() - {"ours"}:
+        for peer in world.keys() & TRAINERS.keys():
+            reached = quartiles(of(world[peer], "total")).median
+            targets.append(
+                Target(f"{name}: {peer}, to the next step, ms", reached, TRAINERS[peer], False)
+            )
+        for peer in world.keys() - {"ours", *TRAINERS}:
             ratio = quartiles(of(world[peer], "total")).median / total
             targets.append(Target(f"{name}: {peer} / ours", ratio, FASTER[peer], True))
     return targets

@@ -19,7 +19,7 @@ from distributed import Client, LocalCluster
 
 import nbelastic
 from benchmarks.meet import free_port
-from benchmarks.recovery_ranks import ours
+from benchmarks.recovery_ranks import ours, ours_accelerate, ours_ddp
 from benchmarks.side_by_side import ROOT, Failed
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ class Peer(abc.ABC):
 class Ours(Peer):
     """A job on Dask workers with nannies, which restart them. One more rank may join."""
 
+    function = staticmethod(ours)
+
     def start(self) -> None:
         # Otherwise a LocalCluster checks some seconds after a loss, and may close a nanny for good.
         settings = {"distributed.deploy.lost-worker-timeout": "1 hour"}
@@ -102,7 +104,7 @@ class Ours(Peer):
         self.cluster = self._stack.enter_context(cluster)
         client = self._stack.enter_context(Client(cluster))
         self.job = nbelastic.fit(
-            ours,
+            self.function,
             args=[self.folder, self.model],
             cluster=client,
             np=self.ranks,
@@ -132,6 +134,18 @@ class Ours(Peer):
     def _stop(self) -> None:
         self.job.cancel()
         self.job.wait(30)
+
+
+class OursDDP(Ours):
+    """The same with torch's DDP, unmodified."""
+
+    function = staticmethod(ours_ddp)
+
+
+class OursAccelerate(Ours):
+    """The same with accelerate."""
+
+    function = staticmethod(ours_accelerate)
 
 
 class Torchrun(Peer):

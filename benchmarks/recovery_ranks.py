@@ -65,6 +65,86 @@ def ours(folder: str, task: str) -> None:
     train(state)
 
 
+def ours_ddp(folder: str, task: str) -> None:
+    """Train with torch's DDP, unmodified, over the job's process group."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import nbelastic.torch as hvd
+    from benchmarks.training_models import TASKS
+    from nbelastic.errors import CollectiveError
+
+    dist.init_process_group("nbelastic")
+    log = Log(folder)
+    model = DistributedDataParallel(TASKS[task].model())
+    optimizer = TASKS[task].optimizer(model.parameters())
+    state = hvd.elastic.TorchState(model, optimizer, batch=0)
+    inputs, labels = TASKS[task].batch(torch.Generator().manual_seed(1))
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        log("enter", hvd.size())
+        try:
+            while True:
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+                log("back", hvd.size())
+                loss.backward()
+                log("met", hvd.size())
+                optimizer.step()
+                log("step", hvd.size())
+                state.batch += 1
+                state.commit()
+        except CollectiveError:
+            log("fail", hvd.size())
+            raise
+
+    train(state)
+
+
+def ours_accelerate(folder: str, task: str) -> None:
+    """Train with accelerate."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nbelastic")
+    from accelerate import Accelerator
+
+    import nbelastic.torch as hvd
+    from benchmarks.training_models import TASKS
+    from nbelastic.accelerate import AccelerateState
+    from nbelastic.errors import CollectiveError
+
+    log = Log(folder)
+    accelerator = Accelerator()
+    model = TASKS[task].model()
+    optimizer = TASKS[task].optimizer(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    state = AccelerateState(accelerator, batch=0)
+    inputs, labels = TASKS[task].batch(torch.Generator().manual_seed(1))
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        log("enter", hvd.size())
+        try:
+            while True:
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+                log("back", hvd.size())
+                accelerator.backward(loss)
+                log("met", hvd.size())
+                optimizer.step()
+                log("step", hvd.size())
+                state.batch += 1
+                state.commit()
+        except CollectiveError:
+            log("fail", hvd.size())
+            raise
+
+    train(state)
+
+
 def torchrun(folder: str, task: str) -> None:
     """Train as torchrun's documentation shows: all ranks start again from a checkpoint."""
     import torch

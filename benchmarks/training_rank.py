@@ -10,14 +10,15 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from nbelastic.cluster.worker.allocator import steady_memory
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.meet import Place, meet, meet_over_gloo, meet_over_nccl
 from benchmarks.training_models import TASKS, parameters_of
+from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.torch import DistributedOptimizer
+from nbelastic.torch.process_group import ElasticProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
 
 ALONE, DDP, BARRIER = "alone", "ddp", "barrier"
+OVER = "ddp-"
+"""Begins the name of a candidate that is DDP over a communicator of ours: ddp-gloo, ddp-shm."""
 BATCHES = 8
 
 
@@ -54,6 +57,12 @@ class Way:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # its name has changed in torch 2.13
                 self.forward = DistributedDataParallel(self.model, broadcast_buffers=False)
+        elif context is not None and way.startswith(OVER):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                self.forward = DistributedDataParallel(
+                    self.model, process_group=ElasticProcessGroup(context), broadcast_buffers=False
+                )
         elif context is not None:
             with activate(context):
                 names = self.model.named_parameters()
@@ -82,8 +91,7 @@ class Trainer:
         self._device = device
         # All candidates use memory as a rank of a job does, in a process that Dask's nanny started.
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
-        self._memory = contextlib.ExitStack()
-        self._memory.enter_context(steady_memory())
+        keep_freed_memory()
         # So that the candidates differ in nothing else.
         torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
         if device == "cuda":
@@ -91,7 +99,10 @@ class Trainer:
             self._dist = meet_over_nccl(rank, size, place)
         else:
             self._dist = meet_over_gloo(rank, size, place)
-        self._communicators = {each: meet(rank, size, each, place) for each in backends}
+        self._communicators = {
+            each: meet(rank, size, each.removeprefix(OVER), place, 1 + each.startswith(OVER))
+            for each in backends
+        }
         self._ways: dict[str, Way] = {}
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._start = torch.empty(0)
@@ -134,4 +145,3 @@ class Trainer:
         for communicator in self._communicators.values():
             communicator.close()
         self._dist.destroy_process_group()
-        self._memory.close()

@@ -1,8 +1,9 @@
 """Time of a training step, beyond that of ranks that train alone, in one run.
 
-Models of four kinds are trained by the same number of processes alone, by torch's DDP with Gloo (on
-a GPU with NCCL), and by ``DistributedOptimizer`` over Gloo and over shared memory (on a GPU over
-CUDA IPC, too), in turns: some steps of one candidate while the others sleep. Prints milliseconds of
+Models of four kinds are trained by the same number of processes alone, by torch's DDP with Gloo
+(on a GPU with NCCL), and by ``DistributedOptimizer`` and by DDP with nbelastic's process group,
+each over Gloo and over shared memory, in turns: some steps of one candidate while the others sleep.
+On a GPU ``DistributedOptimizer`` runs over shared memory and CUDA IPC. Prints milliseconds of
 a step and what each candidate adds to training alone (medians with quartiles), also as a share of
 what DDP adds (with its range in nine of ten draws of the rounds). Parameters must be equal on all
 ranks and, for nbelastic, equal to DDP's. Exits with 1 if a target is missed, with 2 if something
@@ -36,8 +37,11 @@ TOLERANCE = 1e-2
 # step of the CNN, too much after three.
 COMPARED = {"cpu": WARM_UP, "cuda": 1}
 # Limits, as shares of what DDP adds. Ranks that share a GPU wait for each other's kernels.
-MOST = {"cpu": {GLOO: 1.0, "shm": 0.25}, "cuda": {"cuda_ipc": 0.5}}
-BACKENDS = {"cpu": [GLOO, "shm"], "cuda": ["shm", "cuda_ipc"]}
+MOST = {
+    "cpu": {GLOO: 1.0, "shm": 0.25, "ddp-gloo": 1.0, "ddp-shm": 0.5},
+    "cuda": {"cuda_ipc": 0.5},
+}
+BACKENDS = {"cpu": [GLOO, "shm", "ddp-gloo", "ddp-shm"], "cuda": ["shm", "cuda_ipc"]}
 LEAST_ROUNDS = 10
 
 Round = dict[str, float]
@@ -50,7 +54,7 @@ def main() -> int:
     parser.add_argument(
         "--backends",
         nargs="+",
-        help="what of ours to measure (gloo shm; on a GPU shm cuda_ipc)",
+        help="what of ours to measure (gloo shm ddp-gloo ddp-shm; on a GPU shm cuda_ipc)",
     )
     parser.add_argument(
         "--device", default="cpu", choices=["cpu", "cuda"], help="which all ranks share (cpu)"

@@ -87,6 +87,9 @@ from nbelastic.torch.ops.reductions import (
 from nbelastic.torch.ops.sparse import sparse_allreduce_async
 from nbelastic.torch.ops.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from nbelastic.torch.ops.timeline import start_timeline, stop_timeline
+from nbelastic.torch.process_group import install as _install
+
+_install()
 
 __all__ = [
     "Adasum",
