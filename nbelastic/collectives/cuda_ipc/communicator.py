@@ -35,6 +35,7 @@ from nbelastic.collectives.arguments import (
     check_together,
     check_tree,
 )
+from nbelastic.collectives.buffers import copying_back, on_host
 from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.cuda_ipc.device import DeviceError
 from nbelastic.collectives.operations import (
@@ -156,6 +157,10 @@ def open_exchange(
         return Exchange(device, memories), ""
 
 
+def _empty_on_host(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [on_host(output, load=False) for output in outputs]
+
+
 def _probe_of(offer: bytes) -> bytes:
     return hashlib.blake2b(offer, digest_size=_PROBE_BYTES).digest()
 
@@ -264,7 +269,10 @@ class CudaIpcCommunicator(AsyncCommunicator):
         if not any(tensor.numel() for tensor in tensors):
             return self._nothing_to_do()
         if not self._device.holds(tensors[0]):
-            return self._on_host(lambda: self._host.allreduce_coalesced(tensors, op))
+            staged = list(map(on_host, tensors))
+            return self._submit(
+                lambda: self._host.allreduce_coalesced(staged, op), copying_back(tensors, staged)
+            )
         return self._on_device(tensors, lambda: self._reduce_there(tensors, op))
 
     def allreduce_tree_async(
@@ -278,7 +286,7 @@ class CudaIpcCommunicator(AsyncCommunicator):
         if not any(tensor.numel() for tensor in found):
             return self._nothing_to_do()
         if not self._device.holds(found[0]):
-            return self._on_host(lambda: self._host.allreduce_tree(nodes, blocks, outputs))
+            return self._submit(lambda: self._host.allreduce_tree(nodes, blocks, outputs))
         used = [*found, *(each for node in nodes for each in node)]
         return self._on_device(used, lambda: self._reduce_along(nodes, blocks, found))
 
@@ -289,27 +297,40 @@ class CudaIpcCommunicator(AsyncCommunicator):
         if tensor.numel() == 0:
             return self._nothing_to_do()
         if not self._device.holds(tensor):
-            return self._on_host(lambda: self._host.broadcast(tensor, root))
+            staged = on_host(tensor)
+            return self._submit(
+                lambda: self._host.broadcast(staged, root), copying_back([tensor], [staged])
+            )
         return self._on_device([tensor], lambda: self._broadcast_there(tensor, root))
 
     def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
         """Collect every rank's `tensor` into `outputs`."""
         check_gather(outputs, tensor, self.size)
-        return self._on_host(lambda: self._host.allgather(outputs, tensor), tensor, *outputs)
+        source, buffers = on_host(tensor), _empty_on_host(outputs)
+        return self._submit(
+            lambda: self._host.allgather(buffers, source), copying_back(outputs, buffers)
+        )
 
     def reduce_scatter_async(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
     ) -> Handle:
         """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
         check_scatter(output, inputs, self.rank, self.size, op)
-        return self._on_host(lambda: self._host.reduce_scatter(output, inputs, op), output, *inputs)
+        sources, buffers = list(map(on_host, inputs)), _empty_on_host([output])
+        return self._submit(
+            lambda: self._host.reduce_scatter(buffers[0], sources, op),
+            copying_back([output], buffers),
+        )
 
     def all_to_all_async(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
         """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it."""
         check_exchange(outputs, inputs, self.rank, self.size)
-        return self._on_host(lambda: self._host.all_to_all(outputs, inputs), *outputs, *inputs)
+        sources, buffers = list(map(on_host, inputs)), _empty_on_host(outputs)
+        return self._submit(
+            lambda: self._host.all_to_all(buffers, sources), copying_back(outputs, buffers)
+        )
 
     def barrier_async(self) -> Handle:
         """Complete when all ranks have arrived."""
@@ -351,11 +372,6 @@ class CudaIpcCommunicator(AsyncCommunicator):
             ends.append(self._device.end(mark))
 
         return self._submit(follow, lambda: self._device.follow(ends[0]))
-
-    def _on_host(self, perform: Callable[[], None], *tensors: torch.Tensor) -> Handle:
-        """Have the host's communicator do it; it copies tensors of the device there and back."""
-        there = [tensor for tensor in tensors if not tensor.is_cpu]
-        return self._on_device(there, perform) if there else self._submit(perform)
 
     def _perform(self, perform: Callable[[], None]) -> None:
         """Perform an operation of the host and wait for it, in this thread if the other is idle."""
