@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.training_models import CLASSES, parameters_of, perceptron
 from benchmarks.training_rank import Member
-from nbelastic.cluster.worker.allocator import steady_memory
+from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic.context import activate
 from nbelastic.errors import CollectiveError
@@ -150,8 +150,7 @@ class Trainer:
 
     def __init__(self, rank: int, size: int, backends: Sequence[str], place: Place) -> None:
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
-        self._memory = contextlib.ExitStack()
-        self._memory.enter_context(steady_memory())
+        keep_freed_memory()
         torch.use_deterministic_algorithms(True)
         self._rank, self._size, self._place = rank, size, place
         self._dist = meet_over_gloo(rank, size, place)
@@ -229,4 +228,3 @@ class Trainer:
         for communicator in self._communicators.values():
             communicator.close()
         self._dist.destroy_process_group()
-        self._memory.close()

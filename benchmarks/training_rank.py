@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.training_models import TASKS, parameters_of
-from nbelastic.cluster.worker.allocator import steady_memory
+from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
 from nbelastic.elastic.context import LocalContext, activate
 from nbelastic.torch import DistributedOptimizer
 
@@ -82,8 +82,7 @@ class Trainer:
         self._device = device
         # All candidates use memory as a rank of a job does, in a process that Dask's nanny started.
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
-        self._memory = contextlib.ExitStack()
-        self._memory.enter_context(steady_memory())
+        keep_freed_memory()
         # So that the candidates differ in nothing else.
         torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
         self._dist = meet_over_gloo(rank, size, place)
@@ -130,4 +129,3 @@ class Trainer:
         for communicator in self._communicators.values():
             communicator.close()
         self._dist.destroy_process_group()
-        self._memory.close()

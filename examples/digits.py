@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from distributed import Client, LocalCluster
+from sklearn.datasets import load_digits
 
 import nbelastic
 
@@ -21,12 +22,11 @@ TRAINING_SAMPLES = 1440  # with BATCH_SIZE, a multiple of 12: shards of 1, 2, 3 
 BATCH_SIZE = 24
 
 
-def train(epochs: int) -> dict[str, Any]:
-    """Train for a number of epochs; runs on every rank."""
+def train(epochs: int, pixels: Any, digits: Any) -> dict[str, Any]:
+    """Train on images for a number of epochs; runs on every rank."""
     import hashlib
 
     import torch
-    from sklearn.datasets import load_digits
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,9 +35,8 @@ def train(epochs: int) -> dict[str, Any]:
     hvd.init()
     print(f"process {os.getpid()}")
     torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1)
-    labels = torch.tensor(digits.target)
+    images = torch.tensor(pixels / 16.0, dtype=torch.float32).unsqueeze(1)
+    labels = torch.tensor(digits)
     order = torch.randperm(len(labels))
     first, rest = order[:TRAINING_SAMPLES], order[TRAINING_SAMPLES:]
 
@@ -134,7 +133,9 @@ def main(epochs: int = 100) -> int:
         Client(cluster) as client,
     ):
         processes = client.run(os.getpid)
-        job = nbelastic.fit(train, cluster=client, args=(epochs,), np=4, min_np=2, block=False)
+        images, labels = load_digits(return_X_y=True)
+        args = (epochs, images.reshape(-1, 8, 8), labels)
+        job = nbelastic.fit(train, cluster=client, args=args, np=4, min_np=2, block=False)
         print(f"job {job.name}: 4 workers, {epochs} epochs of {TRAINING_SAMPLES} digits")
         shown, kills = 0, 0
         while not job.wait(0.05):
