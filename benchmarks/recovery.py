@@ -1,12 +1,13 @@
 """Time that training stands still when a rank is killed.
 
-Four ranks train. One of them is killed with SIGKILL, and comes back before the next kill. For
-nbelastic, two times are measured: the time that is not the ranks' own computing (from the kill, or
-from the end of what a rank was computing, until it continues with the others), and the time to the
-next finished step, less an ordinary step. The latter is also measured for torchrun, which starts
-all ranks again from a checkpoint, and for torchft with timeouts of a second, in turns. Prints
-milliseconds. Exits with 1 if a target is missed. With ``--trainers``, jobs that train by torch's
-DDP and by accelerate are measured as well.
+Four ranks train. The process of one is killed with SIGKILL, and is back before the next kill. For
+nbelastic, its worker is also killed, and three times are measured: the time that is not the ranks'
+own computing (from the kill, or from the end of what a rank was computing, until it continues with
+the others), the time until all four train again, and the time to the next finished step, less an
+ordinary step. The latter is also measured for torchrun, which starts all ranks again from a
+checkpoint, and for torchft with timeouts of a second, in turns. Prints milliseconds. Exits with 1
+if a target is missed. With ``--trainers``, jobs that train by torch's DDP and by
+accelerate are measured as well.
 """
 
 from __future__ import annotations
@@ -22,21 +23,31 @@ from typing import Any
 
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, quartiles, table
-from benchmarks.recovery_peers import Ours, OursAccelerate, OursDDP, Torchft, Torchrun
-from benchmarks.timeline import Timeline, outage, until_next_step
+from benchmarks.recovery_peers import (
+    Ours,
+    OursAccelerate,
+    OursDDP,
+    OursWorker,
+    Torchft,
+    Torchrun,
+)
+from benchmarks.timeline import Timeline, outage, until_next_step, until_whole
 
 OVERHEAD_MS, WORST_MS, STEP_MS = 60.0, 250.0, 100.0
 FASTER = {"torchrun": 50.0, "torchft": 8.0}
+WHOLE_S = 0.5
 PEERS = {
     "ours": Ours,
+    "ours, worker": OursWorker,
     "ours-ddp": OursDDP,
     "ours-accelerate": OursAccelerate,
     "torchft": Torchft,
     "torchrun": Torchrun,
 }
+OURS = ("ours", "ours, worker")
 TRAINERS = {"ours-ddp": 100.0, "ours-accelerate": 200.0}
 """Candidates of ``--trainers``, and most milliseconds to the next step."""
-SHARE = {"ours": 1.0, "ours-ddp": 1.0, "ours-accelerate": 1.0, "torchft": 0.4, "torchrun": 0.2}
+SHARE = {"torchft": 0.4, "torchrun": 0.2, **dict.fromkeys((*OURS, *TRAINERS), 1.0)}
 """Number of kills of each peer. Slow peers vary less and take longer, so they have fewer."""
 
 
@@ -59,11 +70,11 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Return, by model and peer, the milliseconds of each outage."""
     worlds: dict[str, Any] = {}
     for model in options.models:
-        peers = ["ours"]
+        peers = [*OURS]
         if options.trainers:
             peers += [peer for peer in TRAINERS if there_is(peer)]
         if model == "mlp-1m" and not options.alone:
-            others = PEERS.keys() - {"ours", *TRAINERS}
+            others = PEERS.keys() - {*OURS, *TRAINERS}
             peers += [peer for peer in PEERS if peer in others and there_is(peer)]
         world = worlds[model] = {peer: [] for peer in peers}
         for _ in range(options.rounds):
@@ -102,7 +113,8 @@ def one_kill(crew: Any, timeline: Timeline, ranks: int) -> dict[str, Any]:
     if isinstance(crew, Ours):
         found["overhead"] = 1e3 * outage(timeline, moment, others)
         timeline.until(lambda: len(crew.recoveries()) > before, "word of the phases")
-        found["phases"] = crew.recoveries()[-1]
+        found["phases"] = crew.recoveries()[before]
+        found["whole"] = until_whole(timeline, moment, others, ranks)
     return found
 
 
@@ -112,11 +124,21 @@ def of(rows: list[dict[str, Any]], what: str) -> list[Any]:
 
 def show(ranks: int, worlds: dict[str, Any]) -> None:
     print(f"\n{ranks} ranks, milliseconds: median (quartiles), worst")
-    head = ["", "kills", "not computing", "worst", "to the next step", "worst", "a step"]
+    head = [
+        "",
+        "kills",
+        "not computing",
+        "worst",
+        "to the next step",
+        "worst",
+        "a step",
+        "whole, s",
+    ]
     rows = []
     for model, world in worlds.items():
         for peer, kills in world.items():
             overheads, totals = of(kills, "overhead"), of(kills, "total")
+            wholes = of(kills, "whole")
             rows.append(
                 [
                     f"{model}, {peer}",
@@ -126,13 +148,14 @@ def show(ranks: int, worlds: dict[str, Any]) -> None:
                     quartiles(totals).show(1),
                     f"{max(totals):.0f}",
                     f"{quartiles(of(kills, 'step')).median:.1f}",
+                    quartiles(wholes).show(2) if wholes else "-",
                 ]
             )
     print(table(head, rows), flush=True)
     print("\nPhases of our recoveries, on the new rank 0, milliseconds each: median")
     for model, world in worlds.items():
         phases: dict[str, list[float]] = {}
-        for found in of(world["ours"], "phases"):
+        for found in (each for name in OURS for each in of(world[name], "phases")):
             for (_, begin), (phase, end) in itertools.pairwise(found.items()):
                 phases.setdefault(phase, []).append(end - begin)
         words = (f"{phase} {quartiles(times).median:.1f}" for phase, times in phases.items())
@@ -143,21 +166,28 @@ def aims(ranks: int, worlds: dict[str, Any]) -> list[Target]:
     """Return the targets of this project."""
     targets = []
     for model, world in worlds.items():
-        name = f"{ranks} ranks, {model}"
-        overheads = of(world["ours"], "overhead")
+        for what in OURS:
+            name = f"{ranks} ranks, {model}, {what}"
+            overheads = of(world[what], "overhead")
+            total = quartiles(of(world[what], "total")).median
+            targets += [
+                Target(
+                    f"{name}: not computing, ms", quartiles(overheads).median, OVERHEAD_MS, False
+                ),
+                Target(f"{name}: the same, worst, ms", max(overheads), WORST_MS, False),
+            ]
+            if model == "mlp-1m":
+                targets.append(Target(f"{name}: to the next step, ms", total, STEP_MS, False))
+        whole = quartiles(of(world["ours"], "whole")).median
+        targets.append(Target(f"{name}: all ranks again, s", whole, WHOLE_S, False))
         total = quartiles(of(world["ours"], "total")).median
-        targets += [
-            Target(f"{name}: not computing, ms", quartiles(overheads).median, OVERHEAD_MS, False),
-            Target(f"{name}: the same, worst, ms", max(overheads), WORST_MS, False),
-        ]
-        if model == "mlp-1m":
-            targets.append(Target(f"{name}: to the next step, ms", total, STEP_MS, False))
+        name = f"{ranks} ranks, {model}"
         for peer in world.keys() & TRAINERS.keys():
             reached = quartiles(of(world[peer], "total")).median
             targets.append(
                 Target(f"{name}: {peer}, to the next step, ms", reached, TRAINERS[peer], False)
             )
-        for peer in world.keys() - {"ours", *TRAINERS}:
+        for peer in world.keys() - {*OURS, *TRAINERS}:
             ratio = quartiles(of(world[peer], "total")).median / total
             targets.append(Target(f"{name}: {peer} / ours", ratio, FASTER[peer], True))
     return targets

@@ -1,4 +1,4 @@
-"""Peers of benchmarks/recovery.py: a job of nbelastic, torchrun, torchft."""
+"""Peers of benchmarks/recovery.py: jobs of nbelastic, torchrun, torchft."""
 
 from __future__ import annotations
 
@@ -51,8 +51,12 @@ class Peer(abc.ABC):
         victim = DICE.choice(pids)
         time.sleep(DICE.uniform(0.0, 0.2))  # anywhere in a step
         moment = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
+        os.kill(self.target(victim), signal.SIGKILL)
         return moment, [pid for pid in pids if pid != victim]
+
+    def target(self, rank: int) -> int:
+        """Return the process that is killed for a rank's."""
+        return rank
 
     def expected(self, _moment: float, others: Collection[int]) -> Collection[int]:
         """Return the processes whose next step ends the outage."""
@@ -90,7 +94,7 @@ class Peer(abc.ABC):
 
 
 class Ours(Peer):
-    """A job on Dask workers with nannies, which restart them. One more rank may join."""
+    """A job whose ranks are killed; their workers start them anew. One more rank may join."""
 
     function = staticmethod(ours)
 
@@ -146,6 +150,14 @@ class OursAccelerate(Ours):
     """The same with accelerate."""
 
     function = staticmethod(ours_accelerate)
+
+
+class OursWorker(Ours):
+    """The same, but it is a rank's worker that is killed; its nanny restarts it."""
+
+    def target(self, rank: int) -> int:
+        worker = psutil.Process(rank).parents()[1]  # behind its rank server
+        return int(worker.pid)
 
 
 class Torchrun(Peer):

@@ -116,6 +116,23 @@ def until_next_step(timeline: Timeline, crew: Any, moment: float, others: Collec
     return float(timeline.until(last, "a step after a kill")) - moment
 
 
+def until_whole(timeline: Timeline, moment: float, others: Collection[int], size: int) -> float:
+    """Return the seconds from a kill until the survivors have stepped with `size` ranks again."""
+
+    def last() -> float | None:
+        ends = []
+        for pid in others:
+            later = [m for m in timeline.of(pid) if m.time > moment]
+            short = next((i for i, m in enumerate(later) if m.size < size), len(later))
+            steps = [m.time for m in later[short:] if m.what == "step" and m.size == size]
+            if not steps:
+                return None
+            ends.append(steps[0])
+        return max(ends)
+
+    return float(timeline.until(last, "a step of all ranks after a kill")) - moment
+
+
 def outage(timeline: Timeline, moment: float, others: Collection[int]) -> float:
     """Return the seconds after a kill that were not the survivors' own computing.
 

@@ -1,7 +1,8 @@
-"""Train a small convolutional network on handwritten digits while workers die and join.
+"""Train a small convolutional network on handwritten digits while ranks and workers die and join.
 
-``make demo`` runs this. The data are scikit-learn's 1,797 scanned digits. One worker's process is
-killed with SIGKILL in the middle; its replacement joins the training when it is ready.
+``make demo`` runs this. The data are scikit-learn's 1,797 scanned digits. First the process of a
+rank is killed with SIGKILL, later that of a worker. Each time the others go on, and a replacement
+joins when it is ready: soon for a rank, because its worker is still there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from typing import Any
 
 from distributed import Client, LocalCluster
+from sklearn.datasets import load_digits
 
 import nbelastic
 
@@ -20,22 +22,21 @@ TRAINING_SAMPLES = 1440  # with BATCH_SIZE, a multiple of 12: shards of 1, 2, 3 
 BATCH_SIZE = 24
 
 
-def train(epochs: int) -> dict[str, Any]:
-    """Train for a number of epochs; runs on every rank."""
+def train(epochs: int, pixels: Any, digits: Any) -> dict[str, Any]:
+    """Train on images for a number of epochs; runs on every rank."""
     import hashlib
 
     import torch
-    from sklearn.datasets import load_digits
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
     import nbelastic.torch as hvd
 
     hvd.init()
+    print(f"process {os.getpid()}")
     torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1)
-    labels = torch.tensor(digits.target)
+    images = torch.tensor(pixels / 16.0, dtype=torch.float32).unsqueeze(1)
+    labels = torch.tensor(digits)
     order = torch.randperm(len(labels))
     first, rest = order[:TRAINING_SAMPLES], order[TRAINING_SAMPLES:]
 
@@ -101,31 +102,56 @@ def follow(job: nbelastic.Job, shown: int) -> int:
     return shown
 
 
+def process_of(job: nbelastic.Job, rank: int) -> int:
+    """Return the process of a rank, which prints its id at each start."""
+    return int(job.logs(rank).rpartition("process ")[2].split()[0])
+
+
+def outages(job: nbelastic.Job) -> list[float]:
+    """Return for how many seconds the world was short, each time."""
+    found, whole, since = [], 0, None
+    for event in job.history:
+        if event.kind == "lost":
+            since = since or event.time
+        elif event.kind == "formed":
+            whole = max(whole, event.size)
+            if since is not None and event.size == whole:
+                found.append(event.time - since)
+                since = None
+    return found
+
+
 def sizes(job: nbelastic.Job) -> list[int]:
     """Return the size of each generation that has formed."""
     return [event.size for event in job.history if event.kind == "formed"]
 
 
 def main(epochs: int = 100) -> int:
-    """Run the job, kill a worker in the middle, and report."""
+    """Run the job, kill a rank and a worker in the middle, and report."""
     with (
         LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         processes = client.run(os.getpid)
-        job = nbelastic.fit(train, cluster=client, args=(epochs,), np=4, min_np=2, block=False)
+        images, labels = load_digits(return_X_y=True)
+        args = (epochs, images.reshape(-1, 8, 8), labels)
+        job = nbelastic.fit(train, cluster=client, args=args, np=4, min_np=2, block=False)
         print(f"job {job.name}: 4 workers, {epochs} epochs of {TRAINING_SAMPLES} digits")
-        shown, killed = 0, False
+        shown, kills = 0, 0
         while not job.wait(0.05):
             shown = follow(job, shown)
-            if not killed and job.status.commits >= 60:
-                victim = job.status.ranks[1].worker
-                print(f"{job.status.elapsed:7.2f} s  kill -9   {victim}", flush=True)
-                os.kill(processes[victim], signal.SIGKILL)
-                killed = True
+            ranks = job.status.ranks
+            if kills < 2 and len(ranks) == 4 and job.status.commits >= (60, 600)[kills]:
+                victim = ranks[1].worker
+                what = ("rank 1, a process of", "worker")[kills]
+                print(f"{job.status.elapsed:7.2f} s  kill -9   {what} {victim}", flush=True)
+                os.kill((process_of(job, 1), processes[victim])[kills], signal.SIGKILL)
+                kills += 1
         follow(job, shown)
         results = job.results()
     result = results[0]
+    for what, seconds in zip(("rank", "worker"), outages(job), strict=False):
+        print(f"a {what} was killed: {seconds:.2f} s with 3 ranks instead of 4")
     equal = len({r["weights"] for r in results}) == 1
     print(
         f"accuracy {result['accuracy']:.2f} · {' → '.join(map(str, sizes(job)))} ranks · "

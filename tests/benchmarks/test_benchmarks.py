@@ -64,7 +64,7 @@ def _this_process(monkeypatch) -> Iterator[None]:
         ("sampler", [], {"samples", "reset", "torch"}),
         ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
         ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
-        ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours"}}),
+        ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours", "ours, worker"}}),
         ("sharing", [], {"first", "newcomers", "decisions", "jobs"}),
         ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
         ("terminal", [], {"commands", "helps"}),

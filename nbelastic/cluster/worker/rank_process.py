@@ -126,7 +126,7 @@ class RankProcess:
         """
         if not self.ended:
             self._reason = reason or self._reason
-            self._server.send(op="signal", rank=self._number, signal=number)
+            self._server.signal_rank(self._number, number, self._reason)
 
     def pause_output(self, paused: bool) -> None:
         """Read no more of what it prints, or go on. It waits once the pipe is full."""
@@ -277,6 +277,17 @@ class RankServer:
             with contextlib.suppress(OSError):  # it has ended: that is noticed when it is read
                 self._control.send(json.dumps(message).encode())
 
+    def signal_rank(self, number: int, signum: int, reason: str) -> None:
+        """Send a signal to a rank, by its number; one that is not forked yet has ended with it.
+
+        A server that still imports torch would read it too late.
+        """
+        rank = self._ranks.get(number)
+        if rank is not None and rank.pid is None:
+            self._finish(number, reason=reason)
+        else:
+            self.send(op="signal", rank=number, signal=signum)
+
     def close(self) -> None:
         """End the server, and the ranks that are left."""
         if self._control is not None:
@@ -310,8 +321,11 @@ class RankServer:
                 return
             message: dict[str, Any] = json.loads(data)
             rank = self._ranks.get(message.get("rank", 0))
-            if message["op"] == "forked" and rank is not None:
-                rank.pid = message["pid"]
+            if message["op"] == "forked":
+                if rank is not None:
+                    rank.pid = message["pid"]
+                else:  # it was to end before
+                    self.send(op="signal", rank=message["rank"], signal=signal.SIGKILL)
             elif message["op"] == "ended":
                 self._finish(message["rank"], message["status"])
             elif message["op"] == "refused":

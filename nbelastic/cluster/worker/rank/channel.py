@@ -49,8 +49,6 @@ class RankSetup:
         Variables of the worker's environment.
     directory : str
         The worker's working directory.
-    scratch : str
-        Directory, which need not exist, that the worker deletes when the process has ended.
     path : tuple of str
         Where the worker looks for modules.
     threads : int
@@ -61,18 +59,20 @@ class RankSetup:
         Of connections to it.
     dask_config : bytes
         The worker's configuration of Dask, pickled; empty if it does not pickle.
+    scratch : str
+        Directory, which need not exist, that the worker deletes when the process has ended.
     """
 
     spec: RankSpec
     payload: JobPayload
     environment: Mapping[str, str]
     directory: str
-    scratch: str
     path: tuple[str, ...]
     threads: int
     scheduler: str
     security: Any
     dask_config: bytes
+    scratch: str = ""
 
 
 def frame(data: bytes) -> bytes:
