@@ -307,8 +307,8 @@ def _(reason: why.LoopsDiffer) -> str:
     return (
         f"{reason.done} has reached the end of its elastic loop, but {reason.waiting} waits for it "
         "in another operation, because it has more batches or commits. Give all ranks the same "
-        "number of batches (hvd.elastic.ElasticSampler does), and commit on all of them; or end the "
-        "loop over batches by hvd.join(), with which a rank waits for those that have more"
+        "number of batches (hvd.elastic.ElasticSampler does), and commit on all of them; or end "
+        "the loop over batches by hvd.join(), with which a rank waits for those that have more"
     )
 
 
