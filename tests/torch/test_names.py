@@ -137,6 +137,7 @@ def test_tensors_are_read_when_the_operation_begins():
 def test_an_abort_frees_a_waiting_rank():
     def rank_main(context):
         hvd.allreduce(torch.ones(1), name="both")
+        hvd.barrier()
         if context.rank == 0:
             with pytest.raises(CollectiveError):
                 hvd.allreduce(torch.ones(1), name="never")
