@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from nbelastic.errors import RankFailed
-from tests.support.clusters import sizes
+from tests.support.clusters import sizes, until
 
 ROWS = 96
 
@@ -79,6 +79,45 @@ def test_ddp_as_everyone_writes_it_goes_on_through_a_kill_and_a_join(crew, tmp_p
         counts = Counter(row for number, rows in seen if number == epoch for row in rows)
         assert set(counts) == set(range(ROWS))
         assert sum(counts.values()) <= ROWS + 2  # shares are padded by one at most, at each deal
+
+
+def test_a_planned_leave_repeats_nothing(crew):
+    def train():
+        import time
+
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        import nbelastic.torch as hvd
+
+        dist.init_process_group("nbelastic")
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        state = hvd.elastic.TorchState(ddp, optimizer, steps=0, alone=0)
+        steps = []  # those of this rank, with all that it has done twice
+
+        @hvd.elastic.run
+        def loop(state):
+            while state.alone < 5:
+                optimizer.zero_grad()
+                ddp(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                state.steps += 1
+                state.alone += dist.get_world_size() == 1
+                steps.append(state.steps)
+                time.sleep(0.01)
+                state.commit()
+
+        loop(state)
+        return steps
+
+    job = crew.fit(train, np=2, min_np=1, max_np=2, block=False)
+    until(lambda: job.status.commits > 5, "commits")
+    job.scale(max_np=1)
+    (steps,) = job.results()
+    assert steps == list(range(1, len(steps) + 1))
+    assert sizes(job) == [2, 1]
 
 
 def test_a_function_without_a_loop_trains_as_under_torchrun(crew):

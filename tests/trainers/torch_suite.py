@@ -26,6 +26,9 @@ def prepare(directory: str, rank: int, size: int) -> type:
         INIT_METHOD="env://",
         RANK=str(rank),
     )
+    import torch
+
+    torch.manual_seed(0)  # models of the module, which ranks compare with what DDP makes of them
     from torch.testing._internal.distributed import distributed_test as suite
 
     class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
