@@ -51,13 +51,10 @@ class Modules:
         By full module name.
     left_out : dict of str to str
         Modules that the function may need and that do not travel, with the reason.
-    stale : frozenset of str
-        Top-level names that a worker imports anew, since what it has may be older.
     """
 
     sources: Mapping[str, Source] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
-    stale: frozenset[str] = frozenset()
 
     def describe(self) -> str:
         """Return a line on the modules that travel, and one on each that does not."""

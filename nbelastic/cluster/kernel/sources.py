@@ -125,7 +125,6 @@ def collect(names: Iterable[str]) -> Modules:
     importlib.invalidate_caches()
     sources: dict[str, Source] = {}
     left_out: dict[str, str] = {}
-    stale: set[str] = set()
     waiting = {name.partition(".")[0] for name in names}
     seen: set[str] = set()
     while waiting - seen:
@@ -140,7 +139,6 @@ def collect(names: Iterable[str]) -> Modules:
         if found.compiled:
             left_out[name] = f"it has compiled parts ({found.compiled})"
             continue
-        stale.add(name)
         if found.too_many or total > MOST_BYTES:
             much = f"more than {MOST_FILES} files" if found.too_many else f"{size / 2**20:.0f} MiB"
             left_out[name] = f"it has {much}, and at most {MOST_BYTES >> 20} MiB travel with a job"
@@ -149,7 +147,7 @@ def collect(names: Iterable[str]) -> Modules:
         sources.update(found.sources)
         for source in found.sources.values():
             waiting |= _imported_by_text(source.text or b"")
-    return Modules(sources, left_out, frozenset(stale))
+    return Modules(sources, left_out)
 
 
 class _Package:

@@ -23,10 +23,11 @@ __all__ = ["install"]
 
 
 def install(modules: Modules) -> None:
-    """Have imports find a job's modules from now on."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in modules.stale:
-            del sys.modules[name]
+    """Have imports find a job's modules from now on.
+
+    What is imported already stays: it is what every rank needs, and none of it is the user's, even
+    if it lies in a folder of ``PYTHONPATH``.
+    """
     if modules.sources:
         sys.meta_path.insert(0, _SourceFinder(modules.sources))
         importlib.invalidate_caches()
