@@ -177,8 +177,9 @@ class BadMemory(Storm):
     only_planned = False
 
     def before_update(self, actor: user.Actor, training: ExactTraining) -> None:
-        victim = self.crew[self.seed % len(self.crew)].process
-        if actor.fiber.process is victim and training.state.steps == STEPS // 2 and not self.struck:
+        victim = self.crew[self.seed % len(self.crew)]
+        its = actor.fiber.process.owner is victim
+        if its and training.state.steps == STEPS // 2 and not self.struck:
             self.struck.add(self.crew[self.seed % len(self.crew)].id)
             words = training.model[0].weight.data.view(torch.int32)
             words[1, 2] ^= 1 << self.seed % 32

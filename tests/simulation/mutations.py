@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.cluster import JobClient
 from nbelastic.cluster.scheduler.controller import JobController
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
-from nbelastic.cluster.wire import AbortOrder
-from nbelastic.cluster.worker.rank import program
 from nbelastic.driver.thread import Driver
 from nbelastic.elastic import loop as elastic_loop
 from nbelastic.elastic.sampler import ShardSampler
@@ -58,15 +56,6 @@ def _a_rank_that_was_evicted_may_come_back(original: Any) -> Any:
     return evict
 
 
-@_mutation(program, "deliver")
-def _agents_ignore_aborts(original: Any) -> Any:
-    def deliver(session: Any, order: Any) -> None:
-        if not isinstance(order, AbortOrder):
-            original(session, order)
-
-    return deliver
-
-
 @_mutation(Machine, "_note_finish")
 def _the_loop_is_over_for_all_when_it_is_for_one(original: Any) -> Any:
     def note(self: Any) -> None:
@@ -84,11 +73,6 @@ def _versions_may_go_back(_: Any) -> Any:
         rank.version = version
 
     return note
-
-
-@_mutation(Machine, "_expire_ending")
-def _nobody_watches_ranks_that_do_not_end(_: Any) -> Any:
-    return lambda self: None
 
 
 @_mutation(Machine, "_check_for_stalls")
