@@ -338,8 +338,10 @@ assert horovod.torch.allreduce is nbelastic.torch.allreduce
 assert ElasticSampler is nbelastic.torch.elastic.ElasticSampler
 assert hvd.nccl_built() == 0
 from horovod.torch.mpi_ops import join
+hvd.init()
 assert join() == 0
 assert hvd.ProcessSet([0]).ranks == [0]
+hvd.shutdown()
 """
 
 
