@@ -43,47 +43,6 @@ Duration: TypeAlias = "float | str | datetime.timedelta"
 
 
 @with_hints
-def run(
-    func: Callable[..., Any],
-    args: Iterable[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    np: int | None = None,
-    min_num_proc: int | None = None,
-    max_num_proc: int | None = None,
-    **options: Any,
-) -> list[Any]:
-    """Run a function on all ranks and return what each returned: ``horovod.run``.
-
-    Parameters
-    ----------
-    func : callable
-        The training function.
-    args, kwargs : iterable, mapping, optional
-        What to call it with.
-    np, min_num_proc, max_num_proc : int, optional
-        ``np``, ``min_np`` and ``max_np`` of :func:`fit`.
-    **options
-        Other options of :func:`fit`, such as ``cluster``. Horovod's options of hosts and of its
-        launcher do not exist, because the cluster decides where ranks run.
-
-    Returns
-    -------
-    list
-        The result of each rank, in the order of the ranks.
-    """
-    job = fit(
-        func,
-        args=args,
-        kwargs=kwargs,
-        np=np,
-        min_np=min_num_proc,
-        max_np=max_num_proc,
-        block=True,
-        **options,
-    )
-    return job.results()
-
-
 def fit(
     fn: Callable[..., Any],
     *,
@@ -255,6 +214,47 @@ def fit(
     finally:
         held.release()
     return hand_out(driver, block=block)
+
+
+def run(
+    func: Callable[..., Any],
+    args: Iterable[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Run a function on all ranks and return what each returned: ``horovod.run``.
+
+    Parameters
+    ----------
+    func : callable
+        The training function.
+    args, kwargs : iterable, mapping, optional
+        What to call it with.
+    np, min_num_proc, max_num_proc : int, optional
+        ``np``, ``min_np`` and ``max_np`` of :func:`fit`.
+    **options
+        Other options of :func:`fit`, such as ``cluster``. Horovod's options of hosts and of its
+        launcher do not exist, because the cluster decides where ranks run.
+
+    Returns
+    -------
+    list
+        The result of each rank, in the order of the ranks.
+    """
+    job = fit(
+        func,
+        args=args,
+        kwargs=kwargs,
+        np=np,
+        min_np=min_num_proc,
+        max_np=max_num_proc,
+        block=True,
+        **options,
+    )
+    return job.results()
 
 
 def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None = None) -> JobTerms:
