@@ -42,8 +42,12 @@ def write(folder, **files):
 
 @contextlib.contextmanager
 def installed(modules):
-    """Import as a rank does, and undo it."""
+    """Import as a rank does, which has none of the user's modules yet, and undo it."""
     before, finders = dict(sys.modules), list(sys.meta_path)
+    tops = {name.partition(".")[0] for name in modules.sources}
+    for name in before:
+        if name.partition(".")[0] in tops:
+            del sys.modules[name]
     install(modules)
     try:
         yield

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.communicator import Communicator, Handle, Rendezvous
     from nbelastic.collectives.cuda_ipc.device import Device, Memory
+    from nbelastic.collectives.matching import MatchingClient
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
 
@@ -238,6 +239,20 @@ class CudaIpcCommunicator(AsyncCommunicator):
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new vector in the segment of the host."""
         return self._host.empty(count, dtype)
+
+    # -- subgroups, which reduce on the host -----------------------------------------------------
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
+        """Return a connected communicator of some of the ranks, through the host."""
+        return self._host.subgroup(ranks, name)
+
+    def close_subgroup(self, name: str) -> None:
+        """Close a communicator that :meth:`subgroup` has made, if there is one."""
+        self._host.close_subgroup(name)
+
+    def matching_client(self) -> MatchingClient | None:
+        """Return the host's client of the matching of operations."""
+        return self._host.matching_client()
 
     # -- operations ------------------------------------------------------------------------------
 
