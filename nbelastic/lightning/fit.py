@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from nbelastic.elastic.context import current_or_none
 from nbelastic.elastic.session import Session
 from nbelastic.errors import OptionError
-from nbelastic.lightning.progress import TrainerProgress
+from nbelastic.lightning.progress import LightningProgress
 from nbelastic.lightning.strategy import ElasticStrategy
 from nbelastic.torch.elastic import TorchState, run
 from nbelastic.trainers import DealtSampler, not_dealt
@@ -92,7 +92,7 @@ class ElasticFit:
         self.trainer = trainer
         self.strategy = strategy
         self.loop = trainer.fit_loop
-        self.progress = TrainerProgress(trainer)
+        self.progress = LightningProgress(trainer)
         self.samplers: list[DealtSampler | None] = []
         self._batches = 0  # begun in the present share
         module = trainer.lightning_module

@@ -12,13 +12,13 @@ from lightning.pytorch.callbacks import ProgressBar
 from nbelastic.elastic.context import current
 from nbelastic.trainers import plain_attributes
 
-__all__ = ["TrainerProgress"]
+__all__ = ["LightningProgress"]
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _OF_LOGGERS = ("_version", "_name", "_save_dir", "_root_dir")
 
 
-class TrainerProgress:
+class LightningProgress:
     """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``.
 
     Parameters

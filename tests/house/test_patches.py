@@ -13,8 +13,6 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 ALLOWED = {
-    ("elastic/test_interrupt.py", "threading"),  # for one thread
-    ("cluster/test_output.py", "sys"),  # its stdin, which no cluster reads
     ("cli/test_options.py", "sys"),  # its stdout, to which no cluster writes
     ("benchmarks/test_benchmarks.py", "sys"),  # its arguments, for a benchmark in this process
     ("cli/test_entry.py", "sys"),  # its arguments, for a command in this process
