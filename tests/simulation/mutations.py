@@ -94,16 +94,6 @@ def _workers_that_are_to_leave_are_planned(_: Any) -> Any:
     return lambda self, event: None
 
 
-@_mutation(Machine, "_close")
-def _the_end_does_not_wait_for_ranks(original: Any) -> Any:
-    def close(self: Any) -> None:
-        for rank in self.roster.in_stage(Stage.ENDING):
-            self.roster.ranks.pop(rank.start)
-        original(self)
-
-    return close
-
-
 @_mutation(Machine, "_gather")
 def _a_plan_does_not_wait_for_members_to_let_go(original: Any) -> Any:
     def gather(self: Any) -> None:
@@ -184,11 +174,6 @@ def _samples_that_were_not_committed_stay_done(_: Any) -> Any:
 @_mutation(OwnFailure, "repeats")
 def _one_commit_more_is_progress(original: Any) -> Any:
     return lambda self, earlier: original(self, earlier) and self.version <= earlier.version
-
-
-@_mutation(rules, "last_holders")
-def _the_last_holder_of_the_state_leaves_when_asked(_: Any) -> Any:
-    return lambda roster: []
 
 
 @_mutation(rules, "waits_for_finished")
