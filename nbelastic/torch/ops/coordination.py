@@ -291,7 +291,10 @@ class Coordination:
     def over(self, reason: str) -> None:
         """Fail everything under way and to come."""
         communicator = self._communicator()
-        if communicator is not None:
+        with self._lock:
+            concerned = bool(self._pending) or self.joined
+        # Without names or joins, operations go on: the rank that matches may have returned first.
+        if communicator is not None and concerned:
             communicator.abort(reason)  # unless it is over already, with another reason
             try:
                 communicator.check()
