@@ -36,14 +36,22 @@ def soon(action) -> threading.Thread:
 
 @pytest.mark.parametrize("wait", [lambda: time.sleep(60), threading.Event().wait, None])
 def test_the_function_is_interrupted_where_it_stands(interrupt, wait) -> None:
-    here = threading.Event()
-    thread = soon(lambda: (here.wait(), interrupt.request(Told)))
+    here, told = threading.Event(), threading.Event()
+
+    def order() -> None:
+        here.wait()
+        interrupt.request(Told)
+        while not told.wait(0.05):  # as each heartbeat does: a signal just before a wait is lost
+            interrupt.nudge()
+
+    thread = soon(order)
     with pytest.raises(Told), interrupt.reachable():  # noqa: PT012 - where it is raised is open
         here.set()
         if wait is not None:
             wait()
         while True:
             pass
+    told.set()
     thread.join()
 
 
