@@ -98,4 +98,4 @@ def taught(marks):
 def test_what_a_newcomer_needs_for_a_step_it_has_before_others_wait_for_it(crew, tmp_path):
     old, new = crew.fit(taught, args=[tmp_path], np=2, min_np=1).results()
     assert old[0] > 2 * PAGES  # that it is not by chance
-    assert new[0] < PAGES  # first touches of libraries, and pages of the fork, are among them
+    assert new[0] < old[0] / 3  # first touches of libraries, and pages of the fork, are in it
