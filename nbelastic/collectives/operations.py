@@ -148,7 +148,8 @@ class AsyncCommunicator(Communicator):
             self._completed += closed.completed  # the sum of all must never become less
             closed.close()
 
-    def _close_subgroups(self) -> None:
+    def close_subgroups(self) -> None:
+        """Close all of them, in an orderly way, as the first part of closing this communicator."""
         subgroups, self._subgroups = self._subgroups, {}
         for each in subgroups.values():
             each.close()

@@ -219,7 +219,7 @@ def _plain(result: Any) -> Any:
 # -- what must have come of it ---------------------------------------------------------------------
 
 _ENDS = ("raise", "return")
-_CAUSES = ("failed: Raised", "failed: RanksDisagree", "is closed", "has left", "peer", "Connection")
+_CAUSES = ("failed: Raised", "failed: RanksDisagree", "failed: ValueError: dup", "is closed", "has left", "peer", "Connection")
 
 
 def judge(program: Program, courses: list[Course]) -> str | None:
@@ -232,6 +232,8 @@ def judge(program: Program, courses: list[Course]) -> str | None:
     for rank, course in enumerate(courses):
         if isinstance(course.end, TimeoutError):
             return f"rank {rank} hangs in step {len(course.steps)}"
+    if program.has_names:
+        return _judge_by_names(program, courses)
     queues = [_meant(steps) for steps in program.ranks]
     trouble = None
     while trouble is None and all(queue and queue[0][1].kind not in _ENDS for queue in queues):
@@ -247,6 +249,22 @@ def judge(program: Program, courses: list[Course]) -> str | None:
     else:
         trouble = trouble or _judge_end(courses, queues)
     return trouble or _judge_second_threads(program, courses)
+
+
+def _judge_by_names(program: Program, courses: list[Course]) -> str | None:
+    """Judge a program with names: whatever the order, each rank ends, and no result is wrong."""
+    if all(steps == program.ranks[0] for steps in program.ranks):
+        allowed: tuple[type[BaseException] | type[None], ...] = (type(None),)
+    else:
+        allowed = (Raised, RanksDisagree, type(None))
+    for rank, course in enumerate(courses):
+        end = course.end
+        is_duplicate = isinstance(end, ValueError) and "duplicate name" in str(end)
+        if not (isinstance(end, allowed) or is_duplicate or _is_aborted(end)):
+            return f"rank {rank} ended by {end!r}"
+        if isinstance(end, RanksDisagree) and not ("rank" in str(end) and ";" in str(end)):
+            return f"rank {rank}: not a message that names both sides: {end}"
+    return _judge_second_threads(program, courses)
 
 
 def _meant(steps: tuple[Step, ...]) -> list[tuple[int, Step]]:

@@ -3,7 +3,8 @@
 A program is a list of steps for each rank. All begin as the same list of operations; then some
 ranks forget a step, add one, exchange two, change a type, a shape, a reduction, a root or a name,
 call from a second thread, raise or return early. Ranks that disagree go on with their next step, or
-end, as the program says.
+end, as the program says. In a program with names, these decide which operations match, so what comes
+of one that has no match depends on all the rest: its ranks end with their first error.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class Step:
             self.name if self.kind in WITH_NAME else None,
         )
 
+    @property
+    def is_named(self) -> bool:
+        """Whether it is matched by its name."""
+        return self.kind in WITH_NAME and self.name is not None
+
 
 @dataclass(frozen=True)
 class Program:
@@ -67,6 +73,11 @@ class Program:
     ranks: tuple[tuple[Step, ...], ...]
     goes_on: bool
 
+    @property
+    def has_names(self) -> bool:
+        """Whether operations of any rank are matched by their names."""
+        return any(step.is_named for steps in self.ranks for step in steps)
+
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: ranks {'go on' if self.goes_on else 'end'} if they disagree"]
         for rank, steps in enumerate(self.ranks):
@@ -75,18 +86,18 @@ class Program:
         return "\n".join(lines)
 
 
-def program(seed: int) -> Program:
-    """Return the program of a seed."""
+def program(seed: int, names: bool = False) -> Program:
+    """Return the program of a seed, with names or without."""
     chance = random.Random(seed)
     size = chance.choice((2, 2, 3))
-    common = [_operation(chance, size) for _ in range(chance.randint(1, 6))]
+    common = [_operation(chance, size, names) for _ in range(chance.randint(1, 6))]
     ranks = [list(common) for _ in range(size)]
     for _ in range(chance.choice((0, 1, 1, 2, 3))):
-        _change(chance, chance.choice(ranks), size)
-    return Program(seed, tuple(map(tuple, ranks)), goes_on=chance.random() < 0.6)
+        _change(chance, chance.choice(ranks), size, names)
+    return Program(seed, tuple(map(tuple, ranks)), not names and chance.random() < 0.6)
 
 
-def _operation(chance: random.Random, size: int) -> Step:
+def _operation(chance: random.Random, size: int, names: bool) -> Step:
     kind = chance.choice(KINDS)
     shape = chance.choice(SHAPES)
     if kind in WITH_ROWS:
@@ -97,18 +108,18 @@ def _operation(chance: random.Random, size: int) -> Step:
         shape=shape,
         reduction=chance.choice(REDUCTIONS),
         root=chance.randrange(size),
-        name=chance.choice((None, None, "loss", "ä")),
+        name=chance.choice((None, "loss", "ä", "λ", "step 1")) if names else None,
         begun_only=kind in ("allreduce", "broadcast", "allgather") and chance.random() < 0.4,
     )
 
 
-def _change(chance: random.Random, steps: list[Step], size: int) -> None:
+def _change(chance: random.Random, steps: list[Step], size: int, names: bool) -> None:
     how = chance.choice(
         ("drop", "add", "swap", "field", "field", "field", "raise", "return", "thread")
     )
     where = chance.randrange(len(steps)) if steps else 0
     if how == "add" or not steps:
-        steps.insert(where, _operation(chance, size))
+        steps.insert(where, _operation(chance, size, names))
     elif how == "drop":
         del steps[where]
     elif how == "swap":
@@ -117,7 +128,7 @@ def _change(chance: random.Random, steps: list[Step], size: int) -> None:
     elif how == "thread" and steps[where].kind in KINDS:
         steps[where] = dataclasses.replace(steps[where], second_thread=True, begun_only=False)
     elif how == "field":
-        other_step = _operation(chance, size)
+        other_step = _operation(chance, size, names)
         field = chance.choice(("dtype", "shape", "reduction", "root", "name"))
         value = getattr(other_step, field)
         if field == "shape" and steps[where].kind in WITH_ROWS:

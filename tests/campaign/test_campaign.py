@@ -12,10 +12,11 @@ from tests.collectives.worlds import KINDS
 SEEDS = range(25)
 
 
+@pytest.mark.parametrize("names", [False, True], ids=["by-order", "by-name"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_program_ends_by_a_result_or_by_an_error_that_names_the_cause(kind):
+def test_each_program_ends_by_a_result_or_by_an_error_that_names_the_cause(kind, names):
     for seed in SEEDS:
-        each = program(seed)
+        each = program(seed, names)
         courses = play(each, kind)
         trouble = judge(each, courses)
         assert trouble is None, f"{trouble}\n{each}\n{courses}"

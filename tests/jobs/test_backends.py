@@ -26,14 +26,6 @@ def in_two_loops():
     return sums
 
 
-def hide_the_native_part():
-    """Do as if the package had been installed where there is no compiler."""
-    import sys
-
-    assert "nbelastic.native" not in sys.modules
-    sys.modules["nbelastic.native._core"] = None
-
-
 def the_native_part():
     from nbelastic import native
 
@@ -41,10 +33,17 @@ def the_native_part():
 
 
 @pytest.fixture(scope="module")
-def bare_crew():
-    with a_crew() as crew:
-        crew.client.run(hide_the_native_part)
-        yield crew
+def bare_crew(tmp_path_factory):
+    """A crew of processes where the package has been installed without a compiler."""
+    folder = tmp_path_factory.mktemp("without-native")
+    (folder / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['nbelastic.native._core'] = None\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        patch.syspath_prepend(folder)  # which workers are given, and give to their ranks
+        with a_crew() as crew:
+            yield crew
 
 
 def details(job, kind):
@@ -86,9 +85,8 @@ def test_a_rank_alone_travels_nowhere(crew):
 
 
 def test_without_the_native_part_a_job_runs_over_gloo_and_says_so_once(bare_crew):
+    assert bare_crew.fit(the_native_part, np=1).results() == [(False, "it was not built")]
     job = bare_crew.fit(in_two_loops, np=2)
-    found = bare_crew.client.run(the_native_part).values()
-    assert [there for there, _ in found] == [False, False]
     assert job.results() == [[[2.0] * 3] * 2] * 2
     assert job.status.backend == "gloo"
     assert details(job, "formed") == ["2 ranks over Gloo"] * 2

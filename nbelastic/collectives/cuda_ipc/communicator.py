@@ -506,6 +506,7 @@ class CudaIpcCommunicator(AsyncCommunicator):
         if self._closed or self._abort_signal.forked:
             return
         self._closed = True
+        self._host.close_subgroups()
         idle = self._executor.idle and self._host.idle
         self._abort_signal.abort("the communicator is closed", orderly=idle)
         # Its meetings end at once. A stream has only work of this process, but that may hang.

@@ -214,7 +214,7 @@ class GlooCommunicator(AsyncCommunicator):
         """Let go of the group, which its owner takes down."""
         if self._abort_signal.forked:
             return
-        self._close_subgroups()
+        self.close_subgroups()
         self._abort_signal.abort("the communicator is closed", orderly=self.idle)
 
     @property

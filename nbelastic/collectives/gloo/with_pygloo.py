@@ -199,7 +199,7 @@ class PyglooCommunicator(AsyncCommunicator):
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
-        self._close_subgroups()
+        self.close_subgroups()
         self._abort_signal.abort("the communicator is closed", orderly=True)
         self._mesh.context = None
 

@@ -7,7 +7,10 @@ order, so they can launch operations in that order.
 ==========  =======================================================================================
 offer       a rank begins the operation `name` of the process set `set`, whose ranks are `members`
 go          all have begun it: what each has offered, None for those that have joined instead
-blocked     a rank waits for an operation that it has offered, and does nothing else
+blocked     a rank waits for an operation that it has offered, and does nothing else; said again
+            and again, with the number of operations without a name that it has begun
+ask         has a rank say what it waits for, while others are blocked
+waits       what a rank waits for that it has not offered, or that it does not wait
 stuck       all ranks wait, for operations that the others have not begun
 missing     which ranks have not begun an operation
 ping        answered by pong, after all decisions on what was offered before
@@ -27,6 +30,9 @@ from typing import Any
 __all__ = ["Matcher", "Message", "decode", "encode"]
 
 Message = dict[str, Any]
+
+_SURE = 3
+"""How often in a row a rank says that it waits for the same operation until it is believed."""
 
 
 def encode(message: Message) -> bytes:
@@ -61,6 +67,8 @@ class Matcher:
         self._size = size
         self._entries: dict[tuple[str, str], _Offers] = {}
         self._blocked: dict[int, tuple[str, str]] = {}
+        self._begun: dict[int, int] = {}  # operations without a name, by rank that is blocked
+        self._elsewhere: dict[int, tuple[Message, int]] = {}  # what ranks wait for; how often said
         self._joined: dict[int, int] = {}  # how many operations each had done, in order of joining
         self._steps: dict[int, Message] = {}
         self._connected: set[int] = set()
@@ -77,6 +85,7 @@ class Matcher:
         decisions: list[tuple[int, Message]] = {
             "offer": self._offer,
             "blocked": self._block,
+            "waits": self._wait,
             "missing": self._missing,
             "ping": self._ping,
             "join": self._join,
@@ -121,24 +130,40 @@ class Matcher:
 
     def _block(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         key = message["set"], message["name"]
-        if key in self._entries:
-            self._blocked[rank] = key
+        if key not in self._entries:
+            return []
+        if self._blocked.get(rank) != key:
+            self._elsewhere.clear()  # what ranks waited for at another time
+        self._blocked[rank] = key
+        self._begun[rank] = message["begun"]
+        idle = {*self._blocked, *self._joined}
+        return self._if_stuck() or [(r, {"do": "ask"}) for r in range(self._size) if r not in idle]
+
+    def _wait(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        before, times = self._elsewhere.get(rank, (message, 0))
+        self._elsewhere[rank] = message, times + 1 if before == message else 1
         return self._if_stuck()
 
     def _if_stuck(self) -> list[tuple[int, Message]]:
         """Fail the operations that all ranks wait for, if no rank is left to begin the rest."""
-        if not self._blocked or len({*self._blocked, *self._joined}) < self._size:
+        if not self._blocked:
+            return []
+        least = min(self._begun[rank] for rank in self._blocked)
+        sides: dict[int, str | None] = dict.fromkeys(self._joined)
+        for rank, (waits, times) in self._elsewhere.items():
+            # A rank that is blocked has not begun what this one waits for, so it is in vain.
+            if waits["text"] and waits["begun"] > least and times >= _SURE:
+                sides[rank] = waits["text"]
+        for rank, key in self._blocked.items():
+            sides[rank] = self._entries[key].offers[rank]["text"]
+        if len(sides) < self._size:
             return []
         keys = set(self._blocked.values())
-        sides = [
-            [rank, self._entries[key].offers[rank]["text"]] for rank, key in self._blocked.items()
-        ]
-        sides += [[rank, None] for rank in self._joined]
         self._blocked.clear()
         decisions: list[tuple[int, Message]] = []
         for key in keys:
             entry = self._entries.pop(key)
-            stuck = {"do": "stuck", "set": key[0], "name": key[1], "sides": sorted(sides)}
+            stuck = {"do": "stuck", "set": key[0], "name": key[1], "sides": sorted(sides.items())}
             decisions += [(rank, stuck) for rank in entry.offers]
         return decisions
 

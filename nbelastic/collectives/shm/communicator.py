@@ -348,7 +348,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         if self._closed or self._abort_signal.forked:
             return  # a fork has none of the group's threads
         self._closed = True
-        self._close_subgroups()
+        self.close_subgroups()
         self._abort_signal.abort("the communicator is closed", orderly=self.idle)
         for executor in self._executors.values():
             executor.join()

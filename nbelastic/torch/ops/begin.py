@@ -40,7 +40,9 @@ def begin(group: Group, operation: TensorOperation[T], name: str | None = None) 
         timeline.instant("CYCLE_START")
     with timeline.span(f"NEGOTIATE_{operation.verb.upper()}", name):
         if name is not None and group.size > 1:
-            coordination = coordination_of(group.parent())
+            # One of all ranks counts as an operation of this rank, in whatever order it begins.
+            all_ranks = group.communicator() if group.is_global else group.parent()
+            coordination = coordination_of(all_ranks)
             if coordination is not None:
                 if not group.is_global:
                     group.check_member()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives.matching import MatchingClient
     from nbelastic.torch.ops.operation import TensorOperation, Waitable
 
-__all__ = ["JOINED", "Coordination", "announce", "coordination_of", "is_joined", "not_with_join"]
+__all__ = ["CHECK", "JOINED", "Coordination", "announce", "coordination_of", "is_joined", "not_with_join"]
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -41,6 +41,9 @@ JOINED = "join()"
 """What a rank that has joined says it is about to do, in an operation that it cannot take part in.
 """
 
+CHECK: Message = {"kind": "check"}
+"""What a rank announces before ranks compare whether a change of members is due."""
+
 MOST_PENDING = 10_000
 """Named operations of a rank that can wait for other ranks at a time."""
 
@@ -48,6 +51,7 @@ KEPT = 64
 """Numbered operations that a rank can tell of later. None ends before all ranks take part."""
 
 _TELL_AFTER_S = 1.0
+_TELL_EVERY_S = 0.5
 
 
 class Coordination:
@@ -160,14 +164,14 @@ class Coordination:
         communicator = self._communicator()
         limit = self._client.timeout_s
         begun = time.monotonic()
-        told = False
 
         def wait() -> None:
-            nonlocal told
-            while not named.ended.wait(_TELL_AFTER_S):
-                if not told and not named.launched:
-                    told = True
-                    self._client.send({"do": "blocked", "set": named.key, "name": named.name})
+            interval = _TELL_AFTER_S
+            while not named.ended.wait(interval):
+                interval = _TELL_EVERY_S
+                if not named.launched:
+                    its = {"set": named.key, "name": named.name, "begun": self._number}
+                    self._client.send({"do": "blocked", **its})
                 if gone := self._gone.intersection(named.members):
                     self.over(f"rank {min(gone)} has left without {named.operation.text}")
                 if time.monotonic() - begun > limit and not named.launched:
@@ -222,6 +226,8 @@ class Coordination:
             self._missing.put(message["ranks"])
         elif kind == "stuck":
             self._end_stuck(message)
+        elif kind == "ask":
+            self._client.send({"do": "waits", **self._position()})
 
     def launch_all(self, decisions: Sequence[Message]) -> None:
         """Launch operations that all ranks have begun, in order, and wait for them."""
@@ -280,6 +286,16 @@ class Coordination:
         error = RanksDisagree(f"ranks wait for different operations: {listed(sides)}")
         self._end(key, self._pending.get(key), error)
 
+    def _position(self) -> Message:
+        """Return the operation without a name that this rank waits for, and how far it is."""
+        communicator = self._communicator()
+        with self._lock:
+            begun, what = self._history[-1] if self._history else (0, None)
+        if communicator is None or communicator.waits_apart or not communicator.waiting:
+            return {"text": "", "begun": begun, "completed": 0}
+        text = "state.commit()" if what == CHECK else communicator.current_operation
+        return {"text": text or "an operation", "begun": begun, "completed": communicator.completed}
+
     def _tell(self, done: int) -> None:
         with self._lock:
             self._tells = True
@@ -294,8 +310,9 @@ class Coordination:
         with self._lock:
             concerned = bool(self._pending) or self.joined
         # Without names or joins, operations go on: the rank that matches may have returned first.
-        if communicator is not None and concerned:
-            communicator.abort(reason)  # unless it is over already, with another reason
+        if communicator is not None:
+            if concerned:
+                communicator.abort(reason)  # unless it is over already, with another reason
             try:
                 communicator.check()
             except (CollectiveError, NotTheRank) as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.elastic.context import before_check, current
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.begin import begin
-from nbelastic.torch.ops.coordination import JOINED, announce, coordination_of
+from nbelastic.torch.ops.coordination import CHECK, JOINED, announce, coordination_of
 from nbelastic.torch.ops.operation import Allreduce, Barrier
 from nbelastic.torch.ops.process_sets import Group, global_process_set
 
@@ -110,4 +110,4 @@ def _check(context: Context, _what: dict[str, Any]) -> None:
 
 
 SERVICES.update(allreduce=_reduce, barrier=_arrive, check=_check)
-before_check.append(lambda communicator: announce(communicator, {"kind": "check"}))
+before_check.append(lambda communicator: announce(communicator, CHECK))
