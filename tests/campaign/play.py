@@ -219,7 +219,15 @@ def _plain(result: Any) -> Any:
 # -- what must have come of it ---------------------------------------------------------------------
 
 _ENDS = ("raise", "return")
-_CAUSES = ("failed: Raised", "failed: RanksDisagree", "failed: ValueError: dup", "is closed", "has left", "peer", "Connection")
+_CAUSES = (
+    "failed: Raised",
+    "failed: RanksDisagree",
+    "failed: ValueError: dup",
+    "is closed",
+    "has left",
+    "peer",
+    "Connection",
+)
 
 
 def judge(program: Program, courses: list[Course]) -> str | None:

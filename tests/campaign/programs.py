@@ -3,8 +3,8 @@
 A program is a list of steps for each rank. All begin as the same list of operations; then some
 ranks forget a step, add one, exchange two, change a type, a shape, a reduction, a root or a name,
 call from a second thread, raise or return early. Ranks that disagree go on with their next step, or
-end, as the program says. In a program with names, these decide which operations match, so what comes
-of one that has no match depends on all the rest: its ranks end with their first error.
+end, as the program says. In a program with names, these decide which operations match, and what
+comes of one that has no match depends on all the rest: its ranks end with their first error.
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""Matching of operations by name: pure, in all orders in which messages can come."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbelastic.collectives.rendezvous.matcher import Matcher
+
+NAMES = ("a", "b", "c")
+
+
+def offer(name, members, text="sum"):
+    return {
+        "do": "offer",
+        "set": "",
+        "name": name,
+        "members": members,
+        "text": text,
+        "numbers": [],
+        "spec": {},
+    }
+
+
+def blocked(name, begun=0):
+    return {"do": "blocked", "set": "", "name": name, "begun": begun}
+
+
+def waits(text, begun=1, completed=0):
+    return {"do": "waits", "text": text, "begun": begun, "completed": completed}
+
+
+class World:
+    """A matcher and what each rank has received."""
+
+    def __init__(self, size, connected=True):
+        self.matcher = Matcher(size)
+        self.members = list(range(size))
+        self.received = {rank: [] for rank in self.members}
+        for rank in self.members if connected else ():
+            self.connect(rank)
+
+    def connect(self, rank):
+        self.received[rank] += self.matcher.connected(rank)
+
+    def send(self, rank, message):
+        for to, decision in self.matcher.receive(rank, message):
+            self.received[to].append(decision)
+
+    def kinds(self, rank):
+        return [message["do"] for message in self.received[rank]]
+
+
+@given(st.data())
+def test_whatever_the_order_all_ranks_launch_the_same_in_the_same_order(data):
+    size = data.draw(st.integers(2, 4))
+    world = World(size, connected=False)
+    left = {rank: data.draw(st.permutations(NAMES)) for rank in world.members}
+    unconnected = set(world.members)
+    while any(left.values()) or unconnected:
+        choices = [("offer", r) for r in world.members if left[r]]
+        choices += [("connect", r) for r in sorted(unconnected)]
+        what, rank = data.draw(st.sampled_from(choices))
+        if what == "connect":
+            unconnected.remove(rank)
+            world.connect(rank)
+        else:
+            name, *left[rank] = left[rank]
+            world.send(rank, offer(name, world.members))
+    orders = [[message["name"] for message in world.received[rank]] for rank in world.members]
+    assert sorted(orders[0]) == sorted(NAMES)
+    assert orders == [orders[0]] * size
+
+
+def test_ranks_that_are_blocked_on_different_names_are_stuck():
+    world = World(2)
+    for rank, name in enumerate("ab"):
+        world.send(rank, offer(name, [0, 1]))
+        world.send(rank, blocked(name))
+    assert world.kinds(0) == ["stuck"]  # by its own name
+    assert world.kinds(1) == ["ask", "stuck"]
+    assert world.received[0][0]["sides"] == [(0, "sum"), (1, "sum")]
+
+
+def test_a_rank_that_waits_without_a_name_is_believed_when_it_has_said_so_often_enough():
+    world = World(2)
+    world.send(0, offer("a", [0, 1]))
+    for _ in range(3):
+        assert world.kinds(0) == []
+        world.send(0, blocked("a"))
+        world.send(1, waits("barrier"))
+    assert world.kinds(1) == ["ask"] * 3
+    assert world.received[0][-1]["sides"] == [(0, "sum"), (1, "barrier")]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [waits("barrier", begun=0)] * 9,  # the rank that is blocked has begun it, too
+        [waits("")] * 9,
+        [waits("barrier", completed=n) for n in range(9)],
+        [waits("barrier"), waits("barrier"), waits("")] * 3,
+    ],
+    ids=["begun by all", "computes", "goes on", "computes in between"],
+)
+def test_a_rank_that_may_go_on_is_waited_for(said):
+    world = World(2)
+    world.send(0, offer("a", [0, 1]))
+    for each in said:
+        world.send(0, blocked("a"))
+        world.send(1, each)
+    assert world.kinds(0) == []
+    world.send(1, offer("a", [0, 1]))
+    assert world.kinds(0) == ["go"]
+
+
+def test_what_a_rank_waited_for_another_time_counts_no_more():
+    world = World(3)
+    world.send(0, offer("a", [0, 1, 2]))
+    for _ in range(3):
+        world.send(0, blocked("a"))
+        world.send(1, waits("barrier"))
+    for rank in (1, 2):
+        world.send(rank, offer("a", [0, 1, 2]))
+    world.send(0, offer("b", [0, 1, 2]))
+    world.send(0, blocked("b", begun=0))
+    for _ in range(3):
+        world.send(2, waits("barrier"))
+    assert "stuck" not in world.kinds(0)
+
+
+def test_one_rank_that_computes_leaves_hope_for_all():
+    world = World(3)
+    world.send(0, offer("a", [0, 1, 2]))
+    for _ in range(9):
+        world.send(0, blocked("a"))
+        world.send(1, waits("barrier"))
+        world.send(2, waits(""))
+    assert "stuck" not in world.kinds(0)
