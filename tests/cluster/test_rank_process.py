@@ -274,6 +274,24 @@ def test_a_child_that_keeps_the_pipe_does_not_hold_up_the_end(
     assert len(rank.came) == seen
 
 
+def test_what_a_killed_rank_had_in_shared_memory_is_removed(host: Host) -> None:
+    def function() -> None:
+        from multiprocessing.shared_memory import SharedMemory
+
+        deaf = subprocess.Popen(
+            ["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 0.1; done"]
+        )
+        memory = SharedMemory(create=True, size=1000)
+        print(f"{memory.name} pids {deaf.pid} end", flush=True)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    rank, _ = host.run(function)
+    name = rank.output.partition(" pids")[0].split()[-1]
+    (deaf,) = pids_in(rank.output)
+    host.do(until(lambda: not os.path.exists(f"/dev/shm/{name}") and not is_there(deaf)))
+
+
 def test_a_fork_that_keeps_the_channel_does_not_hold_up_the_end(host: Host) -> None:
     def function() -> int:
         pid = os.fork()
