@@ -38,7 +38,7 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36
 _ORPHANED = getattr(signal, "SIGRTMIN", signal.SIGTERM) + 1
 
 
-_GROUP_LIMIT_S = 0.3
+GROUP_LIMIT_S = 0.3
 """Seconds that what a rank has started may take to end after it."""
 
 
@@ -132,7 +132,7 @@ class _Server:
         has left in shared memory.
         """
         signal_group(pid, signal.SIGTERM)
-        self._left.append((time.monotonic() + _GROUP_LIMIT_S, pid))
+        self._left.append((time.monotonic() + GROUP_LIMIT_S, pid))
 
     def _end_groups(self) -> float | None:
         """Kill the groups whose time is over; return the milliseconds until the next."""
@@ -157,7 +157,10 @@ class _Server:
         elif message["op"] == "signal":
             for pid, rank in self._ranks.items():
                 if rank == message["rank"]:  # else it is reaped, and its number may be another's
-                    signal_group(pid, message["signal"])
+                    if message["signal"] == signal.SIGKILL:
+                        os.kill(pid, signal.SIGKILL)  # its group ends when it is reaped
+                    else:
+                        signal_group(pid, message["signal"])
         return True
 
     def _fork(self, rank: int, descriptors: list[int], method: str) -> None:
