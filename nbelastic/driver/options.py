@@ -24,6 +24,7 @@ import yaml
 from nbelastic.collectives import BACKENDS
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.runtime import RankSpec
+from nbelastic.elastic.timeline import part_of
 from nbelastic.errors import OptionError
 from nbelastic.membership import Limits, LimitsChanged, Place
 
@@ -32,6 +33,7 @@ from .option_kinds import (
     Choice,
     Count,
     Duration,
+    File,
     Flag,
     Kind,
     Location,
@@ -251,6 +253,13 @@ class Options:
         "start from the newest complete checkpoint there",
         "--checkpoint ckpt --resume",
     )
+    timeline: str | None = _option(
+        File(),
+        _WRONG,
+        "record what ranks do, and write it to this file at the end: a path that all workers and "
+        "the kernel see; https://ui.perfetto.dev opens it",
+        "--timeline timeline.json",
+    )
     blacklist_cooldown: tuple[float, float] | None = _option(
         Range(),
         _WRONG,
@@ -337,6 +346,7 @@ class Options:
             checkpoint=None if checkpoint is None else CheckpointSpec(run=run, **checkpoint),
             state_bytes=state_bytes,
             max_np=self.limits().max_np,
+            timeline=None if self.timeline is None else part_of(self.timeline, run, start),
         )
 
     def pack(self) -> dict[str, Any]:
