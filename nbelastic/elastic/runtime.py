@@ -134,6 +134,8 @@ class RankSpec:
         Largest number of ranks that the job was started with; None if there is no limit.
     timeline : str or None
         File for this rank's part of the job's timeline; None for none.
+    heeded : tuple of str
+        Horovod's environment variables that the job's options come from.
     """
 
     job: str
@@ -147,6 +149,7 @@ class RankSpec:
     state_bytes: int | None = None
     max_np: int | None = None
     timeline: str | None = None
+    heeded: tuple[str, ...] = ()
 
     def alone(self, store: tuple[str, int], secret: bytes) -> Rendezvous:
         """Return a rendezvous of this rank alone, at its own store."""
