@@ -295,7 +295,7 @@ class RankServer:
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
+                process.wait(2 * GROUP_LIMIT_S)
             process.kill()
             process.wait()
         for number in list(self._ranks):

@@ -38,7 +38,7 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36
 _ORPHANED = getattr(signal, "SIGRTMIN", signal.SIGTERM) + 1
 
 
-GROUP_LIMIT_S = 0.3
+GROUP_LIMIT_S = 1.0
 """Seconds that what a rank has started may take to end after it."""
 
 
@@ -122,8 +122,10 @@ class _Server:
         for pid in self._ranks:
             os.kill(pid, signal.SIGKILL)
             self._end_group(pid)
-        while (rest := self._end_groups()) is not None:
-            time.sleep(rest / 1000)
+        with contextlib.suppress(ChildProcessError):  # all have ended
+            while self._end_groups() is not None:
+                if not os.wait4(-1, os.WNOHANG)[0]:
+                    time.sleep(0.01)
 
     def _end_group(self, pid: int) -> None:
         """Have the processes that a rank has started end: now, or in a moment by SIGKILL.
