@@ -120,6 +120,36 @@ def test_a_planned_leave_repeats_nothing(crew):
     assert sizes(job) == [2, 1]
 
 
+def test_a_group_that_is_aborted_goes_on_with_the_last_commit(crew):
+    def train():
+        import torch
+        import torch.distributed as dist
+
+        import nbelastic.torch as hvd
+
+        dist.init_process_group("nbelastic")
+        state = hvd.elastic.ObjectState(total=0)
+        aborted = []
+
+        @hvd.elastic.run
+        def loop(state):
+            while state.total < 10:
+                one = torch.ones(1)
+                dist.all_reduce(one)
+                if state.total == 4 and dist.get_rank() == 0 and not aborted:
+                    aborted.append(True)
+                    dist.group.WORLD.abort()
+                state.total += int(one.item())
+                state.commit()
+            return state.total
+
+        return loop(state)
+
+    job = crew.fit(train, np=2)
+    assert job.results() == [10, 10]
+    assert sizes(job) == [2, 2]
+
+
 def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(crew):
     def train():
         import os
