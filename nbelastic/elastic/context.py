@@ -192,8 +192,12 @@ class Context(abc.ABC):
         """
 
     def starts(self) -> list[int]:
-        """Return what names the present ranks, by rank: the numbers of their starts."""
+        """Return what names the present ranks, by rank; nothing before the first generation."""
         return list(range(self.size))
+
+    def came_later(self) -> bool:
+        """Return whether others had trained before the present generation. Ask in one's first."""
+        return False
 
     @abc.abstractmethod
     def change_flag(self) -> bool:
