@@ -211,16 +211,18 @@ def test_a_difference_between_ranks_is_an_error_on_all_and_leaves_the_group_whol
 
 
 def test_any_thread_aborts_and_the_group_tells_of_it(over):
-    aborted = threading.Event()
+    met, aborted = threading.Event(), threading.Event()
 
     def rank_main(group):
         assert group.get_error() == ErrorType.SUCCESS
         group.barrier().wait()
         assert group.get_error() == ErrorType.SUCCESS
         if group.rank() == 1:
+            met.set()  # an abort would overtake its end of the barrier
             assert aborted.wait(30)
             return
         work = group.allreduce([torch.ones(3)])  # the other rank does not take part
+        assert met.wait(30)
         thread = threading.Thread(target=group.abort)
         thread.start()
         with pytest.raises(CollectiveError):
