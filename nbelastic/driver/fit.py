@@ -143,9 +143,10 @@ def fit(
     backend : str, default "auto"
         How tensors travel between ranks: ``shm`` through shared memory within a host and Gloo
         across hosts, or not at all; ``gloo`` by Gloo alone; ``auto`` the best of both that all
-        ranks can do; ``cuda_ipc`` the same, but ranks of one host sum tensors of GPUs there
-        (experimental); ``pygloo`` by the package of that name. :attr:`JobStatus.backend` says what
-        it has become.
+        ranks can do; ``cuda_ipc`` the same, but ranks of one host sum tensors of GPUs there;
+        ``nccl`` the same, but ranks with a GPU each sum tensors of GPUs by NCCL, on any hosts
+        (both are experimental); ``pygloo`` by the package of that name. :attr:`JobStatus.backend`
+        says what it has become.
     name : str, optional
         Name of the job, unique on the cluster; made up if not given.
     block : bool, default True

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbelastic.collectives.cuda_ipc import device as cuda
-from nbelastic.collectives.cuda_ipc.device import CudaDevice, DeviceError, present_device
+from nbelastic.collectives.gpu import device as cuda
+from nbelastic.collectives.gpu.device import CudaDevice, DeviceError, present_device
 
 COMPILER = shutil.which("cc")
 BYTES = 8192

@@ -1,0 +1,1 @@
+"""What communicators that reduce on GPUs have in common: the device, and the host behind it."""
