@@ -259,7 +259,6 @@ class NegotiatingCommunicator(Communicator):
         group = NcclGroup(self._library, self._device, self._rendezvous, self._abort_signal)
         reason = self._form(group)
         if reason:
-            group.give_up(reason)
             return None, reason
         chosen = NcclCommunicator(self._rendezvous, host, self._device, group, self._abort_signal)
         chosen.fallback_reason = host.fallback_reason
@@ -281,10 +280,9 @@ class NegotiatingCommunicator(Communicator):
             return f"rank 0: {offer.decode()}"
         problem = group.form(offer[1:])
         said = self._exchange("nccl-formed", problem.encode()[:1000], 2 * group.limit_s)
-        for rank, each in enumerate(said):
-            if each:
-                return f"rank {rank}: {each.decode(errors='replace')}"
-        return ""
+        if not any(said):
+            return ""
+        return group.give_up_with([each.decode(errors="replace") for each in said])
 
     def _exchange(self, subject: str, value: bytes, limit_s: float | None = None) -> list[bytes]:
         client = RendezvousClient(self._rendezvous, subject)

@@ -29,7 +29,7 @@ from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.gpu.device import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
     from nbelastic.collectives.communicator import Rendezvous
@@ -54,6 +54,7 @@ IN_USE_LIMIT_S = 2.0
 
 EXIT_LIMIT_S = 2.0
 
+_NEVER = "NCCL has not formed its communicator"
 _SPINS = 50
 _POLL_S = 0.0001
 
@@ -94,8 +95,7 @@ class NcclGroup:
         self._in_use = threading.Lock()
         self._lent: list[object] = []
         self._problem: str | None = None  # why it was given up, while the generation goes on
-        self._leaving: Wakeup[bool] = SimpleQueue()
-        self._began_to_end: float | None = None
+        self._leaving, self._moments, self._leave = _departure()
         self._thread: threading.Thread | None = None
 
     # -- in the rank's thread ----------------------------------------------------------------------
@@ -119,12 +119,9 @@ class NcclGroup:
             try:
                 wakeup.get(timeout=self.limit_s)
             except Empty:
-                problem = (
-                    f"NCCL has not formed its communicator of generation {self._its.generation} "
-                    f"within {self.limit_s:g} s"
+                self.give_up(
+                    f"{_NEVER} of generation {self._its.generation} within {self.limit_s:g} s"
                 )
-                _refusals.append(problem)
-                self.give_up(problem)
         self._abort_signal.check()
         return self._problem or ""
 
@@ -132,6 +129,28 @@ class NcclGroup:
         """End it, although the generation goes on."""
         self._problem = self._problem or problem
         self._leave()
+
+    def give_up_with(self, problems: Sequence[str]) -> str:
+        """End it because it has not formed on all ranks.
+
+        Parameters
+        ----------
+        problems : sequence of str
+            What has failed on each rank, or an empty string.
+
+        Returns
+        -------
+        str
+            The cause. A rank that has waited in vain is none, unless there is no other: then this
+            process does not try it again.
+        """
+        found = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
+        causes = [each for each in found if _NEVER not in each]
+        if not causes and self._problem is not None:
+            _refusals.append(self._problem)
+        cause = (causes or found)[0]
+        self.give_up(cause)
+        return cause
 
     # -- in the executor's thread ------------------------------------------------------------------
 
@@ -223,12 +242,6 @@ class NcclGroup:
         if ones.item() != its.size:
             raise DeviceError(f"a sum of ones over NCCL is {ones.item():g}, not {its.size}")
 
-    def _leave(self, *_: object) -> None:
-        """Wake the owner, to end it. Any thread may call it."""
-        if self._began_to_end is None:
-            self._began_to_end = time.monotonic()
-        self._leaving.put(True)
-
     def _end(self) -> None:
         free = self._in_use.acquire(timeout=IN_USE_LIMIT_S)
         try:
@@ -260,13 +273,27 @@ class NcclGroup:
     @property
     def overdue(self) -> str:
         """Why it is past its limit; empty if it is not."""
-        began = self._began_to_end
-        if began is None or time.monotonic() - began <= ENDING_LIMIT_S:
+        if not self._moments or time.monotonic() - self._moments[0] <= ENDING_LIMIT_S:
             return ""
         return (
             f"NCCL has not ended its communicator of generation {self._its.generation} within "
             f"{ENDING_LIMIT_S:g} s"
         )
+
+
+def _departure() -> tuple[Wakeup[bool], list[float], Callable[..., None]]:
+    """Return what the owner waits for to end its group, since when it has to, and what says so.
+
+    Any thread may say so. The abort signal keeps that function, which therefore refers to no group.
+    """
+    leaving: Wakeup[bool] = SimpleQueue()
+    moments: list[float] = []
+
+    def leave(*_: object) -> None:
+        moments.append(time.monotonic())
+        leaving.put(True)
+
+    return leaving, moments, leave
 
 
 _living: set[NcclGroup] = set()
