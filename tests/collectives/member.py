@@ -27,7 +27,7 @@ from tests.collectives.worlds import MAKERS
 class Member:
     """The requests that it serves."""
 
-    at_once = ("make", "die_at", "fail_nccl", "abort", "waiting", "threads")
+    at_once = ("make", "die_at", "fail_nccl", "in_nccl", "abort", "waiting", "threads")
     communicator = None
 
     def make(self, kind, store, **rendezvous):
@@ -70,6 +70,10 @@ class Member:
     def fail_nccl(self, what):
         """Have the fake of NCCL fail."""
         os.environ["FAKE_NCCL"] = what
+
+    def in_nccl(self):
+        """Return whether an operation has been handed to NCCL, and has not ended."""
+        return bool(self.communicator._group._lent)
 
     def abort(self, reason):
         self.communicator.abort(reason)

@@ -183,7 +183,7 @@ class NcclCommunicator(DeviceCommunicator):
             if self._device.reached(end):
                 return True
             for rank in self._host.dead_ranks:
-                raise DeviceError(f"the process of rank {rank} has ended in the middle of a sum")
+                raise DeviceError(f"the process of rank {rank} is gone, in the middle of a sum")
             return False
 
         self._group.wait_for(reached)
