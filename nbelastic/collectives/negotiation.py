@@ -9,7 +9,7 @@ are on one host, both transports if some are, else Gloo. Where something is in t
 back to Gloo, unless the job demands shared memory.
 
 If the job asks for it, ranks of one host then open each other's memory on GPUs, over the segment,
-or ranks on any hosts form a communicator of NCCL beside the one that was chosen.
+or ranks on any hosts form a communicator of NCCL in front of the one that was chosen.
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ class NegotiatingCommunicator(Communicator):
         self._device: Device | None = None
         self._library: NcclLibrary | None = None
         self._uses_gpus = rendezvous.backend in ("cuda_ipc", "nccl")
-        # What the host's communicator is, and its subgroups are.
-        self._on_host = dataclasses.replace(rendezvous, backend="auto")
-        if not self._uses_gpus:
-            self._on_host = rendezvous
+        self._on_host = rendezvous
+        if rendezvous.backend == "nccl":  # subgroups of the host's communicator do without NCCL
+            self._on_host = dataclasses.replace(rendezvous, backend="auto")
 
     def connect(self) -> Communicator:
         """Choose a communicator with the other ranks, and return it, connected."""

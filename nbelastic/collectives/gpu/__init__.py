@@ -1,1 +1,1 @@
-"""What communicators that reduce on GPUs have in common: the device, and the host behind it."""
+"""Devices, and the communicator that reduces on them in front of the host's."""

@@ -1,4 +1,4 @@
-"""Communicator of ranks with devices, in front of the one that the same ranks have on the host.
+"""Communicator of ranks with devices, in front of that of their hosts.
 
 What a kind does on devices, it says in methods that end in ``_there``. All else is done by the
 host's communicator: tensors on the CPU, records, messages, subgroups, and what a kind leaves to it.
@@ -83,10 +83,10 @@ class DeviceCommunicator(AsyncCommunicator):
         """Return a new vector in the memory of the host's communicator."""
         return self._host.empty(count, dtype)
 
-    # -- subgroups, which reduce on the host -----------------------------------------------------
+    # -- subgroups ---------------------------------------------------------------------------------
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Return a connected communicator of some of the ranks, through the host."""
+        """Return a connected communicator of some of the ranks, as the host's does."""
         return self._host.subgroup(ranks, name)
 
     def close_subgroup(self, name: str) -> None:

@@ -50,7 +50,7 @@ FINALIZE_LIMIT_S = 5.0
 """Limit for what a peer has still to receive when the communicator is closed."""
 
 IN_USE_LIMIT_S = 2.0
-"""Limit for a call under way at an abort, which is made beside it then."""
+"""Limit for a call under way at an abort, which does not wait for it any longer."""
 
 EXIT_LIMIT_S = 2.0
 
