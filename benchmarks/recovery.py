@@ -6,8 +6,8 @@ own computing (from the kill, or from the end of what a rank was computing, unti
 the others), the time until all four train again, and the time to the next finished step, less an
 ordinary step. The latter is also measured for torchrun, which starts all ranks again from a
 checkpoint, and for torchft with timeouts of a second, in turns. Prints milliseconds. Exits with 1
-if a target is missed. With ``--trainers``, jobs that train by torch's DDP and by
-accelerate are measured as well.
+if a target is missed. With ``--trainers``, jobs that train by torch's DDP, accelerate, Lightning
+and Transformers are measured as well.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from benchmarks.recovery_peers import (
     Ours,
     OursAccelerate,
     OursDDP,
+    OursLightning,
+    OursTransformers,
     OursWorker,
     Torchft,
     Torchrun,
@@ -41,11 +43,18 @@ PEERS = {
     "ours, worker": OursWorker,
     "ours-ddp": OursDDP,
     "ours-accelerate": OursAccelerate,
+    "ours-lightning": OursLightning,
+    "ours-transformers": OursTransformers,
     "torchft": Torchft,
     "torchrun": Torchrun,
 }
 OURS = ("ours", "ours, worker")
-TRAINERS = {"ours-ddp": 100.0, "ours-accelerate": 200.0}
+TRAINERS = {
+    "ours-ddp": 100.0,
+    "ours-accelerate": 200.0,
+    "ours-lightning": 200.0,
+    "ours-transformers": 200.0,
+}
 """Candidates of ``--trainers``, and most milliseconds to the next step."""
 SHARE = {"torchft": 0.4, "torchrun": 0.2, **dict.fromkeys((*OURS, *TRAINERS), 1.0)}
 """Number of kills of each peer. Slow peers vary less and take longer, so they have fewer."""
@@ -58,7 +67,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["mlp-1m", "mlp-25m"])
     parser.add_argument("--alone", action="store_true", help="without torchrun and torchft")
     parser.add_argument(
-        "--trainers", action="store_true", help="with DDP, and with accelerate if it is there"
+        "--trainers", action="store_true", help="with DDP, and with those that are installed"
     )
     options = parser.parse_args()
     if options.quick:
@@ -95,8 +104,9 @@ def there_is(peer: str) -> bool:
     if peer == "torchft" and importlib.util.find_spec("torchft") is None:
         print("torchft is left out: pip install nbelastic[benchmark]")
         return False
-    if peer == "ours-accelerate" and importlib.util.find_spec("accelerate") is None:
-        print("accelerate is left out: pip install nbelastic[accelerate]")
+    trainer = peer.removeprefix("ours-")
+    if peer in TRAINERS and trainer != "ddp" and importlib.util.find_spec(trainer) is None:
+        print(f"{trainer} is left out: pip install nbelastic[{trainer}]")
         return False
     return True
 
@@ -111,7 +121,8 @@ def one_kill(crew: Any, timeline: Timeline, ranks: int) -> dict[str, Any]:
         "total": 1e3 * (until_next_step(timeline, crew, moment, others) - ordinary),
     }
     if isinstance(crew, Ours):
-        found["overhead"] = 1e3 * outage(timeline, moment, others)
+        if crew.logs_failures:
+            found["overhead"] = 1e3 * outage(timeline, moment, others)
         timeline.until(lambda: len(crew.recoveries()) > before, "word of the phases")
         found["phases"] = crew.recoveries()[before]
         found["whole"] = until_whole(timeline, moment, others, ranks)

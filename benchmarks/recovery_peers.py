@@ -19,7 +19,13 @@ from distributed import Client, LocalCluster
 
 import nbelastic
 from benchmarks.meet import free_port
-from benchmarks.recovery_ranks import ours, ours_accelerate, ours_ddp
+from benchmarks.recovery_ranks import (
+    ours,
+    ours_accelerate,
+    ours_ddp,
+    ours_lightning,
+    ours_transformers,
+)
 from benchmarks.side_by_side import ROOT, Failed
 
 if TYPE_CHECKING:
@@ -97,6 +103,7 @@ class Ours(Peer):
     """A job whose ranks are killed; their workers start them anew. One more rank may join."""
 
     function = staticmethod(ours)
+    logs_failures = True
 
     def start(self) -> None:
         # Otherwise a LocalCluster checks some seconds after a loss, and may close a nanny for good.
@@ -150,6 +157,20 @@ class OursAccelerate(Ours):
     """The same with accelerate."""
 
     function = staticmethod(ours_accelerate)
+
+
+class OursLightning(Ours):
+    """The same with Lightning, which logs steps only."""
+
+    function = staticmethod(ours_lightning)
+    logs_failures = False
+
+
+class OursTransformers(Ours):
+    """The same with Transformers, which logs steps only."""
+
+    function = staticmethod(ours_transformers)
+    logs_failures = False
 
 
 class OursWorker(Ours):

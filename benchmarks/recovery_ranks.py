@@ -17,6 +17,10 @@ CHECKPOINT_EVERY = 10
 """Steps between two checkpoints on disk, from which torchrun's ranks start again."""
 
 
+ENDLESS = 1_000_000
+"""Samples of a trainer's epoch."""
+
+
 class Log:
     """A file of moments."""
 
@@ -106,9 +110,6 @@ def ours_ddp(folder: str, task: str) -> None:
 def ours_accelerate(folder: str, task: str) -> None:
     """Train with accelerate."""
     import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("nbelastic")
     from accelerate import Accelerator
 
     import nbelastic.torch as hvd
@@ -143,6 +144,88 @@ def ours_accelerate(folder: str, task: str) -> None:
             raise
 
     train(state)
+
+
+def ours_lightning(folder: str, task: str) -> None:
+    """Train with Lightning's Trainer."""
+    import lightning
+    import torch
+
+    import nbelastic.lightning
+    import nbelastic.torch as hvd
+    from benchmarks.training_models import TASKS
+
+    log = Log(folder)
+    inputs, labels = TASKS[task].batch(torch.Generator().manual_seed(1))
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = TASKS[task].model()
+
+        def training_step(self, *_: Any) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.model(inputs), labels)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return TASKS[task].optimizer(self.parameters())
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            log("step", hvd.size())
+
+    trainer = lightning.Trainer(
+        strategy="nbelastic",
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    rows = torch.utils.data.TensorDataset(torch.arange(ENDLESS))
+    nbelastic.lightning.fit(trainer, Module(), torch.utils.data.DataLoader(rows, shuffle=True))
+
+
+def ours_transformers(folder: str, task: str) -> None:
+    """Train with the Trainer of Transformers."""
+    import torch
+    import transformers
+
+    import nbelastic.torch as hvd
+    import nbelastic.transformers
+    from benchmarks.training_models import TASKS
+
+    log = Log(folder)
+    inputs, labels = TASKS[task].batch(torch.Generator().manual_seed(1))
+    model = TASKS[task].model()
+    elastic: Any = nbelastic.transformers.elastic(transformers.Trainer)
+
+    class Trainer(elastic):  # type: ignore[misc]
+        def compute_loss(self, model: Any, *_: Any, **__: Any) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(model(inputs), labels)
+
+    class Steps(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            log("step", hvd.size())
+
+    arguments = transformers.TrainingArguments(
+        output_dir=f"{folder}/output",
+        max_steps=ENDLESS,
+        per_device_train_batch_size=1,
+        remove_unused_columns=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows = torch.arange(ENDLESS)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=torch.utils.data.StackDataset(row=rows),
+        optimizers=(TASKS[task].optimizer(model.parameters()), None),
+        callbacks=[Steps()],
+    )
+    trainer.train()
 
 
 def torchrun(folder: str, task: str) -> None:

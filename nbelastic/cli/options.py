@@ -29,6 +29,7 @@ HOROVODS: dict[str, tuple[str, ...]] = {
     "min_np": ("--min-num-proc",),
     "max_np": ("--max-num-proc",),
     "reset_limit": ("--max-resets",),
+    "timeline": ("--timeline-filename",),
     "blacklist_cooldown": ("--blacklist-cooldown-range",),
 }
 """Horovod's names of options of a job, older and newer ones."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,10 @@ class Frame:
     text: str
 
 
+_INSTALLED = re.compile(r"[\\/](lib[\\/]python3[^\\/]*|(site|dist)-packages)[\\/]", re.IGNORECASE)
+"""Files of installed packages and of Python itself, on whatever machine."""
+
+
 @dataclass(frozen=True)
 class PackedError:
     """An error as it travels: plain values, and the pickled error; empty if it does not pickle."""
@@ -49,6 +54,12 @@ class PackedError:
     summary: str
     frames: tuple[Frame, ...]
     pickled: bytes
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost line that is not of an installed package; the innermost if all are."""
+        own = [frame for frame in self.frames if not _INSTALLED.search(frame.file)]
+        return next(reversed(own or self.frames), None)
 
 
 @dataclass(frozen=True)

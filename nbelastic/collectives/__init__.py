@@ -5,6 +5,8 @@ Importing this package does not import torch; :func:`connect` does.
 
 from __future__ import annotations
 
+import importlib.util
+
 from nbelastic.collectives.communicator import (
     BACKENDS,
     Communicator,
@@ -26,6 +28,7 @@ __all__ = [
     "SoloCommunicator",
     "connect",
     "missing_native_part",
+    "nccl_version",
 ]
 
 
@@ -60,3 +63,23 @@ def missing_native_part() -> str:
     from nbelastic.native import missing
 
     return missing
+
+
+def nccl_version() -> int:
+    """Return the version of NCCL that a job here would use, such as 22105; 0 where it would not.
+
+    It would with a backend for it, a torch that is linked with NCCL, and a GPU.
+    """
+    if not _has_nccl_backend():
+        return 0
+    import torch
+
+    if not (torch.distributed.is_nccl_available() and torch.cuda.is_available()):
+        return 0
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    major, minor, patch, *_ = version
+    return major * 10_000 + minor * 100 + patch
+
+
+def _has_nccl_backend() -> bool:
+    return importlib.util.find_spec("nbelastic.collectives.nccl") is not None

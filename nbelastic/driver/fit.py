@@ -70,6 +70,7 @@ def fit(
     checkpoint_every: int | None = None,
     resume: bool | None = None,
     backend: str | None = None,
+    timeline: str | os.PathLike[str] | None = None,
     name: str | None = None,
     block: bool = True,
 ) -> Job:
@@ -147,6 +148,11 @@ def fit(
         ``nccl`` the same, but ranks with a GPU each sum tensors of GPUs by NCCL, on any hosts
         (both are experimental); ``pygloo`` by the package of that name. :attr:`JobStatus.backend`
         says what it has become.
+    timeline : str or path-like, optional
+        A file, on a path that all workers and the kernel see, for a timeline in Chrome's trace
+        format, which https://ui.perfetto.dev opens: operations, steps, commits and resets, with a
+        row for each rank. Written at the job's end; until then each rank appends to a file
+        next to it. Horovod's ``HOROVOD_TIMELINE``.
     name : str, optional
         Name of the job, unique on the cluster; made up if not given.
     block : bool, default True

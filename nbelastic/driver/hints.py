@@ -48,6 +48,7 @@ _OTHER_NAMES = {
     "checkpoint_every": "save_every save_steps checkpoint_frequency",
     "resume": "resume_from resume_from_checkpoint restore",
     "backend": "communicator transport",
+    "timeline": "timeline_filename timeline_file trace trace_file",
     "name": "job_name run_name job_id rdzv_id",
     "block": "wait blocking sync asynchronous",
     "fn": "func function train_func train_fn",

@@ -107,7 +107,7 @@ class KernelLog(JobLog):
         detail = record.detail
         if record.reason is not None:
             error = None if record.start is None else self.failures.get(record.start)
-            raised = error.frames[-1] if error is not None and error.frames else None
+            raised = None if error is None else error.place
             detail = history_detail(
                 record.reason,
                 executing=_place(record.line),

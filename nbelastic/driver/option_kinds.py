@@ -21,6 +21,7 @@ __all__ = [
     "Choice",
     "Count",
     "Duration",
+    "File",
     "Flag",
     "Kind",
     "Location",
@@ -338,3 +339,21 @@ class Location(Kind):
                 "must be a path or a URL such as s3://bucket/directory"
             )
         return text
+
+
+@dataclass(frozen=True)
+class File(Kind):
+    """A path; it may be relative to the kernel's directory."""
+
+    expects: str = "a path in a directory that exists"
+    metavar: ClassVar[str] = "FILE"
+
+    def check(self, name: str, value: Any) -> str | None:
+        if value is None:
+            return None
+        if not isinstance(value, (str, os.PathLike)) or not str(value):
+            self.refuse(name, value)
+        path = os.path.abspath(os.path.expanduser(os.fspath(value)))
+        if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)):
+            self.refuse(name, value)
+        return path

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import math
+import os
 import re
 import types
 import uuid
@@ -24,6 +27,7 @@ import yaml
 from nbelastic.collectives import BACKENDS
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.runtime import RankSpec
+from nbelastic.elastic.timeline import part_of
 from nbelastic.errors import OptionError
 from nbelastic.membership import Limits, LimitsChanged, Place
 
@@ -32,6 +36,7 @@ from .option_kinds import (
     Choice,
     Count,
     Duration,
+    File,
     Flag,
     Kind,
     Location,
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULTS",
+    "HOROVODS",
     "TABLE",
     "OptionRow",
     "Options",
@@ -57,6 +63,8 @@ __all__ = [
     "check_name",
     "count_option",
 ]
+
+logger = logging.getLogger(__name__)
 
 READ_PATIENCE = 60.0
 """Most seconds to wait for the next bytes of a checkpoint."""
@@ -251,6 +259,13 @@ class Options:
         "start from the newest complete checkpoint there",
         "--checkpoint ckpt --resume",
     )
+    timeline: str | None = _option(
+        File(),
+        _WRONG,
+        "record what ranks do, and write it to this file at the end: a path that all workers and "
+        "the kernel see; https://ui.perfetto.dev opens it",
+        "--timeline timeline.json",
+    )
     blacklist_cooldown: tuple[float, float] | None = _option(
         Range(),
         _WRONG,
@@ -279,6 +294,8 @@ class Options:
     def given(cls, values: Mapping[str, Any]) -> Options:
         """Return the options that a user has given; the others are those of Dask's configuration.
 
+        What neither has may be an environment variable of Horovod's.
+
         Parameters
         ----------
         values : mapping of str to object
@@ -289,6 +306,8 @@ class Options:
             value = values[row.name]
             if value is None:
                 value = dask.config.get(f"nbelastic.{row.name}", DEFAULTS[row.name])
+                if value == DEFAULTS[row.name]:
+                    value = _of_horovod(row.name, value)
             known[row.name] = value
         return cls(**known)
 
@@ -337,6 +356,8 @@ class Options:
             checkpoint=None if checkpoint is None else CheckpointSpec(run=run, **checkpoint),
             state_bytes=state_bytes,
             max_np=self.limits().max_np,
+            timeline=None if self.timeline is None else part_of(self.timeline, run, start),
+            heeded=tuple(name for name in HOROVODS if name in os.environ),
         )
 
     def pack(self) -> dict[str, Any]:
@@ -382,6 +403,32 @@ TABLE: tuple[OptionRow, ...] = tuple(
     OptionRow(each.name, *each.metadata["row"]) for each in fields(Options)
 )
 """All options of a job that a line or a configuration can set."""
+
+
+HOROVODS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "HOROVOD_TIMELINE": ("timeline", lambda text: None if text == "DYNAMIC" else text),
+    "HOROVOD_ELASTIC_TIMEOUT": ("elastic_timeout", str),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": (
+        "stall_timeout",
+        lambda text: None if text == "0" else text,  # Horovod's "never", which is its default
+    ),
+    "HOROVOD_STALL_CHECK_DISABLE": (
+        "stall_timeout",
+        lambda text: math.inf if text in ("1", "true") else None,
+    ),
+}
+"""Options by Horovod's environment variables, with what makes a value of its text."""
+
+
+def _of_horovod(option: str, value: Any) -> Any:
+    """Return the value of an option that an environment variable of Horovod's has."""
+    for name, (meant, read) in HOROVODS.items():
+        text = os.environ.get(name)
+        given = read(text) if text and meant == option else None
+        if given is not None:
+            logger.info("%s=%s: %s=%r", name, text, option, given)
+            value = given
+    return value
 
 
 def check_name(name: str | None) -> str:

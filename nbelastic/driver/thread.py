@@ -27,6 +27,7 @@ from nbelastic.cluster import (
     WorkerRefused,
     unpack_machine,
 )
+from nbelastic.elastic.timeline import join_parts
 from nbelastic.errors import ClusterLost
 from nbelastic.membership import (
     ClusterGone,
@@ -368,8 +369,20 @@ class Driver:
             elif self._job_client is not None:
                 self._job_client.close()
                 self.free_workers = self._job_client.free_workers
+            if self.options.timeline is not None and not self._detached:
+                self._write_timeline(self.options.timeline)
             self._cleanup()
         except BaseException as error:  # whatever Dask raises: the result matters more
             logger.warning("job %r could not clean up: %r", self.name, error)
         self.ended = self.log.elapsed
         settle(self.future, self.name, self.log, self._outcome, bug, detached=self._detached)
+
+    def _write_timeline(self, path: str) -> None:
+        assert self._job_client is not None
+        try:
+            if join_parts(path, self._job_client.uid):
+                return
+            problem = "no rank has written its part: all workers and the kernel must see the path"
+        except OSError as error:
+            problem = f"it cannot be written: {error}"
+        self.log.note("warning", detail=f"there is no timeline at {path}\n{problem}")

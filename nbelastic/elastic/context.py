@@ -38,6 +38,7 @@ __all__ = [
     "initialize",
     "one_of_all",
     "shutdown",
+    "zero_is_source",
 ]
 
 
@@ -103,6 +104,8 @@ class Context(abc.ABC):
         Seconds to write the state when this rank leaves, as no other rank has it; else 0.
     is_shut_down : bool
         Whether the user has called ``shutdown()``, and not ``init()`` again.
+    rank_0_stands_for : int
+        Root of a broadcast that names rank 0; while a state of the user's synchronises, `source`.
     """
 
     rank: int
@@ -131,6 +134,7 @@ class Context(abc.ABC):
     save_commit: Callable[[], None] | None = None
     time_to_save = 0.0
     is_shut_down = False
+    rank_0_stands_for = 0
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
 
@@ -188,8 +192,12 @@ class Context(abc.ABC):
         """
 
     def starts(self) -> list[int]:
-        """Return what names the present ranks, by rank: the numbers of their starts."""
+        """Return what names the present ranks, by rank; nothing before the first generation."""
         return list(range(self.size))
+
+    def came_later(self) -> bool:
+        """Return whether others had trained before the present generation. Ask in one's first."""
+        return False
 
     @abc.abstractmethod
     def change_flag(self) -> bool:
@@ -300,6 +308,24 @@ def current_or_none() -> Context | None:
         return own[0]
     with _lock:
         return _of_process[0] if len(_of_process) == 1 else None
+
+
+@contextlib.contextmanager
+def zero_is_source() -> Iterator[None]:
+    """Have broadcasts from rank 0 come from the source, for the length of a ``with`` block.
+
+    Horovod's scripts synchronise from rank 0. Here that rank can be a commit behind, if it has
+    failed to commit where another has not.
+    """
+    context = current_or_none()
+    if context is None:
+        yield
+        return
+    context.rank_0_stands_for = context.source
+    try:
+        yield
+    finally:
+        context.rank_0_stands_for = 0
 
 
 @contextlib.contextmanager

@@ -132,6 +132,10 @@ class RankSpec:
         trains yet.
     max_np : int or None
         Largest number of ranks that the job was started with; None if there is no limit.
+    timeline : str or None
+        File for this rank's part of the job's timeline; None for none.
+    heeded : tuple of str
+        Horovod's environment variables that the job's options come from.
     """
 
     job: str
@@ -144,6 +148,8 @@ class RankSpec:
     checkpoint: CheckpointSpec | None = None
     state_bytes: int | None = None
     max_np: int | None = None
+    timeline: str | None = None
+    heeded: tuple[str, ...] = ()
 
     def alone(self, store: tuple[str, int], secret: bytes) -> Rendezvous:
         """Return a rendezvous of this rank alone, at its own store."""

@@ -388,6 +388,10 @@ class Session(Context):
         """Return the numbers of the starts of the present members, by rank."""
         return [] if self.plan is None else [member.start for member in self.plan.members]
 
+    def came_later(self) -> bool:
+        """Return whether others had trained before the present generation. Ask in one's first."""
+        return self.plan is not None and self.plan.version > FRESH
+
     def change_flag(self) -> bool:
         """Return whether this rank knows of a change to its generation."""
         return self._ending >= self.generation or self._end is not None

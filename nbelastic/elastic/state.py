@@ -16,15 +16,21 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbelastic.elastic.context import current
+from nbelastic.elastic.context import current, zero_is_source
 from nbelastic.elastic.in_place import Originals, adopt
 from nbelastic.elastic.state_payload import StatePayload
 from nbelastic.elastic.timeline import timeline
 from nbelastic.elastic.transfer import spread
-from nbelastic.errors import NbelasticError, OptionError, StateMismatch
+from nbelastic.errors import (
+    HostsUpdatedInterrupt,
+    NbelasticError,
+    OptionError,
+    StateMismatch,
+)
 from nbelastic.pickling import dumps, failing_part
 
 if TYPE_CHECKING:
@@ -39,6 +45,8 @@ __all__ = ["ObjectState", "State"]
 
 _PLAIN = (bool, int, float, str, type(None))
 
+_MIXED = 3  # Horovod's HostUpdateResult.mixed
+
 SENT = "sent to other ranks or to a checkpoint"
 
 Task = TypeVar("Task", bound="Callable[[], object]")
@@ -48,7 +56,8 @@ class State:
     """Base of all states; Horovod's class of the same name.
 
     A state of your own overrides :meth:`save`, :meth:`restore` and :meth:`sync`. Its ``sync``
-    broadcasts from rank ``nbelastic.elastic.sync_root()``.
+    broadcasts from rank ``nbelastic.elastic.sync_root()``, or from rank 0, which means the same in
+    the elastic loop.
     """
 
     _checkpoints: CheckpointManager | None = None  # while the elastic loop runs, if the job has any
@@ -74,10 +83,18 @@ class State:
         for callback in self._reset_callbacks:
             callback()
 
-    def on_hosts_updated(self, timestamp: float, update_res: object) -> None:
-        """Do nothing: for Horovod's interface, whose notifications come from its launcher.
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Do nothing; a class of your own can override it, to be told of a coming change.
 
-        Here the scheduler tells each rank, and ``check_host_updates()`` finds out.
+        Called on all ranks by ``commit()`` or ``check_host_updates()``, just before it raises
+        ``HostsUpdatedInterrupt``. It has no part in that: the scheduler tells the ranks.
+
+        Parameters
+        ----------
+        timestamp : float
+            The time, in seconds since 1970.
+        update_res : int
+            3, which is Horovod's ``HostUpdateResult.mixed``: ranks join, leave, or both.
         """
 
     def commit(self) -> None:
@@ -129,7 +146,11 @@ class State:
         context = current()
         context.telemetry.checked()
         context.telemetry.place = (_count(self, "epoch"), self._batch())
-        context.check_membership()
+        try:
+            context.check_membership()
+        except HostsUpdatedInterrupt:
+            self.on_hosts_updated(time.time(), _MIXED)
+            raise
 
     def _batch(self) -> int:
         """Return the number of the last batch that is done in the epoch."""
@@ -160,7 +181,8 @@ class State:
             in the samplers.
         """
         del behind
-        self.sync()
+        with zero_is_source():
+            self.sync()
 
     def leave(self) -> None:
         """Exchange values that must not be lost with leaving ranks, in the old generation."""
@@ -207,14 +229,18 @@ class ObjectState(State):
     ) -> None:
         super().__init__()
         del bcast_object, get_rank
-        for name in values:
-            if name.startswith("_") or hasattr(type(self), name):
-                raise OptionError(f"a state cannot have a value named {name!r}: choose another")
+        self._check_free(values)
         self._names = tuple(values)
         self._first = values
         self.__dict__.update(values)
         self.save()
         self._settings = self._find_settings()
+
+    def _check_free(self, names: Iterable[str]) -> None:
+        """Refuse names that values cannot have, because the class has them."""
+        for name in names:
+            if name.startswith("_") or hasattr(type(self), name):
+                raise OptionError(f"a state cannot have a value named {name!r}: choose another")
 
     if TYPE_CHECKING:
 
@@ -357,6 +383,10 @@ class ObjectState(State):
         """Return all values but samplers, as of the last commit."""
         samplers = [sampler for sampler, _ in self._saved_samplers]
         return _payload_of(self._saved, samplers, self._more())
+
+    def _unwritable(self) -> list[str]:
+        """Return names of values that a checkpoint cannot have."""
+        return []
 
     def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
         """Return the samplers with their snapshots of the last commit."""

@@ -1,4 +1,8 @@
-"""Timeline of a rank, in Chrome's trace format."""
+"""Timeline of a rank, in Chrome's trace format.
+
+A rank keeps its events until recording stops, or, for ``fit(timeline=...)``, appends them to a part
+of its own, so that they survive it. The driver joins the parts at the job's end.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,29 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from nbelastic.elastic.context import current_or_none
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-__all__ = ["Timeline", "now", "timeline", "write"]
+__all__ = ["Timeline", "join_parts", "now", "part_of", "timeline", "write"]
+
+APPEND_AFTER = 1e5
+"""Microseconds after which events are appended to a rank's part."""
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Timeline:
-    """Events of one process, written to a file when recording stops."""
+    """Events of one process."""
 
     def __init__(self) -> None:
         self.is_on = self.marks_cycles = False
+        self._part: TextIO | None = None
+        self._appended = 0.0
         self._events: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._path: Path | None = None
@@ -34,6 +46,40 @@ class Timeline:
             self.marks_cycles = marks_cycles
             self._path, self._rank, self._events = Path(path), rank, []
             self.is_on = True
+
+    def record(self, part: str | os.PathLike[str], rank: int, *, marks_cycles: bool) -> None:
+        """Record from here to the end of the function, in a part of the job's timeline.
+
+        Raises
+        ------
+        OSError
+            It cannot be written.
+        """
+        file = open(part, "w", encoding="utf-8")  # noqa: SIM115 (open as long as it records)
+        self.start(part, rank, marks_cycles=marks_cycles)
+        self._part, self._appended = file, now()
+
+    @property
+    def is_the_jobs(self) -> bool:
+        """Whether the job has asked for it, and not a call in its function."""
+        return self._part is not None
+
+    def close_part(self) -> None:
+        """Append what is left of a job's timeline, and end it."""
+        with self._lock:
+            if self._part is not None:
+                self._append()
+                self._part.close()
+                self._part = None
+                self.is_on = self.marks_cycles = False
+
+    def _append(self) -> None:
+        assert self._part is not None
+        lines = [json.dumps(event) + "\n" for event in self._events]
+        self._events, self._appended = [], now()
+        with contextlib.suppress(OSError):  # a full disk ends no training
+            self._part.write("".join(lines))
+            self._part.flush()
 
     def stop(self) -> list[dict[str, Any]]:
         """Stop recording and return the events."""
@@ -66,8 +112,12 @@ class Timeline:
     def _add(self, event: dict[str, Any]) -> None:
         with self._lock:
             if self.is_on:
-                event["pid"], event["tid"] = self._rank, threading.get_native_id()
+                context = current_or_none()  # after a reset the rank may be another
+                rank = self._rank if context is None else context.rank
+                event["pid"], event["tid"] = rank, threading.get_native_id()
                 self._events.append(event)
+                if self._part is not None and now() - self._appended > APPEND_AFTER:
+                    self._append()
 
 
 class _Span:
@@ -84,6 +134,36 @@ class _Span:
 def now() -> float:
     """Return the time in microseconds."""
     return time.time() * 1e6
+
+
+def part_of(path: str, run: str, start: int) -> str:
+    """Return the path of one rank's part of a job's timeline."""
+    return f"{path}.{run}-{start}"
+
+
+def join_parts(path: str, run: str) -> bool:
+    """Write a job's timeline from the parts of its ranks, and delete these.
+
+    Returns
+    -------
+    bool
+        Whether there were any.
+    """
+    file = Path(path)
+    mine = f"{file.name}.{run}-"
+    parts = sorted(each for each in file.parent.iterdir() if each.name.startswith(mine))
+    events = [event for part in parts for event in _read(part)]
+    if parts:
+        write(file, events)
+    for part in parts:
+        part.unlink(missing_ok=True)
+    return bool(parts)
+
+
+def _read(part: Path) -> Iterable[dict[str, Any]]:
+    for line in part.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):  # the last line of a rank that was killed
+            yield json.loads(line)
 
 
 def write(path: Path, events: list[dict[str, Any]]) -> None:

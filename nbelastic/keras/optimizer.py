@@ -76,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         How gradients travel; ``Compression.fp16`` and ``Compression.bf16`` halve them.
     sparse_as_dense : bool, default False
         Whether to make sparse gradients dense (``IndexedSlices`` of TensorFlow). Else they are
-        gathered from all ranks.
+        refused in the first step.
     gradient_predivide_factor : float, default 1.0
         With Average: gradients are divided by this before they are summed, and by
         ``size / gradient_predivide_factor`` after.

@@ -58,16 +58,8 @@ from .reasons import (
     StopReason,
     UnusedReason,
 )
-from .serial import from_dict, pack_reason, to_dict, unpack_reason
+from .serial import from_dict, to_dict
 from .view import JobView, RankView, view
-from .wire import (
-    pack_event,
-    pack_place,
-    pack_plan,
-    unpack_event,
-    unpack_place,
-    unpack_plan,
-)
 
 __all__ = [
     "FRESH",
@@ -129,16 +121,8 @@ __all__ = [
     "WorkersUnused",
     "arrange",
     "from_dict",
-    "pack_event",
-    "pack_place",
-    "pack_plan",
-    "pack_reason",
     "place_of",
     "rules",
     "to_dict",
-    "unpack_event",
-    "unpack_place",
-    "unpack_plan",
-    "unpack_reason",
     "view",
 ]

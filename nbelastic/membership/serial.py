@@ -19,7 +19,7 @@ from .roster import Roster
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["from_dict", "pack_reason", "plain", "tag", "to_dict", "typed", "unpack_reason"]
+__all__ = ["from_dict", "plain", "tag", "to_dict", "typed"]
 
 
 def to_dict(machine: Machine) -> dict[str, Any]:
@@ -33,16 +33,6 @@ def from_dict(data: dict[str, Any]) -> Machine:
     machine = Machine(roster.limits)
     machine.roster = roster
     return machine
-
-
-def pack_reason(reason: Reason | None) -> dict[str, Any] | None:
-    """Write a reason as a dict."""
-    return typing.cast("dict[str, Any] | None", plain(reason))
-
-
-def unpack_reason(data: dict[str, Any] | None) -> Reason | None:
-    """Read :func:`pack_reason`'s dict."""
-    return typing.cast("Reason | None", None if data is None else typed(Reason, data))
 
 
 def tag(base: type, key: str, classes: Iterable[type]) -> None:

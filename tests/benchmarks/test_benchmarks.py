@@ -60,6 +60,14 @@ def _this_process(monkeypatch) -> Iterator[None]:
             ["--models", "mlp-1m", "--backends", "gloo"],
             {"mlp-1m": {"parameters", "digests", "rounds"}},
         ),
+        (
+            "mismatch",
+            ["--sizes", "4KB", "25MB", "--backends", "shm"],
+            {
+                f"shm {size}": {"compared", "not compared", "comparison alone"}
+                for size in ("4 KB", "25 MB")
+            },
+        ),
         ("straggler", [], {"rounds", "quotas"}),
         ("sampler", [], {"samples", "reset", "torch"}),
         ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),

@@ -23,7 +23,7 @@ from nbelastic.membership import RankLeft, RankRaised, RankReturned
 from tests.support.rank_processes import Host, is_there, until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import the tests
 
@@ -272,6 +272,37 @@ def test_a_child_that_keeps_the_pipe_does_not_hold_up_the_end(
     seen = len(rank.came)
     host.do(asyncio.sleep(0.1))
     assert len(rank.came) == seen
+
+
+@pytest.mark.parametrize("killed_by", ["itself", "its worker", "the end of its server"])
+def test_what_a_killed_rank_had_in_shared_memory_is_removed(killed_by: str) -> None:
+    def function() -> None:
+        from multiprocessing.shared_memory import SharedMemory
+
+        deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"])
+        memory = SharedMemory(create=True, size=1000)
+        time.sleep(0.3)
+        print(f"name {memory.name} pids {deaf.pid} end", flush=True)
+        if killed_by == "itself":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    host = Host()
+    rank = host.launch(function)
+    host.do(rank.printed("end"))
+    if killed_by == "its worker":
+        host.do(_call(lambda: rank.process.send_signal(signal.SIGKILL)))
+    elif killed_by == "the end of its server":
+        os.kill(host.server.pid, signal.SIGKILL)
+    host.do(rank.end())
+    name = rank.output.partition("name ")[2].partition(" ")[0]
+    (deaf,) = pids_in(rank.output)
+    host.do(until(lambda: not os.path.exists(f"/dev/shm/{name}") and not is_there(deaf)))
+    host.close()
+
+
+async def _call(function: Callable[[], None]) -> None:
+    function()
 
 
 def test_a_fork_that_keeps_the_channel_does_not_hold_up_the_end(host: Host) -> None:

@@ -16,10 +16,9 @@ from nbelastic.membership import (
     LossReason,
     StopReason,
     UnusedReason,
-    pack_reason,
-    unpack_reason,
 )
 from nbelastic.membership import reasons as why
+from nbelastic.membership.serial import plain, typed
 
 ONE, TWO = why.RankId(0, 0, "tcp://A0"), why.RankId(5, None, "tcp://B0")
 GONE = why.Lost(ONE, LossReason.WORKER_GONE)
@@ -226,7 +225,7 @@ def test_all_reasons_are_covered_here() -> None:
     ids=lambda each: type(each).__name__,
 )
 def test_a_reason_survives_a_message_and_has_a_short_form(reason: why.Reason) -> None:
-    assert unpack_reason(pack_reason(reason)) == reason
+    assert typed(why.Reason, plain(reason)) == reason
     assert str(reason)
     assert "\n" not in str(reason)
 

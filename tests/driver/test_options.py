@@ -444,3 +444,33 @@ def test_an_address_where_nobody_listens_is_said_so():
         pytest.raises(ClusterLost, match="no scheduler answers"),
     ):
         nbelastic.fit(print, cluster="tcp://127.0.0.1:1")
+
+
+NONE_GIVEN = {row.name: None for row in TABLE}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "option", "value"),
+    [
+        ("HOROVOD_TIMELINE", "t.json", "timeline", os.path.abspath("t.json")),
+        ("HOROVOD_TIMELINE", "DYNAMIC", "timeline", None),
+        ("HOROVOD_ELASTIC_TIMEOUT", "90", "elastic_timeout", 90.0),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "30", "stall_timeout", 30.0),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "stall_timeout", 60.0),
+        ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_timeout", MOST_SECONDS),
+        ("HOROVOD_STALL_CHECK_DISABLE", "0", "stall_timeout", 60.0),
+    ],
+)
+def test_variables_of_horovods_are_defaults(monkeypatch, variable, text, option, value):
+    monkeypatch.setenv(variable, text)
+    options = Options.given(NONE_GIVEN)
+    assert getattr(options, option) == value
+    place = Place(0, 1, 0, 1, 0, 1)
+    assert options.rank_spec("job", "run", 0, place, None).heeded == (variable,)
+
+
+def test_what_is_given_or_configured_counts_more_than_variables_of_horovods(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "90")
+    assert Options.given({**NONE_GIVEN, "elastic_timeout": 5}).elastic_timeout == 5
+    with dask.config.set({"nbelastic.elastic_timeout": "7 s"}):
+        assert Options.given(NONE_GIVEN).elastic_timeout == 7

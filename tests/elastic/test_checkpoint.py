@@ -17,6 +17,12 @@ from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import State
 from nbelastic.errors import Evicted, Leaving, NbelasticError, OptionError, Stopped
 from nbelastic.membership import FRESH
+from nbelastic.torch.state.handlers import (
+    StateHandler,
+    get_handler_registry,
+    set_handler_registry,
+)
+from nbelastic.torch.state.torch_state import TorchState
 from tests.elastic.members import begin, files_in, make_member, written
 from tests.support.world import run_ranks
 
@@ -380,4 +386,24 @@ def test_a_state_that_cannot_be_written_is_refused(tmp_path):
             pass
 
     with pytest.raises(OptionError, match="OfTheirOwn cannot be written to disk"):
+        run_ranks(1, rank)
+
+
+def test_a_state_with_a_handler_of_the_users_is_refused(tmp_path):
+    class Handler(StateHandler):
+        pass
+
+    before = get_handler_registry()
+    set_handler_registry([(complex, Handler)])
+    try:
+        state = TorchState(other=1, place=1j)
+    finally:
+        set_handler_registry(before)
+
+    def rank(context):
+        make_member(context, tmp_path)
+        with checkpointing(context, state, 1):
+            pass
+
+    with pytest.raises(OptionError, match=r"keep state\.place, and"):
         run_ranks(1, rank)

@@ -19,7 +19,8 @@ from nbelastic.elastic.supervision import (
     note_step,
     watch,
 )
-from nbelastic.membership import Place, RankNote, WeightsSampled, pack_event, unpack_event
+from nbelastic.membership import Event, Place, RankNote, WeightsSampled
+from nbelastic.membership.serial import plain, typed
 
 
 class Notes(list):
@@ -121,7 +122,7 @@ def test_what_is_no_finite_number_can_be_sent_and_compared(session):
 
     train(session, 1, 1, Diverged())
     assert session.port[0].values == (1.0, supervision.NOT_FINITE, supervision.NOT_FINITE)
-    assert unpack_event(pack_event(session.port[0])) == session.port[0]
+    assert typed(Event, plain(session.port[0])) == session.port[0]
 
 
 @pytest.mark.parametrize(("version", "warnings"), [(0, [NEVER_COMMITTED]), (7, [])])

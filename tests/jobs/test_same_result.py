@@ -47,9 +47,9 @@ def check(results, work, alone):
     assert ledger_of(work.marks) == ledger
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_that_die_join_and_leave_change_no_bit(crew, tmp_path, alone, backend):
-    work = SameResult(tmp_path, EPOCHS, seconds=0.03)
+@pytest.mark.parametrize(("backend", "processes"), [("shm", 0), ("gloo", 0), ("shm", 2)])
+def test_ranks_that_die_join_and_leave_change_no_bit(crew, tmp_path, alone, backend, processes):
+    work = SameResult(tmp_path, EPOCHS, seconds=0.03, loader_processes=processes)
     job = crew.fit(work, backend=backend, **PATIENT)
     until(lambda: job.status.state == "running" or job.done(), "it runs")
     plan = chaos.inject(

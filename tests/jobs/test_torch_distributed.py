@@ -120,6 +120,73 @@ def test_a_planned_leave_repeats_nothing(crew):
     assert sizes(job) == [2, 1]
 
 
+def test_a_group_that_is_aborted_goes_on_with_the_last_commit(crew):
+    def train():
+        import torch
+        import torch.distributed as dist
+
+        import nbelastic.torch as hvd
+
+        dist.init_process_group("nbelastic")
+        state = hvd.elastic.ObjectState(total=0)
+        aborted = []
+
+        @hvd.elastic.run
+        def loop(state):
+            while state.total < 10:
+                one = torch.ones(1)
+                dist.all_reduce(one)
+                if state.total == 4 and dist.get_rank() == 0 and not aborted:
+                    aborted.append(True)
+                    dist.group.WORLD.abort()
+                state.total += int(one.item())
+                state.commit()
+            return state.total
+
+        return loop(state)
+
+    job = crew.fit(train, np=2)
+    assert job.results() == [10, 10]
+    assert sizes(job) == [2, 2]
+
+
+def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(crew):
+    def train():
+        import os
+        import time
+
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        first = [int(os.environ[name]) for name in names]
+
+        import nbelastic.torch as hvd
+
+        state = hvd.elastic.ObjectState(
+            hvd.broadcast_object, lambda: (hvd.rank(), hvd.size()), steps=0, alone=0
+        )
+        seen = set()
+
+        @hvd.elastic.run
+        def loop(state):
+            while state.alone < 3:
+                places = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
+                assert [int(os.environ[name]) for name in names] == list(places)
+                seen.add(places)
+                state.alone += hvd.size() == 1
+                time.sleep(0.01)
+                state.commit()
+
+        loop(state)
+        return first, sorted(seen), os.environ["MASTER_ADDR"]
+
+    job = crew.fit(train, np=2, min_np=1, max_np=2, block=False)
+    until(lambda: job.status.commits > 5, "commits")
+    job.scale(max_np=1)
+    ((first, seen, address),) = job.results()
+    assert first in ([0, 2, 0, 2], [1, 2, 1, 2])
+    assert seen == sorted([(0, 1, 0, 1), tuple(first)])
+    assert address == "nbelastic.invalid"  # accelerate wants one
+
+
 def test_a_function_without_a_loop_trains_as_under_torchrun(crew):
     def train():
         import torch

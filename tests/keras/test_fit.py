@@ -36,7 +36,9 @@ def test_it_trains(keras_crew, tmp_path):
 
 
 def test_a_killed_worker(keras_crew, tmp_path):
-    work = Training(tmp_path, faults=(Fault(1, 1, 2), Fault(0, 2, 1, "wait")), epochs=5, patience=9)
+    work = Training(
+        tmp_path, faults=(Fault(1, 1, 2), Fault(0, 2, 1, "whole")), epochs=5, patience=9
+    )
     job = keras_crew.fit(work, np=3, min_np=2)
     check(job.results(), work)
     assert sizes(job) == [3, 2, 3]
@@ -53,8 +55,8 @@ def test_with_a_loader_kills_and_a_join_change_nothing(keras_crew, tmp_path):
     plain = Training(marks[0], loader=True, epochs=8)
     expected = keras_crew.fit(plain, np=3).results()[0]
     faults = (
-        *(Fault(1, 0, 2), Fault(0, 1, 1, "wait"), Fault(0, 2, 0), Fault(1, 2, 2)),
-        Fault(0, 3, 1, "wait"),
+        *(Fault(1, 0, 2), Fault(0, 1, 1, "whole"), Fault(0, 2, 0), Fault(1, 2, 2)),
+        Fault(0, 3, 1, "whole"),
     )
     work = Training(marks[1], faults, loader=True, epochs=8)
     job = keras_crew.fit(work, np=3, min_np=1)

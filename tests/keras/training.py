@@ -19,8 +19,8 @@ class Fault:
     rank, epoch, batch : int
         Who, and when.
     kind : str
-        ``kill``, ``raise``, ``wait`` (for a change of the membership, after the batch) or ``stop``
-        (the training, after the batch).
+        ``kill``, ``raise``, ``wait`` (for a change of the membership, after the batch), ``whole``
+        (the same, unless there are three ranks) or ``stop`` (the training, after the batch).
     """
 
     rank: int
@@ -115,7 +115,7 @@ def _train(work: Training) -> dict[str, Any]:
             self.do(batch, ("kill", "raise"))
 
         def on_train_batch_end(self, batch, logs=None):
-            self.do(batch, ("wait", "stop"))
+            self.do(batch, ("wait", "whole", "stop"))
 
         def do(self, batch, kinds):
             for number, fault in enumerate(work.faults):
@@ -129,7 +129,8 @@ def _train(work: Training) -> dict[str, Any]:
                 if fault.kind == "stop":
                     self.model.stop_training = True
                     return
-                while not current().change_flag():
+                is_whole = fault.kind == "whole" and hvd.size() == 3
+                while not (is_whole or current().change_flag()):
                     time.sleep(0.01)
 
     class Careful(keras.Model):

@@ -13,7 +13,6 @@ from nbelastic.membership import (
     RankReturned,
     SlotsFound,
     StartRank,
-    pack_plan,
     place_of,
 )
 from nbelastic.membership.reasons import (
@@ -24,6 +23,7 @@ from nbelastic.membership.reasons import (
     RanksMissing,
     ReturnedEarly,
 )
+from nbelastic.membership.serial import plain
 
 from .ranks import Script
 from .stories import hosts, job, places, starts, trained, workers
@@ -131,11 +131,11 @@ def test_C7_success_only_if_all_returned() -> None:
 def test_C8_plans_made_before_a_failure_are_unchanged() -> None:
     world = trained(job("A0", "B0", "B1", np=3, min_np=1, script=LONG))
     before = world.plans[0]
-    written = pack_plan(before)
+    written = plain(before)
     world.kill("B0")
     world.run(until=lambda: len(world.plans) == 2)
     assert world.plans[0] is before
-    assert pack_plan(before) == written
+    assert plain(before) == written
     assert workers(world.plans[1]) == ["A0", "B1"]
 
 

@@ -9,6 +9,7 @@ import pytest
 from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT
 from nbelastic.membership import (
     EndRank,
+    Event,
     NoticeGiven,
     NoticeSource,
     ShareSet,
@@ -18,10 +19,8 @@ from nbelastic.membership import (
     SlotStays,
     StartRank,
     from_dict,
-    pack_event,
     rules,
     to_dict,
-    unpack_event,
     view,
 )
 from nbelastic.membership.reasons import (
@@ -31,6 +30,7 @@ from nbelastic.membership.reasons import (
     Noticed,
     NoticeRevoked,
 )
+from nbelastic.membership.serial import plain, typed
 from tests.support.metadata import FakeMetadata, Machine, notice_of
 
 from .ranks import Script
@@ -206,7 +206,7 @@ def test_a_revocation_of_nothing_changes_nothing() -> None:
 def test_events_and_machines_with_notices_travel() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     event = noticed(world, "B0")
-    assert unpack_event(json.loads(json.dumps(pack_event(event)))) == event
+    assert typed(Event, json.loads(json.dumps(plain(event)))) == event
     world.tell(event)
     copy = from_dict(json.loads(json.dumps(to_dict(world.machine.machine))))
     assert copy.roster.notices == world.machine.machine.roster.notices != {}

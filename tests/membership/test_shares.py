@@ -8,6 +8,7 @@ import pytest
 
 from nbelastic.membership import (
     EndRank,
+    Event,
     LimitsChanged,
     RankReturned,
     Record,
@@ -17,10 +18,8 @@ from nbelastic.membership import (
     Stage,
     StartRank,
     from_dict,
-    pack_event,
     place_of,
     to_dict,
-    unpack_event,
     view,
 )
 from nbelastic.membership.placement import choose_released
@@ -32,6 +31,7 @@ from nbelastic.membership.reasons import (
     ShareChanged,
     Sharing,
 )
+from nbelastic.membership.serial import plain, typed
 
 from .ranks import Script
 from .stories import batches, job, trained, workers
@@ -328,7 +328,7 @@ def test_a_share_survives_being_written_and_read() -> None:
     data = to_dict(world.machine.machine)
     assert to_dict(from_dict(json.loads(json.dumps(data)))) == data
     event = ShareSet(2, 4, ("a", "b"), 3, ("w0",))
-    assert unpack_event(json.loads(json.dumps(pack_event(event)))) == event
+    assert typed(Event, json.loads(json.dumps(plain(event)))) == event
 
 
 class On:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from nbelastic.membership import (
+    Event,
     Limits,
     Machine,
     Reason,
@@ -14,9 +15,7 @@ from nbelastic.membership import (
     UnusedWorker,
     WorkersUnused,
     from_dict,
-    pack_event,
     to_dict,
-    unpack_event,
     view,
 )
 from nbelastic.membership.reasons import (
@@ -26,6 +25,7 @@ from nbelastic.membership.reasons import (
     UnusedGroup,
     Waiting,
 )
+from nbelastic.membership.serial import plain, typed
 
 from .ranks import Script
 from .stories import job, trained
@@ -83,6 +83,6 @@ def test_they_decide_nothing_and_survive_a_message_and_a_copy() -> None:
     machine = Machine(Limits(np=2))
     machine.handle(Tick(), 0.0)
     event = WorkersUnused((TAKEN[0], CHOSEN))
-    assert machine.handle(unpack_event(json.loads(json.dumps(pack_event(event)))), 1.0) == []
+    assert machine.handle(typed(Event, json.loads(json.dumps(plain(event)))), 1.0) == []
     copy = from_dict(json.loads(json.dumps(to_dict(machine))))
     assert copy.roster.unused == [TAKEN[0], CHOSEN]

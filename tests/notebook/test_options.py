@@ -35,7 +35,8 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "--resources GPU=1 MEM=2.5 --slots-per-host 2 --priority -1 --weight 2 --preemptible "
         "--reset-limit 0 --elastic-timeout 60 --stall-timeout 0.5 "
         "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --lease 600 --notices off "
-        "--checkpoint runs/resnet --checkpoint-every 50 --resume --backend shm --name resnet"
+        "--checkpoint runs/resnet --checkpoint-every 50 --resume --backend shm --name resnet "
+        "--timeline trace.json"
     )
     found = parse(line)
     assert found == {
@@ -61,6 +62,7 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "checkpoint_every": 50,
         "resume": True,
         "backend": "shm",
+        "timeline": os.path.abspath("trace.json"),
         "name": "resnet",
     }
     assert set(found) == {*OF_FIT, "cluster", "name"}

@@ -254,7 +254,8 @@ class SimCommunicator(Communicator):
 
         self._network.post(self.process, receiver.process, arrive)
         handle = SimHandle(self, lambda: None)
-        self.later(handle.finish)
+        self.landing += 1  # the system has taken it: its receiver's orderly end cannot undo that
+        self.later(handle.land)
         return handle
 
     def receive_async(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Handle:

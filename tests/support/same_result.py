@@ -35,6 +35,8 @@ class SameResult:
         loader. The ranks balance then.
     hold : int or None
         A step after which ranks wait for the file ``go`` among the marks.
+    loader_processes : int
+        How many processes of each rank read rows.
     """
 
     marks: Path
@@ -44,6 +46,7 @@ class SameResult:
     exact: bool = True
     slow: int | None = None
     hold: int | None = None
+    loader_processes: int = 0
 
     def __call__(self) -> dict[str, Any]:
         """Train, on every rank; return digests and what ranks have seen."""
@@ -76,7 +79,9 @@ class SameResult:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
         batch = hvd.elastic.Batch(16, micro=2, exact=self.exact)
         balance = "even" if self.slow is None else "speed"
-        loader = hvd.elastic.Loader(_images(), batch, seed=3, balance=balance)
+        loader = hvd.elastic.Loader(
+            _images(), batch, seed=3, balance=balance, num_workers=self.loader_processes
+        )
         state = hvd.elastic.TorchState(
             model, optimizer, scheduler=scheduler, loader=loader, epoch=0, steps=0
         )

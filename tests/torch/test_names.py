@@ -135,14 +135,18 @@ def test_tensors_are_read_when_the_operation_begins():
 
 
 def test_an_abort_frees_a_waiting_rank():
+    met = threading.Event()
+
     def rank_main(context):
         hvd.allreduce(torch.ones(1), name="both")
         hvd.barrier()
         if context.rank == 0:
+            met.set()  # the abort would overtake the end of the barrier
             with pytest.raises(CollectiveError):
                 hvd.allreduce(torch.ones(1), name="never")
         else:
             hvd.allreduce_async(torch.ones(1), name="other")
+            assert met.wait(30)
             context.communicator().abort("rank 1 is gone")
 
     run_ranks(2, rank_main)

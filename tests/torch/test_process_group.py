@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
+    ErrorType,
     GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import (
 from torch.nn.parallel import DistributedDataParallel
 
 from nbelastic.collectives import connect
-from nbelastic.errors import CollectiveError, RanksDisagree
+from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.process_group import ElasticProcessGroup, renew
 from tests.support.world import run_ranks
 from tests.torch.training import assert_close, batch, make_model, parameters_of, train_alone
@@ -207,6 +208,40 @@ def test_a_difference_between_ranks_is_an_error_on_all_and_leaves_the_group_whol
         return again.item()
 
     assert over(2, rank_main) == [2.0, 2.0]
+
+
+def test_any_thread_aborts_and_the_group_tells_of_it(over):
+    met, aborted = threading.Event(), threading.Event()
+
+    def rank_main(group):
+        assert group.get_error() == ErrorType.SUCCESS
+        group.barrier().wait()
+        assert group.get_error() == ErrorType.SUCCESS
+        if group.rank() == 1:
+            met.set()  # an abort would overtake its end of the barrier
+            assert aborted.wait(30)
+            return
+        work = group.allreduce([torch.ones(3)])  # the other rank does not take part
+        assert met.wait(30)
+        thread = threading.Thread(target=group.abort)
+        thread.start()
+        with pytest.raises(CollectiveError):
+            work.wait()
+        thread.join()
+        assert group.get_error() == ErrorType.COMM_ERROR
+        aborted.set()
+
+    over(2, rank_main)
+
+
+def test_a_group_that_follows_the_job_is_not_reconfigured_by_others(over):
+    def rank_main(group):
+        assert not group.supports_reconfigure
+        for call in (group.get_reconfigure_handle, group.reconfigure):
+            with pytest.raises(NbelasticError, match="the job, which chooses them"):
+                call()
+
+    over(1, rank_main)
 
 
 def test_what_holds_a_group_can_be_copied_and_pickled():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import nbelastic
 import nbelastic.torch as hvd
 from nbelastic.elastic import ObjectState, State
 from nbelastic.errors import NotInitialized
+from nbelastic.torch.elastic import state as registry
 from tests.support.world import run_ranks
 
 HOROVODS = {
@@ -185,3 +188,22 @@ def test_a_timeline_of_all_ranks(tmp_path):
 def test_run_is_a_name_of_the_package():
     assert nbelastic.run.__name__ == "run"
     assert "run" in nbelastic.__all__
+
+
+def named_in_the_table():
+    """Return the names in the first column of the table in the page on Horovod's interface."""
+    page = (Path(__file__).parents[2] / "docs" / "from-horovod.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    return {name for row in rows for name in re.findall(r"`([\w.]+)", row.split(" | ")[0])}
+
+
+def test_every_public_name_has_a_row_in_the_page_on_horovods_interface():
+    table = named_in_the_table()
+    assert {*hvd.__all__} - {"elastic"} - table == set()
+    assert {*registry.__all__} - {name.removeprefix("elastic.state.") for name in table} == set()
+    assert {"elastic.run", "ElasticSampler"} <= table
+
+
+def test_the_page_names_nothing_that_is_not_there():
+    functions = {name for name in named_in_the_table() if name.endswith(("_async", "_async_"))}
+    assert functions <= {*hvd.__all__}

@@ -21,11 +21,14 @@ class Outcome:
         Rows that all ranks have trained, by step.
     facts : dict
         The same on all ranks, and after a resumption.
+    redone : int
+        Batches that the rank has begun twice; negative if it has joined later.
     """
 
     digest: str
     seen: list
     facts: dict = field(default_factory=dict)
+    redone: int = 0
 
     def check(self):
         assert self.facts["epochs"] == EPOCHS
@@ -48,34 +51,133 @@ def everyones(rows):
     return [row for rows in everyone for row in rows]
 
 
-def disturb(flag, stop, kills, epoch, step):
-    """Do to this rank what the test wants at a step of an epoch."""
-    import os
-    import signal
-    import time
-    from pathlib import Path
+class Trial:
+    """What the test does to this rank, at the batches that it begins.
 
+    Parameters
+    ----------
+    how : str
+        ``"kill"``: the last rank is killed, another joins; ``"leave"``: it leaves when the test has
+        ordered it, another joins; ``"error"`` of the user; ``"stop"``: an error after some commits;
+        empty: nothing.
+    flag : str
+        A file that is there once a rank was killed.
+    """
+
+    def __init__(self, how, flag):
+        self.how = how
+        self.flag = flag
+        self.begun = 0  # batches of this rank, with those that it does twice
+
+    def begin(self, epoch, step):
+        import os
+        import signal
+        from pathlib import Path
+
+        import torch.distributed as dist
+
+        self.begun += 1
+        if self.how == "error" and step == 1:
+            raise KeyError("of the user")
+        if self.how == "stop" and epoch == 1 and step == 3:
+            raise RuntimeError("stopped here")
+        last = dist.get_rank() == dist.get_world_size() - 1
+        now = self.how == "kill" and epoch == 1 and step == 2 and last
+        if now and not Path(self.flag).exists():
+            Path(self.flag).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "leave" and epoch == 1 and step >= 2:
+            self.await_change(2)  # the order of the test
+        if self.how in ("kill", "leave") and epoch == 2:
+            self.await_change(1)  # another is about to join
+
+    def await_change(self, size):
+        """Wait in a world of a size until that is about to change."""
+        import time
+
+        import torch.distributed as dist
+
+        from nbelastic.elastic.context import current
+
+        while dist.get_world_size() == size and not current().change_flag():
+            time.sleep(0.01)
+
+    def redone(self, seen):
+        """Return how many batches this rank has begun twice; negative if it has joined later."""
+        return self.begun - len(seen)
+
+
+def with_ddp(how, flag, directory):
+    from torch.nn.parallel import DistributedDataParallel
+
+    def wrap(model):
+        return DistributedDataParallel(model), lambda: None
+
+    return train_in_a_loop(how, flag, wrap)
+
+
+def with_torch_distributed(how, flag, directory):
     import torch.distributed as dist
 
-    from nbelastic.elastic.context import current
+    def wrap(model):
+        def average():
+            for each in model.parameters():
+                dist.all_reduce(each.grad)
+                each.grad /= dist.get_world_size()
 
-    if flag == "" and step == 1:
-        raise KeyError("of the user")
-    if stop and epoch == 1 and step == 3:
-        raise RuntimeError("stopped here")
-    last = dist.get_rank() == dist.get_world_size() - 1
-    if kills and epoch == 1 and step == 2 and last and not Path(flag).exists():
-        Path(flag).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    while kills and epoch == 2 and dist.get_world_size() == 1 and not current().change_flag():
-        time.sleep(0.02)  # the killed one is about to be back
+        return model, average
+
+    return train_in_a_loop(how, flag, wrap)
 
 
-def with_accelerate(flag, directory, stop=False, kills=True):
+def train_in_a_loop(how, flag, wrap):
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("nbelastic")
+    import nbelastic.torch as hvd
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    model, average = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
+    data = torch.utils.data.TensorDataset(torch.arange(ROWS))
+    sampler = hvd.elastic.ElasticSampler(data)
+    loader = torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
+    state = hvd.elastic.TorchState(
+        model, optimizer, scheduler=scheduler, sampler=sampler, epoch=0, step=0, seen=[], ends=0
+    )
+    trial = Trial(how, flag)
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, EPOCHS):
+            for number, (rows,) in enumerate(loader):
+                trial.begin(state.epoch, state.step)
+                optimizer.zero_grad()
+                inputs = rows.float().view(-1, 1).expand(-1, 4) / ROWS
+                model(inputs).pow(2).mean().backward()
+                average()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                state.seen = [*state.seen, (state.epoch, everyones(rows.tolist()))]
+                state.step += 1
+                sampler.record_batch(number, BATCH)
+                state.commit()
+            state.step, state.ends = 0, state.ends + 1
+            sampler.set_epoch(state.epoch + 1)
+        facts = {"epochs": state.epoch + 1, "evaluations": state.ends}
+        facts["rate"] = scheduler.get_last_lr()
+        return Outcome(digest_of(model), state.seen, facts, trial.redone(state.seen))
+
+    return train(state)
+
+
+def with_accelerate(how, flag, directory):
+    import torch
+    import torch.distributed as dist
     from accelerate import Accelerator
 
     import nbelastic.torch as hvd
@@ -92,12 +194,13 @@ def with_accelerate(flag, directory, stop=False, kills=True):
     prepared = accelerator.prepare(model, optimizer, loader, scheduler, test)
     model, optimizer, loader, scheduler, test = prepared
     state = AccelerateState(accelerator, epoch=0, step=0, seen=[], evaluations=0)
+    trial = Trial(how, flag)
 
     @hvd.elastic.run
     def train(state):
         for state.epoch in range(state.epoch, EPOCHS):
             for (rows,) in loader:
-                disturb(flag, stop, kills, state.epoch, state.step)
+                trial.begin(state.epoch, state.step)
                 with accelerator.accumulate(model):
                     inputs = rows.float().view(-1, 1).expand(-1, 4) / ROWS
                     accelerator.backward(model(inputs).pow(2).mean())
@@ -114,18 +217,15 @@ def with_accelerate(flag, directory, stop=False, kills=True):
             state.step, state.evaluations = 0, state.evaluations + 1
         facts = {"epochs": state.epoch + 1, "evaluations": state.evaluations}
         facts["rate"] = scheduler.get_last_lr()
-        return Outcome(digest_of(model), state.seen, facts)
+        return Outcome(digest_of(model), state.seen, facts, trial.redone(state.seen))
 
     outcome = train(state)
     accelerator.save_state(f"{directory}/state")
     return outcome
 
 
-def with_transformers(flag, directory, stop=False, kills=True, lora=False):
+def with_transformers(how, flag, directory, lora=False):
     import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("nbelastic")
     from transformers import (
         EarlyStoppingCallback,
         GPT2Config,
@@ -152,7 +252,7 @@ def with_transformers(flag, directory, stop=False, kills=True, lora=False):
     class Watched(Trainer):
         def training_step(self, model, inputs, *arguments, **named):
             epoch = watch.epochs - 1
-            disturb(flag, stop, kills, epoch, watch.step)
+            trial.begin(epoch, watch.step)
             rows = inputs["input_ids"][:, 0].tolist()
             loss = super().training_step(model, inputs, *arguments, **named)
             watch.seen = [*watch.seen, [epoch, everyones(rows)]]
@@ -185,7 +285,7 @@ def with_transformers(flag, directory, stop=False, kills=True, lora=False):
         report_to=[],
         disable_tqdm=True,
     )
-    watch = Watch()
+    watch, trial = Watch(), Trial(how, flag)
     trainer = Watched(
         model=model,
         args=arguments,
@@ -200,14 +300,14 @@ def with_transformers(flag, directory, stop=False, kills=True, lora=False):
     facts["rates"] = [each["learning_rate"] for each in trainer.state.log_history if "loss" in each]
     facts["steps"] = trainer.state.global_step, trainer.state.max_steps
     assert trainer.state.global_step == trainer.state.max_steps
-    return Outcome(digest_of(model), watch.seen, facts)
+    return Outcome(digest_of(model), watch.seen, facts, trial.redone(watch.seen))
 
 
 def with_lora(**options):
     return with_transformers(lora=True, **options)
 
 
-def with_lightning(flag, directory, stop=False, kills=True):
+def with_lightning(how, flag, directory):
     import lightning
     import torch
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -233,7 +333,7 @@ def with_lightning(flag, directory, stop=False, kills=True):
 
         def training_step(self, batch, number):
             (rows,) = batch
-            disturb(flag, stop, kills, self.current_epoch, watch.step)
+            trial.begin(self.current_epoch, watch.step)
             loss = self.net(rows.float().view(-1, 1).expand(-1, 4) / ROWS).pow(2).mean()
             self.log("loss", loss, sync_dist=True)
             watch.seen = [*watch.seen, [self.current_epoch, everyones(rows.tolist())]]
@@ -252,7 +352,7 @@ def with_lightning(flag, directory, stop=False, kills=True):
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     torch.manual_seed(1)
-    watch, module = Watch(), Module()
+    watch, module, trial = Watch(), Module(), Trial(how, flag)
     stopping = EarlyStopping("value", patience=9)
     trainer = lightning.Trainer(
         strategy="nbelastic",
@@ -276,4 +376,4 @@ def with_lightning(flag, directory, stop=False, kills=True):
     facts = {"epochs": trainer.current_epoch, "evaluations": watch.evaluations}
     facts["best"] = float(stopping.best_score), stopping.wait_count
     facts["steps"] = trainer.global_step
-    return Outcome(digest_of(module), watch.seen, facts)
+    return Outcome(digest_of(module), watch.seen, facts, trial.redone(watch.seen))

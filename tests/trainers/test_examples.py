@@ -13,17 +13,12 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
-def test_an_example_trains(crew, tmp_path, monkeypatch, name):
+def test_an_example_trains(crew, tmp_path, name):
     def train(path, directory):
         import os
         import runpy
 
-        import torch.distributed as dist
-
         os.chdir(directory)
-        dist.init_process_group("nbelastic")  # sets the environment that trainers look at
-        if name == "ddp.py":
-            dist.destroy_process_group()
         runpy.run_path(path, run_name="__main__")
 
     job = crew.fit(train, args=(str(EXAMPLES / name), str(tmp_path)), np=2)

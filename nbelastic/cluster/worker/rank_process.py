@@ -36,7 +36,7 @@ import psutil
 from nbelastic.cluster.process_state import ProcessState, process_id, read_state
 
 from .rank.channel import HEADER, framed, read_message
-from .rank.server import MESSAGE_BYTES, signal_group
+from .rank.server import GROUP_LIMIT_S, MESSAGE_BYTES, signal_group
 from .rank_exit import ProcessExit, out_of_memory_kills
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ class RankServer:
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
+                process.wait(2 * GROUP_LIMIT_S)
             process.kill()
             process.wait()
         for number in list(self._ranks):
@@ -342,7 +342,8 @@ class RankServer:
         how = f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
         for number, rank in list(self._ranks.items()):
             if rank.pid is not None:  # the kernel ends the rank itself, but not its children
-                signal_group(rank.pid, signal.SIGKILL)
+                signal_group(rank.pid, signal.SIGTERM)
+                self.loop.call_later(GROUP_LIMIT_S, signal_group, rank.pid, signal.SIGKILL)
             self._finish(number, reason=f"its rank server has ended ({how})")
 
     def _finish(self, number: int, status: int | None = None, reason: str = "") -> None:

@@ -138,6 +138,12 @@ class CheckpointManager:
                 f"checkpoint={without_secrets(spec.url)!r}: a {type(state).__name__} cannot be "
                 "written to disk; derive it from ObjectState or TorchState"
             )
+        if state._unwritable():
+            raise OptionError(
+                f"checkpoint={without_secrets(spec.url)!r}: handlers of yours keep "
+                f"state.{', state.'.join(state._unwritable())}, and a checkpoint cannot have what "
+                "they keep. Give the values state_dict() and load_state_dict() instead"
+            )
         self._spec = spec
         self._state = state
         self._files = CheckpointFiles(spec.url, spec.run)

@@ -28,6 +28,8 @@ class ArrivedGradients:
     ----------
     noted : dict of int to Arrival
         By the ids of parameters, in the order of arrival.
+    noted_sparse : dict
+        The same for sparse ones of micro-batches, without addresses.
     sample : GradientSample or None
         Values of one gradient, which stays out of all buffers. Not every change in place raises a
         version: ``GradScaler`` makes some that do not.
@@ -41,6 +43,7 @@ class ArrivedGradients:
 
     def __init__(self, names: Mapping[int, str], *, sparse_as_dense: bool = False) -> None:
         self.noted: dict[int, Arrival] = {}
+        self.noted_sparse: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.sample: GradientSample | None = None
         self.any_sparse = False
         self.streams = Streams()
@@ -49,6 +52,9 @@ class ArrivedGradients:
 
     def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Take `gradient`, as it is now, for what backward has left."""
+        if gradient.layout is not torch.strided:
+            self.noted_sparse[id(parameter)] = (parameter, gradient, gradient._version)
+            return
         version, address = gradient._version, gradient.data_ptr()
         self.noted[id(parameter)] = (parameter, gradient, version, address)
 
@@ -96,6 +102,9 @@ class ArrivedGradients:
                 or gradient.data_ptr() != address
             ):
                 raise self._changed(parameter)
+        for parameter, gradient, version in self.noted_sparse.values():
+            if parameter.grad is not gradient or gradient._version != version:
+                raise self._changed(parameter)
         if self.sample is not None:
             _, gradient, _, _ = self.noted[id(self.sample.parameter)]
             if self.sample.compare(gradient):
@@ -111,10 +120,14 @@ class ArrivedGradients:
         for parameter, gradient, _, _ in self.noted.values():
             if parameter.grad is gradient:
                 parameter.grad = None
+        for parameter, gradient, _ in self.noted_sparse.values():
+            if parameter.grad is gradient:
+                parameter.grad = None
 
     def clear(self) -> None:
         """Forget the step; gradients stay where they are."""
         self.noted.clear()
+        self.noted_sparse.clear()
         self.sample = None
         self.any_sparse = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +29,15 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.options import ReduceOptions
 
-__all__ = ["LARGE_BYTES", "PIECE_BYTES", "Layout", "Manifest", "groups_of", "plan_groups"]
+__all__ = [
+    "LARGE_BYTES",
+    "PIECE_BYTES",
+    "Layout",
+    "Manifest",
+    "fusion_threshold",
+    "groups_of",
+    "plan_groups",
+]
 
 BUCKET_BYTES = 25 << 20
 # The first of several is small, so that the network has something to do early.
@@ -60,6 +69,8 @@ class Manifest(NamedTuple):
         Whether it reduces all of a step, when backward has ended.
     devices : frozenset of str
         Types of accelerators on which it reduces.
+    bucket_bytes : int
+        Size from which a bucket is full, as rank 0 has it.
     """
 
     order: list[int]
@@ -67,6 +78,7 @@ class Manifest(NamedTuple):
     coalesces: bool
     after_backward: bool
     devices: frozenset[str] = frozenset()
+    bucket_bytes: int = BUCKET_BYTES
 
 
 class Layout:
@@ -118,6 +130,7 @@ class Layout:
             groups_of(parameters, manifest.order, options.groups),
             in_place_bytes=manifest.in_place_bytes if isinstance(options.op, Op) else math.inf,
             coalesces=manifest.coalesces,
+            bucket_bytes=manifest.bucket_bytes,
         )
         self.groups: list[GradientGroup] = []
         self.places: dict[int, tuple[GradientGroup, int]] = {}
@@ -288,6 +301,12 @@ class PlannedGroup(NamedTuple):
     in_place: bool = False
 
 
+def fusion_threshold() -> int:
+    """Return the size of a full bucket: ``HOROVOD_FUSION_THRESHOLD``, if that is set."""
+    text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
+    return int(text) if text.isdecimal() else BUCKET_BYTES
+
+
 def plan_groups(
     parameters: Sequence[torch.Tensor],
     order: Sequence[int],
@@ -296,6 +315,7 @@ def plan_groups(
     *,
     in_place_bytes: float = LARGE_BYTES,
     coalesces: bool = False,
+    bucket_bytes: int | None = None,
 ) -> list[PlannedGroup]:
     """Distribute parameters over buckets.
 
@@ -319,6 +339,8 @@ def plan_groups(
         and travels as what it is.
     coalesces : bool, default False
         Whether several such gradients share a group.
+    bucket_bytes : int, default BUCKET_BYTES
+        Size from which a bucket is full.
 
     Returns
     -------
@@ -340,7 +362,8 @@ def plan_groups(
 
     alone = set() if coalesces else {index for index in order if stays(index)}
     shared = [index for index in order if index not in alone and index not in group_of]
-    several = sum(map(bytes_of, shared)) > BUCKET_BYTES
+    full = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    several = sum(map(bytes_of, shared)) > full
     done: list[PlannedGroup] = []
     filling: dict[tuple[object, ...], PlannedGroup] = {}
     seen: set[tuple[object, ...]] = set()
@@ -351,7 +374,7 @@ def plan_groups(
         bucket = filling.setdefault(key, PlannedGroup([], stays(index)))
         bucket.indices.append(index)
         if together is None:
-            enough = FIRST_BUCKET_BYTES if several and key not in seen else BUCKET_BYTES
+            enough = min(FIRST_BUCKET_BYTES, full) if several and key not in seen else full
             if sum(map(bytes_of, bucket.indices)) >= enough:
                 seen.add(key)
                 done.append(filling.pop(key))

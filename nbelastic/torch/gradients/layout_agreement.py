@@ -15,6 +15,7 @@ from nbelastic.torch.gradients.layout import (
     PIECE_BYTES,
     Layout,
     Manifest,
+    fusion_threshold,
     groups_of,
 )
 from nbelastic.torch.identity import same
@@ -75,6 +76,7 @@ class LayoutAgreement:
         self._numbered_in: int | None = None
         self._observed: list[int] | None = None
         self._after_backward = False
+        self._bucket_bytes = 0
 
     def holds_in(self, generation: int) -> bool:
         """Return whether the ranks of a generation have agreed on a layout."""
@@ -117,6 +119,7 @@ class LayoutAgreement:
             communicator.coalesces,
             communicator.coalesces and self._after_backward,
             communicator.devices,
+            self._bucket_bytes,
         )
         if self.layout is None or self.layout.manifest != manifest:
             self.layout = Layout(parameters, manifest, self._options, self._arrived)
@@ -176,10 +179,11 @@ class LayoutAgreement:
             groups,
         )
         checksum, has_order = zlib.crc32(repr(what).encode()), self._observed is not None
-        mine = [len(parameters), checksum, has_order, not communicator.overlaps]
+        overlaps = communicator.overlaps
+        mine = [len(parameters), checksum, has_order, not overlaps, fusion_threshold()]
         message = torch.tensor(mine, dtype=torch.int64)
         communicator.broadcast(message, 0)
-        count, checksum, has_order, after_backward = message.tolist()
+        count, checksum, has_order, after_backward, self._bucket_bytes = message.tolist()
         self._after_backward = bool(after_backward)
         if (count, checksum) != (mine[0], mine[1]):
             error = (

@@ -17,7 +17,11 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
-from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
+from nbelastic.torch.gradients.tree_sums import (
+    MicroBatchSum,
+    sum_over_ranks,
+    sum_sparse_over_ranks,
+)
 from nbelastic.torch.identity import same
 from nbelastic.torch.ops.compression import Compression
 
@@ -37,6 +41,9 @@ WITNESS_EVERY = 100
 """Steps of a generation from one comparison of parameters to the next. The first is compared."""
 
 _DIGEST_LIMIT = 1 << 52
+
+SPARSE = 1 << 30
+"""Presence of a sparse gradient: more than that of dense ones on all ranks."""
 
 
 class PreviousSteps:
@@ -183,10 +190,13 @@ class MicroBatchReduction:
                     f"the gradient of {self._arrived.name(parameter)} was added to that of the "
                     "step before; call optimizer.zero_grad() before the loop over the step"
                 )
-        if gradient.layout is not torch.strided:
-            gradient = self._arrived.make_dense(parameter, gradient)
-        elif gradient.requires_grad:  # create_graph=True
+        if gradient.requires_grad:  # create_graph=True
             gradient = gradient.detach().clone()
+        if gradient.layout is not torch.strided:
+            if self._arrived.sparse_as_dense or not _has_rows(gradient):
+                gradient = gradient.to_dense()
+            else:
+                gradient = gradient.coalesce()
         parameter.grad = None
         weight = self.share.weights[number]
         if weight == 0.0:
@@ -197,7 +207,7 @@ class MicroBatchReduction:
         if self.share.is_last:
             parameter.grad = gradient
             self._arrived.note(parameter, gradient)
-            if self._arrived.sample is None:
+            if self._arrived.sample is None and gradient.layout is torch.strided:
                 self._arrived.take_sample(parameter, gradient)
 
     def _end_micro_batch(self) -> None:
@@ -216,10 +226,11 @@ class MicroBatchReduction:
         RuntimeError
             There is one.
         """
-        noted, delivered = self._arrived.noted, self._previous.delivered
+        noted, sparse = self._arrived.noted, self._arrived.noted_sparse
+        delivered = self._previous.delivered
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is None or id(parameter) in noted:
+            if gradient is None or id(parameter) in noted or id(parameter) in sparse:
                 continue  # `ArrivedGradients` compares what it has noted
             before = delivered.get(id(parameter))
             if before is not None and before() is gradient:
@@ -275,12 +286,21 @@ class MicroBatchReduction:
         self._take_incomplete()
         self._exchanging = True
         counts, weight = self._exchange_trailer()
-        present = [each for each, count in zip(self.parameters, counts, strict=True) if count]
-        absent = [each for each, count in zip(self.parameters, counts, strict=True) if not count]
-        sums = [self._sums[id(parameter)] for parameter in present]
-        totals = sum_over_ranks(self.communicator, self.share, sums, present)
+        found = list(zip(self.parameters, counts, strict=True))
+        absent = [each for each, count in found if not count]
+        dense = [each for each, count in found if count % SPARSE]
+        sparse = [each for each, count in found if count and not count % SPARSE]
+        sums = [self._sums[id(parameter)] for parameter in dense]
+        for each in sums:
+            each.densify()  # where it is dense on another rank
+        totals = sum_over_ranks(self.communicator, self.share, sums, dense)
+        if sparse:
+            sums = [self._sums[id(parameter)] for parameter in sparse]
+            totals += sum_sparse_over_ranks(self.communicator, self.share, sums, sparse)
         if totals and weight != 1.0:
-            torch._foreach_div_(totals, weight)
+            strided = [t if t.layout is torch.strided else t._values() for t in totals]
+            torch._foreach_div_(strided, weight)
+        present = [*dense, *sparse]
         delivered = self._previous.delivered = {}
         for parameter, total in zip(present, totals, strict=True):
             parameter.grad = total
@@ -292,6 +312,8 @@ class MicroBatchReduction:
     def _exchange_trailer(self) -> tuple[list[int], float]:
         """Return on how many ranks each parameter has a gradient, and the sum of all weights.
 
+        Those with a sparse one count :data:`SPARSE` times.
+
         The trailer also has the flag of a coming change, the place of the step, the time that each
         rank takes for a micro-batch, and sometimes digests of parameters. All weights travel by
         themselves: each is a number of one rank and zeros, so their sum is exact for every number
@@ -301,7 +323,8 @@ class MicroBatchReduction:
         context, share, size = self.context, self.share, self.communicator.size
         flag = context.change_flag()
         weights = [share.weights.get(number, 0.0) for number in range(share.micro_batches)]
-        there = [bool(self._sums[id(parameter)]) for parameter in self.parameters]
+        sums = [self._sums[id(parameter)] for parameter in self.parameters]
+        there = [SPARSE if each.is_sparse else bool(each) for each in sums]
         if size == 1:
             context.agree(flag)
             share.seen = share.taken
@@ -332,6 +355,11 @@ class MicroBatchReduction:
             check_witness(digests, self.communicator.rank)
         share.times = tuple(times)
         return [*map(int, counts)], math.fsum(weights)
+
+
+def _has_rows(gradient: torch.Tensor) -> bool:
+    """Return whether a sparse tensor consists of rows, as the gradient of an embedding does."""
+    return gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
 
 
 def check_places(places: Sequence[tuple[float, float, float]]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives.reduction_tree import IDENTITY, Node, cover
+from nbelastic.torch.gradients.sparse_sums import add_rows, as_dense, sum_rows_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.step_share import StepShare
 
-__all__ = ["MicroBatchSum", "sum_over_ranks"]
+__all__ = ["MicroBatchSum", "sum_over_ranks", "sum_sparse_over_ranks"]
 
 
 @functools.cache
@@ -57,12 +58,26 @@ class MicroBatchSum:
         """Return whether there is a value."""
         return bool(self._stack)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether there are values, of sparse tensors."""
+        return bool(self._stack) and self._stack[0][1].layout is not torch.strided
+
+    def densify(self) -> None:
+        """Make the values dense, if they are sparse."""
+        if self.is_sparse:
+            self._stack[:] = [(leaf, as_dense(value)) for leaf, value in self._stack]
+
     def add(self, leaf: int, value: torch.Tensor) -> torch.Tensor:
         """Add the value of a leaf, and return the tensor that it is part of now.
 
-        Tensors belong to the sum from then on; earlier ones are changed in place.
+        Tensors belong to the sum from then on; earlier ones are changed in place. Sparse ones are
+        coalesced. Where dense and sparse ones meet, all are dense.
         """
         stack = self._stack
+        if stack and (stack[-1][1].layout is not value.layout):
+            self.densify()
+            value = value if value.layout is torch.strided else as_dense(value)
         self._join(leaf)  # what could be added only once the leaves between were known to be absent
         stack.append((leaf, value))
         self._join(leaf + 1)
@@ -77,8 +92,7 @@ class MicroBatchSum:
                 node = _joined_in(first, second, leaves)
                 if node.end > done or node.begin < self._begin:
                     return
-            stack.pop()
-            left.add_(right)
+            stack[-2:] = [(first, _add(left, right))]
 
     def finish(self, nodes: Sequence[Node]) -> list[torch.Tensor | None]:
         """Return the value of each of `nodes`, the largest ones in the block; None if absent."""
@@ -88,10 +102,14 @@ class MicroBatchSum:
             if held:
                 *rest, total = held  # the later, the smaller their common nodes
                 for value in reversed(rest):
-                    total = value.add_(total)
+                    total = _add(value, total)
                 found[number] = total
         self._stack = []
         return found
+
+
+def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.add_(right) if left.layout is torch.strided else add_rows(left, right)
 
 
 def nodes_of(share: StepShare) -> tuple[Node, ...]:
@@ -100,6 +118,20 @@ def nodes_of(share: StepShare) -> tuple[Node, ...]:
     if not share.exact:
         return (Node(block.start, block.stop),) if len(block) else ()
     return cover(block.start, block.stop, share.micro_batches)
+
+
+def sum_sparse_over_ranks(
+    communicator: Communicator,
+    share: StepShare,
+    sums: Sequence[MicroBatchSum],
+    like: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return sums of sparse tensors, as :func:`sum_over_ranks` does of dense ones."""
+    nodes = nodes_of(share)
+    columns = [each.finish(nodes) for each in sums]
+    devices = {wire_device(communicator, each.device) for each in like}
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    return sum_rows_over_ranks(communicator, share, columns, like, device)
 
 
 def sum_over_ranks(

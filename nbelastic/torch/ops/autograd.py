@@ -101,8 +101,8 @@ class BroadcastFunction(torch.autograd.Function):
         ctx: Any, group: Group, root: int, name: str | None, tensor: torch.Tensor
     ) -> torch.Tensor:
         """Return the root's tensor."""
-        ctx.group, ctx.is_root = group, group.context.rank == root
         position = operations.check_root(root, group.ranks)
+        ctx.group, ctx.is_root = group, group.context.rank == group.ranks[position]
         output = torch.empty_like(tensor)
         copies = operations.Broadcast([tensor], [output], root, position, name, is_root=ctx.is_root)
         begin(group, copies, name).wait()

@@ -10,6 +10,7 @@ import collections
 
 import torch
 
+from nbelastic.collectives import nccl_version
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import Session
 
@@ -54,8 +55,8 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0: operations between GPUs go through host memory, not through NCCL."""
-    return 0
+    """Return the version of NCCL that a job here would use, or 0 if it would use none."""
+    return nccl_version()
 
 
 def ddl_built() -> bool:

@@ -6,13 +6,13 @@ import logging
 import os
 
 from nbelastic.elastic.context import current
-from nbelastic.elastic.session import warn
+from nbelastic.elastic.session import Session, warn
 
 __all__ = ["heed_environment"]
 
 logger = logging.getLogger("nbelastic")
 
-_HEEDED = {"HOROVOD_LOG_LEVEL"}
+_HEEDED = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_LOG_LEVEL", "HOROVOD_TIMELINE_MARK_CYCLES"}
 # Set by Horovod's launcher, or true here in any case.
 _SILENT = {
     "HOROVOD_DYNAMIC_PROCESS_SETS",
@@ -23,13 +23,14 @@ _SILENT = {
     *(f"HOROVOD_{scope}{what}" for scope in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")),
 }
 _INSTEAD = {
-    "HOROVOD_TIMELINE": "hvd.start_timeline()",
-    "HOROVOD_TIMELINE_MARK_CYCLES": "hvd.start_timeline(mark_cycles=True)",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "fit(stall_timeout=...)",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "fit(stall_timeout=...)",
-    "HOROVOD_STALL_CHECK_DISABLE": "fit(stall_timeout=...)",
-    "HOROVOD_FUSION_THRESHOLD": "DistributedOptimizer(groups=...)",
-    "HOROVOD_ELASTIC_TIMEOUT": "fit(elastic_timeout=...)",
+    "HOROVOD_TIMELINE": "set it where fit is called, or use fit(timeline=...)",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "a rank that stalls is replaced after stall_timeout",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "set it where fit is called",
+    "HOROVOD_STALL_CHECK_DISABLE": "set it where fit is called",
+    "HOROVOD_ELASTIC_TIMEOUT": "set it where fit is called",
+    "HOROVOD_CYCLE_TIME": "operations begin at once",
+    "HOROVOD_CACHE_CAPACITY": "there is no cache of responses",
+    "HOROVOD_GLOO_IFACE": "ranks use the interface of their Dask worker",
 }
 
 _heeded: list[bool] = []
@@ -46,9 +47,13 @@ def heed_environment() -> None:
     given = {name for name in os.environ if name.startswith("HOROVOD_")}
     if os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC":
         given.remove("HOROVOD_TIMELINE")
-    ignored = sorted(given - _HEEDED - _SILENT)
+    if not os.environ.get("HOROVOD_FUSION_THRESHOLD", "0").isdecimal():
+        given.add("HOROVOD_FUSION_THRESHOLD (must be a number of bytes)")
+    context = current()
+    by_the_job = context.spec.heeded if isinstance(context, Session) else ()
+    ignored = sorted(given - _HEEDED - _SILENT - {*by_the_job})
     if ignored:
-        words = [f"{name} (use {_INSTEAD[name]})" if name in _INSTEAD else name for name in ignored]
+        words = [f"{name} ({_INSTEAD[name]})" if name in _INSTEAD else name for name in ignored]
         text = f"these environment variables of Horovod's have no effect: {', '.join(words)}"
         logger.warning("%s", text)
-        warn(current(), text)
+        warn(context, text)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.elastic.context import current
 from nbelastic.torch.ops import description
 from nbelastic.torch.ops.adasum import GradientOp, adasum_async
 from nbelastic.torch.ops.fusion import pack
@@ -448,7 +449,12 @@ def check_dense(tensor: torch.Tensor) -> None:
 
 
 def check_root(root: int, ranks: Sequence[int]) -> int:
-    """Return the position of a root among `ranks`; refuse one that is not among them."""
+    """Return the position of a root among `ranks`; refuse one that is not among them.
+
+    While a state synchronises, 0 is the rank with the newest state, which Horovod's is always.
+    """
+    if root == 0:
+        root = current().rank_0_stands_for
     if root not in ranks:
         named = f"from 0 to {len(ranks) - 1}" if [*ranks] == [*range(len(ranks))] else f"of {ranks}"
         raise ValueError(f"root_rank must be a rank {named}, not {root}")

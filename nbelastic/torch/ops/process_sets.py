@@ -13,9 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from nbelastic.elastic.context import current, initialize
-from nbelastic.elastic.session import Session
+from nbelastic.elastic.subgroups import Members
 from nbelastic.errors import NotInitialized
-from nbelastic.membership import FRESH
 from nbelastic.torch.ops.coordination import announce
 from nbelastic.torch.ops.environment import heed_environment
 
@@ -61,20 +60,21 @@ class ProcessSet:
                 f"ranks of a ProcessSet must be different numbers from 0, not {ranks!r}"
             )
         self.process_set_id: int | None = None
-        self._named = numbers
-        self._ranks = numbers
-        self._members: list[int] | None = None  # what the ranks were, once that is known
-        self._generation: int | None = None
+        self._members = Members(numbers)
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._named})"
+
+    @property
+    def _named(self) -> list[int]:
+        return self._members.named
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of its members in the present generation."""
-        if self.process_set_id is not None:
-            self._follow(current())
-        return list(self._ranks)
+        if self.process_set_id is None:
+            return list(self._named)
+        return self._members.ranks(current())
 
     def included(self) -> bool | None:
         """Return whether the calling rank is a member; None if the set is not added."""
@@ -91,29 +91,6 @@ class ProcessSet:
     def size(self) -> int | None:
         """Return the number of members; None if the set is not added."""
         return None if self.process_set_id is None else len(self.ranks)
-
-    def _follow(self, context: Context) -> None:
-        """Find the members among the ranks of the present generation."""
-        if self._generation == context.generation:
-            return
-        identities = _identities(context)
-        if self._members is None:
-            absent = [rank for rank in self._named if rank >= len(identities)]
-            if _has_come_later(context):
-                self._members = []
-            elif absent:
-                raise ValueError(
-                    f"a process set of ranks {self._named} cannot be formed: there are "
-                    f"{len(identities)} ranks"
-                )
-            else:
-                self._members = [identities[rank] for rank in self._named]
-        place = {identity: rank for rank, identity in enumerate(identities)}
-        self._ranks = sorted(place[each] for each in self._members if each in place)
-        if _is_formed(context):
-            self._generation = context.generation
-        else:
-            self._members = None  # the ranks are a forecast
 
     def _describe(self) -> str:
         return f"process set {self.process_set_id} (made of ranks {self._named})"
@@ -150,28 +127,11 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set: Final = _GlobalProcessSet()
 
 
-def _identities(context: Context) -> list[int]:
-    """Return what tells ranks apart from those of other generations, by rank."""
-    plan = context.plan if isinstance(context, Session) else None
-    return list(range(context.size)) if plan is None else [each.start for each in plan.members]
-
-
-def _is_formed(context: Context) -> bool:
-    return not isinstance(context, Session) or context.plan is not None
-
-
-def _has_come_later(context: Context) -> bool:
-    """Return whether this rank has joined a job that others have trained in before."""
-    plan = context.plan if isinstance(context, Session) else None
-    return plan is not None and plan.version > FRESH
-
-
 class _Registry:
     """The process sets of one rank."""
 
     def __init__(self) -> None:
         self.sets: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
-        self.unpinned: list[ProcessSet] = []
         self.next_id = 1
         self.made_in: dict[int, set[tuple[int, ...]]] = {}
 
@@ -307,10 +267,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"there is a process set of ranks {wanted} already; use that one")
     made.add(tuple(wanted))
     registry.made_in = {context.generation: made}  # earlier sets are other members by now
-    process_set._members = None
-    process_set._generation = None
-    identities = _identities(context)
-    process_set._members = [identities[rank] for rank in wanted]
+    process_set._members.bind(context)
     process_set.process_set_id = max(ids)
     registry.next_id = max(ids) + 1
     registry.sets.add(process_set)
@@ -334,7 +291,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         made.discard(tuple(process_set._named))
     registry.sets.discard(process_set)
     process_set.process_set_id = None
-    process_set._members = process_set._generation = None
+    process_set._members = Members(process_set._named)
     return True
 
 
@@ -377,20 +334,4 @@ def init(
         known.add(tuple(each._named))
         each.process_set_id, registry.next_id = registry.next_id, registry.next_id + 1
         registry.sets.add(each)
-        registry.unpinned.append(each)
-    if registry.unpinned and _pin not in context.before_exchange:
-        context.before_exchange = (*context.before_exchange, _pin)
-
-
-def _pin() -> None:
-    """Note who the ranks of the sets given to ``init()`` are, before the first exchange."""
-    try:
-        context = current()
-    except NotInitialized:
-        return
-    registry = _registry(context)
-    if not _is_formed(context) or not registry.unpinned:
-        return
-    unpinned, registry.unpinned = registry.unpinned, []
-    for each in unpinned:
-        each._follow(context)
+        each._members.bind_to_first(context)

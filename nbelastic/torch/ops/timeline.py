@@ -18,6 +18,8 @@ __all__ = ["start_timeline", "stop_timeline"]
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record operations, steps, commits and resets of this rank from here on.
 
+    Where the job records all (``fit(timeline=...)``), this and :func:`stop_timeline` do nothing.
+
     Parameters
     ----------
     file_path : str or path
@@ -38,7 +40,7 @@ def stop_timeline() -> Path | None:
     Path or None
         The file, on rank 0.
     """
-    if not timeline.is_on:
+    if not timeline.is_on or timeline.is_the_jobs:
         return None
     everyone = allgather_object(timeline.stop())
     path = timeline.path

@@ -19,7 +19,7 @@ from nbelastic.elastic.context import current, current_or_none, initialize
 from nbelastic.elastic.session import Session, note
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.process_group import ddp
-from nbelastic.torch.process_group.caches import set_environment, write_ranks, write_world
+from nbelastic.torch.process_group.caches import write_ranks, write_world
 from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup, SubProcessGroup
 
 if TYPE_CHECKING:
@@ -132,7 +132,6 @@ def _refresh() -> None:
             each.queue.drop()
             write_ranks(each)
     write_world(group)
-    set_environment(group.context)
 
 
 def _create(options: Any, _: Any = None) -> ElasticProcessGroup:

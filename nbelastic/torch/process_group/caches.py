@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
-    from nbelastic.elastic.context import Context
     from nbelastic.torch.process_group.group import ElasticProcessGroup
 
-__all__ = ["set_environment", "write_ranks", "write_world"]
-
-
-def set_environment(context: Context) -> None:
-    """Set the variables in which trainers look for the world before they ask torch."""
-    os.environ.update(
-        RANK=str(context.rank),
-        WORLD_SIZE=str(context.size),
-        LOCAL_RANK=str(context.local_rank),
-        LOCAL_WORLD_SIZE=str(context.local_size),
-    )
-    if not torch.cuda.is_available():
-        # Without it accelerate takes a rank on a host without GPU for a world of its own.
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+__all__ = ["write_ranks", "write_world"]
 
 
 def write_ranks(group: ElasticProcessGroup) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.subgroups import Subgroup
-from nbelastic.errors import CollectiveError
+from nbelastic.errors import CollectiveError, NbelasticError
 from nbelastic.torch.ops import description
 from nbelastic.torch.process_group import operations
 from nbelastic.torch.process_group.messages import Mailbox, mailbox_of
@@ -41,6 +41,11 @@ Tensors = list[torch.Tensor]
 _BARRIER_TAG = 2**62
 """Tag of messages of a monitored barrier."""
 
+_JOB_CHOOSES = (
+    "{}(): the ranks of this group are those of the job, which chooses them; train in "
+    "hvd.elastic.run, where the group follows each change by itself"
+)
+
 
 class ElasticProcessGroup(Base):
     """All ranks that the job has at the time of each call.
@@ -54,17 +59,23 @@ class ElasticProcessGroup(Base):
         That of the rank.
     timeout : timedelta, optional
         Limit of each operation, if it is shorter than torch's own half hour; else it is the job's.
+
+    Attributes
+    ----------
+    supports_reconfigure : bool
+        False: who calls :meth:`reconfigure` chooses the ranks, and here the job chooses them. The
+        group follows by itself, in ``hvd.elastic.run``.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
-    supports_tensor_alloc = False
-    supports_reconfigure = True
+    supports_tensor_alloc = supports_reconfigure = False
 
     def __init__(self, context: Context, timeout: Any = None) -> None:
         super().__init__(context.rank, context.size)  # type: ignore[call-arg]
         self.context = context
         self.queue = OperationQueue(_short(timeout))
         self._alone: SoloCommunicator | None = None
+        self._latest: Communicator | None = None  # of the last operation
         self._collected: list[OperationWork] | None = None  # between start and end of coalescing
         self._name, self._desc = NAME, ""
         self._sequence = 0
@@ -107,7 +118,8 @@ class ElasticProcessGroup(Base):
 
     def communicator(self) -> Communicator:
         """Return the communicator of the next operation."""
-        return self._alone or self.context.communicator()
+        self._latest = self._alone or self.context.communicator()
+        return self._latest
 
     def new_group(
         self,
@@ -560,22 +572,29 @@ class ElasticProcessGroup(Base):
         self.queue.drop()
 
     def abort(self) -> None:
-        """End all operations under way on this rank, and with them the generation."""
-        if self.context.generation:
-            self.context.communicator().abort("the process group was aborted")
+        """End all operations under way on this rank, and with them the generation; any thread."""
+        latest = self._latest
+        if latest is not None and latest.generation == self.generation:
+            latest.abort("the process group was aborted")
 
     def get_error(self) -> Any:
-        """Return whether the group works, in torch's words."""
-        try:
-            if self.context.generation:
-                self.context.communicator().check()
-        except CollectiveError:
-            return ErrorType.COMM_ERROR
+        """Return whether the group works, in torch's words; any thread may ask."""
+        latest = self._latest
+        if latest is not None and latest.generation == self.generation:
+            try:
+                latest.check()
+            except CollectiveError:
+                return ErrorType.COMM_ERROR
         return ErrorType.SUCCESS
 
     def get_reconfigure_handle(self) -> str:
-        """Return what names this rank to the others in :meth:`reconfigure`."""
-        return f"{self._name}:{self.context.generation}:{self.rank()}"
+        """Refuse: see :attr:`supports_reconfigure`."""
+        raise NbelasticError(_JOB_CHOOSES.format("get_reconfigure_handle"))
+
+    def reconfigure(self, opts: Any = None) -> None:
+        """Refuse: see :attr:`supports_reconfigure`."""
+        del opts
+        raise NbelasticError(_JOB_CHOOSES.format("reconfigure"))
 
     # -- from call to communicator -----------------------------------------------------------------
 
@@ -689,7 +708,8 @@ class SubProcessGroup(ElasticProcessGroup):
 
     def communicator(self) -> Communicator:
         """Return the communicator of the next operation."""
-        return self._alone or self._members.communicator()
+        self._latest = self._alone or self._members.communicator()
+        return self._latest
 
     def shutdown(self) -> None:
         """Forget operations, and close the group's connections."""

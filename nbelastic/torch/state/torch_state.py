@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import weakref
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from nbelastic.data import Loader
 from nbelastic.data.comparison import USUAL_CAUSES, DataSample, difference, sample_of
-from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.context import current_or_none, zero_is_source
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
@@ -38,16 +39,18 @@ from nbelastic.torch.state.buffer_means import BufferMeans
 from nbelastic.torch.state.commit import make_commit, rebuild
 from nbelastic.torch.state.copies import Copies, nbytes_of
 from nbelastic.torch.state.flatten import Flattener, Unflattener
+from nbelastic.torch.state.handlers import own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
 from nbelastic.torch.state.module_settings import moving_values
 from nbelastic.torch.state.structure import changes, check_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nbelastic.elastic.sampler import SamplerSnapshot
     from nbelastic.torch.state.commit import Commit
     from nbelastic.torch.state.flatten import Node
+    from nbelastic.torch.state.handlers import StateHandler
     from nbelastic.torch.state.structure import Structure
 
 __all__ = ["TorchState"]
@@ -73,7 +76,8 @@ class TorchState(ObjectState):
     **values
         Further objects as above, or plain values that can be copied and pickled. All are
         attributes and may be assigned to. Attributes that are not named here are not part of the
-        state.
+        state. A value with a handler of yours (``elastic.state.set_handler_registry``) is kept by
+        that: each commit then copies all tensors.
 
     Attributes
     ----------
@@ -109,6 +113,7 @@ class TorchState(ObjectState):
     _loaders: Sequence[Loader] = ()
     _accumulating: Sequence[Optimizer] = ()
     _data: Sequence[DataSample | None] | None = None  # of the datasets as they were built
+    _handlers: Mapping[str, StateHandler] = MappingProxyType({})  # the user's, by names of values
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         self._copies = Copies()
@@ -116,10 +121,20 @@ class TorchState(ObjectState):
         self._stepped: Commit | None = None
         self._stepped_copies = Copies()
         self._reported: tuple[object, ...] = ()
-        given = [model, optimizer, *values.values()]
+        values = {"model": model, "optimizer": optimizer, **values}
+        found = {name: own_handler(value) for name, value in values.items()}
+        handlers = {name: handler for name, handler in found.items() if handler is not None}
+        self._check_free(handlers)
+        self.__dict__.update((name, values.pop(name)) for name in handlers)
+        given = list(values.values())
         check_models(given, objects_in(given))
         _refuse_shards(objects_in(given))
-        super().__init__(model=model, optimizer=optimizer, **values)
+        super().__init__(**values)
+        if handlers:  # only from here on, because a handler's first save is its constructor
+            self._handlers = handlers
+            self.always_copy = (
+                True  # a handler's values do not follow a step that replaces a commit
+            )
         self._loaders = self._take_part_in_steps()
         self._built = self._structure()
 
@@ -213,6 +228,11 @@ class TorchState(ObjectState):
         if self._loaders:
             self._check_between_steps("commit()")
         self._check_between_passes("commit()")
+        for name, handler in self._handlers.items():
+            if self.__dict__[name] is handler.value:
+                handler.save()
+            else:
+                handler.set_value(self.__dict__[name])
         values = self._values()
         try:
             commit = make_commit(values, self.__dict__.get("_commit"))
@@ -292,6 +312,20 @@ class TorchState(ObjectState):
         self._materialize()
         self.__dict__.update(self._commit.restore(self._copies.values))
         self._lazy.restored()
+        for name, handler in self._handlers.items():
+            handler.restore()
+            self.__dict__[name] = handler.value
+
+    def _come_together(
+        self, *, behind: Sequence[int], receivers: Sequence[int], resumed: bool
+    ) -> None:
+        super()._come_together(behind=behind, receivers=receivers, resumed=resumed)
+        if receivers and self._handlers:
+            with zero_is_source():
+                for name, handler in self._handlers.items():
+                    handler.value = self.__dict__[name]
+                    handler.sync()
+                    self.__dict__[name] = handler.value
 
     def prepare_to_join(self) -> None:
         """Touch as much memory as the first step takes; the process keeps it until then."""
@@ -381,6 +415,9 @@ class TorchState(ObjectState):
             self._data = _data_samples(objects)
         head = self._head(present, nodes, trusted, self._data)
         return StatePayload(head, flattener.tensors)
+
+    def _unwritable(self) -> list[str]:
+        return list(self._handlers)
 
     def _pack_commit(self) -> StatePayload:
         self._materialize()

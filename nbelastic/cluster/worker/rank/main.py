@@ -26,6 +26,7 @@ from .interrupt import SignalInterrupt
 from .partitions import PartitionFetcher
 from .program import RankProgram
 from .torch_hooks import hook_torch
+from .variables import keep_variables
 
 if TYPE_CHECKING:
     from nbelastic.cluster.wire import Message
@@ -83,6 +84,7 @@ def main(channel_fd: int, partitions_fd: int, crash_fd: int) -> None:
         program.session.fetch_partition = PartitionFetcher(partitions_fd)
         dask_client.install()
         hook_torch()
+        keep_variables(program.session)
     except BaseException as error:
         program.fail(error)
     else:

@@ -33,7 +33,8 @@ from nbelastic.cluster.wire import (
 )
 from nbelastic.elastic.context import activate
 from nbelastic.elastic.runtime import DEFAULT_RUNTIME
-from nbelastic.elastic.session import Session
+from nbelastic.elastic.session import Session, warn
+from nbelastic.elastic.timeline import timeline
 from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch
 from nbelastic.membership import RankLeft, RankRaised, RankReturned
 from nbelastic.pickling import dumps
@@ -176,8 +177,12 @@ class RankProgram:
         try:
             install(unpack_modules(self._payload))
             take_settings(self._payload.torch)
-            with session.user_code():
-                result = self._function()
+            self._begin_timeline()
+            try:
+                with session.user_code():
+                    result = self._function()
+            finally:
+                timeline.close_part()  # before the event with which the job may end
         except RankExit:
             self._finish(RankLeft(start))
         except BaseException as error:  # the user's, whatever it is: it goes to the kernel
@@ -188,6 +193,16 @@ class RankProgram:
             self._finish(RankReturned(start, isolated=trainers_of(session)), result=result)
         finally:
             session.close()
+
+    def _begin_timeline(self) -> None:
+        part = self._spec.timeline
+        if part is None:
+            return
+        try:
+            cycles = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "").lower() in ("1", "true")
+            timeline.record(part, self.session.rank, marks_cycles=cycles)
+        except OSError as error:
+            warn(self.session, f"a rank is not in the timeline: it cannot write its part\n{error}")
 
     def _function(self) -> bytes:
         """Unpickle and call the user's function; return its pickled result."""

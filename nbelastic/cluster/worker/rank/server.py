@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -35,6 +36,10 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36
 # The kernel sends it to the server when its worker ends. Batch systems send others to all
 # processes of a job, also where a worker is to leave in good order.
 _ORPHANED = getattr(signal, "SIGRTMIN", signal.SIGTERM) + 1
+
+
+GROUP_LIMIT_S = 1.0
+"""Seconds that what a rank has started may take to end after it."""
 
 
 class _Forked(Exception):
@@ -87,6 +92,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._ranks: dict[int, int] = {}  # by process id
+        self._left: list[tuple[float, int]] = []  # groups of ranks that have ended, and until when
         self._orphaned = False
         self._wakeup, self._wakes = socket.socketpair()
         for each in (self._wakeup, self._wakes):
@@ -106,7 +112,7 @@ class _Server:
         for each in (self._control, self._wakeup):
             poll.register(each, select.POLLIN)
         while not self._orphaned:
-            ready = {descriptor for descriptor, _ in poll.poll()}
+            ready = {descriptor for descriptor, _ in poll.poll(self._end_groups())}
             if self._wakeup.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup.recv(1 << 12)
@@ -114,7 +120,28 @@ class _Server:
             if self._control.fileno() in ready and not self._obey(method):
                 break
         for pid in self._ranks:
-            signal_group(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+            self._end_group(pid)
+        with contextlib.suppress(ChildProcessError):  # all have ended
+            while self._end_groups() is not None:
+                if not os.wait4(-1, os.WNOHANG)[0]:
+                    time.sleep(0.01)
+
+    def _end_group(self, pid: int) -> None:
+        """Have the processes that a rank has started end: now, or in a moment by SIGKILL.
+
+        The resource tracker of multiprocessing ends by itself, when it has removed what the rank
+        has left in shared memory.
+        """
+        signal_group(pid, signal.SIGTERM)
+        self._left.append((time.monotonic() + GROUP_LIMIT_S, pid))
+
+    def _end_groups(self) -> float | None:
+        """Kill the groups whose time is over; return the milliseconds until the next."""
+        now = time.monotonic()
+        while self._left and self._left[0][0] <= now:
+            signal_group(self._left.pop(0)[1], signal.SIGKILL)
+        return 1000 * (self._left[0][0] - now) if self._left else None
 
     def _obey(self, method: str) -> bool:
         """Do what the worker asks for; return False if it has closed the socket."""
@@ -132,7 +159,10 @@ class _Server:
         elif message["op"] == "signal":
             for pid, rank in self._ranks.items():
                 if rank == message["rank"]:  # else it is reaped, and its number may be another's
-                    signal_group(pid, message["signal"])
+                    if message["signal"] == signal.SIGKILL:
+                        os.kill(pid, signal.SIGKILL)  # its group ends when it is reaped
+                    else:
+                        signal_group(pid, message["signal"])
         return True
 
     def _fork(self, rank: int, descriptors: list[int], method: str) -> None:
@@ -187,7 +217,7 @@ class _Server:
                 return
             rank = self._ranks.pop(pid, None)
             if rank is not None:
-                signal_group(pid, signal.SIGKILL)
+                self._end_group(pid)
                 self._send(op="ended", rank=rank, status=status, peak_kib=usage.ru_maxrss)
 
     def _send(self, **message: Any) -> None:

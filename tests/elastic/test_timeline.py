@@ -1,0 +1,73 @@
+"""Timelines: events of one process, parts of a job's ranks, and the file for Perfetto."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nbelastic.elastic import timeline as timelines
+from nbelastic.elastic.timeline import Timeline, join_parts, part_of
+from tests.support.world import run_ranks
+
+
+def events_in(path):
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def test_parts_of_ranks_become_one_file_with_a_row_for_each(tmp_path):
+    path = tmp_path / "a [1].json"
+    for start in range(3):
+        timeline = Timeline()
+        timeline.record(part_of(str(path), "run", start), start, marks_cycles=start == 0)
+        with timeline.span("COMMIT"):
+            pass
+        timeline.close_part()
+        timeline.instant("after the end")
+    other = tmp_path / "a [1].json.other-0"
+    other.write_text("of another job\n")
+
+    assert join_parts(str(path), "run")
+    events = events_in(path)
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["rank 0", "rank 1", "rank 2"]
+    assert [(e["name"], e["pid"]) for e in events[3:]] == [("COMMIT", rank) for rank in range(3)]
+    assert sorted(tmp_path.iterdir()) == [path, other]
+    assert not join_parts(str(path), "run")
+
+
+def test_a_part_has_what_was_recorded_before_its_rank_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(timelines, "APPEND_AFTER", -1.0)
+    path = tmp_path / "t.json"
+    timeline = Timeline()
+    timeline.record(part_of(str(path), "run", 0), 0, marks_cycles=False)
+    timeline.instant("before")
+    with open(part_of(str(path), "run", 0), "a") as part:
+        part.write('{"name": "half')
+    join_parts(str(path), "run")
+    timeline.close_part()
+    assert [event["name"] for event in events_in(path)] == ["process_name", "before"]
+
+
+def test_an_event_has_the_rank_of_its_time(tmp_path):
+    timeline = Timeline()
+    timeline.record(tmp_path / "part", 0, marks_cycles=False)
+
+    def rank_main(context):
+        for rank in (0, 5):
+            context.rank = rank
+            timeline.instant("moment")
+
+    run_ranks(1, rank_main)
+    timeline.close_part()
+    lines = (tmp_path / "part").read_text().splitlines()
+    assert [json.loads(line)["pid"] for line in lines] == [0, 5]
+
+
+def test_a_part_that_cannot_be_written_is_not_begun(tmp_path):
+    timeline = Timeline()
+    with pytest.raises(OSError, match="nowhere"):
+        timeline.record(tmp_path / "nowhere" / "part", 0, marks_cycles=False)
+    assert not timeline.is_on
+    assert not timeline.is_the_jobs
+    timeline.close_part()

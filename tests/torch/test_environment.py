@@ -1,0 +1,120 @@
+"""Horovod's environment variables: heeded where they mean something, else named once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import nbelastic.torch as hvd
+from nbelastic.elastic.context import current
+from nbelastic.elastic.session import Session
+from nbelastic.torch.gradients import layout, layout_agreement
+from nbelastic.torch.ops import environment
+from tests.support.world import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(environment, "_heeded", [])
+    logger = logging.getLogger("nbelastic")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+def named(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_variables_without_a_meaning_here_are_named_once(monkeypatch, caplog):
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "30")
+    monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    run_ranks(1, lambda context: [hvd.init(), hvd.init()])
+    assert named(caplog) == [
+        "these environment variables of Horovod's have no effect: HOROVOD_AUTOTUNE, "
+        "HOROVOD_CYCLE_TIME (operations begin at once), HOROVOD_STALL_CHECK_TIME_SECONDS (a rank "
+        "that stalls is replaced after stall_timeout)"
+    ]
+
+
+def test_what_is_heeded_is_not_named(monkeypatch, caplog):
+    for name, value in [
+        ("HOROVOD_FUSION_THRESHOLD", "1048576"),
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "1"),
+        ("HOROVOD_LOG_LEVEL", "ERROR"),
+    ]:
+        monkeypatch.setenv(name, value)
+    run_ranks(1, lambda context: hvd.init())
+    assert named(caplog) == []
+    assert logging.getLogger("nbelastic").level == logging.ERROR
+
+
+@pytest.mark.parametrize("heeded", [(), ("HOROVOD_TIMELINE",)])
+def test_a_variable_of_the_kernel_is_named_unless_the_job_has_it(monkeypatch, caplog, heeded):
+    monkeypatch.setenv("HOROVOD_TIMELINE", "t.json")
+    context = Session.__new__(Session)
+    context.spec = SimpleNamespace(heeded=heeded)
+    context.port = SimpleNamespace(report=lambda event: None)
+    context.spec.start = 0
+    monkeypatch.setattr(environment, "current", lambda: context)
+    environment.heed_environment()
+    assert len(named(caplog)) == (0 if heeded else 1)
+
+
+def test_a_threshold_that_is_no_number_has_no_effect(monkeypatch, caplog):
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
+    run_ranks(1, lambda context: hvd.init())
+    assert "HOROVOD_FUSION_THRESHOLD (must be a number of bytes)" in named(caplog)[0]
+    assert layout.fusion_threshold() == layout.BUCKET_BYTES
+
+
+@pytest.mark.parametrize(
+    ("text", "buckets"), [("0", 4), ("8", 4), ("64", 2), ("1000000", 1), (None, 1)]
+)
+def test_a_bucket_has_as_many_bytes_as_the_threshold(monkeypatch, text, buckets):
+    if text is not None:
+        monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", text)
+    parameters = [torch.empty(8) for _ in range(4)]
+    plan = layout.plan_groups(
+        parameters, [3, 2, 1, 0], lambda dtype: dtype, bucket_bytes=layout.fusion_threshold()
+    )
+    assert len([planned for planned in plan if planned.indices]) == buckets
+
+
+def test_the_threshold_of_rank_0_counts(monkeypatch):
+    """Where ranks have different environments, their buckets would not match."""
+    made = []
+    monkeypatch.setattr(
+        layout_agreement, "fusion_threshold", lambda: 8 if current().rank == 0 else 1 << 20
+    )
+    original = layout_agreement.Manifest
+
+    def note(*values):
+        manifest = original(*values)
+        made.append(manifest.bucket_bytes)
+        return manifest
+
+    monkeypatch.setattr(layout_agreement, "Manifest", note)
+
+    def rank_main(context):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        hvd.broadcast_parameters(net.state_dict())
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.full((1, 4), context.rank + 1.0)).sum().backward()
+            optimizer.step()
+        return [parameter.flatten().tolist() for parameter in net.parameters()]
+
+    found = run_ranks(2, rank_main)
+    assert found[0] == found[1]
+    assert {*made} == {8}

@@ -1,0 +1,222 @@
+"""Horovod's registry of handlers, and what a state tells about a coming change."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import nbelastic.torch as hvd
+from nbelastic.elastic import ObjectState, State
+from nbelastic.errors import HostsUpdatedInterrupt, OptionError
+from nbelastic.torch.elastic import state as registry
+from tests.support.world import run_ranks
+
+
+class Ledger:
+    """A type of a user's, without ``state_dict``; deep copies of it are refused."""
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def __deepcopy__(self, memo):
+        raise TypeError("a ledger is not copied")
+
+
+class LedgerHandler(registry.StateHandler):
+    def __init__(self, ledger):
+        super().__init__(ledger)
+        self.calls = []
+        self.kept = list(ledger.entries)
+
+    def save(self):
+        self.calls.append("save")
+        self.kept = list(self.value.entries)
+
+    def restore(self):
+        self.calls.append("restore")
+        self.value.entries = list(self.kept)
+
+    def sync(self):
+        self.calls.append("sync")
+        self.value.entries = hvd.broadcast_object(self.value.entries, root_rank=0)
+
+
+@pytest.fixture
+def with_ledgers():
+    before = registry.get_handler_registry()
+    registry.set_handler_registry([(Ledger, LedgerHandler), *before])
+    yield
+    registry.set_handler_registry(before)
+
+
+@pytest.mark.usefixtures("with_ledgers")
+def test_a_state_keeps_a_value_by_the_handler_of_its_type():
+    def rank_main(context):
+        ledger = Ledger([0])
+        state = hvd.elastic.TorchState(torch.nn.Linear(1, 1), ledger=ledger, epoch=0)
+        ledger.entries, state.epoch = [1], 1
+        state.commit()
+        ledger.entries, state.epoch = [2], 2
+        state.restore()
+        assert (state.ledger, ledger.entries, state.epoch) == (ledger, [1], 1)
+        other = state.ledger = Ledger([3])  # not committed
+        state.restore()
+        assert (state.ledger, ledger.entries) == (ledger, [1])
+        state.ledger = other
+        state.commit()
+        other.entries = [4]
+        state.restore()
+        assert (state.ledger, other.entries) == (other, [3])
+
+    run_ranks(1, rank_main)
+
+
+@pytest.mark.usefixtures("with_ledgers")
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("how", ["sync", "align", "same"])
+def test_handlers_synchronise_from_the_rank_with_the_newest_state(source, how):
+    """Also where a handler names rank 0, as Horovod's do, and another rank is ahead of it."""
+
+    def rank_main(context):
+        state = hvd.elastic.TorchState(ledger=Ledger([context.rank]), epoch=context.rank)
+        if how == "sync":
+            state.sync()
+        else:
+            behind = [rank for rank in range(3) if rank != source]
+            state.align(behind if how == "align" else [])
+            state.save()
+        state.ledger.entries.append("lost")
+        state.restore()
+        assert hvd.broadcast_object(context.rank, root_rank=0) == 0
+        return state.ledger.entries, state.epoch
+
+    expected = [([rank if how == "same" else source],) * 1 for rank in range(3)]
+    found = run_ranks(3, rank_main, source=source)
+    assert [(entries,) for entries, _ in found] == expected
+    assert [epoch for _, epoch in found] == [entries[0] for (entries,) in expected]
+
+
+@pytest.mark.usefixtures("with_ledgers")
+def test_a_value_with_a_handler_cannot_have_a_name_of_the_state():
+    with pytest.raises(OptionError, match="'commit'"):
+        hvd.elastic.TorchState(commit=Ledger([]))
+
+
+def test_values_without_a_handler_of_the_users_are_kept_as_always():
+    """nbelastic's handlers are for those who derive from them; the state knows more."""
+    net = torch.nn.Linear(1, 1)
+    net.register_buffer("hidden", torch.zeros(1), persistent=False)
+    state = hvd.elastic.TorchState(net)
+    state.save()
+    net.hidden.fill_(1)
+    state.restore()
+    assert net.hidden.item() == 0
+
+
+class ScaledModelHandler(registry.ModelStateHandler):
+    saves = 0
+
+    def save(self):
+        type(self).saves += 1
+        super().save()
+
+
+def test_a_handler_of_ones_own_may_be_that_of_models():
+    before = registry.get_handler_registry()
+    registry.set_handler_registry([(torch.nn.Linear, ScaledModelHandler), *before])
+    try:
+        net = torch.nn.Linear(1, 1)
+        state = hvd.elastic.TorchState(net, torch.optim.SGD(net.parameters(), 1.0))
+    finally:
+        registry.set_handler_registry(before)
+    weight = net.weight.detach().clone()
+    state.save()
+    with torch.no_grad():
+        net.weight.add_(1)
+    state.restore()
+    assert ScaledModelHandler.saves == 1
+    assert torch.equal(net.weight, weight)
+
+
+def test_the_handlers_of_horovod_save_restore_and_synchronise():
+    def rank_main(context):
+        torch.manual_seed(context.rank)
+        net = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=context.rank + 1.0, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, context.rank + 1)
+        sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+        values = [net, optimizer, schedule, sampler]
+        kinds = [
+            registry.ModelStateHandler,
+            registry.OptimizerStateHandler,
+            registry.LRSchedulerStateHandler,
+            registry.SamplerStateHandler,
+        ]
+        handlers = [registry._get_handler(value) for value in values]
+        assert [type(handler) for handler in handlers] == kinds
+        assert registry._get_handler(3) is None
+
+        sampler.record_batch(0, 2)
+        for handler in handlers:
+            handler.save()
+        kept = [copy.deepcopy(value.state_dict()) for value in values[:3]]
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        schedule.step()
+        sampler.set_epoch(3)
+        for handler in handlers:
+            handler.restore()
+        assert str([value.state_dict() for value in values[:3]]) == str(kept)
+        assert (sampler.epoch, sampler.processed_indices) == (0, {0, 1, 2, 3})
+        for handler in handlers:
+            handler.sync()
+        return net.weight.tolist(), optimizer.param_groups[0]["lr"], schedule.step_size
+
+    found = run_ranks(2, rank_main)
+    assert found[0] == found[1]
+    assert found[0][1:] == (1.0, 1)
+
+
+def test_a_state_is_told_of_a_coming_change():
+    """Base classes do nothing; the interrupt comes all the same."""
+
+    class Told(ObjectState):
+        told = ()
+
+        def on_hosts_updated(self, timestamp, update_res):
+            self.told = (*self.told, (type(timestamp), update_res))
+
+    def rank_main(context):
+        def change():
+            raise HostsUpdatedInterrupt
+
+        state = Told(epoch=0)
+        state.check_host_updates()
+        assert state.told == ()
+        context.check_membership = change
+        with pytest.raises(HostsUpdatedInterrupt):
+            state.commit()
+        with pytest.raises(HostsUpdatedInterrupt):
+            ObjectState(epoch=0).check_host_updates()
+        return state.told
+
+    assert run_ranks(1, rank_main) == [((float, 3),)]
+
+
+def test_a_state_of_ones_own_synchronises_from_rank_0_as_horovods():
+    class Own(State):
+        def __init__(self, value):
+            super().__init__()
+            self.value = value
+
+        def sync(self):
+            self.value = hvd.broadcast(torch.tensor(self.value), root_rank=0).item()
+
+    def rank_main(context):
+        state = Own(context.rank)
+        state.align([0])
+        return state.value
+
+    assert run_ranks(2, rank_main, source=1) == [1, 1]
