@@ -41,7 +41,7 @@ MOST = {
     "cpu": {GLOO: 1.0, "shm": 0.25, "ddp-gloo": 1.0, "ddp-shm": 0.5},
     "cuda": {"cuda_ipc": 0.5},
 }
-BACKENDS = {"cpu": [GLOO, "shm", "ddp-gloo", "ddp-shm"], "cuda": ["shm", "cuda_ipc"]}
+BACKENDS = {"cpu": [GLOO, "shm", "ddp-gloo", "ddp-shm"], "cuda": ["shm", "cuda_ipc", "nccl"]}
 LEAST_ROUNDS = 10
 
 Round = dict[str, float]
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument(
         "--backends",
         nargs="+",
-        help="what of ours to measure (gloo shm ddp-gloo ddp-shm; on a GPU shm cuda_ipc)",
+        help="what of ours to measure (gloo shm ddp-gloo ddp-shm; on a GPU shm cuda_ipc nccl)",
     )
     parser.add_argument(
         "--device", default="cpu", choices=["cpu", "cuda"], help="which all ranks share (cpu)"

@@ -178,8 +178,8 @@ def _gpus(sides: Sequence[Side]) -> Finding:
     names = [name for side in sides for name in side.gpus]
     if not names:
         return Finding("GPUs", "note", "none that torch can use", "ranks train on CPUs")
-    advice = "ranks of one host can sum there: backend='cuda_ipc' (experimental)"
-    return Finding("GPUs", "ok", f"{len(sides)} processes see {names[0]}; no NCCL", advice)
+    advice = "ranks can sum there: backend='cuda_ipc' on one host, 'nccl' on any (experimental)"
+    return Finding("GPUs", "ok", f"{len(sides)} processes see {names[0]}", advice)
 
 
 def _metadata(sides: Sequence[Side]) -> Finding:

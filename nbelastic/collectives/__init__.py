@@ -40,7 +40,7 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     """
     if rendezvous.size == 1:
         return SoloCommunicator(generation=rendezvous.generation)
-    if rendezvous.backend in ("auto", "shm", "cuda_ipc"):
+    if rendezvous.backend in ("auto", "shm", "cuda_ipc", "nccl"):
         from nbelastic.collectives.negotiation import NegotiatingCommunicator
 
         return NegotiatingCommunicator(rendezvous)

@@ -30,7 +30,7 @@ __all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous", "connectors
 connectors: list[Callable[[Rendezvous], Communicator]] = []
 """What makes a communicator of any kind; the package, which knows all kinds, adds it."""
 
-BACKENDS = ("auto", "gloo", "shm", "cuda_ipc", "pygloo")
+BACKENDS = ("auto", "gloo", "shm", "cuda_ipc", "nccl", "pygloo")
 """Values of :attr:`Rendezvous.backend`."""
 
 
@@ -109,7 +109,7 @@ class Communicator(abc.ABC):
     """
 
     name: ClassVar[str]
-    """Its kind: ``gloo``, ``shm``, ``hierarchical``, ``cuda_ipc``, ``pygloo`` or ``solo``."""
+    """``gloo``, ``shm``, ``hierarchical``, ``cuda_ipc``, ``nccl``, ``pygloo`` or ``solo``."""
 
     fallback_reason: str = ""
     """Why the ranks could not use a faster kind, in words; empty if this is the fastest."""

@@ -8,12 +8,14 @@ All ranks see the same capabilities and results, and draw the same conclusion: s
 are on one host, both transports if some are, else Gloo. Where something is in the way, all fall
 back to Gloo, unless the job demands shared memory.
 
-If the job asks for it, ranks of one host then open each other's memory on GPUs, over the segment.
+If the job asks for it, ranks of one host then open each other's memory on GPUs, over the segment,
+or ranks on any hosts form a communicator of NCCL in front of the one that was chosen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from nbelastic.collectives.shm.handshake import FORMING_LIMIT_S, SegmentError, S
 from nbelastic.collectives.topology import (
     Capabilities,
     Topology,
+    nccl_obstacle,
     shared_memory_obstacle,
     sharing_host,
 )
@@ -34,8 +37,10 @@ from nbelastic.errors import CollectiveError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.collectives.cuda_ipc.device import Device
-    from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
+    from nbelastic.collectives.gpu.communicator import Host
+    from nbelastic.collectives.gpu.device import Device
+    from nbelastic.collectives.nccl.group import NcclGroup
+    from nbelastic.collectives.nccl.library import NcclLibrary
     from nbelastic.collectives.shm.handshake import SharedSegment
 
 __all__ = ["NegotiatingCommunicator"]
@@ -72,8 +77,11 @@ class NegotiatingCommunicator(Communicator):
         self._begun = False
         self._chosen: Communicator | None = None
         self._device: Device | None = None
-        self._gpus: list[str] = []
-        self._uses_gpus = rendezvous.backend == "cuda_ipc"
+        self._library: NcclLibrary | None = None
+        self._uses_gpus = rendezvous.backend in ("cuda_ipc", "nccl")
+        self._on_host = rendezvous
+        if rendezvous.backend == "nccl":  # subgroups of the host's communicator do without NCCL
+            self._on_host = dataclasses.replace(rendezvous, backend="auto")
 
     def connect(self) -> Communicator:
         """Choose a communicator with the other ranks, and return it, connected."""
@@ -107,18 +115,28 @@ class NegotiatingCommunicator(Communicator):
 
     def _negotiate(self, segment_socket: SegmentSocket | None, obstacle: str) -> Communicator:
         name = segment_socket.name if segment_socket else ""
-        self._device = device = self._own_device()
-        gpu = "" if device is None else device.kind
-        own = Capabilities(obstacle, self._host or sharing_host(), name, gpu)
+        own = Capabilities(obstacle, self._host or sharing_host(), name, *self._own_gpu())
         values = self._exchange("capabilities", own.encode())
         capabilities = [Capabilities.decode(value, rank) for rank, value in enumerate(values)]
-        self._gpus = [each.gpu for each in capabilities]
         topology = Topology.of(capabilities)
+        host = self._choose_host(topology, segment_socket, capabilities)
+        if not self._uses_gpus:
+            return host
+        try:
+            return self._with_devices(host, topology, capabilities)
+        except BaseException:
+            host.close()
+            raise
+
+    def _choose_host(
+        self,
+        topology: Topology,
+        segment_socket: SegmentSocket | None,
+        capabilities: Sequence[Capabilities],
+    ) -> Host:
+        """Return a communicator that reduces on the hosts."""
         if not topology.any_host_shared:
-            chosen = self._over_gloo()
-            if self._uses_gpus:
-                chosen.fallback_reason = f"{ON_HOST}: no two ranks share a host"
-            return chosen
+            return self._over_gloo()
         if topology.obstacle:
             # Known beforehand, and the same in every generation.
             return self._fall_back(topology.obstacle, logging.INFO)
@@ -144,59 +162,133 @@ class NegotiatingCommunicator(Communicator):
             stack.pop_all()
             return self._over_segments(topology, segment)
 
-    def _over_segments(self, topology: Topology, segment: SharedSegment | None) -> Communicator:
+    def _over_segments(self, topology: Topology, segment: SharedSegment | None) -> Host:
         """Return the communicator for a topology; it owns the segment."""
         group = None if segment is None else segment.group
         if group is not None and len(topology.hosts) == 1:
             from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
 
-            host = SharedMemoryCommunicator(self._rendezvous, group, self._abort_signal)
-            return self._with_devices(host)
-        chosen = HierarchicalCommunicator(self._rendezvous, topology, group, self._abort_signal)
-        if self._uses_gpus:
-            chosen.fallback_reason = f"{ON_HOST}: the ranks are on several hosts"
+            return SharedMemoryCommunicator(self._on_host, group, self._abort_signal)
+        chosen = HierarchicalCommunicator(self._on_host, topology, group, self._abort_signal)
         try:
             return chosen.connect()
         except BaseException:
             chosen.close()
             raise
 
+    # -- GPUs ------------------------------------------------------------------------------------
+
+    def _own_gpu(self) -> tuple[str, str, str, str]:
+        """Return what the capabilities of this rank say of its GPU, if the job asks for that."""
+        self._device = device = self._own_device() if self._uses_gpus else None
+        if device is None:
+            return "", "", "", ""
+        if self._rendezvous.backend != "nccl":
+            return device.kind, "", "", ""
+        from nbelastic.collectives.gpu.device import DeviceError
+        from nbelastic.collectives.nccl.group import obstacle
+        from nbelastic.collectives.nccl.library import card_of
+
+        try:
+            self._library = library = self._own_library()
+        except DeviceError as error:
+            return device.kind, "", str(error), ""
+        version = ".".join(map(str, library.version))
+        return device.kind, version, obstacle(), card_of(device, library, self.rank)
+
     def _own_device(self) -> Device | None:
-        """Return the GPU that this rank computes on, if the job asks for sums there."""
-        if not self._uses_gpus:
-            return None
-        from nbelastic.collectives.cuda_ipc.device import present_device
+        """Return the GPU that this rank computes on."""
+        from nbelastic.collectives.gpu.device import present_device
 
         return present_device()
 
-    def _with_devices(self, host: SharedMemoryCommunicator) -> Communicator:
-        """Return a communicator that reduces in the memory of GPUs, if all ranks can."""
-        if not self._uses_gpus:
-            return host
-        if self._device is None or not all(self._gpus):
-            host.fallback_reason = f"{ON_HOST}: rank {self._gpus.index('')} has used no GPU"
-            return host
+    def _own_library(self) -> NcclLibrary:
+        """Return the NCCL of this process."""
+        from nbelastic.collectives.nccl.library import present_library
+
+        return present_library()
+
+    def _with_devices(
+        self, host: Host, topology: Topology, capabilities: Sequence[Capabilities]
+    ) -> Communicator:
+        """Return a communicator that reduces on GPUs, if all ranks can, else that of the host."""
+        if self._rendezvous.backend == "nccl":
+            communicator, reason = self._over_nccl(host, capabilities)
+        else:
+            communicator, reason = self._over_cuda_ipc(host, topology, capabilities)
+        if communicator is not None:
+            return communicator
+        if not host.fallback_reason:
+            host.fallback_reason = f"{ON_HOST}: {reason}"
+        return host
+
+    def _over_cuda_ipc(
+        self, host: Host, topology: Topology, capabilities: Sequence[Capabilities]
+    ) -> tuple[Communicator | None, str]:
+        """Return a communicator over CUDA IPC, or why there is none."""
+        from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
+
+        if not topology.any_host_shared:
+            return None, "no two ranks share a host"
+        if not isinstance(host, SharedMemoryCommunicator):
+            return None, "the ranks are on several hosts"
+        missing = [rank for rank, each in enumerate(capabilities) if not each.gpu]
+        if self._device is None or missing:
+            return None, f"rank {missing[0]} has used no GPU"
         from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 
-        try:
-            exchange, reason = open_exchange(
-                host, self._device, lambda said: self._exchange("devices", said)
-            )
-        except BaseException:
-            host.close()
-            raise
+        exchange, reason = open_exchange(
+            host, self._device, lambda said: self._exchange("devices", said)
+        )
         host.restart_count()
-        if exchange is not None:
-            return CudaIpcCommunicator(self._rendezvous, host, exchange, self._abort_signal)
-        host.fallback_reason = f"{ON_HOST}: {reason}"
-        return host
+        if exchange is None:
+            return None, reason
+        return CudaIpcCommunicator(self._rendezvous, host, exchange, self._abort_signal), ""
+
+    def _over_nccl(
+        self, host: Host, capabilities: Sequence[Capabilities]
+    ) -> tuple[Communicator | None, str]:
+        """Return a communicator over NCCL, or why there is none."""
+        reason = nccl_obstacle(capabilities)
+        if reason or self._device is None or self._library is None:
+            return None, reason
+        from nbelastic.collectives.nccl.communicator import NcclCommunicator
+        from nbelastic.collectives.nccl.group import NcclGroup
+
+        group = NcclGroup(self._library, self._device, self._rendezvous, self._abort_signal)
+        reason = self._form(group)
+        if reason:
+            return None, reason
+        chosen = NcclCommunicator(self._rendezvous, host, self._device, group, self._abort_signal)
+        chosen.fallback_reason = host.fallback_reason
+        return chosen, ""
+
+    def _form(self, group: NcclGroup) -> str:
+        """Form NCCL's communicator with all other ranks; return what has failed on any of them."""
+        from nbelastic.collectives.gpu.device import DeviceError
+
+        assert self._library is not None
+        offer = b""
+        if self.rank == 0:
+            try:
+                offer = b"+" + self._library.unique_id()
+            except DeviceError as error:
+                offer = str(error).encode()
+        offer = self._exchange("nccl", offer)[0]
+        if not offer.startswith(b"+"):
+            return f"rank 0: {offer.decode()}"
+        problem = group.form(offer[1:])
+        said = self._exchange("nccl-formed", problem.encode()[:1000], 2 * group.limit_s)
+        if not any(said):
+            return ""
+        return group.give_up_with([each.decode(errors="replace") for each in said])
 
     def _exchange(self, subject: str, value: bytes, limit_s: float | None = None) -> list[bytes]:
         client = RendezvousClient(self._rendezvous, subject)
         self._abort_signal.on_abort(lambda *_: client.abort())
         return client.exchange(value, limit_s)
 
-    def _fall_back(self, reason: str, level: int) -> Communicator:
+    def _fall_back(self, reason: str, level: int) -> GlooCommunicator:
         """Use Gloo where memory cannot be shared, unless the job demands shared memory."""
         if self._rendezvous.backend == "shm":
             raise CollectiveError(f"backend='shm', but memory cannot be shared: {reason}")
@@ -207,8 +299,8 @@ class NegotiatingCommunicator(Communicator):
         chosen.fallback_reason = reason
         return chosen
 
-    def _over_gloo(self) -> Communicator:
-        return GlooCommunicator(self._rendezvous, self._abort_signal).connect()
+    def _over_gloo(self) -> GlooCommunicator:
+        return GlooCommunicator(self._on_host, self._abort_signal).connect()
 
     # -- standing in for the chosen communicator -------------------------------------------------
 

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import sys
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,19 @@ from nbelastic.errors import CollectiveError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Capabilities", "Topology", "host_identity", "shared_memory_obstacle", "sharing_host"]
+__all__ = [
+    "Capabilities",
+    "Topology",
+    "host_identity",
+    "nccl_obstacle",
+    "shared_memory_obstacle",
+    "sharing_host",
+]
 
 HOST_VARIABLE = "NBELASTIC_HOST"
 """Environment variable that splits one machine into several hosts, for tests of placement."""
 
-VERSION = 4
+VERSION = 5
 """Of the capabilities, and of the protocol between the ranks of a host."""
 
 
@@ -83,12 +90,21 @@ class Capabilities:
         Name of the socket at which it shares a segment.
     gpu : str
         Kind of the accelerator that it computes on; empty if it has used none.
+    nccl : str
+        Version of its NCCL; empty if the job does not ask for NCCL, or it has none.
+    nccl_obstacle : str
+        Why it cannot use NCCL; empty if it can.
+    card : str
+        Its GPU, as NCCL tells GPUs apart.
     """
 
     obstacle: str
     host: str
     socket_name: str
     gpu: str = ""
+    nccl: str = ""
+    nccl_obstacle: str = ""
+    card: str = ""
 
     def encode(self) -> bytes:
         """Return them as bytes."""
@@ -104,15 +120,31 @@ class Capabilities:
             They are not of this version.
         """
         try:
-            version, *fields = json.loads(data)
+            version, *values = json.loads(data)
         except (ValueError, TypeError):
-            version, fields = None, []
-        plain = len(fields) == 4 and all(isinstance(field, str) for field in fields)
+            version, values = None, []
+        plain = len(values) == len(fields(cls)) and all(isinstance(each, str) for each in values)
         if version != VERSION or not plain:
             raise CollectiveError(
                 f"rank {rank} runs another version of nbelastic; install one version on all workers"
             )
-        return cls(*fields)
+        return cls(*values)
+
+
+def nccl_obstacle(capabilities: Sequence[Capabilities]) -> str:
+    """Return why ranks with these capabilities cannot use NCCL; empty if they can."""
+    first_of: dict[str, int] = {}
+    for rank, each in enumerate(capabilities):
+        if not each.gpu:
+            return f"rank {rank} has used no GPU"
+        if each.nccl_obstacle:
+            return f"rank {rank}: {each.nccl_obstacle}"
+        if each.nccl != capabilities[0].nccl:
+            return f"rank {rank} has NCCL {each.nccl}, rank 0 {capabilities[0].nccl}"
+        if each.card in first_of:
+            return f"ranks {first_of[each.card]} and {rank} share a GPU; NCCL needs one for each"
+        first_of[each.card] = rank
+    return ""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ _TRANSPORTS = {
     "shm": "shared memory",
     "hierarchical": "shared memory and Gloo",
     "cuda_ipc": "CUDA IPC",
+    "nccl": "NCCL",
 }
 
 

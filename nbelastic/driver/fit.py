@@ -144,9 +144,10 @@ def fit(
     backend : str, default "auto"
         How tensors travel between ranks: ``shm`` through shared memory within a host and Gloo
         across hosts, or not at all; ``gloo`` by Gloo alone; ``auto`` the best of both that all
-        ranks can do; ``cuda_ipc`` the same, but ranks of one host sum tensors of GPUs there
-        (experimental); ``pygloo`` by the package of that name. :attr:`JobStatus.backend` says what
-        it has become.
+        ranks can do; ``cuda_ipc`` the same, but ranks of one host sum tensors of GPUs there;
+        ``nccl`` the same, but ranks with a GPU each sum tensors of GPUs by NCCL, on any hosts
+        (both are experimental); ``pygloo`` by the package of that name. :attr:`JobStatus.backend`
+        says what it has become.
     timeline : str or path-like, optional
         A file, on a path that all workers and the kernel see, for a timeline in Chrome's trace
         format, which https://ui.perfetto.dev opens: operations, steps, commits and resets, with a

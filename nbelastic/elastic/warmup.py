@@ -77,7 +77,7 @@ def form_alone(rendezvous: Rendezvous) -> None:
         Its job name, store and backend are used.
     """
     terms = replace(rendezvous, generation=1, size=2, timeout_s=LIMIT_S)
-    if terms.backend == "cuda_ipc":  # ranks of one process do not open each other's memory
+    if terms.backend in ("cuda_ipc", "nccl"):  # ranks of one process share a GPU
         terms = replace(terms, backend="auto")
     other = threading.Thread(
         target=_take_part, args=(replace(terms, rank=1),), name="nbelastic-warmup"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbelastic.collectives.cuda_ipc.device import DeviceError
+from nbelastic.collectives.gpu.device import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

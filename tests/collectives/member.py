@@ -27,7 +27,7 @@ from tests.collectives.worlds import MAKERS
 class Member:
     """The requests that it serves."""
 
-    at_once = ("make", "die_at", "abort", "waiting", "threads")
+    at_once = ("make", "die_at", "fail_nccl", "in_nccl", "abort", "waiting", "threads")
     communicator = None
 
     def make(self, kind, store, **rendezvous):
@@ -66,6 +66,14 @@ class Member:
     def die_at(self, drain):
         """Be killed, in time to come, when the host waits for the device for that time."""
         worlds.fake_device = lambda _rank: FakeDevice(dies_at=drain)
+
+    def fail_nccl(self, what):
+        """Have the fake of NCCL fail."""
+        os.environ["FAKE_NCCL"] = what
+
+    def in_nccl(self):
+        """Return whether an operation has been handed to NCCL, and has not ended."""
+        return bool(self.communicator._group._lent)
 
     def abort(self, reason):
         self.communicator.abort(reason)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbelastic.collectives.cuda_ipc import device as cuda
-from nbelastic.collectives.cuda_ipc.device import CudaDevice, DeviceError, present_device
+from nbelastic.collectives.gpu import device as cuda
+from nbelastic.collectives.gpu.device import CudaDevice, DeviceError, present_device
 
 COMPILER = shutil.which("cc")
 BYTES = 8192
@@ -76,6 +76,7 @@ def gpus(monkeypatch):
         is_initialized=lambda: gpus.initialized,
         device_count=lambda: 2,
         current_device=lambda: 0,
+        get_device_properties=lambda its: types.SimpleNamespace(uuid=f"GPU-{its.index}"),
     )
     monkeypatch.setattr(torch, "cuda", fakes)
     monkeypatch.setattr(cuda, "_has_context", lambda index: index in gpus.contexts)
@@ -102,6 +103,28 @@ def test_a_process_has_one_device_which_is_the_one_that_it_uses(gpus):
     assert device._device == OTHER_GPU
     gpus.contexts = [0, 1]
     assert present_device()._device == GPU
+
+
+def test_the_end_of_work_is_asked_for_without_waiting(gpus):
+    device = CudaDevice(0)
+    device._stream.stuck = True
+    end = device.end(device.mark())
+    assert not device.reached(end)
+    device._stream.stuck = False
+    assert device.reached(device.end(device.mark()))
+
+
+def test_libraries_are_told_the_stream_and_others_which_gpu_it_is(gpus):
+    device = CudaDevice(1)
+    device._stream.cuda_stream = 4096
+    assert device.stream == 4096
+    assert device.identity == "GPU-1"
+    with device.using():
+        assert torch.cuda.current_stream(OTHER_GPU) is device._stream
+    assert torch.cuda.current_stream(OTHER_GPU) is not device._stream
+    moved = []
+    device.near(types.SimpleNamespace(to=moved.append))
+    assert moved == [OTHER_GPU]
 
 
 def test_work_follows_the_callers_streams_and_they_follow_it(gpus):

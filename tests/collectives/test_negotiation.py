@@ -91,6 +91,17 @@ def test_without_sums_on_gpus_the_reason_is_said(hosts, kind, reason):
             assert communicator.fallback_reason == f"{negotiation.ON_HOST}: {reason}"
 
 
+@pytest.mark.parametrize(
+    ("hosts", "kind"), [("aa", "shm"), ("aab", "hierarchical"), ("ab", "gloo")]
+)
+def test_without_nccl_the_reason_is_said(hosts, kind):
+    with World(on(hosts, "nccl"), len(hosts)) as world:
+        assert kinds(world) == {kind}
+        for communicator in world.communicators:
+            reason = f"{negotiation.ON_HOST}: rank 0 has used no GPU"
+            assert communicator.fallback_reason == reason
+
+
 def test_on_one_host_there_is_no_gloo_at_all(monkeypatch):
     monkeypatch.delattr(negotiation, "GlooCommunicator")
     with World(MAKERS["auto"], 3) as world:

@@ -20,12 +20,14 @@ from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.topology import Topology
 from nbelastic.native import core, missing
 from tests.collectives.fake_device import FakeDevice
+from tests.collectives.fake_nccl import COMPILER, NcclDevice, fake_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Future
 
-    from nbelastic.collectives.cuda_ipc.device import Device
+    from nbelastic.collectives.gpu.device import Device
+    from nbelastic.collectives.nccl.library import NcclLibrary
 
     Maker = Callable[[Rendezvous], Communicator]
 
@@ -70,6 +72,32 @@ def faked(rendezvous: Rendezvous) -> Communicator:
     return connect(its) if its.size == 1 else _Faked(its)
 
 
+class _OverNccl(NegotiatingCommunicator):
+    """A communicator that negotiates as if each rank had a GPU, with a library that fakes NCCL."""
+
+    def _own_device(self) -> Device | None:
+        return nccl_device(self.rank)
+
+    def _own_library(self) -> NcclLibrary:
+        return nccl_library(self.rank)
+
+
+def nccl_device(_rank: int) -> Device | None:
+    """Return the device of a rank; tests put others in place of this function."""
+    return NcclDevice()
+
+
+def nccl_library(_rank: int) -> NcclLibrary:
+    """Return the library of a rank; tests put others in place of this function."""
+    return fake_library()
+
+
+def over_nccl(rendezvous: Rendezvous) -> Communicator:
+    """Make a communicator over a fake of NCCL."""
+    its = dataclasses.replace(rendezvous, backend="nccl")
+    return connect(its) if its.size == 1 else _OverNccl(its)
+
+
 # A new kind of communicator is a line here; it must pass these tests as they are.
 MAKERS: dict[str, Maker] = {
     "gloo": of("gloo"),
@@ -77,15 +105,19 @@ MAKERS: dict[str, Maker] = {
     "auto": of("auto"),
     "hierarchical": apart,
     "cuda_ipc": faked,
+    "nccl": over_nccl,
     "gpu": of("cuda_ipc"),
+    "gpu_nccl": of("nccl"),
 }
 
 needs_core = pytest.mark.skipif(core is None, reason=f"no part in C++: {missing}")
-# What "auto" is connected to is one of the others, and without a GPU, so is "gpu".
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no compiler for C")
+_NEEDS = {"gloo": [], "nccl": [needs_core, needs_compiler]}
+# What "auto" is connected to is one of the others, and without a GPU, so are the last two.
 KINDS = [
-    pytest.param(kind, marks=[needs_core] * (kind != "gloo"))
+    pytest.param(kind, marks=_NEEDS.get(kind, [needs_core]))
     for kind in MAKERS
-    if kind not in ("auto", "gpu")
+    if kind not in ("auto", "gpu", "gpu_nccl")
 ]
 
 # Longer than anything takes, shorter than TIMEOUT_S: what waits for that long hangs.

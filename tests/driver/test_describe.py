@@ -254,6 +254,7 @@ def test_ways_of_tensors() -> None:
     assert [over(backend) for backend in ("", "solo", "pygloo")] == ["", "", "over pygloo"]
     assert over("hierarchical") == "over shared memory and Gloo"
     assert over("cuda_ipc") == "over CUDA IPC"
+    assert over("nccl") == "over NCCL"
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,9 @@ def details(job, kind):
     return [event.detail for event in job.history if event.kind == kind]
 
 
-def test_without_gpus_the_job_goes_on_and_says_why(crew):
-    job = crew.fit(in_two_loops, np=2, backend="cuda_ipc")
+@pytest.mark.parametrize("backend", ["cuda_ipc", "nccl"])
+def test_without_gpus_the_job_goes_on_and_says_why(crew, backend):
+    job = crew.fit(in_two_loops, np=2, backend=backend)
     assert job.results() == [[[2.0] * 3] * 2] * 2
     assert job.status.backend == "shm"
     (detail,) = details(job, "backend")

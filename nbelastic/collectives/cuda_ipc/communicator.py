@@ -9,9 +9,8 @@ again, the meeting of the round between has shown that no peer reads it any more
 Before a meeting a rank waits, on the host, for its *own* stream. So no stream ever waits for
 another process, and the death of a peer leaves none waiting.
 
-Meetings, tensors on the CPU, and all other operations are those of the shared-memory communicator.
-One executor performs all operations in the order of the rank's calls, because a meeting is an
-operation, too.
+Meetings are operations of the shared-memory communicator, and so keep the order of the rank's calls
+(:mod:`nbelastic.collectives.gpu.communicator`).
 """
 
 from __future__ import annotations
@@ -25,25 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nbelastic.collectives.arguments import (
-    check_contiguous,
-    check_exchange,
-    check_gather,
-    check_op,
-    check_rank,
-    check_scatter,
-    check_together,
-    check_tree,
-)
-from nbelastic.collectives.buffers import copying_back, on_host
 from nbelastic.collectives.communicator import Op
-from nbelastic.collectives.cuda_ipc.device import DeviceError
-from nbelastic.collectives.operations import (
-    AbortableTask,
-    AsyncCommunicator,
-    OperationHandle,
-    OrderedExecutor,
-)
+from nbelastic.collectives.gpu.communicator import DeviceCommunicator
+from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.reduction_tree import fold
 
 if TYPE_CHECKING:
@@ -51,8 +34,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.communicator import Communicator, Handle, Rendezvous
-    from nbelastic.collectives.cuda_ipc.device import Device, Memory
-    from nbelastic.collectives.matching import MatchingClient
+    from nbelastic.collectives.gpu.device import Device, Memory
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
 
@@ -158,10 +140,6 @@ def open_exchange(
         return Exchange(device, memories), ""
 
 
-def _empty_on_host(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [on_host(output, load=False) for output in outputs]
-
-
 def _probe_of(offer: bytes) -> bytes:
     return hashlib.blake2b(offer, digest_size=_PROBE_BYTES).digest()
 
@@ -194,7 +172,7 @@ def _open_others(
     return ""
 
 
-class CudaIpcCommunicator(AsyncCommunicator):
+class CudaIpcCommunicator(DeviceCommunicator):
     """A communicator of ranks that share a host and can read each other's GPUs.
 
     Parameters
@@ -212,7 +190,6 @@ class CudaIpcCommunicator(AsyncCommunicator):
     name = "cuda_ipc"
     coalesces = True
     overlaps = True
-    carries_descriptions = True
     stops_sending_on_failure = True
 
     def __init__(
@@ -222,184 +199,27 @@ class CudaIpcCommunicator(AsyncCommunicator):
         exchange: Exchange,
         abort_signal: AbortSignal,
     ) -> None:
-        super().__init__(rendezvous, abort_signal)
-        self.devices = frozenset({exchange.device.kind})
-        self._host = host
+        super().__init__(rendezvous, host, exchange.device, abort_signal)
         self._exchange = exchange
-        self._device = exchange.device
-        name = f"nbelastic-cuda-ipc-{self.generation}-{self.rank}"
-        self._executor = OrderedExecutor(name, rendezvous.timeout_s)
-        self._closed = False
 
-    def connect(self) -> CudaIpcCommunicator:
-        """Raise: it is connected when it is made."""
-        self._abort_signal.check()
-        raise RuntimeError("connect() is called once")
+    # -- operations on devices -------------------------------------------------------------------
 
-    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new vector in the segment of the host."""
-        return self._host.empty(count, dtype)
+    def _reduce_there(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        return self._on_device(tensors, lambda: self._reduce_now(tensors, op))
 
-    # -- subgroups, which reduce on the host -----------------------------------------------------
-
-    def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Return a connected communicator of some of the ranks, through the host."""
-        return self._host.subgroup(ranks, name)
-
-    def close_subgroup(self, name: str) -> None:
-        """Close a communicator that :meth:`subgroup` has made, if there is one."""
-        self._host.close_subgroup(name)
-
-    def matching_client(self) -> MatchingClient | None:
-        """Return the host's client of the matching of operations."""
-        return self._host.matching_client()
-
-    # -- operations ------------------------------------------------------------------------------
-
-    def allgather_bytes(self, record: bytes) -> list[bytes]:
-        """Return the `record` of every rank, and wait for it."""
-        found: list[list[bytes]] = []
-        self._perform(lambda: found.append(self._host.allgather_bytes(record)))
-        return found[0]
-
-    def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
-        """Reduce `tensor` over all ranks and wait for it."""
-        if self._device.holds(tensor):
-            self.allreduce_async(tensor, op).wait()
-        else:
-            self._perform(lambda: self._host.allreduce(tensor, op))
-
-    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Reduce `tensor` over all ranks, in place."""
-        check_contiguous(tensor)
-        check_op(tensor, op)
-        return self._reduce([tensor], op)
-
-    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
-        """Reduce `tensors` over all ranks, in place, as one operation."""
-        check_together(tensors, op)
-        return self._reduce(tensors, op)
-
-    def _reduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        if not any(tensor.numel() for tensor in tensors):
-            return self._nothing_to_do()
-        if not self._device.holds(tensors[0]):
-            staged = list(map(on_host, tensors))
-            return self._submit(
-                lambda: self._host.allreduce_coalesced(staged, op), copying_back(tensors, staged)
-            )
-        return self._on_device(tensors, lambda: self._reduce_there(tensors, op))
-
-    def allreduce_tree_async(
+    def _sum_along_there(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
         blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
+        outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        """Sum tensors along a tree."""
-        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
-        if not any(tensor.numel() for tensor in found):
-            return self._nothing_to_do()
-        if not self._device.holds(found[0]):
-            return self._submit(lambda: self._host.allreduce_tree(nodes, blocks, outputs))
-        used = [*found, *(each for node in nodes for each in node)]
-        return self._on_device(used, lambda: self._reduce_along(nodes, blocks, found))
+        used = [*outputs, *(each for node in nodes for each in node)]
+        return self._on_device(used, lambda: self._sum_along_now(nodes, blocks, outputs))
 
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
-        """Copy the `tensor` of rank `root` into that of all others."""
-        check_contiguous(tensor)
-        check_rank(root, self.size, "root")
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        if not self._device.holds(tensor):
-            staged = on_host(tensor)
-            return self._submit(
-                lambda: self._host.broadcast(staged, root), copying_back([tensor], [staged])
-            )
-        return self._on_device([tensor], lambda: self._broadcast_there(tensor, root))
-
-    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Collect every rank's `tensor` into `outputs`."""
-        check_gather(outputs, tensor, self.size)
-        source, buffers = on_host(tensor), _empty_on_host(outputs)
-        return self._submit(
-            lambda: self._host.allgather(buffers, source), copying_back(outputs, buffers)
-        )
-
-    def reduce_scatter_async(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
-    ) -> Handle:
-        """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
-        check_scatter(output, inputs, self.rank, self.size, op)
-        sources, buffers = list(map(on_host, inputs)), _empty_on_host([output])
-        return self._submit(
-            lambda: self._host.reduce_scatter(buffers[0], sources, op),
-            copying_back([output], buffers),
-        )
-
-    def all_to_all_async(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
-        """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it."""
-        check_exchange(outputs, inputs, self.rank, self.size)
-        sources, buffers = list(map(on_host, inputs)), _empty_on_host(outputs)
-        return self._submit(
-            lambda: self._host.all_to_all(buffers, sources), copying_back(outputs, buffers)
-        )
-
-    def barrier_async(self) -> Handle:
-        """Complete when all ranks have arrived."""
-        return self._submit(self._host.barrier)
-
-    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
-        """Send `tensor` to rank `to`, through the host."""
-        return self._message(self._host.send_async(tensor, to))
-
-    def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send `parts` as one message, through the host."""
-        return self._message(self._host.send_parts_async(parts, to))
-
-    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill `tensor` with what rank `source` sends."""
-        return self._message(self._host.receive_async(tensor, source))
-
-    def _message(self, handle: Handle) -> Handle:
-        return OperationHandle(self, _OnHost(handle))
+    def _broadcast_there(self, tensor: torch.Tensor, root: int) -> Handle:
+        return self._on_device([tensor], lambda: self._broadcast_now(tensor, root))
 
     # -- in the executor's thread ----------------------------------------------------------------
-
-    def _submit(
-        self, perform: Callable[[], object], deliver: Callable[[], None] | None = None
-    ) -> Handle:
-        self._abort_signal.check()
-        task = AbortableTask(self._abort_signal, perform)
-        return OperationHandle(self, self._executor.submit(task), deliver)
-
-    def _on_device(self, tensors: Sequence[torch.Tensor], perform: Callable[[], None]) -> Handle:
-        """Perform it on the device's stream, between what the caller's has now and its next."""
-        self._abort_signal.check()
-        mark = self._device.mark(tensors)
-        ends: list[Any] = []
-
-        def follow() -> None:
-            with self._device.after(mark):
-                perform()
-            ends.append(self._device.end(mark))
-
-        return self._submit(follow, lambda: self._device.follow(ends[0]))
-
-    def _perform(self, perform: Callable[[], None]) -> None:
-        """Perform an operation of the host and wait for it, in this thread if the other is idle."""
-        if not self._executor.idle:
-            self._submit(perform).wait()
-            return
-        self._abort_signal.check()
-        self._waiting = True
-        try:
-            perform()
-        finally:
-            self._waiting = False
-        self._completed += 1
 
     def _meet(self, what: str) -> None:
         """Wait for the own stream, then for all ranks to have done so, in the same operation."""
@@ -409,7 +229,7 @@ class CudaIpcCommunicator(AsyncCommunicator):
             said = ", ".join(f"rank {rank}: {each.decode()}" for rank, each in enumerate(records))
             raise RuntimeError(f"ranks disagree on the operation ({said})")
 
-    def _reduce_there(self, tensors: Sequence[torch.Tensor], op: Op) -> None:
+    def _reduce_now(self, tensors: Sequence[torch.Tensor], op: Op) -> None:
         dtype = tensors[0].dtype
         if dtype is torch.bool:  # whether any is true, or all are; bytes would overflow
             dtype = torch.uint8
@@ -422,7 +242,7 @@ class CudaIpcCommunicator(AsyncCommunicator):
         what = f"allreduce ({op.value})"
         self._exchange_rounds(what, [values], values, [1] * self.size, combine)
 
-    def _reduce_along(
+    def _sum_along_now(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
         blocks: Blocks,
@@ -480,7 +300,7 @@ class CudaIpcCommunicator(AsyncCommunicator):
             for rank, half in enumerate(halves):
                 _copy_out(half[0], bounds[rank], bounds[rank + 1], parts)
 
-    def _broadcast_there(self, tensor: torch.Tensor, root: int) -> None:
+    def _broadcast_now(self, tensor: torch.Tensor, root: int) -> None:
         flat = tensor.detach().view(-1).view(torch.uint8)
         for parts in _rounds([flat], self._exchange.capacity(torch.uint8)):
             buffer = self._exchange.next(torch.uint8)[root]
@@ -492,23 +312,8 @@ class CudaIpcCommunicator(AsyncCommunicator):
 
     # -- state -----------------------------------------------------------------------------------
 
-    @property
-    def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks whose processes are known to have ended."""
-        return self._host.dead_ranks
-
-    def cut_connections(self) -> int:
-        """Break the segment as the death of a peer would; return the number of other ranks."""
-        return self._host.cut_connections()
-
-    def close(self) -> None:
-        """Leave the segment, and close the buffers once nothing uses them any more."""
-        if self._closed or self._abort_signal.forked:
-            return
-        self._closed = True
-        self._host.close_subgroups()
-        idle = self._executor.idle and self._host.idle
-        self._abort_signal.abort("the communicator is closed", orderly=idle)
+    def _leave_device(self) -> None:
+        """Close the buffers once nothing uses them any more."""
         # Its meetings end at once. A stream has only work of this process, but that may hang.
         try:
             if not self._executor.join(CLOSE_LIMIT_S):
@@ -524,25 +329,6 @@ class CudaIpcCommunicator(AsyncCommunicator):
             )
         else:
             self._exchange.close()
-        self._host.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_closed"):
-            self.close()
-
-
-class _OnHost:
-    """An operation of the host's communicator, as one of this one's."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def done(self) -> bool:
-        return self._handle.done()
-
-    def wait(self, _abort_signal: AbortSignal) -> bool:
-        self._handle.wait()
-        return True
 
 
 class _Part(NamedTuple):

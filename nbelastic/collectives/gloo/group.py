@@ -166,6 +166,7 @@ class GlooGroupOwner:
         self._group: ProcessGroup | None = None
         self._under_way: set[Operation] = set()
         self._operations: list[weakref.ref[GlooOperation | QueuedOperation]] = []
+        self._list_lock = threading.Lock()  # two threads may begin operations and messages
         self._executors: dict[str, OrderedExecutor] = {}
         self._thread: threading.Thread | None = None
 
@@ -186,7 +187,8 @@ class GlooGroupOwner:
         The caller holds the use lock.
         """
         self._under_way.add(operation)
-        self._operations.append(weakref.ref(operation))
+        with self._list_lock:
+            self._operations.append(weakref.ref(operation))
 
     def release(self, operation: Operation) -> None:
         """Let go of an operation that has succeeded."""
@@ -194,8 +196,9 @@ class GlooGroupOwner:
 
     def operations(self) -> list[GlooOperation | QueuedOperation]:
         """Return the operations that are under way or still have a handle."""
-        living = [(reference, reference()) for reference in self._operations]
-        self._operations = [reference for reference, each in living if each is not None]
+        with self._list_lock:
+            living = [(reference, reference()) for reference in self._operations]
+            self._operations = [reference for reference, each in living if each is not None]
         return [each for _, each in living if each is not None]
 
     def executor(self, direction: str) -> OrderedExecutor:

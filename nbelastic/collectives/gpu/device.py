@@ -57,8 +57,22 @@ class Device(Protocol):
 
     kind: str
 
+    @property
+    def identity(self) -> str:
+        """Name of the device that no other has, on this host or elsewhere."""
+
+    @property
+    def stream(self) -> int:
+        """Address of its stream, for libraries that queue work there."""
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lies on a device of this kind."""
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of this kind of device if it lies on this one, else a copy here."""
+
+    def using(self) -> AbstractContextManager[Any]:
+        """Make the device and its stream the current ones of this thread, in a block."""
 
     def allocate(self, nbytes: int) -> Memory:
         """Return memory that others can open; raise :class:`DeviceError` if there is none."""
@@ -77,6 +91,9 @@ class Device(Protocol):
 
     def end(self, mark: Any) -> Any:
         """Mark the work that the own stream has now, which followed a mark."""
+
+    def reached(self, end: Any) -> bool:
+        """Return whether that work is done. Never waits."""
 
     def follow(self, end: Any) -> None:
         """Have the caller's streams wait for that work. Called in the rank's thread."""
@@ -107,9 +124,27 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._free: dict[int, list[_Allocation]] = {}
 
+    @property
+    def identity(self) -> str:
+        """The GPU's UUID."""
+        return str(torch.cuda.get_device_properties(self._device).uuid)
+
+    @property
+    def stream(self) -> int:
+        """Address of its stream."""
+        return int(self._stream.cuda_stream)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lies on a GPU, this one or another of this process."""
         return tensor.is_cuda
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor, or a copy of it if it lies on another GPU of this process."""
+        return tensor.to(self._device)
+
+    def using(self) -> AbstractContextManager[Any]:
+        """Make the own stream current, and so its GPU."""
+        return torch.cuda.stream(self._stream)
 
     def allocate(self, nbytes: int) -> Memory:
         """Return memory of its own allocation, because others open allocations as a whole.
@@ -146,7 +181,7 @@ class CudaDevice:
     @contextlib.contextmanager
     def after(self, mark: Any) -> Any:
         """Work on the own stream, after the events."""
-        with torch.cuda.stream(self._stream):
+        with self.using():
             for device, event in mark.items():
                 self._stream.wait_event(event)
                 if device != self._device:  # copies to and from there are on its streams, too
@@ -156,6 +191,11 @@ class CudaDevice:
     def end(self, mark: Any) -> Any:
         """Record an event on the own stream."""
         return _recorded(self._stream), [*mark]
+
+    def reached(self, end: Any) -> bool:
+        """Query the event."""
+        event, _ = end
+        return bool(event.query())
 
     def follow(self, end: Any) -> None:
         """Have the present stream of each device wait for the event."""

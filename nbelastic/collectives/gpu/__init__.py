@@ -1,0 +1,1 @@
+"""Devices, and the communicator that reduces on them in front of the host's."""

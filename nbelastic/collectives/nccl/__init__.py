@@ -1,0 +1,1 @@
+"""Collective operations over NCCL: between GPUs of one host or several."""

@@ -1,0 +1,215 @@
+"""Communicator over NCCL, for ranks with a GPU each, on any hosts.
+
+Before each operation all ranks meet on the host, and compare it. So no kernel of NCCL waits for a
+rank that is late, has left, or does something else. Then the operation is queued in the device's
+own stream, and the executor's thread polls for its end: the event behind it, NCCL's error, the
+death of a peer, and an abort. The streams of the caller follow only what has ended. So nothing of
+the caller's waits for a peer, and a peer that dies in the middle leaves no stream waiting but the
+own one, until the abort has freed it.
+
+What is copied before and after, such as the parts of a gathering, is copied by the rank's thread on
+its streams. Sums along a tree, messages and tensors on the CPU go through the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.collectives.communicator import Op
+from nbelastic.collectives.gpu.communicator import DeviceCommunicator
+from nbelastic.collectives.gpu.device import DeviceError
+from nbelastic.errors import RanksDisagree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from nbelastic.collectives.abort_signal import AbortSignal
+    from nbelastic.collectives.communicator import Handle, Rendezvous
+    from nbelastic.collectives.gpu.communicator import Host
+    from nbelastic.collectives.gpu.device import Device
+    from nbelastic.collectives.nccl.group import NcclGroup
+    from nbelastic.collectives.nccl.library import NcclLibrary
+
+    Calls = Callable[[NcclLibrary, int, int], None]
+
+__all__ = ["NcclCommunicator"]
+
+CLOSE_LIMIT_S = 2.0
+"""Limit for the executor to leave a call when the communicator is closed."""
+
+
+class NcclCommunicator(DeviceCommunicator):
+    """A communicator of ranks with a GPU each.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        The generation and its ranks.
+    host : SharedMemoryCommunicator or GlooCommunicator
+        That of the same ranks, owned from here on.
+    device : Device
+        That of this rank.
+    group : NcclGroup
+        NCCL's communicator, formed. It ends itself.
+    abort_signal : AbortSignal
+        That of `host` and `group`.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        host: Host,
+        device: Device,
+        group: NcclGroup,
+        abort_signal: AbortSignal,
+    ) -> None:
+        super().__init__(rendezvous, host, device, abort_signal)
+        self._group = group
+
+    # -- operations on devices -------------------------------------------------------------------
+
+    def _reduce_there(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        values, kind = [], op
+        for tensor in filled:
+            flat, kind = _reducible(self._device.near(tensor.detach()), op)
+            values.append(flat)
+
+        def calls(library: NcclLibrary, comm: int, stream: int) -> None:
+            for each in values:
+                library.allreduce(comm, stream, each, kind)
+
+        what = f"allreduce ({op.value}) of {_listed(values)}"
+        return self._queue(what, filled, values, calls, lambda: _copy_back(filled, values))
+
+    def _broadcast_there(self, tensor: torch.Tensor, root: int) -> Handle:
+        values = [self._device.near(tensor.detach()).view(-1)]
+        return self._queue(
+            f"broadcast of {_listed(values)} from rank {root}",
+            [tensor],
+            values,
+            lambda library, comm, stream: library.broadcast(comm, stream, values[0], root),
+            lambda: _copy_back([tensor], values),
+        )
+
+    def _gather_there(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        source = self._device.near(tensor.detach()).view(-1)
+        everything = source.new_empty(self.size * source.numel())
+
+        def deliver() -> None:
+            parts = everything.view(self.size, -1)
+            for output, part in zip(outputs, parts, strict=True):
+                output.detach().view(-1).copy_(part)
+
+        return self._queue(
+            f"allgather of {_listed([source])}",
+            [tensor],
+            [source, everything],
+            lambda library, comm, stream: library.allgather(comm, stream, everything, source),
+            deliver,
+        )
+
+    def _scatter_there(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
+    ) -> Handle:
+        flat = torch.cat([each.detach().view(-1) for each in inputs])
+        values, kind = _reducible(self._device.near(flat), op)
+        counts = [each.numel() for each in inputs]
+        begin = sum(counts[: self.rank])
+        own = values[begin : begin + counts[self.rank]]
+        even = len(set(counts)) == 1
+        if even:
+            own = torch.empty_like(own)
+
+        def calls(library: NcclLibrary, comm: int, stream: int) -> None:
+            if even:
+                library.reduce_scatter(comm, stream, own, values, kind)
+            else:  # which NCCL does not have
+                library.allreduce(comm, stream, values, kind)
+
+        def deliver() -> None:
+            output.detach().view(-1).copy_(own.view(output.dtype))
+
+        what = f"reduce-scatter ({op.value}) of {counts} values of {output.dtype}"
+        return self._queue(what, [output, *inputs], [values, own], calls, deliver)
+
+    def _exchange_there(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        near = self._device.near
+        sent = [near(each.detach()).view(-1) for each in inputs]
+        received = [torch.empty_like(near(each.detach())).view(-1) for each in outputs]
+
+        def calls(library: NcclLibrary, comm: int, stream: int) -> None:
+            for rank in range(self.size):
+                if rank != self.rank and sent[rank].numel():
+                    library.send(comm, stream, sent[rank], rank)
+                if rank != self.rank and received[rank].numel():
+                    library.receive(comm, stream, received[rank], rank)
+
+        def deliver() -> None:
+            received[self.rank] = sent[self.rank]
+            for output, values in zip(outputs, received, strict=True):
+                output.detach().view(-1).copy_(values)
+
+        return self._queue("all-to-all", [*outputs, *inputs], [*sent, *received], calls, deliver)
+
+    def _queue(
+        self,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        used: list[torch.Tensor],
+        calls: Calls,
+        deliver: Callable[[], None],
+    ) -> Handle:
+        """Queue operations that use other tensors than the caller's, or the same."""
+
+        def perform() -> None:
+            try:
+                self._host.agree(what)
+            except RanksDisagree as error:
+                raise DeviceError(str(error)) from None
+            self._group.begin(calls, [*tensors, *used])
+
+        return self._on_device([*tensors, *used], perform, deliver)
+
+    def _reached(self, end: Any) -> None:
+        def reached() -> bool:
+            if self._device.reached(end):
+                return True
+            for rank in self._host.dead_ranks:
+                raise DeviceError(f"the process of rank {rank} is gone, in the middle of a sum")
+            return False
+
+        self._group.wait_for(reached)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def _leave_device(self) -> None:
+        """Have the executor leave NCCL, whose communicator its owner ends."""
+        self._executor.join(CLOSE_LIMIT_S)
+
+
+def _reducible(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
+    """Return values that NCCL can reduce, and how: booleans as bytes, which must not overflow."""
+    flat = tensor.view(-1)
+    if tensor.dtype is not torch.bool:
+        return flat, op
+    return flat.view(torch.uint8), Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
+
+
+def _listed(values: Sequence[torch.Tensor]) -> str:
+    counts = ", ".join(str(each.numel()) for each in values)
+    return f"{counts} values of {values[0].dtype}"
+
+
+def _copy_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy to those that lie elsewhere."""
+    for tensor, each in zip(tensors, values, strict=True):
+        if each.data_ptr() != tensor.data_ptr():
+            tensor.detach().view(-1).copy_(each.view(tensor.dtype))

@@ -1,0 +1,322 @@
+"""Owner of one communicator of NCCL: a thread that makes it and ends it.
+
+NCCL blocks where a rank must not: ending a communicator takes a second, making one may take for
+ever, and any call may hang with the network. So each generation has an owner thread:
+
+- *forming*: it makes the communicator and adds up ones, while the rank's thread waits for that, for
+  an abort, or for the limit;
+- *in use*: it sleeps, and the executor's thread begins operations and polls for their end;
+- *ending*: it aborts the communicator, or finalizes it if it was closed in an orderly way. The next
+  generation is formed meanwhile. Tensors of an operation that has failed are kept until then;
+- *overdue*: one of its calls has not returned within its limit. The thread, the communicator and
+  the tensors are left behind, and the process has an :func:`obstacle` to the next generations.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbelastic.collectives.communicator import Op
+from nbelastic.collectives.gpu.device import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
+    from nbelastic.collectives.communicator import Rendezvous
+    from nbelastic.collectives.gpu.device import Device
+    from nbelastic.collectives.nccl.library import NcclLibrary
+
+__all__ = ["NcclGroup", "obstacle"]
+
+logger = logging.getLogger(__name__)
+
+FORMING_LIMIT_S = 30.0
+"""Limit for making a communicator and its first sum."""
+
+ENDING_LIMIT_S = 15.0
+"""Limit for an abort, which takes a second. Past it, the process does without NCCL."""
+
+FINALIZE_LIMIT_S = 5.0
+"""Limit for what a peer has still to receive when the communicator is closed."""
+
+IN_USE_LIMIT_S = 2.0
+"""Limit for a call under way at an abort, which does not wait for it any longer."""
+
+EXIT_LIMIT_S = 2.0
+
+_NEVER = "NCCL has not formed its communicator"
+_SPINS = 50
+_POLL_S = 0.0001
+
+
+class NcclGroup:
+    """A communicator of NCCL, for one generation.
+
+    Parameters
+    ----------
+    library : NcclLibrary
+        The functions.
+    device : Device
+        The device of this rank.
+    rendezvous : Rendezvous
+        The generation and its ranks.
+    abort_signal : AbortSignal
+        Ends it.
+
+    Attributes
+    ----------
+    limit_s : float
+        Limit of :meth:`form`.
+    """
+
+    def __init__(
+        self,
+        library: NcclLibrary,
+        device: Device,
+        rendezvous: Rendezvous,
+        abort_signal: AbortSignal,
+    ) -> None:
+        self._library = library
+        self._device = device
+        self._its = rendezvous
+        self._abort_signal = abort_signal
+        self.limit_s = FORMING_LIMIT_S
+        self._comm = 0
+        self._in_use = threading.Lock()
+        self._lent: list[object] = []
+        self._problem: str | None = None  # why it was given up, while the generation goes on
+        self._leaving, self._moments, self._leave = _departure()
+        self._thread: threading.Thread | None = None
+
+    # -- in the rank's thread ----------------------------------------------------------------------
+
+    def form(self, unique_id: bytes) -> str:
+        """Make the communicator with all other ranks; return what has failed.
+
+        Raises
+        ------
+        CollectiveError
+            There was an abort.
+        """
+        name = f"nbelastic-nccl-owner-{self._its.generation}-{self._its.rank}"
+        with self._abort_signal.listen() as wakeup:
+            _living.add(self)
+            self._thread = threading.Thread(
+                target=self._run, args=(unique_id, wakeup), name=name, daemon=True
+            )
+            self._thread.start()
+            self._abort_signal.on_abort(self._leave)
+            try:
+                wakeup.get(timeout=self.limit_s)
+            except Empty:
+                self.give_up(
+                    f"{_NEVER} of generation {self._its.generation} within {self.limit_s:g} s"
+                )
+        self._abort_signal.check()
+        return self._problem or ""
+
+    def give_up(self, problem: str) -> None:
+        """End it, although the generation goes on."""
+        self._problem = self._problem or problem
+        self._leave()
+
+    def give_up_with(self, problems: Sequence[str]) -> str:
+        """End it because it has not formed on all ranks.
+
+        Parameters
+        ----------
+        problems : sequence of str
+            What has failed on each rank, or an empty string.
+
+        Returns
+        -------
+        str
+            The cause. A rank that has waited in vain is none, unless there is no other: then this
+            process does not try it again.
+        """
+        found = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
+        causes = [each for each in found if _NEVER not in each]
+        if not causes and self._problem is not None:
+            _refusals.append(self._problem)
+        cause = (causes or found)[0]
+        self.give_up(cause)
+        return cause
+
+    # -- in the executor's thread ------------------------------------------------------------------
+
+    def begin(
+        self, calls: Callable[[NcclLibrary, int, int], None], tensors: list[torch.Tensor]
+    ) -> None:
+        """Begin operations as one, in the device's stream, and wait until they are queued there.
+
+        Parameters
+        ----------
+        calls : callable
+            Begins each, with ``(library, comm, stream)``.
+        tensors : list of torch.Tensor
+            Kept until :meth:`wait_for` has succeeded, or the communicator has ended.
+        """
+        self._lent = [*tensors]
+        with self._in_use:
+            self._check()
+            with self._library.group():
+                calls(self._library, self._comm, self._device.stream)
+            self._until(lambda: not self._library.in_progress(self._comm), self._its.timeout_s)
+
+    def wait_for(self, reached: Callable[[], bool]) -> None:
+        """Wait until what was begun has ended. Raises if it has failed, or for an abort."""
+
+        def ended() -> bool:
+            self._library.in_progress(self._comm)  # a failure is reported here, and nowhere else
+            return reached()
+
+        with self._in_use:
+            self._until(ended, self._its.timeout_s)
+        self._lent = []
+
+    def _until(self, ready: Callable[[], bool], limit_s: float) -> None:
+        """Poll, without the interpreter's lock for most of the time."""
+        deadline = time.monotonic() + limit_s
+        polls = 0
+        while True:
+            self._check()  # first: what has been aborted may have been freed
+            if ready():
+                return
+            if time.monotonic() > deadline:
+                raise DeviceError(
+                    f"an operation over NCCL has not ended within {limit_s:g} s; "
+                    "another rank may not have called it"
+                )
+            polls += 1
+            time.sleep(0.0 if polls < _SPINS else _POLL_S)
+
+    def _check(self) -> None:
+        """Raise if it is ending."""
+        self._abort_signal.check()
+        if self._problem is not None:
+            raise DeviceError(self._problem)
+
+    # -- the owner's thread ------------------------------------------------------------------------
+
+    def _run(self, unique_id: bytes, formed: Wakeup[bool]) -> None:
+        try:
+            with self._device.using():
+                self._form(unique_id)
+        except Exception as error:  # an abort among them: then nothing reads the problem
+            self._problem = self._problem or str(error)
+        formed.put(True)
+        self._leaving.get()
+        try:
+            self._end()
+        except (DeviceError, RuntimeError) as error:
+            logger.warning(
+                "rank %d of generation %d: ending NCCL's communicator: %s",
+                self._its.rank,
+                self._its.generation,
+                error,
+            )
+        self._lent = []
+        _living.discard(self)
+
+    def _form(self, unique_id: bytes) -> None:
+        its, library = self._its, self._library
+        self._comm = library.init(unique_id, its.rank, its.size)
+        self._until(lambda: not library.in_progress(self._comm), 2 * self.limit_s)
+        # The first sum makes connections; so it is no step that waits for them.
+        ones = torch.ones(1, device=self._device.kind)
+        mark = self._device.mark()
+        with self._device.after(mark):
+            self.begin(lambda lib, *where: lib.allreduce(*where, ones, Op.SUM), [ones])
+        end = self._device.end(mark)
+        self.wait_for(lambda: self._device.reached(end))
+        if ones.item() != its.size:
+            raise DeviceError(f"a sum of ones over NCCL is {ones.item():g}, not {its.size}")
+
+    def _end(self) -> None:
+        free = self._in_use.acquire(timeout=IN_USE_LIMIT_S)
+        try:
+            orderly = free and self._abort_signal.orderly and self._problem is None
+            if self._comm and not (orderly and self._finalized()):
+                self._library.abort(self._comm)
+        finally:
+            if free:
+                self._in_use.release()
+
+    def _finalized(self) -> bool:
+        """End it so that all operations reach all ranks, if that takes no longer than the limit."""
+        deadline = time.monotonic() + FINALIZE_LIMIT_S
+        with contextlib.suppress(DeviceError):
+            self._library.finalize(self._comm)
+            while self._library.in_progress(self._comm):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+            self._library.destroy(self._comm)
+            return True
+        return False
+
+    def join(self, limit_s: float) -> None:
+        """Wait until it has ended, for the limit at most."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
+    @property
+    def overdue(self) -> str:
+        """Why it is past its limit; empty if it is not."""
+        if not self._moments or time.monotonic() - self._moments[0] <= ENDING_LIMIT_S:
+            return ""
+        return (
+            f"NCCL has not ended its communicator of generation {self._its.generation} within "
+            f"{ENDING_LIMIT_S:g} s"
+        )
+
+
+def _departure() -> tuple[Wakeup[bool], list[float], Callable[..., None]]:
+    """Return what the owner waits for to end its group, since when it has to, and what says so.
+
+    Any thread may say so. The abort signal keeps that function, which therefore refers to no group.
+    """
+    leaving: Wakeup[bool] = SimpleQueue()
+    moments: list[float] = []
+
+    def leave(*_: object) -> None:
+        moments.append(time.monotonic())
+        leaving.put(True)
+
+    return leaving, moments, leave
+
+
+_living: set[NcclGroup] = set()
+_refusals: list[str] = []
+
+
+def obstacle() -> str:
+    """Return why this process does without NCCL from here on; empty if it need not."""
+    for each in _refusals:
+        return f"{each}; its process does not try it again"
+    return next((each.overdue for each in list(_living) if each.overdue), "")
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all communicators: a thread that is in NCCL then may crash."""
+    groups = list(_living)
+    for group in groups:
+        group.give_up("the process is exiting")
+    deadline = time.monotonic() + EXIT_LIMIT_S
+    for group in groups:
+        group.join(max(0.0, deadline - time.monotonic()))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_living.clear)  # their threads are the parent's

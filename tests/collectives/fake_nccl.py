@@ -1,0 +1,91 @@
+"""NCCL in memory of the host, and a device whose stream it works on; see ``fake_nccl.c``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.collectives.nccl.library import NcclLibrary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+COMPILER = shutil.which("cc")
+SOURCE = Path(__file__).with_suffix(".c")
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def library_path() -> str:
+    """Compile the library, once for all processes, and return its path."""
+    digest = hashlib.blake2b(SOURCE.read_bytes(), digest_size=6).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"nbelastic-fake-nccl-{os.getuid()}-{digest}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "libnccl.so"
+            options = ["-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+            subprocess.run([COMPILER, *options, "-o", made, SOURCE, "-lm", "-lpthread"], check=True)
+            shutil.copy(made, f"{path}-{os.getpid()}")
+            os.replace(f"{path}-{os.getpid()}", path)
+    return str(path)
+
+
+def fake_library() -> NcclLibrary:
+    return NcclLibrary(library_path())
+
+
+@functools.cache
+def _streams() -> Any:
+    library = ctypes.CDLL(library_path())
+    library.fakeStreamCreate.restype = ctypes.c_void_p
+    library.fakeStreamBegun.restype = ctypes.c_long
+    return library
+
+
+class NcclDevice:
+    """A device whose only stream is that of the fake; what torch does there is done at once."""
+
+    kind = "cpu"
+
+    def __init__(self, identity: str = "") -> None:
+        self.identity = identity or f"fake-{os.getpid()}-{next(_numbers)}"
+        self.stream: int = _streams().fakeStreamCreate()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def using(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def mark(self, tensors: Iterable[torch.Tensor] = ()) -> object:
+        return list(tensors)
+
+    @contextlib.contextmanager
+    def after(self, mark: Any) -> Iterator[None]:
+        assert mark is not None
+        yield
+
+    def end(self, _mark: Any) -> int:
+        return int(_streams().fakeStreamBegun(ctypes.c_void_p(self.stream)))
+
+    def reached(self, end: int) -> bool:
+        stream = ctypes.c_void_p(self.stream)
+        return bool(_streams().fakeStreamReached(stream, ctypes.c_long(end)))
+
+    def follow(self, end: int) -> None:
+        assert self.reached(end)

@@ -1,0 +1,365 @@
+"""Sums over NCCL, with a library that fails as a test wants it to."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from nbelastic.collectives.gpu.device import DeviceError
+from nbelastic.collectives.nccl import group as nccl_group
+from nbelastic.collectives.nccl import library as nccl
+from nbelastic.collectives.topology import Capabilities, nccl_obstacle
+from tests.collectives import worlds
+from tests.collectives.fake_nccl import NcclDevice, fake_library, library_path
+from tests.collectives.test_processes import Crew, error, fork_server, ok  # noqa: F401
+from tests.collectives.worlds import (
+    MAKERS,
+    PATIENCE_S,
+    World,
+    eventually,
+    needs_compiler,
+    needs_core,
+)
+
+pytestmark = [needs_core, needs_compiler]
+
+ON_HOST = "tensors of GPUs are reduced in the memory of the host: "
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch):
+    """Have limits be short, and no process refuse NCCL because of another test."""
+    for name in ("FORMING_LIMIT_S", "ENDING_LIMIT_S", "FINALIZE_LIMIT_S", "IN_USE_LIMIT_S"):
+        monkeypatch.setattr(nccl_group, name, 0.5)
+    monkeypatch.setattr(nccl_group, "_refusals", [])
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    """Have the library fail on a rank, as long as the test runs or another fault is set."""
+    yield lambda what: monkeypatch.setenv("FAKE_NCCL", what)
+    monkeypatch.delenv("FAKE_NCCL", raising=False)
+    eventually(lambda: not owners(), "the end of all communicators")
+
+
+def owners():
+    return [each.name for each in threading.enumerate() if "nccl-owner" in each.name]
+
+
+def world(size, **options):
+    return World(MAKERS["nccl"], size, **options)
+
+
+def add(communicator, count=3):
+    tensor = torch.full((count,), 1.0 + communicator.rank)
+    communicator.allreduce(tensor)
+    return tensor.tolist()[:1]
+
+
+def kinds(ranks):
+    return {each.name for each in ranks.communicators}
+
+
+def reasons(ranks):
+    return {each.fallback_reason for each in ranks.communicators}
+
+
+# -- faults when a generation is formed ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("id:0", "rank 0: ncclGetUniqueId: NCCL reports: unhandled system error"),
+        ("refuses:1", "rank 1: ncclCommInitRankConfig: NCCL reports: unhandled system error"),
+        ("garbles:1", "rank 1: a sum of ones over NCCL is 4, not 3"),
+        ("error:2", "rank 2: NCCL reports: remote process exited or there was a network error"),
+    ],
+)
+def test_without_a_communicator_of_nccl_the_host_reduces_and_says_why(fault, what, said):
+    fault(what)
+    with world(3) as ranks:
+        assert kinds(ranks) == {"shm"}
+        assert reasons(ranks) == {ON_HOST + said}
+        assert ranks.run(add) == [[6.0]] * 3
+    fault("")
+    with world(3) as ranks:
+        assert kinds(ranks) == {"nccl"}
+
+
+@pytest.mark.parametrize("what", ["init", "progress", "stuck"])
+def test_a_communicator_that_never_forms_is_left_behind_for_good(fault, what):
+    """Once: later generations of the process do not wait for it again."""
+    fault(f"{what}:1")
+    with world(2) as ranks:
+        assert kinds(ranks) == {"shm"}
+        assert "NCCL has not formed its communicator of generation" in ranks[0].fallback_reason
+        assert "within 0.5 s" in ranks[0].fallback_reason
+        assert ranks.run(add) == [[3.0]] * 2
+    fault("")
+    with world(2) as ranks:
+        assert kinds(ranks) == {"shm"}
+        assert "its process does not try it again" in ranks[1].fallback_reason
+
+
+def test_an_abort_while_it_forms_frees_the_ranks_at_once(fault, monkeypatch):
+    monkeypatch.setattr(nccl_group, "FORMING_LIMIT_S", 60.0)
+    fault("init:1")
+    with world(2, connected=False) as ranks:
+        waiting = [ranks.start(rank, lambda c: c.connect()) for rank in range(2)]
+        eventually(lambda: len(owners()) == 2, "the making of two communicators")
+        ranks.abort("a rank is gone")
+        for future in waiting:
+            assert str(future.exception(PATIENCE_S)) == "a rank is gone"
+
+
+# -- faults in an operation ----------------------------------------------------------------------
+
+
+def test_an_error_of_nccl_fails_the_operation_by_name(fault):
+    with world(2) as ranks:
+        fault("error:1")
+        waiting = [ranks.start(rank, add) for rank in range(2)]
+        assert "network error" in str(waiting[1].exception(PATIENCE_S))
+        ranks.abort("rank 1 says so")
+        assert str(waiting[0].exception(PATIENCE_S)) == "rank 1 says so"
+
+
+def test_an_operation_that_never_ends_is_freed_by_an_abort_and_the_next_is_right(fault):
+    with world(2) as ranks:
+        fault("stuck:1")
+        waiting = [ranks.start(rank, add) for rank in range(2)]
+        ranks.wait_until_waiting([0, 1])
+        ranks.abort("rank 1 stands still")
+        for future in waiting:
+            assert str(future.exception(PATIENCE_S)) == "rank 1 stands still"
+        fault("")
+        with world(2) as others:
+            assert kinds(others) == {"nccl"}
+            assert others.run(add) == [[3.0]] * 2
+
+
+def test_an_operation_that_never_ends_has_a_limit(fault):
+    with world(2, timeout_s=1.0) as ranks:
+        fault("stuck:1")
+        waiting = [ranks.start(rank, add) for rank in range(2)]
+        assert "has not ended within 1 s" in str(waiting[1].exception(PATIENCE_S))
+        assert "has not ended within 1 s" in str(waiting[0].exception(PATIENCE_S))
+
+
+def test_tensors_of_an_operation_are_kept_until_its_abort_is_over(fault):
+    with world(2) as ranks:
+        fault("stuck:1")
+        waiting = [ranks.start(rank, lambda c: add(c, 100)) for rank in range(2)]
+        ranks.wait_until_waiting([0, 1])
+        groups = [each._group for each in ranks.communicators]
+        eventually(lambda: all(group._lent for group in groups), "the loan of tensors")
+        fault("stuck:1 abort:1")
+        ranks.abort("enough")
+        for future in waiting:
+            future.exception(PATIENCE_S)
+        assert groups[1]._lent
+        fault("")
+        eventually(lambda: not any(group._lent for group in groups), "the end of the loan")
+
+
+def test_an_abort_that_never_returns_keeps_the_process_from_nccl_until_it_does(fault):
+    with world(2) as ranks:
+        fault("abort:1")
+        ranks.abort("a rank is gone")
+        ranks.close()
+        eventually(nccl_group.obstacle, "the limit of the abort")
+        generation = ranks.generation
+    with world(2) as ranks:
+        assert kinds(ranks) == {"shm"}
+        said = f"NCCL has not ended its communicator of generation {generation} within 0.5 s"
+        assert said in ranks[0].fallback_reason
+        assert ranks.run(add) == [[3.0]] * 2
+    fault("")
+    eventually(lambda: not nccl_group.obstacle(), "the end of the abort")
+    with world(2) as ranks:
+        assert kinds(ranks) == {"nccl"}
+
+
+def test_closing_ends_in_bounded_time_if_nccl_does_not_finalize(fault):
+    with world(2) as ranks:
+        fault("finalize:1")
+        ranks.close()
+        eventually(lambda: not owners(), "the end of all communicators")  # by an abort
+
+
+def test_a_rank_that_dies_in_the_middle_fails_the_others_and_they_form_anew(
+    fork_server,  # noqa: F811
+):
+    crew = Crew("nccl", 3, fork_server)
+    try:
+        crew.form()
+        victim = crew.members[1]
+        ok(victim.ask("fail_nccl", what="stuck:1"))
+        answers = crew.ask("allreduce", length=1000)
+        for member in crew.members:
+            eventually(lambda member=member: ok(member.ask("in_nccl")), "a sum under way")
+        answers.pop(1)
+        crew.dismiss(victim)
+        for answer in answers:
+            assert "rank 1 is gone, in the middle of a sum" in error(answer)  # by themselves
+        crew.form()
+    finally:
+        crew.close()
+
+
+def test_ranks_that_disagree_are_told_before_nccl_begins():
+    with world(3) as ranks:
+        waiting = [ranks.start(rank, lambda c: add(c, 3 + c.rank // 2)) for rank in range(3)]
+        for future in waiting:
+            said = str(future.exception(PATIENCE_S))
+            assert "rank 2: allreduce (sum) of 4 values of torch.float32" in said
+
+
+# -- who can use it ------------------------------------------------------------------------------
+
+
+def _can(**others):
+    return Capabilities("", "host", "", **{"gpu": "cuda", "nccl": "2.28.9", **others})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([_can(card="a"), _can(card="b")], ""),
+        ([_can(card="a"), _can(gpu="")], "rank 1 has used no GPU"),
+        ([_can(card="a"), _can(nccl_obstacle="it is broken")], "rank 1: it is broken"),
+        (
+            [_can(card="a"), _can(card="b", nccl="2.30.7")],
+            "rank 1 has NCCL 2.30.7, rank 0 2.28.9",
+        ),
+        (
+            [_can(card="a"), _can(card="b"), _can(card="a")],
+            "ranks 0 and 2 share a GPU; NCCL needs one for each",
+        ),
+    ],
+)
+def test_all_ranks_need_the_same_nccl_and_a_card_each(ranks, said):
+    assert nccl_obstacle(ranks) == said
+
+
+@pytest.mark.parametrize("what", ["no GPU", "a version", "a card"])
+def test_a_rank_that_cannot_keeps_all_on_the_host(monkeypatch, what):
+    def device(rank):
+        if what == "no GPU":
+            return None if rank == 1 else NcclDevice()
+        return NcclDevice("a" if what == "a card" else "")
+
+    def library(rank):
+        made = fake_library()
+        if what == "a version" and rank == 1:
+            made.version = (2, 27, 3)
+        return made
+
+    monkeypatch.setattr(worlds, "nccl_device", device)
+    monkeypatch.setattr(worlds, "nccl_library", library)
+    said = {
+        "no GPU": "rank 1 has used no GPU",
+        "a version": "rank 1 has NCCL 2.27.3, rank 0 2.28.9",
+        "a card": "ranks 0 and 1 share a GPU; NCCL needs one for each",
+    }[what]
+    with world(2) as ranks:
+        assert kinds(ranks) == {"shm"}
+        assert reasons(ranks) == {ON_HOST + said}
+
+
+@pytest.mark.parametrize("kind", ["gloo", "hierarchical"])
+def test_ranks_on_several_hosts_reduce_over_nccl_too(kind):
+    """Each host's part of the tests' ranks has its own communicator behind it."""
+
+    class Spread(worlds._OverNccl):
+        def __init__(self, rendezvous):
+            super().__init__(rendezvous)
+            self._host = f"host {rendezvous.rank if kind == 'gloo' else rendezvous.rank // 2}"
+
+    def make(rendezvous):
+        return Spread(worlds.dataclasses.replace(rendezvous, backend="nccl"))
+
+    with World(make, 3) as ranks:
+        assert kinds(ranks) == {"nccl"}
+        assert {each._host.name for each in ranks.communicators} == {kind}
+        for _ in range(5):
+            assert ranks.run(add) == [[6.0]] * 3
+            ranks.run(lambda c: c.barrier())
+        tensors = [torch.arange(6.0) for _ in range(3)]
+        ranks.run(lambda c: c.broadcast(tensors[c.rank], root=1))
+        sent = ranks.run(
+            lambda c: c.send(torch.ones(3), 1) if c.rank == 0 else None or _received(c)
+        )
+        assert sent[1] == [1.0] * 3
+
+
+def _received(communicator):
+    tensor = torch.zeros(3)
+    if communicator.rank == 1:
+        communicator.receive(tensor, 0)
+    return tensor.tolist()
+
+
+def test_subgroups_reduce_on_the_host():
+    with world(3) as ranks:
+
+        def rank_main(communicator):
+            if communicator.rank == 1:
+                return ["none"]
+            group = communicator.subgroup([0, 2], "ends")
+            return [group.name, group.fallback_reason, *add(group)]
+
+        assert ranks.run(rank_main) == [["shm", "", 3.0], ["none"], ["shm", "", 3.0]]
+
+
+# -- the library ---------------------------------------------------------------------------------
+
+
+def test_the_library_is_the_one_that_torch_has_loaded(monkeypatch):
+    monkeypatch.setattr(nccl, "_present", [])
+    monkeypatch.setattr(nccl, "_NAME", "nbelastic-fake-nccl")
+    fake_library()
+    assert nccl._path() == library_path()
+    assert nccl.present_library().version == (2, 28, 9)
+    assert nccl.present_library() is nccl.present_library()
+
+
+def test_without_a_library_there_is_a_reason(monkeypatch):
+    monkeypatch.setattr(nccl, "_present", [])
+    monkeypatch.setattr(nccl, "_NAME", "libnccl-of-another-make")
+    with pytest.raises(DeviceError, match="torch has loaded no NCCL"):
+        nccl.present_library()
+    monkeypatch.setattr(nccl, "_path", lambda: "/nowhere/libnccl.so.2")
+    with pytest.raises(DeviceError, match="NCCL cannot be loaded"):
+        nccl.present_library()
+
+
+def test_a_library_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(nccl, "_present", [])
+    monkeypatch.setattr(nccl, "_path", library_path)
+    monkeypatch.setattr(nccl, "OLDEST", (2, 29, 0))
+    with pytest.raises(DeviceError, match=r"NCCL 2\.28\.9 is too old; 2\.29\.0"):
+        nccl.present_library()
+
+
+def test_a_card_is_told_apart_as_nccl_does(monkeypatch):
+    for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE", nccl.SHARED_GPU_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    device, library = NcclDevice("a"), fake_library()
+
+    def cards():
+        return {nccl.card_of(device, library, rank) for rank in range(2)}
+
+    assert len(cards()) == 1
+    plain = cards()
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert len(cards()) == 1  # which only later versions know
+    library.version = (2, 30, 0)
+    assert len(cards()) == 2
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE")
+    monkeypatch.setenv(nccl.SHARED_GPU_VARIABLE, "1")
+    nccl._stand_apart()
+    assert cards() != plain
