@@ -33,10 +33,7 @@ SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "15s",
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s",
     "DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "False",
-    # What takes the interpreter for seconds happens before a worker is there to be missed.
-    # (An optimizer's first step imports Dynamo.)
-    "DASK_DISTRIBUTED__WORKER__PRELOAD": "['nbelastic.torch', 'torch._dynamo']",
-    # And on each host it happens once, however many workers are lost there.
+    # What takes long happens once on each host, however many workers are lost there.
     "DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.support.forking']",
     "OMP_NUM_THREADS": "1",
 }

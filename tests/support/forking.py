@@ -1,10 +1,9 @@
 """Workers forked from a process that has imported what they need.
 
-Torch takes seconds to import, and the compiler that the first optimizer of a process imports takes
-as long again. Imported before clusters are made, this module has their workers forked from one
-that has it all. Kernels of notebooks in a browser import it, too, and the nannies of several hosts:
-they start beside other tests. Clusters of notebooks that are only executed, of examples and
-benchmarks start as Dask does.
+Imported before clusters are made, this module has their workers forked from one that has Dask and
+the agent. (A worker has no torch: its rank server has.) Kernels of notebooks in a browser import
+it, too, and the nannies of several hosts: they start beside other tests. Clusters of notebooks that
+are only executed, of examples and benchmarks start as Dask does.
 """
 
 from __future__ import annotations
@@ -15,5 +14,5 @@ import dask
 from distributed.utils import get_mp_context
 
 dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
-get_mp_context().set_forkserver_preload(["distributed", "torch._dynamo", "nbelastic.torch.elastic"])
+get_mp_context().set_forkserver_preload(["distributed", "nbelastic.cluster.worker.agent"])
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a worker that crashes says where

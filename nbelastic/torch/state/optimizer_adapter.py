@@ -66,11 +66,16 @@ __all__ = [
 
 _Optimizer = torch.optim.Optimizer
 
-_COMMON = frozenset(
-    {*vars(torch.optim.SGD([torch.zeros(1)])), "_reducer", "_op", "_skips"}
-    | {"step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
-)
-"""Attributes of any optimizer: torch's, nbelastic's, those of schedulers and gradient scalers."""
+
+@functools.cache
+def _common() -> frozenset[str]:
+    """Return attributes of any optimizer: torch's, ours, those of schedulers and scalers."""
+    torchs = vars(torch.optim.SGD([torch.zeros(1)]))  # the first one of a process imports Dynamo
+    ours = {"_reducer", "_op", "_skips"}
+    return frozenset(
+        {*torchs, *ours, "step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
+    )
+
 
 _ARRAYS = (np.generic, np.ndarray)
 _COLLECTIONS = (set, frozenset, collections.deque)
@@ -295,7 +300,7 @@ def attributes_of(obj: _Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in _own_attributes(obj)
-        if name not in _COMMON and id(value) not in known
+        if name not in _common() and id(value) not in known
     }
 
 
@@ -378,7 +383,7 @@ def within(obj: object) -> list[_Optimizer]:
         if isinstance(each, _Optimizer):
             found[id(each)] = each
         for name, value in getattr(each, "__dict__", {}).items():
-            for item in nested(value) if name not in _COMMON else ():
+            for item in nested(value) if name not in _common() else ():
                 if isinstance(item, _Optimizer) and id(item) not in found:
                     found[id(item)] = item
                     queue.append(item)

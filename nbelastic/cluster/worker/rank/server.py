@@ -27,8 +27,8 @@ from typing import Any
 MESSAGE_BYTES = 4096
 """Longest message on the control socket."""
 
-PRELOAD = ("nbelastic.torch", "nbelastic.cluster.worker.rank.main")
-"""What every rank needs, imported once."""
+PRELOAD = ("nbelastic.torch", "nbelastic.cluster.worker.rank.main", "torch._dynamo")
+"""What every rank needs, imported once. The first optimizer of a process imports Dynamo."""
 
 # Options of prctl(2).
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
