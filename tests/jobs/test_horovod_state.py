@@ -11,6 +11,7 @@ def with_a_handler(marks):
     """Train a ledger that cannot be copied; rank 0 dies, so the state outlives it."""
     import os
     import signal
+    import time
 
     import nbelastic.torch as hvd
     from nbelastic.torch.elastic.state import (
@@ -63,6 +64,7 @@ def with_a_handler(marks):
                     pass
                 else:
                     os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)  # a step
             state.batch += 1
             state.commit()
 
