@@ -189,6 +189,7 @@ def aims(ranks: int, worlds: dict[str, Any]) -> list[Target]:
             ]
             if model == "mlp-1m":
                 targets.append(Target(f"{name}: to the next step, ms", total, STEP_MS, False))
+        name = f"{ranks} ranks, {model}, ours"
         whole = quartiles(of(world["ours"], "whole")).median
         targets.append(Target(f"{name}: all ranks again, s", whole, WHOLE_S, False))
         total = quartiles(of(world["ours"], "total")).median

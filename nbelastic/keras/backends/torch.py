@@ -211,7 +211,7 @@ class TorchReduction:
         return [None if each is None else next(rest) for each in gradients]
 
     def _step(self) -> None:
-        if self._given is not None:
+        if self._given is not None or self.step._reducer.synchronized:
             with self.step.skip_synchronize():
                 self.step.step()
         else:
