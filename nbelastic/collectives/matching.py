@@ -56,10 +56,7 @@ class MatchingClient:
         key = f"{its.job}/{its.generation}{MATCHING}"
         try:
             connection = open_connection(its)
-            with self._lock:
-                self._socket = connection
-                if self._aborted:
-                    raise ConnectionAbortedError("this rank has left")
+            self._socket = connection
             client = AuthenticatedClient(connection, its.secret, PURPOSE)
             client.request(encode_body(key, its.rank, its.size, b""))
             reply = read(connection, len(VALUES))
@@ -71,6 +68,8 @@ class MatchingClient:
                 for message in self._unsent:
                     connection.sendall(self._channel.encode(encode(message)))
                 self._unsent = []
+            if self._aborted:
+                raise ConnectionAbortedError("this rank has left")
         except OSError as error:
             raise CollectiveError(f"no answer from the matching of operations: {error}") from None
 
@@ -111,10 +110,13 @@ class MatchingClient:
         return bool(self._received)
 
     def abort(self) -> None:
-        """End the connection, or the attempt to connect."""
+        """End the connection, or have it end as soon as there is one.
+
+        A rank that leaves before is connected first: the others learn only then that it has gone.
+        """
         self._aborted = True
         connection = self._socket
-        if connection is not None:
+        if connection is not None and self._channel is not None:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:

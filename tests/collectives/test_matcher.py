@@ -130,6 +130,19 @@ def test_what_a_rank_waited_for_another_time_counts_no_more():
     assert "stuck" not in world.kinds(0)
 
 
+def test_a_rank_that_connects_late_learns_who_has_gone():
+    world = World(3, connected=False)
+    world.connect(0)
+    world.connect(1)
+    assert world.matcher.lose(1) == [(0, {"do": "gone", "rank": 1})]
+    assert world.matcher.lose(0) == []
+    world.connect(2)
+    assert world.received[2] == [{"do": "gone", "rank": 1}, {"do": "gone", "rank": 0}]
+    assert not world.matcher.is_over
+    world.matcher.lose(2)
+    assert world.matcher.is_over
+
+
 def test_one_rank_that_computes_leaves_hope_for_all():
     world = World(3)
     world.send(0, offer("a", [0, 1, 2]))

@@ -72,12 +72,25 @@ class Matcher:
         self._joined: dict[int, int] = {}  # how many operations each had done, in order of joining
         self._steps: dict[int, Message] = {}
         self._connected: set[int] = set()
+        self._gone: dict[int, None] = {}  # in the order in which they went
         self._kept: dict[int, list[Message]] = {}
 
     def connected(self, rank: int) -> list[Message]:
         """Return what a rank that is connected from now on has missed."""
         self._connected.add(rank)
-        return self._kept.pop(rank, [])
+        missed = self._kept.pop(rank, [])
+        return missed + [{"do": "gone", "rank": other} for other in self._gone]
+
+    def lose(self, rank: int) -> list[tuple[int, Message]]:
+        """Take that a rank has closed its connection; return messages for the ranks that are left."""
+        self._connected.discard(rank)
+        self._gone[rank] = None
+        return [(other, {"do": "gone", "rank": rank}) for other in sorted(self._connected)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks have gone."""
+        return len(self._gone) == self._size
 
     def receive(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         """Take a message of a rank; return messages with the ranks that they are for."""
@@ -92,7 +105,7 @@ class Matcher:
             "step": self._step,
         }[kind](rank, message)
         for to, decision in decisions:
-            if to not in self._connected:
+            if to not in self._connected and to not in self._gone:
                 self._kept.setdefault(to, []).append(decision)
         return [(to, decision) for to, decision in decisions if to in self._connected]
 

@@ -245,9 +245,9 @@ class _Matchings:
     def _lose(self, connection: ServerConnection) -> None:
         key, rank = self._places.pop(connection)
         self._connections.close(connection)
-        ranks = self._ranks[key]
-        del ranks[rank]
-        if ranks:
-            self._send(key, [(other, {"do": "gone", "rank": rank}) for other in list(ranks)])
-        else:
-            del self._ranks[key], self._matchers[key]
+        del self._ranks[key][rank]
+        matcher = self._matchers[key]
+        self._send(key, matcher.lose(rank))
+        if matcher.is_over:
+            self._ranks.pop(key, None)
+            self._matchers.pop(key, None)
