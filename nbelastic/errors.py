@@ -46,37 +46,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "ClusterLost",
-    "CollectiveError",
-    "DataError",
-    "Detached",
-    "Evicted",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "JobError",
-    "JobInterrupted",
-    "JobStopped",
-    "Leaving",
-    "NbelasticError",
-    "NoProgress",
-    "NotEnoughWorkers",
-    "NotInitialized",
-    "NotPicklable",
-    "NotTheRank",
-    "OptionError",
-    "PreflightError",
-    "RankExit",
-    "RankFailed",
-    "RanksDisagree",
-    "ResetLimitExceeded",
-    "StateMismatch",
-    "Stopped",
-    "UnknownOption",
-    "VersionMismatch",
-]
-
-
 LONGEST_SUMMARY = 20_000
 """Most characters of an error's message that go into the history."""
 

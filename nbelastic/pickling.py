@@ -21,8 +21,6 @@ import cloudpickle
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Pickler", "dumps", "failing_part"]
-
 _DEEPEST = 10
 """Levels that are searched for what cannot be pickled."""
 

@@ -21,8 +21,6 @@ from nbelastic.trainers import DealtSampler
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["batches_left", "deal", "obstacle", "share_anew", "shuffles"]
-
 
 def shuffles(loader: Any) -> bool:
     """Return whether a loader deals its samples in random order."""

@@ -13,8 +13,6 @@ from nbelastic.trainers import not_dealt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["AccelerateState"]
-
 _OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "registered")
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from nbelastic.driver import Job
     from nbelastic.membership import RankView
 
-__all__ = ["FaultPlan", "inject"]
-
 TICK = 0.05
 """Seconds between two looks at the job."""
 

@@ -11,25 +11,6 @@ from nbelastic.errors import OptionError
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = [
-    "Fault",
-    "close",
-    "crash",
-    "crash_server",
-    "disk",
-    "fail",
-    "hang",
-    "kill",
-    "leave",
-    "memory",
-    "notice",
-    "partition",
-    "pause",
-    "restart",
-    "slow",
-    "stop",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:

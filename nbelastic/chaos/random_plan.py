@@ -13,8 +13,6 @@ from .faults import Fault
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["KINDS", "RandomFault", "RandomPlan", "random"]
-
 KINDS = (
     "kill",
     "crash",

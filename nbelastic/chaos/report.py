@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from nbelastic.driver import HistoryEvent
 
-__all__ = ["FaultOutcome", "Report", "Row", "with_recovery"]
-
 HARMLESS = frozenset({"slow", "disk", "pause"})
 """Kinds that need no recovery."""
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .faults import Fault
     from .random_plan import RandomFault, RandomPlan
 
-__all__ = ["LASTING", "MUTE", "CommitRate", "RandomSchedule", "ScheduledFault"]
-
 MUTE = frozenset({"kill", "close", "leave", "restart"})
 """Kinds after which no process may be left to report that it was done."""
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from .hosts.discovery import Source
 
-__all__ = ["HOST_OPTIONS", "NAMING", "existing", "opened"]
-
 HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script", "hosts_from")
 """Options of which one at most names the hosts."""
 

@@ -21,8 +21,6 @@ from .options import run_command
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["attach", "cancel", "doctor", "jobs", "logs", "run", "scale", "status", "stop"]
-
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _SCHEDULER = click.option(

@@ -21,8 +21,6 @@ from nbelastic.collectives import missing_native_part
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Facts", "Finding", "Side", "examine", "findings", "probe", "report"]
-
 SHM_ENOUGH = 256 * 2**20
 """Bytes of ``/dev/shm`` below which data loaders with processes of their own may fail."""
 

@@ -12,8 +12,6 @@ import sys
 
 import click
 
-__all__ = ["elastic", "main"]
-
 COMMANDS = ("run", "jobs", "status", "logs", "scale", "stop", "cancel", "attach", "doctor")
 """All commands, in the order of the help. Each is a function of ``nbelastic.cli.commands``."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from nbelastic.driver.options import OptionRow
 
-__all__ = ["HOROVODS", "TERMINAL", "RunCommand", "TerminalRow", "flags_of", "job_options"]
-
 HOROVODS: dict[str, tuple[str, ...]] = {
     "np": ("-np", "--num-proc"),
     "min_np": ("--min-num-proc",),

@@ -30,8 +30,6 @@ from .view import CommandDisplay, ViewOptions, write_errors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["FAILED", "INTERRUPTED", "exit_code", "run", "view_options"]
-
 FAILED = 1
 INTERRUPTED = 130
 

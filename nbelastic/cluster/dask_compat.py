@@ -25,22 +25,6 @@ if TYPE_CHECKING:
 
     from distributed import Client, Scheduler
 
-__all__ = [
-    "ConnectionCheck",
-    "PeriodicCall",
-    "cause_of_death",
-    "hold_keys",
-    "is_stalled",
-    "key_of",
-    "memory_limit",
-    "release_keys",
-    "resume",
-    "shorten_batching",
-    "unacknowledged_s",
-    "unsent_bytes",
-    "value_of",
-]
-
 # -- streams ---------------------------------------------------------------------------------------
 #
 # Dask holds a message back for up to 10 ms after the one before, to send several at once. A

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from .rank_error import PackedError
 
-__all__ = ["JobLog"]
-
 MOST_OUTPUT = 2**20
 """Characters printed by ranks that are kept; the oldest go first."""
 

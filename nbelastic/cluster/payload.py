@@ -18,16 +18,6 @@ if TYPE_CHECKING:
 
     from .wire import JobPayload
 
-__all__ = [
-    "Modules",
-    "Source",
-    "keras_settings",
-    "take_settings",
-    "torch_settings",
-    "unpack_call",
-    "unpack_modules",
-]
-
 
 @dataclass(frozen=True)
 class Source:

@@ -14,16 +14,6 @@ from dataclasses import dataclass, field
 
 import psutil
 
-__all__ = [
-    "ProbeHistory",
-    "ProcessId",
-    "ProcessState",
-    "Verdict",
-    "own_process_id",
-    "process_id",
-    "read_state",
-]
-
 BETWEEN_PROBES_S = 0.4
 """Seconds for which a process must have been stopped before it counts as stopped."""
 

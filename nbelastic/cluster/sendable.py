@@ -10,8 +10,6 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-__all__ = ["MOST_BYTES", "sendable"]
-
 LEAST, MOST = -(2**63), 2**64 - 1
 """The integers that msgpack writes; a greater or smaller one becomes the nearest of them."""
 

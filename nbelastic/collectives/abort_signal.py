@@ -21,8 +21,6 @@ from nbelastic.errors import CollectiveError, NbelasticError, NotTheRank
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["AbortSignal", "Wakeup"]
-
 # A waiting thread reads True for the event that it waits for, False for an abort.
 Wakeup = SimpleQueue
 

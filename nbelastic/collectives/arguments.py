@@ -17,18 +17,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.reduction_tree import Blocks, Node
 
-__all__ = [
-    "check_contiguous",
-    "check_gather",
-    "check_op",
-    "check_peer",
-    "check_per_rank",
-    "check_rank",
-    "check_scatter",
-    "check_together",
-    "check_tree",
-]
-
 _REDUCIBLE = {
     "torch.float32",
     "torch.float64",

@@ -14,8 +14,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["as_bytes", "concatenate", "copy_back", "copying_back", "on_host"]
-
 
 def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
     """Return `tensor` itself if it lies in host memory, else a staging buffer for it.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.matching import MatchingClient
     from nbelastic.collectives.reduction_tree import Blocks
 
-__all__ = ["BACKENDS", "Communicator", "Handle", "Op", "Rendezvous", "connectors"]
-
 connectors: list[Callable[[Rendezvous], Communicator]] = []
 """What makes a communicator of any kind; the package, which knows all kinds, adds it."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.communicator import Communicator
 
-__all__ = ["RECORD", "check_consistency", "disagreement", "listed"]
-
 _NUMBERS = struct.Struct("<qq")
 _DIGEST = 16
 RECORD = _DIGEST + _NUMBERS.size

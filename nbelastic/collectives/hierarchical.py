@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.topology import Topology
     from nbelastic.native._core import Group, Tree
 
-__all__ = ["HierarchicalCommunicator"]
-
 _LINE = 16
 """Slices begin at multiples of so many elements, so that no two ranks write to one cache line."""
 

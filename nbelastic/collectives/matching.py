@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.communicator import Rendezvous
     from nbelastic.collectives.rendezvous.handshake import MessageChannel
 
-__all__ = ["MatchingClient"]
-
 
 class MatchingClient:
     """A rank's connection to the matching of its generation.

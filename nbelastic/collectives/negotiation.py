@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.nccl.library import NcclLibrary
     from nbelastic.collectives.shm.handshake import SharedSegment
 
-__all__ = ["NegotiatingCommunicator"]
-
 logger = logging.getLogger(__name__)
 
 ON_HOST = "tensors of GPUs are reduced in the memory of the host"

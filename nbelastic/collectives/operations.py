@@ -28,18 +28,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.communicator import Handle, Rendezvous
     from nbelastic.collectives.matching import MatchingClient
 
-__all__ = [
-    "AbortableTask",
-    "AsyncCommunicator",
-    "BlockingTask",
-    "Operation",
-    "OperationFailed",
-    "OperationHandle",
-    "OrderedExecutor",
-    "QueuedOperation",
-    "first_sentence",
-]
-
 
 class OperationFailed(Exception):
     """The transport's message for an operation that failed.

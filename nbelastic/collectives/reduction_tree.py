@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["IDENTITY", "Blocks", "Node", "additions", "cover", "fold"]
-
 T = TypeVar("T")
 
 IDENTITY = -0.0

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.reduction_tree import Blocks
 
-__all__ = ["SoloCommunicator"]
-
 
 class SoloCommunicator(Communicator):
     """The communicator of a generation with one rank.

@@ -21,15 +21,6 @@ from nbelastic.errors import CollectiveError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "Capabilities",
-    "Topology",
-    "host_identity",
-    "nccl_obstacle",
-    "shared_memory_obstacle",
-    "sharing_host",
-]
-
 HOST_VARIABLE = "NBELASTIC_HOST"
 """Environment variable that splits one machine into several hosts, for tests of placement."""
 

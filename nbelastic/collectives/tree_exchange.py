@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.communicator import Communicator, Handle
     from nbelastic.collectives.reduction_tree import Blocks
 
-__all__ = ["FlatTensors", "allreduce_tree", "share_bounds", "sum_along_tree"]
-
 _LINE = 16
 """Shares begin at multiples of so many elements."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
     from nbelastic.elastic.step_share import StepShare
 
-__all__ = ["Balancer"]
-
 
 class Balancer:
     """Quotas of the present generation, even or by the speed of ranks.

@@ -7,8 +7,6 @@ from typing import Literal
 
 from nbelastic.errors import OptionError
 
-__all__ = ["Batch"]
-
 
 @dataclass(frozen=True)
 class Batch:

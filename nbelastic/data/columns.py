@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-__all__ = ["ColumnChoice", "arrow_array", "arrow_kind", "choose", "row_block"]
-
 NEEDS_TRANSFORM = (
     "{where}: column {name!r} has type {kind}, of which no tensor can be made; leave it out, or "
     "pass transform=, which makes tensors of a table"

@@ -17,8 +17,6 @@ from nbelastic.data.stream_reader import row_digest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["USUAL_CAUSES", "DataSample", "difference", "sample_of"]
-
 ROWS = 12
 """Rows that are compared, at places that are the same on all ranks."""
 

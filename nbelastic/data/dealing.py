@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from nbelastic.data.draws import Draws
 
-__all__ = ["BlockSchedule", "Dealing", "block_of", "imbalance"]
-
 
 def block_of(rank: int, size: int, micro_batches: int) -> range:
     """Return the micro-batches of a rank: one of `size` blocks that differ by one at most.

@@ -14,8 +14,6 @@ from nbelastic.errors import OptionError
 if TYPE_CHECKING:
     from nbelastic.data.permutation import Rows
 
-__all__ = ["Draws"]
-
 _TOTAL = 1 << 62
 
 

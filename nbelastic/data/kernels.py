@@ -7,8 +7,6 @@ import hashlib
 
 import torch
 
-__all__ = ["kernel_fingerprint"]
-
 
 @functools.cache
 def kernel_fingerprint() -> str:

@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Lease", "LeaseTable"]
-
 
 @dataclass(frozen=True)
 class Lease:

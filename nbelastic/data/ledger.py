@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.step_share import StepShare
 
-__all__ = ["RowLedger"]
-
 Place = tuple[int, int]
 
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from nbelastic.data.step import StepParticipant
     from nbelastic.elastic.context import Context
 
-__all__ = ["Loader"]
 _WORTH_A_WORD = 1.3
 _ORDERS = 1 << 52  # what a float64 holds
 

@@ -33,8 +33,6 @@ from nbelastic.errors import DataError, OptionError
 if TYPE_CHECKING:
     from nbelastic.data.permutation import Rows
 
-__all__ = ["Arrow", "Parquet"]
-
 _AT_ONCE = 16
 """Footers that are read at the same time."""
 

@@ -21,8 +21,6 @@ from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
 if TYPE_CHECKING:
     from nbelastic.data.permutation import Rows
 
-__all__ = ["Dask", "is_rows"]
-
 
 def is_rows(value: Any) -> bool:
     """Return whether a value is a Dask dataframe, series or array."""

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Permutation", "mix"]
-
 Rows = NDArray[np.int64]
 
 ROUNDS = 8

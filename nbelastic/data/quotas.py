@@ -29,8 +29,6 @@ from nbelastic.data.dealing import BlockSchedule
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Balance", "Pace", "is_straggler", "plan", "predict", "slowness"]
-
 GAIN = 0.05
 """Part of a step by which other quotas must shorten it to be taken."""
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from nbelastic.data.dealing import BlockSchedule, Dealing
 
-__all__ = ["RowRange", "UnitStreams", "Window", "cut"]
-
 # Kinds of seeds, apart from those of the loader.
 _UNITS, _WINDOW = 11, 12
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from nbelastic.data.permutation import Rows
 
-__all__ = ["MadeBlocks", "RowBlock", "transformed"]
-
 _SINGLE, _TUPLE = "a tensor", "a tuple"
 Form = str | tuple[Any, ...]
 

@@ -17,8 +17,6 @@ from nbelastic.data.permutation import mix
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["generators_in", "generators_kept", "seed_each", "seed_generators"]
-
 _SEED_LIMIT = 1 << 32
 
 _KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from nbelastic.data.permutation import Rows
     from nbelastic.elastic.context import Context
 
-__all__ = ["MapSource", "RowSource", "WorkItem"]
-
 COLLATING = -1
 """Number that takes the place of a row in the seed of ``collate_fn``."""
 

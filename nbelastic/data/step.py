@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from nbelastic.data.loader import Loader
     from nbelastic.elastic.step_share import StepShare
 
-__all__ = ["Step", "StepParticipant"]
-
 # Kind of seeds: of the micro-batches that are computed, apart from those of sources.
 _COMPUTING = 2
 

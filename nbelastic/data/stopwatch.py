@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Stopwatch"]
-
 clock = time.perf_counter
 
 

@@ -20,8 +20,6 @@ from nbelastic.errors import DataError, NbelasticError, summary_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Mark", "StreamReader", "row_digest"]
-
 _DIGEST_BYTES = 12
 _OPENING = -1  # takes the place of a row in the seed of what `make` draws
 

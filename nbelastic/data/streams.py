@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from nbelastic.data.stream_reader import Mark
     from nbelastic.elastic.context import Context
 
-__all__ = ["Shards", "Stateful", "StreamRows", "StreamSource"]
-
 # Kinds of seeds, apart from those of the loader and of units.
 _READING, _ORDER, _STEP = 21, 22, 23
 

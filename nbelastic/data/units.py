@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from nbelastic.data.permutation import Rows
     from nbelastic.data.ranges import Window
 
-__all__ = ["UnitSource", "WindowedRows", "parse_bytes"]
-
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from nbelastic.data.ranges import Window
     from nbelastic.data.row_block import RowBlock
 
-__all__ = ["COPIES", "LoadedWindow", "WindowReader"]
-
 COPIES = 3
 """Copies of a window that exist while it is read: as a table, joined, and permuted."""
 

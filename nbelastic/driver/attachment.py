@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from .options import Options
 
-__all__ = ["attach_client"]
-
 LOOPBACK_HTTP = "127.0.0.1:0"
 """Where HTTP servers of an embedded cluster listen: Dask's default is all interfaces."""
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LiveClock", "steady_time"]
-
 
 def steady_time() -> float:
     """Return seconds on a clock that is never set, and that goes on while a laptop sleeps."""

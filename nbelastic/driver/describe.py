@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 
     from .status import DataStatus
 
-__all__ = [
-    "OUTPUT_GAP",
-    "history_detail",
-    "in_words",
-    "over",
-    "reset_detail",
-    "rows_in_words",
-    "straggler_detail",
-]
-
 _LOSSES = {
     LossReason.RAISED: "{detail}",
     LossReason.PROCESS_ENDED: "its process has ended",

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from .job import Job
 
-__all__ = ["Display", "WaitDisplay", "label", "say", "set_display", "show", "started", "watching"]
-
 logger = logging.getLogger(__name__)
 
 

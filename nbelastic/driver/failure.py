@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from nbelastic.cluster import Failure
     from nbelastic.membership import Outcome
 
-__all__ = ["exception_for"]
-
 MOST_SHOWN = 4
 
 _CAUSE: Any = BaseException.__dict__["__cause__"]

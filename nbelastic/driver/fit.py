@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster import JobPayload
 
-__all__ = ["fit", "hand_out", "run", "terms_of"]
-
 Duration: TypeAlias = "float | str | datetime.timedelta"
 """Seconds, text that Dask reads (``"2 minutes"``), or a timedelta."""
 

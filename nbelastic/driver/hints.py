@@ -22,8 +22,6 @@ from . import display
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-__all__ = ["did_you_mean", "no_such_option", "with_hints"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from .status import HistoryEvent, Output
     from .thread import Driver
 
-__all__ = ["Job"]
-
 logger = logging.getLogger(__name__)
 
 AWAY = "no connection to the scheduler; if it lives, the job goes on there"

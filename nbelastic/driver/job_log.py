@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from nbelastic.cluster import HistoryRecord, LogContents, RankTelemetry
     from nbelastic.elastic.telemetry import CodeLine
 
-__all__ = ["KernelLog"]
-
 
 class KernelLog(JobLog):
     """Log of one job in the kernel.

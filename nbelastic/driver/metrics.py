@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from nbelastic.cluster import RankTelemetry
     from nbelastic.elastic.telemetry import MetricsReport
 
-__all__ = ["MetricsAggregator", "RankMetrics"]
-
 WINDOW = 3.0
 """Seconds over which speed is measured."""
 

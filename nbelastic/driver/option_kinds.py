@@ -16,22 +16,6 @@ from dask.utils import parse_timedelta
 from nbelastic.elastic.redaction import without_secrets
 from nbelastic.errors import OptionError
 
-__all__ = [
-    "Amounts",
-    "Choice",
-    "Count",
-    "Duration",
-    "File",
-    "Flag",
-    "Kind",
-    "Location",
-    "Names",
-    "Number",
-    "Range",
-    "Whole",
-    "shown",
-]
-
 
 class Kind:
     """What values an option may have.

@@ -52,18 +52,6 @@ if TYPE_CHECKING:
 
     from .status import JobStatus
 
-__all__ = [
-    "DEFAULTS",
-    "HOROVODS",
-    "TABLE",
-    "OptionRow",
-    "Options",
-    "call_arguments",
-    "changed_limits",
-    "check_name",
-    "count_option",
-]
-
 logger = logging.getLogger(__name__)
 
 READ_PATIENCE = 60.0

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from .job_log import KernelLog
 
-__all__ = ["abandon", "settle"]
-
 
 def settle(
     future: Future[list[Any]],

@@ -21,8 +21,6 @@ from nbelastic.errors import OptionError
 if TYPE_CHECKING:
     from .status import Output
 
-__all__ = ["OutputLog"]
-
 BYTES = "NBELASTIC_LOG_BYTES"
 DIRECTORY = "NBELASTIC_LOG_DIR"
 DEFAULT = "64 MB"

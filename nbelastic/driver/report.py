@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .job import Job
     from .options import Options
 
-__all__ = ["save_report"]
-
 MOST_OUTPUT = 1_000_000
 """Characters of output in a report: the newest."""
 

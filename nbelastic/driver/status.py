@@ -5,17 +5,6 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass, field
 
-__all__ = [
-    "DataStatus",
-    "HistoryEvent",
-    "JobInfo",
-    "JobStatus",
-    "JobTable",
-    "Output",
-    "Progress",
-    "RankStatus",
-]
-
 
 @dataclass(frozen=True)
 class RankStatus:

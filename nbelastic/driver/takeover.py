@@ -29,8 +29,6 @@ from .thread import Driver
 if TYPE_CHECKING:
     from nbelastic.membership import Event
 
-__all__ = ["ask_to_scale", "ask_to_stop", "attach", "jobs", "look"]
-
 
 @with_hints
 def jobs(cluster: Any) -> JobTable:

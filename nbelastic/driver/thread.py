@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
     from .options import Options
 
-__all__ = ["Driver"]
-
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT = 0.5

@@ -9,8 +9,6 @@ import sys
 
 from nbelastic.collectives import missing_native_part
 
-__all__ = ["show_versions", "versions"]
-
 PACKAGES = (
     "nbelastic",
     "torch",

@@ -27,21 +27,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.step_share import StepShare
     from nbelastic.elastic.supervision import SteppedOptimizers
 
-__all__ = [
-    "Acting",
-    "Context",
-    "LocalContext",
-    "activate",
-    "before_check",
-    "current",
-    "current_or_none",
-    "initialize",
-    "one_of_all",
-    "shutdown",
-    "zero_is_source",
-]
-
-
 # Ranks leave a generation at the same step, without a collective of their own. Each rank learns of
 # a coming change at its own moment (`change_flag`). The flag rides on a reduction that takes place
 # anyway: the optimizer adds one element to its last bucket. All ranks read the same sum and record

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["Originals", "adopt", "attributes_in"]
-
 _SEQUENCES = (list, collections.deque)
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _NO_RECORDS = (type, types.ModuleType, types.FunctionType, types.MethodType)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.checkpoint.manager import CheckpointManager
     from nbelastic.elastic.state import State
 
-__all__ = ["run"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.sampler import ShardSampler
     from nbelastic.elastic.shards import Claim, Deal, Wire
 
-__all__ = ["agree_on_progress"]
-
 
 def agree_on_progress(
     samplers: Sequence[ShardSampler], context: Context, behind: Sequence[int] = ()

@@ -10,16 +10,6 @@ from nbelastic.errors import NotInitialized
 if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
 
-__all__ = [
-    "cross_rank",
-    "cross_size",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "size",
-]
-
 
 def is_initialized() -> bool:
     """Return whether the calling thread is a rank."""

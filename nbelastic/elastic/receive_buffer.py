@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReceiveBuffer"]
-
-
 _SLACK_BYTES = 1 << 20
 """Bytes that descriptions and padding of a state may take in addition to its tensors."""
 

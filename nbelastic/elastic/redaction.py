@@ -11,8 +11,6 @@ from urllib.parse import quote, quote_plus, unquote
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["Secrets", "hide_secrets", "without_secrets"]
-
 HIDDEN = "***"
 
 LONG = 6

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["ResetTimings"]
-
 
 class ResetTimings:
     """Moments of the reset that is in progress, if one is; any thread may mark them.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.checkpoint.manager import CheckpointSpec
     from nbelastic.membership import Event, Place, Plan
 
-__all__ = ["DEFAULT_RUNTIME", "DriverPort", "Interrupt", "NoInterrupt", "RankRuntime", "RankSpec"]
-
 
 class Interrupt(Protocol):
     """The way to raise an exception in a rank's thread while it runs the user's code."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.spans import Indices
 
-__all__ = ["SamplerSnapshot", "ShardSampler", "state_dict_of"]
-
 NOT_IN_STATE = (
     "a sampler that records batches is in no state\n"
     "A commit does not say which samples are done: after a change of membership they are dealt "

@@ -12,8 +12,6 @@ from torch.nn.parameter import is_lazy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["sample", "sample_of_parameters", "sampler_of"]
-
 COUNT = 64
 """Number of values of a sample, about."""
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator, RendezvousServer
     from nbelastic.elastic.runtime import DriverPort, RankRuntime, RankSpec
 
-__all__ = ["Session", "note", "warn"]
-
 _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 
 

@@ -23,8 +23,6 @@ from nbelastic.elastic.spans import Indices, Spans
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Claim", "Deal", "Order", "Wire", "choose_root", "merge_claims"]
-
 Wire = tuple[int, int, bytes, int, int, bool]
 """Packed deal: number of samples, epoch, spans of samples left, merges, seed, shuffle."""
 

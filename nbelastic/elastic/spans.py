@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Indices", "Spans"]
-
 Indices = NDArray[np.int64]
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
 
-__all__ = ["NOT_THE_USERS", "Line", "user_line"]
-
 Line = list[str | int]
 """``[file, line, function]``; empty if there is none."""
 

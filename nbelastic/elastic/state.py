@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.shards import Deal
     from nbelastic.elastic.supervision import Supervision
 
-__all__ = ["ObjectState", "State"]
-
 _PLAIN = (bool, int, float, str, type(None))
 
 _MIXED = 3  # Horovod's HostUpdateResult.mixed

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.receive_buffer import ReceiveBuffer
 
-__all__ = ["StatePayload", "flatten", "unflatten"]
-
 _ALIGNMENT = 64
 """A cache line, because received tensors are used in place."""
 

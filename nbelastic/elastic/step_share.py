@@ -10,8 +10,6 @@ from nbelastic.collectives.reduction_tree import Blocks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["StepShare"]
-
 
 @dataclass
 class StepShare:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
 
-__all__ = ["Members", "Subgroup"]
-
 
 class Members:
     """Ranks that were named in one generation, followed through later ones.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
     from nbelastic.elastic.state import State
 
-__all__ = ["SteppedOptimizers", "Supervision", "note_step", "watch"]
-
 Sample = tuple[float, ...]
 
 MOMENTS = (1, 10, 100)

@@ -17,17 +17,6 @@ from typing import Annotated, Any, Protocol
 
 from nbelastic.elastic.stack import user_line
 
-__all__ = [
-    "CodeLine",
-    "DataProgress",
-    "MetricsReport",
-    "StepObserver",
-    "Telemetry",
-    "TelemetrySnapshot",
-    "as_numbers",
-    "as_step",
-]
-
 _EXACT = 2**53
 
 AnyFloat = Annotated[float, "may be NaN"]

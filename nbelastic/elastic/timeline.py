@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-__all__ = ["Timeline", "join_parts", "now", "part_of", "timeline", "write"]
-
 APPEND_AFTER = 1e5
 """Microseconds after which events are appended to a rank's part."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["TorchModes"]
-
 
 class TorchModes:
     """Torch's settings of a thread: modes of autograd and autocast, and the default device.

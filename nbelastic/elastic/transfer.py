@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator, Handle
 
-__all__ = ["allgather_object", "spread", "tree"]
-
 CHUNK_BYTES = 16 << 20
 """How much is sent at a time."""
 

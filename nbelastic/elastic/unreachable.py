@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from nbelastic.membership import Plan
 
-__all__ = ["UnreachablePeers"]
-
 PATIENCE = 2
 """Plans in a row that do not form before peers are probed: a single one is chance."""
 

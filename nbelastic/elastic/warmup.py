@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Rendezvous
     from nbelastic.elastic.runtime import RankRuntime, RankSpec
 
-__all__ = ["form_alone", "warm_up"]
-
 LIMIT_S = 5.0
 """Seconds that an operation may take in a generation that a rank forms alone."""
 

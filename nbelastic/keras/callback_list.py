@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from nbelastic.keras.progress import FitProgress
 
-__all__ = ["ElasticCallbackList", "OnRankZero", "RankZeroModel", "make_callbacks"]
-
 _WRITERS = ("CSVLogger", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
 """Callbacks of Keras that write for all ranks, and keep nothing that others need."""
 

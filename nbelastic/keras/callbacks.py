@@ -17,14 +17,6 @@ from nbelastic.torch.ops.reductions import Average, allreduce
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
-
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Give all ranks the variables of model and optimizer of one rank, once, after its first batch.

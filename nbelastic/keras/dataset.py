@@ -13,8 +13,6 @@ from nbelastic.torch.elastic import ElasticSampler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["ElasticDataset"]
-
 
 class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
     """Deal arrays to the ranks, and the rest of an epoch again when ranks join or leave.

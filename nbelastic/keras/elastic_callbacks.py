@@ -6,8 +6,6 @@ from typing import Any
 
 import keras
 
-__all__ = ["CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]
-
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Commit a state every few batches, and at the end of each epoch.

@@ -19,8 +19,6 @@ from nbelastic.keras.dataset import ElasticDataset
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Feed", "LoaderFeed", "SamplerFeed", "feed_of", "shard_of"]
-
 CANNOT_BE_DEALT = (
     "elastic.fit({kind}): these data cannot be dealt to ranks: which samples a batch has, only the "
     "{kind} knows, so after a change of membership nothing could say which ones are left. Pass "

@@ -21,8 +21,6 @@ from nbelastic.keras.translate import run
 if TYPE_CHECKING:
     from nbelastic.keras.feeds import Feed
 
-__all__ = ["fit"]
-
 NOT_DISTRIBUTED = (
     "elastic.fit: the model was compiled with {kind}, whose gradients are not averaged over ranks: "
     "each rank would train a model of its own. Write "

@@ -13,8 +13,6 @@ from nbelastic.elastic.context import current
 if TYPE_CHECKING:
     from nbelastic.keras.backends import Backend
 
-__all__ = ["MetricSums"]
-
 
 class MetricSums:
     """Sums over all ranks of the variables of a model's metrics.

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Op
     from nbelastic.torch.ops.adasum import GradientOp
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_variables",
-    "reducescatter",
-]
-
 
 def _applied(value: Any, operation: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply an operation of PyTorch's face, and return what kind of value was given."""

@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.ops.adasum import GradientOp
 
 
-__all__ = [
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "distribution_of",
-    "is_distributed",
-    "load_model",
-    "settle_scaling",
-]
-
 Optimizer = TypeVar("Optimizer", bound=Any)
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.ops.adasum import GradientOp
     from nbelastic.torch.ops.compression import Compressor
 
-__all__ = ["KerasOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class KerasOptions:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from nbelastic.torch.ops.process_sets import global_process_set
 
-__all__ = ["check_process_set"]
-
 
 def check_process_set(process_set: object) -> None:
     """Refuse any set of ranks but all of them.

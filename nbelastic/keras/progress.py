@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
     from nbelastic.torch.state.structure import Structure, TensorNames
 
-__all__ = ["FitProgress", "FitProgressAdapter"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _NOT_STATE = ("params", "_model")

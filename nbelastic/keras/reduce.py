@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from nbelastic.keras.options import KerasOptions
 
-__all__ = ["reduce"]
-
 
 def reduce(gradients: Sequence[torch.Tensor], options: KerasOptions) -> list[torch.Tensor]:
     """Return gradients reduced over all ranks, which call this together.

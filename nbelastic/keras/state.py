@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.state_payload import StatePayload
 
-__all__ = ["KerasState"]
-
 SEED = "seed_generator_state"
 """Name that Keras gives to the state of a seed generator."""
 

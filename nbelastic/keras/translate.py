@@ -11,8 +11,6 @@ from nbelastic.keras.backends import backend
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["run"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
     from nbelastic.torch.state.structure import Structure, TensorNames
 
-__all__ = ["Variables", "VariablesAdapter"]
-
 
 class VariablesAdapter:
     """Capture and restoration of :class:`Variables`, in place."""

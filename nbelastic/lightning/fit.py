@@ -27,8 +27,6 @@ from nbelastic.trainers import DealtSampler, not_dealt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["fit", "make_elastic"]
-
 
 def fit(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     """Train a module on ranks that join, leave and fail: ``trainer.fit(module, …)``.

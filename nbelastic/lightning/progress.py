@@ -12,8 +12,6 @@ from lightning.pytorch.callbacks import ProgressBar
 from nbelastic.elastic.context import current
 from nbelastic.trainers import plain_attributes
 
-__all__ = ["LightningProgress"]
-
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _OF_LOGGERS = ("_version", "_name", "_save_dir", "_root_dir")
 

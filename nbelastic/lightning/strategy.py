@@ -18,8 +18,6 @@ from nbelastic.torch.process_group import NAME, default_group
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ElasticFabricStrategy", "ElasticStrategy", "Environment", "register"]
-
 
 class Environment(ClusterEnvironment):
     """The ranks of the job at the time of each question."""

@@ -11,8 +11,6 @@ from .reasons import WeightsDiffer
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-__all__ = ["compare", "differ"]
-
 SLIGHT = (1e-6, 0.0, 0.25)
 CLEAR = (1e-2, 1e-6, 0.05)
 """Relative and absolute difference of two values, and the share of values that may differ so.

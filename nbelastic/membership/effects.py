@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from .model import Outcome, Place, Plan, Slot
 from .reasons import Reason
 
-__all__ = ["Abort", "Effect", "End", "EndRank", "Notify", "Publish", "Record", "Release"]
-__all__ += ["RestartWorker", "SaveCommit", "StartRank"]
-
 
 @dataclass(frozen=True)
 class Effect:

@@ -7,35 +7,6 @@ from dataclasses import dataclass, field
 from .model import FRESH, Slot, UnusedWorker
 from .reasons import LossReason, NoticeGiven, StopReason
 
-__all__ = [
-    "Beat",
-    "Beats",
-    "ClusterGone",
-    "Event",
-    "LimitsChanged",
-    "LoopDone",
-    "RankDied",
-    "RankFormed",
-    "RankLeft",
-    "RankNote",
-    "RankRaised",
-    "RankReady",
-    "RankReturned",
-    "ShareSet",
-    "SlotAtRisk",
-    "SlotBusy",
-    "SlotDied",
-    "SlotGone",
-    "SlotLeaving",
-    "SlotSilent",
-    "SlotStays",
-    "SlotsFound",
-    "StopRequested",
-    "Tick",
-    "WeightsSampled",
-    "WorkersUnused",
-]
-
 
 @dataclass(frozen=True)
 class Event:

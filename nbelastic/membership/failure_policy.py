@@ -19,24 +19,6 @@ from .reasons import Exclusion
 if TYPE_CHECKING:
     from .model import Limits, Slot
 
-__all__ = [
-    "ERROR_WORKERS",
-    "EXCLUSION_RANGE",
-    "JITTER",
-    "LOSSES",
-    "OWN_FAILURES",
-    "OWN_FAILURES_WITH_COMMITS",
-    "REPEATED_COMMITS",
-    "STALLS",
-    "ErrorReport",
-    "Exclusions",
-    "FailurePolicy",
-    "MemberLoss",
-    "OwnFailure",
-    "ProgressCheck",
-    "RepeatedErrors",
-]
-
 FAILURE_THRESHOLD = 3
 """Failures in a row after which a host, or a worker that is restarted each time, is excluded.
 

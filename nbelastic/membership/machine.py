@@ -39,8 +39,6 @@ from .roster import Roster
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Machine"]
-
 _HANDLERS = {
     kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower()
     for kind in ev.Event.__subclasses__()

@@ -9,18 +9,6 @@ from dataclasses import dataclass
 
 from .reasons import Reason, UnusedReason
 
-__all__ = [
-    "FRESH",
-    "FailureKind",
-    "Limits",
-    "Member",
-    "Outcome",
-    "Place",
-    "Plan",
-    "Slot",
-    "UnusedWorker",
-]
-
 FRESH = -1
 """Version of a rank that has never synchronised with the job's state."""
 

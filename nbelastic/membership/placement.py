@@ -13,9 +13,6 @@ from .model import Place, Slot
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["arrange", "broken_pairs", "choose", "choose_released", "choose_removed"]
-__all__ += ["count_by_host", "place_of", "places_of"]
-
 
 class Located(Protocol):
     """Anything that runs on a slot."""

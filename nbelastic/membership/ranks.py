@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from .events import Beat
 
-__all__ = ["Phase", "Rank", "Ranks", "Stage"]
-
 K = TypeVar("K", bound="Hashable")
 
 

@@ -11,8 +11,6 @@ from .model import FRESH, Limits, Outcome, Plan, Slot, UnusedWorker
 from .ranks import Phase, Rank, Ranks, Stage
 from .reasons import GenerationLeft, Lost, NoticeGiven, RankId, Reason, Sharing
 
-__all__ = ["Roster"]
-
 
 @dataclass
 class Roster:

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from .model import Slot
     from .roster import Roster
 
-__all__ = [
-    "JOIN_WINDOW",
-    "LONGEST_STAY",
-    "MARGIN",
-    "MOST_NAMES",
-    "QUIET",
-    "SOON",
-    "STAY",
-    "VAIN_WAIT",
-]
-
 JOIN_WINDOW = 1.0
 """Seconds that a newcomer waits for others that are starting, so that they join in one reset."""
 

@@ -19,8 +19,6 @@ from .roster import Roster
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["from_dict", "plain", "tag", "to_dict", "typed"]
-
 
 def to_dict(machine: Machine) -> dict[str, Any]:
     """Write a machine as a dict that JSON and msgpack can carry."""
@@ -158,8 +156,8 @@ def _is(value: object, kind: type) -> bool:
 
 
 def _subclasses(module: Any, base: type) -> Iterable[type]:
-    found = (getattr(module, name) for name in module.__all__)
-    return [each for each in found if isinstance(each, type) and issubclass(each, base)]
+    found = [each for each in vars(module).values() if isinstance(each, type)]
+    return [each for each in found if issubclass(each, base) and each.__module__ == module.__name__]
 
 
 tag(Reason, "code", _subclasses(reasons, Reason))

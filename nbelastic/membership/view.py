@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .model import Plan
     from .reasons import Reason
 
-__all__ = ["JobView", "RankView", "view"]
-
 _STATES = {
     Phase.FORMING: "forming",
     Phase.RUNNING: "running",

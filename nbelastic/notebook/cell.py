@@ -26,8 +26,6 @@ from .remote_value import pack
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CellError", "CellFunction"]
-
 _RESULT = "__nbelastic_result__"
 
 _IPYTHONS = re.compile(r"^\s*[%!?]|^[\w\s.,\[\]]*=\s*[%!]|\?\s*$")

@@ -14,8 +14,6 @@ from .options import MagicOptionError, OptionParser, count, parse_setting, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Commands"]
-
 MAGIC = "%elastic"
 
 REMEMBERED = 5

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["unwrap_debug", "wrap_debug"]
-
 NOTHING_HERE = (
     "The error was raised in a rank, which has ended; %debug can only inspect the kernel.\n"
     "To debug the function, call it in a cell without fit, or run the cell without its first line "

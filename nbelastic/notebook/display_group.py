@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from .panel import Panel
 
-__all__ = ["DisplayGroup", "ErrorBoundary", "IPythonScreen", "Screen", "bundle"]
-
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 BETWEEN_PAGES = 5.0

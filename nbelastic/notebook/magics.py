@@ -27,8 +27,6 @@ from .size_estimate import large_variables
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["ElasticMagics", "register", "unregister"]
-
 MAGIC = "%%elastic_train"
 
 _FUTURES = __future__.annotations.compiler_flag

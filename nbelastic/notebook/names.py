@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["imported_names", "needed_names", "users_names"]
-
 _OF_IPYTHON = re.compile(
     r"In|Out|get_ipython|exit|quit|display|_+|_i+|_i?\d+|_[iod]h|_exit_code|__\w+__"
 )

@@ -21,17 +21,6 @@ from nbelastic.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "OF_FIT",
-    "MagicOptionError",
-    "OptionParser",
-    "count",
-    "options_help",
-    "parse_setting",
-    "split",
-    "train_parser",
-]
-
 STREAMS = ("rank0", "all", "none")
 
 _TAKES_NONE = re.compile("^ignored explicit argument")

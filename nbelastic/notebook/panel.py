@@ -27,8 +27,6 @@ from .display_group import ErrorBoundary
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Panel"]
-
 logger = logging.getLogger(__name__)
 
 BETWEEN_UPDATES = 0.25

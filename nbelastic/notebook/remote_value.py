@@ -15,8 +15,6 @@ import cloudpickle
 from nbelastic.errors import summary_of
 from nbelastic.pickling import dumps
 
-__all__ = ["RemoteValue", "UnavailableValue", "pack"]
-
 LONGEST = 4_000
 """Maximum length of a placeholder's text."""
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["LARGE", "estimated_size", "large_variables"]
-
 LARGE = 16 * 2**20
 """Bytes from which the user is warned of a variable."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from nbelastic.driver import Output
 
-__all__ = ["Mode", "Streamer"]
-
 Mode = Literal["rank0", "all", "none"]
 
 TOGETHER_S = 0.25

@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from .display_group import DisplayGroup
     from .stream import Mode, Streamer
 
-__all__ = [
-    "DisplayOptions",
-    "LastLineWaitDisplay",
-    "NotebookWaitDisplay",
-    "TerminalWaitDisplay",
-    "write",
-]
-
 PANEL_DELAY = 2.0
 """Seconds of waiting before a panel appears."""
 

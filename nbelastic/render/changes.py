@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from .job_snapshot import JobSnapshot
 
-__all__ = ["newest_event", "recent_changes", "sentence"]
-
 MAX_NAMED = 3
 
 HAPPENED = {

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from .job_snapshot import JobSnapshot
 
-__all__ = ["HEIGHT", "WIDTH", "Curve", "curves_key", "shown_curves"]
-
 MAX_CURVES = 6
 WIDTH, HEIGHT = 160, 32
 COLUMNS = 40

@@ -8,21 +8,6 @@ import re
 from markupsafe import Markup
 from markupsafe import escape as markup_escape
 
-__all__ = [
-    "abbreviate",
-    "block",
-    "count",
-    "duration",
-    "escape",
-    "first_lines",
-    "limits",
-    "number",
-    "printable",
-    "rate",
-    "shorten",
-    "worker",
-]
-
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML cannot hold."""
 

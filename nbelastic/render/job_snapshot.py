@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from nbelastic.driver.status import HistoryEvent, JobStatus
 
-__all__ = ["ENDED", "JobSnapshot"]
-
 ENDED = frozenset({"finished", "failed", "stopped", "detached"})
 """Final states of a job, and the kinds of event that announce them."""
 

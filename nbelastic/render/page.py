@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from .job_snapshot import JobSnapshot
 
-__all__ = ["PARTS", "page"]
-
 MAX_ROWS = 20
 MAX_CHANGES = 6
 MAX_AWAY = 3

@@ -11,8 +11,6 @@ from .formatting import abbreviate, count, duration, limits, rate, shorten
 if TYPE_CHECKING:
     from .job_snapshot import JobSnapshot
 
-__all__ = ["line", "text"]
-
 
 def text(snapshot: JobSnapshot) -> str:
     """Return one line that is the same in every run of the same notebook.

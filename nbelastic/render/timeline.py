@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from .job_snapshot import JobSnapshot
 
-__all__ = ["MARKS", "legend", "thin", "timeline", "timeline_key"]
-
 WIDTH = 1000
 """Units across the drawing: a tenth of a percent each."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from .model import SlotGroup, Want
 
-__all__ = ["AlikeSlots", "Allocation", "MatchedSlots", "allocate"]
-
 Node: TypeAlias = "tuple[str, str] | tuple[str, str, str] | int"
 """A job, a job on a host, or a group of slots."""
 

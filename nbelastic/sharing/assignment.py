@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from .model import Want
 
-__all__ = ["Assignment", "SharedSlot", "assign"]
-
 
 @dataclass(frozen=True)
 class SharedSlot:

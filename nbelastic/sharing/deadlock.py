@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from .model import SlotGroup, Want
 
-__all__ = ["jobs_to_yield"]
-
 
 def jobs_to_yield(
     wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float, patience: float = math.inf

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from .model import SlotGroup, Want
 
-__all__ = ["shares"]
-
 HALVINGS = 40
 """Steps of the search for the level to which slots are filled at once."""
 

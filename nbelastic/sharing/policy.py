@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from .model import SlotGroup, Want
 
-__all__ = ["SharePolicy", "SharingRules"]
-
 
 @dataclass(frozen=True)
 class SharingRules:

@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Op
     from nbelastic.torch.ops.adasum import GradientOp
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_variables",
-    "grouped_allreduce",
-    "reducescatter",
-]
-
 broadcast_global_variables = ops.broadcast_global_variables
 broadcast_variables = ops.broadcast_variables
 

@@ -13,8 +13,6 @@ from nbelastic.torch.state.torch_state import TorchState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["TensorFlowKerasState", "TensorFlowState"]
-
 
 class TensorFlowKerasState(KerasState):
     """State of training a Keras model with a loop of your own in TensorFlow 2.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Op
     from nbelastic.torch.ops.adasum import GradientOp
 
-__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
-
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape,

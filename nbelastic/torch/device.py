@@ -10,8 +10,6 @@ import torch
 from nbelastic.elastic.context import current
 from nbelastic.errors import NotInitialized
 
-__all__ = ["device"]
-
 
 def device() -> torch.device:
     """Return the device for the calling rank: its own GPU, else the CPU.

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["same"]
-
 
 def same(some: Sequence[object], others: Sequence[object]) -> bool:
     """Return whether two sequences are of the same objects."""

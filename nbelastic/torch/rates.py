@@ -18,8 +18,6 @@ from nbelastic.errors import OptionError, StateMismatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["LRScaler", "SampleScheduler", "by_samples"]
-
 RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["plain_attributes"]
-
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor)
 
 

@@ -6,8 +6,6 @@ from nbelastic.elastic.context import current
 from nbelastic.elastic.session import warn
 from nbelastic.torch.elastic import ElasticSampler
 
-__all__ = ["NOT_DEALT", "DealtSampler", "not_dealt"]
-
 NOT_DEALT = (
     "a loader begins its epoch again after each change of membership\n"
     "{why}, so nbelastic cannot deal its samples: those of the epoch under way are trained twice.\n"

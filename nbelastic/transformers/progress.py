@@ -13,8 +13,6 @@ from nbelastic.trainers import plain_attributes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TrainerProgress"]
-
 _NOT_KEPT = {
     "log_history",
     "is_local_process_zero",

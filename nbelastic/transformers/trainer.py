@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-__all__ = ["elastic"]
-
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from .programs import Program, Step
 
-__all__ = ["LIMIT_S", "judge", "play"]
-
 LIMIT_S = 30.0
 """How long a program may take."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["run_in_turns"]
-
 
 class Turns:
     """What all ranks of a world share."""

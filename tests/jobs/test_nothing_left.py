@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 
 import pytest
 
@@ -16,19 +17,20 @@ from tests.support.training import Fault, Workload, check
 
 
 def descriptors(ports):
-    """Return how many descriptors this process has, without those of Dask's own connections.
+    """Return what the descriptors of this process are, without those of Dask's own connections.
 
     Dask keeps a pool of them, which grows with what happens to go on at the same time.
     """
     import os
     from pathlib import Path
 
-    dask = set()
+    dask, ends = set(), {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
-            ends = {int(words[1].split(":")[1], 16), int(words[2].split(":")[1], 16)}
-            if ends & set(ports):
+            local, remote = (int(words[column].split(":")[1], 16) for column in (1, 2))
+            ends[f"socket:[{words[9]}]"] = f"TCP from port {local} to {remote}, state {words[3]}"
+            if {local, remote} & set(ports):
                 dask.add(f"socket:[{words[9]}]")
     targets = []
     for name in os.listdir("/proc/self/fd"):
@@ -36,7 +38,7 @@ def descriptors(ports):
             targets.append(os.readlink(f"/proc/self/fd/{name}"))
         except FileNotFoundError:
             pass  # the one that listed them
-    return sum(target not in dask for target in targets)
+    return [ends.get(target, target) for target in targets if target not in dask]
 
 
 def footprint(ports):
@@ -49,7 +51,7 @@ def footprint(ports):
     gc.collect()
     return {
         "threads": threading.active_count(),
-        "descriptors": descriptors(ports),
+        "descriptors": len(descriptors(ports)),
         "children": len(multiprocessing.active_children()),
         "stdout": type(__import__("sys").stdout).__name__,
         "daemon": multiprocessing.current_process().daemon,
@@ -127,6 +129,7 @@ def test_twenty_jobs_of_every_kind_leave_no_more_than_the_first(crew, tmp_path):
         marks.mkdir()
         ends[number](crew, marks)
     before = everything(crew)
+    open_before = descriptors(dask_ports(crew))
     for number in range(20):
         marks = tmp_path / str(number)
         marks.mkdir()
@@ -137,7 +140,8 @@ def test_twenty_jobs_of_every_kind_leave_no_more_than_the_first(crew, tmp_path):
 
     with contextlib.suppress(AssertionError):
         until(lambda: not more(), "nothing is left", 20)
-    assert not more()
+    opened = Counter(descriptors(dask_ports(crew))) - Counter(open_before)
+    assert not more(), f"this process has opened: {dict(opened)}"
 
 
 def test_a_data_loaders_processes_do_not_hide_the_death_of_their_rank(crew, tmp_path):

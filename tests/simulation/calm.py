@@ -12,8 +12,6 @@ from nbelastic.membership import rules
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["Calm", "check_end"]
-
 INTERVAL = 0.25
 """Seconds between two looks."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .fibers import Fiber
     from .world import World
 
-__all__ = ["SimClient"]
-
 PATIENCE = 10.0
 """Seconds for which a client tries to connect again."""
 

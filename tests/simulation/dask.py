@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .worker import SimWorker
     from .world import World
 
-__all__ = ["SimScheduler", "SimTask", "WorkerState"]
-
 
 class WorkerState:
     """What the scheduler knows of a worker."""

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Handle, Rendezvous
     from nbelastic.collectives.reduction_tree import Blocks
 
-__all__ = ["BadMemory", "check", "storm"]
-
 STORM = (
     ("kill", 8),
     ("kill_host", 2),

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .network import Network
     from .ring import SimHandle
 
-__all__ = ["Exchange", "Group", "Operation", "SimStore", "is_broken"]
-
 
 class Exchange:
     """All stores and rooms; also the record of who exchanged what with whom.

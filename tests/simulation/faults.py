@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from .world import World
 
-__all__ = ["PLANNED", "Fault", "make_faults"]
-
 KINDS = (
     ("kill", 10),
     ("crash", 10),

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from .loop import Hub, Process
 
-__all__ = ["Condition", "Fiber", "Inbox"]
-
 
 class Fiber:
     """A thread of a process."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from .world import World
 
-__all__ = ["WatchedMachine", "check_outcome", "is_endless", "leftovers"]
-__all__ += ["watch_early", "watch_hang"]
 
 EARLY = 3.5
 """Seconds after which nobody waits any more for a rank whose loop has ended early."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .loop import Process
     from .world import World
 
-__all__ = ["Kernels"]
-
 UNREACHABLE = (OSError, asyncio.TimeoutError, TimeoutError, ClusterLost)
 """What Dask and the job_client raise where the scheduler does not answer."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from .fibers import Fiber
 
-__all__ = ["Hub", "Process", "Stuck"]
-
 
 class Stuck(AssertionError):
     """Nothing will ever happen again, and something is still waited for."""

@@ -20,8 +20,6 @@ from nbelastic.membership.roster import Roster
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MUTATIONS", "SHOWN_BY_PLANNED_CHANGES"]
-
 Patch = tuple[Any, str, "Callable[[Any], Any]"]
 
 MUTATIONS: dict[str, Patch] = {}

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
     from .loop import Hub, Process
 
-__all__ = ["Broken", "Network", "Pipe"]
-
-
 APART = 1e-9
 """Seconds between two messages of a stream: a difference that survives rounding."""
 

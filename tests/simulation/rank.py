@@ -17,8 +17,6 @@ from .loop import Process
 if TYPE_CHECKING:
     from .worker import SimWorker
 
-__all__ = ["SimRank"]
-
 HOP = 0.0002
 """Seconds that a message takes between a worker and its rank."""
 

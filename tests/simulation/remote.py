@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from .loop import Process
     from .network import Network
 
-__all__ = ["Remote", "block_on", "may_come_twice"]
-
 ONCE_MORE = {"RankEvent", "Heartbeats", "JournalStep"}
 """Messages to the scheduler that a faulty network may deliver twice."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .loop import Process
     from .network import Network
 
-__all__ = ["SimCommunicator", "SimHandle"]
-
 NEIGHBOUR_NOTICES = 0.015
 """Seconds after which a rank sees that the connection to a neighbour is broken."""
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import random
 
-__all__ = ["Mishap", "Script", "make_script"]
-
 
 @dataclass
 class Mishap:

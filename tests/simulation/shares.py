@@ -10,8 +10,6 @@ from nbelastic.membership import ShareSet
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["have_others"]
-
 MOST = 4
 
 

@@ -25,8 +25,6 @@ from .worker import SimAgent
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["staged"]
-
 fit = importlib.import_module("nbelastic.driver.fit")  # the package gives this name to a function
 
 VERSIONS = {"python": "3", "nbelastic": "1", "torch": "2", "cloudpickle": "3"}

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from .world import World
 
-__all__ = ["story"]
-
 
 def story(seed: int, play: Callable[..., World] = simulate, option: str = "") -> str:
     """Play a schedule once more and tell what happens, and what does not hold.

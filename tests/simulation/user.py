@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from .script import Script
     from .world import World
 
-__all__ = ["Actor", "SimInterrupt", "Trouble", "train"]
-
 _stage: list[World] = []
 """The world that is being simulated: functions travel by name, so they find it here."""
 

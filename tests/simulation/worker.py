@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .dask import SimTask
     from .world import World
 
-__all__ = ["SimAgent", "SimNanny", "SimWorker"]
-
 
 class SimWatcher:
     """Watches for nothing: a real one has a thread, and asks the machine that simulates."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from nbelastic.driver.thread import Driver
 
-__all__ = ["World", "simulate"]
-
 LONGEST = 240.0
 """Seconds of virtual time after the last fault in which a job must have ended."""
 

@@ -16,8 +16,6 @@ import nbelastic.torch as hvd
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["EPOCHS", "STEPS", "ExactTraining", "Ledger", "one_thread", "train_alone"]
-
 ROWS, GLOBAL_BATCH, MICRO, EPOCHS = 26, 10, 2, 2
 STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)
 

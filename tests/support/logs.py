@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     import pytest
 
-__all__ = ["own_records"]
-
 
 def own_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """Return the records of the package's loggers, whatever Dask and others have logged."""

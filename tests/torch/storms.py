@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator, Rendezvous
     from nbelastic.membership import Effect, Event, Outcome, StartRank
 
-__all__ = ["Blow", "Storm", "blows_of"]
-
 PATIENCE_S = 60.0
 """Longer than a storm takes on a machine with much else to do."""
 

@@ -14,20 +14,6 @@ from typing import TypeAlias
 
 from nbelastic.errors import NbelasticError, OptionError
 
-__all__ = [
-    "Changes",
-    "DiscoveryFailed",
-    "FailureCount",
-    "Hosts",
-    "Source",
-    "changes",
-    "checked",
-    "entries",
-    "parse_hostfile",
-    "parse_hosts",
-    "parse_output",
-]
-
 Hosts: TypeAlias = Mapping[str, int]
 """Slots by host."""
 

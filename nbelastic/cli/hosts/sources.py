@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from .discovery import Hosts, Source
 
-__all__ = ["ScriptSource", "aws_asg", "k8s", "named_source", "slurm"]
-
 GROUP = "nbelastic.hosts"
 """Entry points that make sources."""
 

@@ -27,8 +27,6 @@ from distributed.system import MEMORY_LIMIT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SlotNanny", "SshOptions", "SshWorker", "is_local"]
-
 START_WITHIN_S = 60.0
 """Seconds for a host to accept the connection, and for its worker to start."""
 

@@ -28,8 +28,6 @@ from .missing import missing_function, missing_module
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FOLDER", "NOTE", "alias_horovod", "answer_as"]
-
 FOLDER = str(Path(__file__).parents[1] / "alias")
 """The folder with a package ``horovod``."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from nbelastic.cluster import GitIgnore
 from nbelastic.errors import OptionError
 
-__all__ = ["MOST_BYTES", "Bundle", "bundle_of"]
-
 MOST_BYTES = 10 * 2**20
 """Most bytes of files that travel with a job, before they are packed."""
 

@@ -12,8 +12,6 @@ from nbelastic.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ScriptCommand", "script_command"]
-
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?(\.exe)?", re.IGNORECASE)
 _HARMLESS = {"-u", "-B", "-s", "-E", "-I"}
 """Options of Python that do not change what a script does in a rank."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["missing_function", "missing_module"]
-
 _MODULES = ("mxnet", "ray", "spark")
 
 _START = (

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from .command import ScriptCommand
 
-__all__ = ["FileMark", "ScriptCall", "ScriptExit", "mark_of", "run_script"]
-
 
 class ScriptExit(NbelasticError):
     """A script has exited with another code than 0; the message names both."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from nbelastic.driver import HistoryEvent, Job, Output
     from nbelastic.driver.display import WaitDisplay
 
-__all__ = ["CommandDisplay", "ViewOptions", "WaitView"]
-
 
 @dataclass(frozen=True)
 class ViewOptions:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from nbelastic.driver.status import JobStatus, RankStatus
     from nbelastic.render import JobSnapshot
 
-__all__ = ["STYLES", "Row", "frame"]
-
 Row: TypeAlias = "list[tuple[str, str]]"
 """Pieces of a row, each with the name of its style; empty for none."""
 

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from nbelastic.driver import Output
 
-__all__ = ["OutputFiles", "RankLines", "prefixed"]
-
 
 class RankLines:
     """Joins the pieces of what ranks print to lines.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from .frame import Row
 
-__all__ = ["LiveView", "as_text"]
-
 BETWEEN_FRAMES_S = 0.25
 """Seconds between two frames."""
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.runtime import RankSpec
     from nbelastic.membership import Event, Slot
 
-__all__ = ["JobClient", "look_at_job", "lost_while", "open_jobs", "send_wish"]
-
 CLOSE_TIMEOUT = 2.0
 """Seconds to wait for the last message of a job, once it has been closed."""
 

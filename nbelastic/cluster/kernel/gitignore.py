@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["GitIgnore"]
-
 _Rule = tuple[bool, bool, re.Pattern[str]]
 """Whether a match excludes; whether only directories match; what matches."""
 

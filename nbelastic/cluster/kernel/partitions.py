@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from distributed import Client
 
-__all__ = ["HeldPartitions", "hold_partitions", "with_sources"]
-
 
 class HeldPartitions:
     """Partitions that this kernel holds, until the scheduler holds them for the job.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster.payload import Modules
 
-__all__ = ["LARGE", "check_versions", "pack_function", "parts_of"]
-
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32

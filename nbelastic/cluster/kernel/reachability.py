@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from distributed import Client
 
-__all__ = ["check_answers", "check_scheduler"]
-
 CONNECT_WITHIN_S = 10.0
 """Seconds for a scheduler to answer; less where Dask's own limit for a connection is less."""
 

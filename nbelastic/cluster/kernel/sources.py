@@ -36,8 +36,6 @@ from .gitignore import GitIgnore
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["collect", "dumps_noting", "why_missing"]
-
 MOST_BYTES = 16 * 2**20
 """Most bytes of source that travel with a job."""
 

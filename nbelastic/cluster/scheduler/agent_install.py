@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from distributed import Scheduler
 
-__all__ = ["AgentInstaller"]
-
 HELLO_TIMEOUT = 10.0
 """Seconds that a worker may take for its hello once it has its agent."""
 

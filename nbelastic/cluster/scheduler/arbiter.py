@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from .records import JobRecord, WorkerRecord
 
-__all__ = ["Arbiter", "read_rules"]
-
 SILENCE = 10.0
 """Seconds without a step of its driver after which a job gets no more slots."""
 

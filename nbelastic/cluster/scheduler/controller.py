@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
     from .records import JobRecord
 
-__all__ = ["JobController", "WorkerOps"]
-
 CARETAKER_INTERVAL = 0.25
 """Seconds between two ticks of a caretaker."""
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from .records import JobRecord, WorkerRecord
 
-__all__ = ["HeartbeatMonitor"]
-
 LISTEN_INTERVAL = 0.25
 """Seconds between two counts of silence, and between two probes of a process."""
 

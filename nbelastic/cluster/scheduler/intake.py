@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from distributed import Scheduler
 
-__all__ = ["Intake"]
-
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)

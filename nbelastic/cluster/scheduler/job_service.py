@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from .intake import Intake
     from .plugin import ElasticPlugin
 
-__all__ = ["JobService"]
-
 CLOSE_GRACE = 5.0
 """Seconds that ranks have to end when their job is closed, and that Dask has to see it."""
 

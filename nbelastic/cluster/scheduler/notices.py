@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .plugin import ElasticPlugin
     from .records import JobRecord, WorkerRecord
 
-__all__ = ["STANDING", "NoticeDesk"]
-
 logger = logging.getLogger(__name__)
 
 STANDING = "nbelastic-spot-notices"

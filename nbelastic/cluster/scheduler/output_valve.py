@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nbelastic.cluster.wire import RankOutput
 
-__all__ = ["OutputValve"]
-
 MOST_WAITING = 64_000_000
 """Bytes that may wait for a kernel, about as many as it keeps."""
 

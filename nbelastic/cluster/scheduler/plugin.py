@@ -89,8 +89,6 @@ if TYPE_CHECKING:
     from nbelastic.cluster.wire import Message, RankOrder
     from nbelastic.membership import Event, NoticeGiven, Slot, StartRank
 
-__all__ = ["ElasticPlugin"]
-
 REVIEW_INTERVAL = 0.5
 """Seconds between two reviews of the workers that are not offered to a job."""
 

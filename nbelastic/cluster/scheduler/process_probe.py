@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from .records import WorkerRecord
 
-__all__ = ["ProcessProbe"]
-
 PAUSE = 5.0
 """Seconds for which an observer is not asked again that could not be asked."""
 

@@ -27,18 +27,6 @@ if TYPE_CHECKING:
 
     from .controller import JobController
 
-__all__ = [
-    "RANK_KEY",
-    "JobRecord",
-    "NoticeRecord",
-    "WorkerRecord",
-    "differing",
-    "fits",
-    "is_busy",
-    "misfit",
-    "obstacle",
-]
-
 RANK_KEY = "nbelastic-rank-"
 """How the keys of ranks' tasks begin."""
 

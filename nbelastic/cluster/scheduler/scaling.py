@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from .plugin import ElasticPlugin
 
-__all__ = ["LONGEST_RETIREMENT", "RETIRE_GRACE", "ScalingHooks"]
-
 RETIRE_GRACE = 30.0
 """Seconds that a retiring worker gives its rank to reach its next commit, once it was told."""
 

@@ -17,8 +17,6 @@ from .plugin import ElasticPlugin
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["SpotNotices"]
-
 
 class SpotNotices(SchedulerPlugin):
     """Scheduler plugin that retires workers before their machines go; no job is needed.

@@ -74,8 +74,6 @@ if TYPE_CHECKING:
     from .hosted_rank import Key
     from .rank_process import RankProcess
 
-__all__ = ["Agent"]
-
 logger = logging.getLogger(__name__)
 
 CUT_OFF = "its worker is cut off from the scheduler"

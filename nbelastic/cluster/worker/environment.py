@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["MUST_MATCH", "own_interface", "versions", "versions_reader"]
-
 MUST_MATCH = ("python", "nbelastic", "torch")
 """Versions that kernel and workers must share; the scheduler may do without torch."""
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from .rank_process import RankProcess
 
-__all__ = ["HostedRank", "Key"]
-
 Key = tuple[str, int]
 
 ENDING_S = {"evict": 2.0}

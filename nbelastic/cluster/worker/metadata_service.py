@@ -21,8 +21,6 @@ from .notices import Answer
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-__all__ = ["MetadataService"]
-
 Address: TypeAlias = "tuple[str, int]"
 
 ADDRESSES: tuple[Address, ...] = (

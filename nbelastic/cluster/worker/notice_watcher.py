@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from .metadata_service import Address
     from .notices import Answer, Ask, AskedCloud, Notice
 
-__all__ = ["MachineWatch", "MetadataPoller", "NoticeWatcher"]
-
 logger = logging.getLogger(__name__)
 
 PROBE_LIMIT = 0.2

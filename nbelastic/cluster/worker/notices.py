@@ -20,19 +20,6 @@ from nbelastic.membership import NoticeSource
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = [
-    "SOURCES",
-    "Answer",
-    "AskedCloud",
-    "Notice",
-    "Unanswered",
-    "batch_job_end",
-    "read_aws",
-    "read_azure",
-    "read_google",
-    "read_rebalance",
-]
-
 TOKEN_SECONDS = 21600
 """Seconds for which AWS's token is good: the most that there are."""
 
@@ -145,7 +132,7 @@ class AskedCloud:
         raise NotImplementedError
 
 
-class Aws(AskedCloud):
+class _Aws(AskedCloud):
     """EC2, by version 2 of its metadata service: it wants a token with each request."""
 
     source = NoticeSource.AWS
@@ -188,7 +175,7 @@ class Aws(AskedCloud):
         return _good(answer)
 
 
-class Google(AskedCloud):
+class _Google(AskedCloud):
     """Compute Engine. Its service holds back its answer until there is news."""
 
     source = NoticeSource.GOOGLE
@@ -215,7 +202,7 @@ class Google(AskedCloud):
         return () if notice is None else (notice,)
 
 
-class Azure(AskedCloud):
+class _Azure(AskedCloud):
     """Azure's virtual machines; events of a whole scale set reach each of them."""
 
     source = NoticeSource.AZURE
@@ -238,7 +225,7 @@ class Azure(AskedCloud):
         return () if notice is None else (_by_own_clock(notice, ahead, now),)
 
 
-SOURCES: tuple[type[AskedCloud], ...] = (Aws, Google, Azure)
+SOURCES: tuple[type[AskedCloud], ...] = (_Aws, _Google, _Azure)
 """The clouds that are asked, in this order."""
 
 

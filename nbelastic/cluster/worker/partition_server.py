@@ -23,8 +23,6 @@ from nbelastic.cluster.dask_compat import key_of, value_of
 if TYPE_CHECKING:
     from distributed import Worker
 
-__all__ = ["PartitionServer"]
-
 REQUEST_BYTES = 1 << 16
 ALIGNMENT = 64
 """Of buffers in the memory that is shared, in bytes."""

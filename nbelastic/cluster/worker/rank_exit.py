@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from nbelastic.elastic.stack import NOT_THE_USERS
 
-__all__ = ["ProcessExit", "out_of_memory_kills"]
-
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 
 

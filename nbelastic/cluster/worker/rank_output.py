@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OutputBuffer"]
-
 INTERVAL = 0.1
 """Seconds that text may wait for more."""
 

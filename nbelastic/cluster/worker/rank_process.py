@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster.wire import Message
 
-__all__ = ["RankProcess", "RankServer"]
-
 METHOD = "fork" if sys.platform == "linux" else "spawn"
 """How ranks begin. Frameworks of macOS do not work in a fork."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from .agent import Agent
 
-__all__ = ["run_rank"]
-
 
 def run_rank(spec: RankSpec, slot: str, address: str) -> None:
     """Have the worker's agent run a rank, and wait for its end.

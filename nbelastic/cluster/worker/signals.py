@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 
     from distributed import Nanny
 
-__all__ = [
-    "after_shielding",
-    "ignore_interrupts",
-    "leave_on_termination",
-    "leave_on_user_signals",
-    "pass_on_user_signals",
-    "start_processes_shielded",
-]
-
 T = TypeVar("T")
 
 HANDLERS_OF_DASK = "distributed._signals"

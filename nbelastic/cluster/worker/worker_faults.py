@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from .rank_process import RankProcess, RankServer
 
-__all__ = ["WorkerFaults"]
-
 
 class WorkerFaults:
     """Injects the faults of one worker.

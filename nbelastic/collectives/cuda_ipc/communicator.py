@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
 
-__all__ = ["BUFFER_BYTES", "CudaIpcCommunicator", "Exchange", "open_exchange"]
-
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 64 << 20

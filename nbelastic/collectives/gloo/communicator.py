@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.operations import BlockingTask, Operation, QueuedOperation
     from nbelastic.collectives.reduction_tree import Blocks
 
-__all__ = ["GlooCommunicator"]
-
 
 class GlooCommunicator(AsyncCommunicator):
     """A communicator of two or more ranks.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.communicator import Rendezvous
 
-__all__ = ["GlooStore"]
-
 
 class GlooStore(Store):
     """A store for the constructor of one Gloo group.

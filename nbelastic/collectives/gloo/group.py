@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.communicator import Rendezvous
     from nbelastic.collectives.operations import Operation, QueuedOperation
 
-__all__ = ["EXIT_LIMIT_S", "FORMING_LIMIT_S", "GlooGroupOwner", "GlooOperation"]
-
 # Connecting to a peer that has just been at the rendezvous takes milliseconds, or fails for good.
 # Gloo gives a connection five times its limit.
 FORMING_LIMIT_S = 10.0

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Endpoints", "cut_connections", "endpoints_of"]
-
 _Address = tuple[str, int]
 _LENGTH = struct.Struct("@Q")
 _DESCRIPTORS = "/proc/self/fd"

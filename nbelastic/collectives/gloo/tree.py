@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.gloo.group import GlooGroupOwner
     from nbelastic.collectives.reduction_tree import Blocks
 
-__all__ = ["TreeSum"]
-
 _NODES, _SUMS = 1, 2  # tags of messages; users' messages have 0
 
 # With smaller chunks each message costs more than it hides, with one chunk nothing is hidden.

@@ -45,8 +45,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["LIMIT_S", "PyglooCommunicator"]
-
 LIMIT_S = 30.0
 """Gloo's limit for a silent peer. pygloo cannot change it: ``setTimeout`` takes an unbound type."""
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     Host = SharedMemoryCommunicator | GlooCommunicator
 
-__all__ = ["DeviceCommunicator"]
-
 
 class DeviceCommunicator(AsyncCommunicator):
     """A communicator that reduces tensors of devices where they are.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-__all__ = ["CudaDevice", "Device", "DeviceError", "Memory", "present_device"]
-
 
 class DeviceError(Exception):
     """A device has refused something; the message says what and why."""

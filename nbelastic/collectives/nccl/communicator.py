@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     Calls = Callable[[NcclLibrary, int, int], None]
 
-__all__ = ["NcclCommunicator"]
-
 CLOSE_LIMIT_S = 2.0
 """Limit for the executor to leave a call when the communicator is closed."""
 

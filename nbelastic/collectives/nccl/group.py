@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.gpu.device import Device
     from nbelastic.collectives.nccl.library import NcclLibrary
 
-__all__ = ["NcclGroup", "obstacle"]
-
 logger = logging.getLogger(__name__)
 
 FORMING_LIMIT_S = 30.0

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.gpu.device import Device
 
-__all__ = ["NcclLibrary", "card_of", "present_library"]
-
 SHARED_GPU_VARIABLE = "NBELASTIC_NCCL_SHARED_GPU"
 """Environment variable: ranks may share a GPU, each as if it were a host. For tests; it is slow."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.communicator import Rendezvous
 
-__all__ = ["RendezvousClient", "open_connection", "unreachable"]
-
 # The server's address came with the plan, from a rank that was alive a moment ago.
 _CONNECT_LIMIT_S = 10.0
 

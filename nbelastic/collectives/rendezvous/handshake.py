@@ -30,20 +30,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives.communicator import Rendezvous
 
-__all__ = [
-    "GREETING",
-    "MAGIC",
-    "MAX_BODY_BYTES",
-    "PROOF_BYTES",
-    "AuthenticatedClient",
-    "AuthenticatingListener",
-    "MessageChannel",
-    "ServerConnection",
-    "encode_request",
-    "peer_token",
-    "read",
-]
-
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 MAGIC = b"nbe3"

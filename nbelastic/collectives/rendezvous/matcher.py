@@ -27,8 +27,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Matcher", "Message", "decode", "encode"]
-
 Message = dict[str, Any]
 
 _SURE = 3
@@ -82,7 +80,7 @@ class Matcher:
         return missed + [{"do": "gone", "rank": other} for other in self._gone]
 
     def lose(self, rank: int) -> list[tuple[int, Message]]:
-        """Take that a rank has closed its connection; return messages for the ranks that are left."""
+        """Take the end of a rank's connection; return messages for the ranks that are left."""
         self._connected.discard(rank)
         self._gone[rank] = None
         return [(other, {"do": "gone", "rank": rank}) for other in sorted(self._connected)]

@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.native._core import Group
 
-__all__ = ["SharedMemoryCommunicator"]
-
 EXIT_LIMIT_S = 2.0
 MOST_SHARED = 16 << 10
 _AVERAGE = Op.AVERAGE

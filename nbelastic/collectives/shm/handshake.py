@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.rendezvous.handshake import ServerConnection
     from nbelastic.native._core import Group
 
-__all__ = ["FORMING_LIMIT_S", "SegmentError", "SegmentSocket", "SharedSegment"]
-
 FORMING_LIMIT_S = 10.0
 """Limit for sharing a segment. All ranks have just been at the rendezvous; it takes 1 ms."""
 

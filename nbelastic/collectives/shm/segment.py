@@ -21,23 +21,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.native._core import Group, Tree
 
-__all__ = [
-    "OPS",
-    "TYPES",
-    "SegmentOperation",
-    "Transfer",
-    "abort_with",
-    "allocate",
-    "concatenate_in",
-    "error_type",
-    "memory_of",
-    "reduction_arguments",
-    "reduction_codes",
-    "tree_arguments",
-    "tree_of",
-    "usable_processors",
-]
-
 TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in core.TYPES.items()}
 OPS = core.OPS
 # A sum of booleans is whether any is true, a product whether all are; bytes would overflow.

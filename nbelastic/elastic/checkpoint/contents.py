@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["PICKLE", "stored", "unstored"]
-
 PICKLE = "nbelastic.pickle"
 """Name of the tensor that holds all values but tensors."""
 

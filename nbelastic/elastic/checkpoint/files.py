@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.checkpoint.format import Checkpoint, Header, StoredTensor
 
-__all__ = ["KEPT", "AmbiguousCheckpoints", "CheckpointFiles", "Entry", "NotAFile"]
-
 KEPT = 2
 """Checkpoints of a loop that are kept: the newest two."""
 

@@ -24,8 +24,6 @@ from nbelastic.errors import NbelasticError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["CHECKSUM", "FORMAT", "Checkpoint", "Header", "StoredTensor", "decode", "encode"]
-
 FORMAT = 4
 CHECKSUM = "nbelastic.checksum"
 """Name of the tensor that holds the digest."""

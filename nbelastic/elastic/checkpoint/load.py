@@ -13,8 +13,6 @@ from nbelastic.errors import NbelasticError
 if TYPE_CHECKING:
     from nbelastic.elastic.checkpoint.format import Checkpoint
 
-__all__ = ["load_checkpoint"]
-
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the contents of a checkpoint, without a job.

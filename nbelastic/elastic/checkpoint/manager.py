@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.state import State
     from nbelastic.membership import Plan
 
-__all__ = ["CheckpointManager", "CheckpointSpec", "checkpointing"]
-
 LAST_WAIT = 600.0
 """Most seconds that the end of a loop waits for its last checkpoint."""
 

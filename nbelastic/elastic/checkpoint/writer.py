@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.checkpoint.files import CheckpointFiles
     from nbelastic.elastic.checkpoint.format import Header, StoredTensor
 
-__all__ = ["Abandoned", "Writer"]
-
 ABANDON_WAIT = 2.0
 """Most seconds to wait for a thread after cancelling it: a file system may never return."""
 

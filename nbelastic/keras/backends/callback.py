@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from nbelastic.keras.backends import Reduction
     from nbelastic.keras.options import KerasOptions
 
-__all__ = ["CalledBack", "Gradients"]
-
 
 class CalledBack:
     """Calls for a rank in threads of a library, and the last error of one."""

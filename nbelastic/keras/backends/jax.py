@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from nbelastic.keras.options import KerasOptions
 
-__all__ = ["JaxBackend", "JaxReduction", "to_numpy", "to_torch"]
-
 called_back = CalledBack()
 
 

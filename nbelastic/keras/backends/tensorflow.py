@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from nbelastic.keras.options import KerasOptions
 
-__all__ = ["TensorFlowBackend", "TensorFlowReduction", "from_torch", "reduce_tensors", "to_torch"]
-
 _UNSIGNED = (tf.uint16, tf.uint32, tf.uint64)
 
 NO_XLA = (

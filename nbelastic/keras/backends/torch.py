@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from nbelastic.keras.options import KerasOptions
 
-__all__ = ["TorchBackend", "TorchReduction", "VariableStep", "variable_step"]
-
 NOT_THOSE_OF_BACKWARD = (
     "optimizer.apply() was given gradients that are not those that backward() has left in the "
     "variables, while these are being reduced. To change gradients, call optimizer.synchronize() "

@@ -11,8 +11,6 @@ from nbelastic.elastic.sampler import ShardSampler
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ElasticSampler"]
-
 
 class ElasticSampler(ShardSampler, Sampler[int]):
     """Deal a dataset to the ranks, and its rest again when ranks join or leave.

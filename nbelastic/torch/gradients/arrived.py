@@ -11,8 +11,6 @@ from nbelastic.torch.gradients.staging import Streams
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ArrivedGradients", "GradientSample"]
-
 SAMPLE_VALUES = 16
 
 Arrival = tuple[torch.Tensor, torch.Tensor, int, int]

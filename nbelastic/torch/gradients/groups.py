@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.ops.adasum import GradientOp
 
-__all__ = ["HOT_BYTES", "Bucket", "GradientGroup", "InPlaceGroup", "Scaling", "SumTiming"]
-
 # So many bytes are still in the processor's cache when they are copied.
 HOT_BYTES = 256 << 10
 

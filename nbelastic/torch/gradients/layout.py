@@ -29,16 +29,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.options import ReduceOptions
 
-__all__ = [
-    "LARGE_BYTES",
-    "PIECE_BYTES",
-    "Layout",
-    "Manifest",
-    "fusion_threshold",
-    "groups_of",
-    "plan_groups",
-]
-
 BUCKET_BYTES = 25 << 20
 # The first of several is small, so that the network has something to do early.
 FIRST_BUCKET_BYTES = 1 << 20

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.options import ReduceOptions
 
-__all__ = ["LayoutAgreement"]
-
 # The gradients of a smaller model are all copied together: that takes one operation.
 SMALL_MODEL_BYTES = 256 << 10
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
 
-__all__ = ["MicroBatchReduction", "PreviousSteps", "parameter_digest"]
-
 WITNESS_EVERY = 100
 """Steps of a generation from one comparison of parameters to the next. The first is compared."""
 

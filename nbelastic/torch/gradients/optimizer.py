@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-__all__ = ["DistributedOptimizer", "accumulates", "is_distributed", "is_pending"]
-
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 

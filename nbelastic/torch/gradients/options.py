@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from nbelastic.torch.ops.compression import AnyCompressor
 
-__all__ = ["ReduceOptions", "check_groups", "names_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions:

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.options import ReduceOptions
     from nbelastic.torch.ops.process_sets import ProcessSet
 
-__all__ = ["Reducer"]
-
 _NONE: set[int] = set()
 
 NOT_IN_STATE = (

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.layout import Layout
 
-__all__ = ["ReductionStep"]
-
 # Gradients of so many elements are cheap to copy.
 SMALL_GRADIENT = 1 << 16
 

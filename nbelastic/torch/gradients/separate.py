@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.options import ReduceOptions
     from nbelastic.torch.ops.process_sets import Group
 
-__all__ = ["SeparateReduction"]
-
 
 class SeparateReduction:
     """Gradients of an optimizer that are reduced apart from all others.

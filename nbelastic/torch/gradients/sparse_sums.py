@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.step_share import StepShare
 
-__all__ = ["add_rows", "as_dense", "sum_rows_over_ranks"]
-
 
 def add_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the sum of two coalesced tensors of one sparse dimension.

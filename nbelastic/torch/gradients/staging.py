@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
 
-__all__ = ["Pinned", "Staging", "Streams", "is_accelerator"]
-
 
 def is_accelerator(device: torch.device) -> bool:
     """Return whether a device computes by itself, in memory of its own."""

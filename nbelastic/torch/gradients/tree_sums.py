@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.step_share import StepShare
 
-__all__ = ["MicroBatchSum", "sum_over_ranks", "sum_sparse_over_ranks"]
-
 
 @functools.cache
 def _joined_in(first: int, second: int, leaves: int) -> Node:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator, Handle
 
-__all__ = ["Adasum", "GradientOp", "adasum_async", "combine"]
-
 
 class GradientOp(enum.Enum):
     """Reductions of gradients that communicators do not have."""

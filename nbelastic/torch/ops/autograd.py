@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.ops.adasum import GradientOp
     from nbelastic.torch.ops.process_sets import Group
 
-__all__ = [
-    "AllgatherFunction",
-    "AllreduceFunction",
-    "AlltoallFunction",
-    "BroadcastFunction",
-    "ReducescatterFunction",
-    "apply",
-]
-
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """Call `function` so that autograd records it."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.ops.operation import TensorOperation, Waitable
     from nbelastic.torch.ops.process_sets import Group
 
-__all__ = ["agree", "begin"]
-
 T = TypeVar("T")
 
 

@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator, Handle
     from nbelastic.torch.ops.process_sets import Group
 
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-]
-
 T = TypeVar("T")
 
 IN_FLIGHT = 2

@@ -14,20 +14,6 @@ from nbelastic.collectives import nccl_version
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import Session
 
-__all__ = [
-    "ccl_built",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "is_homogeneous",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
-]
-
 
 def mpi_threads_supported() -> bool:
     """Return False: nbelastic has no MPI, so none that allows several threads."""

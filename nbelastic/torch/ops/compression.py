@@ -6,15 +6,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = [
-    "AnyCompressor",
-    "BF16Compressor",
-    "Compression",
-    "Compressor",
-    "FP16Compressor",
-    "NoneCompressor",
-]
-
 
 class AnyCompressor(Protocol):
     """What can be given as ``compression=``: a class or an object with these two methods."""

@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.matching import MatchingClient
     from nbelastic.torch.ops.operation import TensorOperation, Waitable
 
-__all__ = [
-    "CHECK",
-    "JOINED",
-    "Coordination",
-    "announce",
-    "coordination_of",
-    "is_joined",
-    "not_with_join",
-]
-
 T = TypeVar("T")
 Message = dict[str, Any]
 

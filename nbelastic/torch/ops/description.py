@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Op
     from nbelastic.torch.ops.adasum import GradientOp
 
-__all__ = ["broadcast", "called", "kind", "of_tensors", "reduction", "rows"]
-
 
 def kind(dtype: torch.dtype, shape: Sequence[object]) -> str:
     """Return a type and a shape in words: ``float32[2, 3]``."""

@@ -8,8 +8,6 @@ import os
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import Session, warn
 
-__all__ = ["heed_environment"]
-
 logger = logging.getLogger("nbelastic")
 
 _HEEDED = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_LOG_LEVEL", "HOROVOD_TIMELINE_MARK_CYCLES"}

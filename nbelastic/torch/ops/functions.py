@@ -26,22 +26,6 @@ if TYPE_CHECKING:
 
     from nbelastic.torch.ops.operation import Pending
 
-__all__ = [
-    "allgather",
-    "allgather_async",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "poll",
-    "synchronize",
-]
-
 T = TypeVar("T")
 
 

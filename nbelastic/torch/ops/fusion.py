@@ -15,8 +15,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Chunk", "pack", "plan"]
-
 LIMIT_BYTES = 64 << 20
 
 

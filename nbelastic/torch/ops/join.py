@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.context import Context
 
-__all__ = ["SERVICES", "at_end", "join"]
-
 SERVICES: dict[str, Callable[[Context, dict[str, Any]], None]] = {}
 """What a rank that has joined does in an operation, by its kind."""
 

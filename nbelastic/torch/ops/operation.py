@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.torch.ops.fusion import Chunk
 
-__all__ = [
-    "Allgather",
-    "Allreduce",
-    "Alltoall",
-    "Barrier",
-    "Broadcast",
-    "Pending",
-    "Reducescatter",
-    "TensorOperation",
-    "Waitable",
-    "check_root",
-    "only",
-]
-
 T = TypeVar("T")
 
 

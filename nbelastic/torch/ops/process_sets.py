@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
 
-__all__ = [
-    "Group",
-    "ProcessSet",
-    "add_process_set",
-    "global_process_set",
-    "group_of",
-    "init",
-    "remove_process_set",
-]
-
 
 class ProcessSet:
     """Some of the ranks, for operations among them.

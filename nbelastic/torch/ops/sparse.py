@@ -14,8 +14,6 @@ from nbelastic.torch.ops.process_sets import group_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["parts_of", "sparse_allreduce_async", "sum_of_parts"]
-
 
 def sparse_allreduce_async(
     tensor: torch.Tensor,

@@ -18,8 +18,6 @@ from nbelastic.torch.ops.process_sets import Group, global_process_set, group_of
 if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation of any number of dimensions, with mean and variance over all ranks.

@@ -12,8 +12,6 @@ from nbelastic.torch.ops.broadcast import allgather_object
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["start_timeline", "stop_timeline"]
-
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record operations, steps, commits and resets of this rank from here on.

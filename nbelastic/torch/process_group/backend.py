@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.context import Context
 
-__all__ = ["answer", "default_group", "install"]
-
 _OWN = {"", "gloo", "nccl", "undefined", NAME}
 """Back ends that trainers name by themselves; in a job they get the job's ranks."""
 

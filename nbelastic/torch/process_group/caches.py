@@ -10,8 +10,6 @@ from torch.distributed import distributed_c10d as c10d
 if TYPE_CHECKING:
     from nbelastic.torch.process_group.group import ElasticProcessGroup
 
-__all__ = ["write_ranks", "write_world"]
-
 
 def write_ranks(group: ElasticProcessGroup) -> None:
     """Write the present ranks of a group to where torch maps them to positions."""

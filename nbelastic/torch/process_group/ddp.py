@@ -25,8 +25,6 @@ from nbelastic.torch.process_group.group import ElasticProcessGroup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["install", "renew"]
-
 _marks: weakref.WeakKeyDictionary[Any, tuple[object, ...]] = weakref.WeakKeyDictionary()
 """What the reducer of each was made for: generation, failures, and whether it was set up alone."""
 

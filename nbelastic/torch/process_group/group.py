@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 else:
     Base = dist.ProcessGroup
 
-__all__ = ["NAME", "ElasticProcessGroup", "SubProcessGroup"]
-
 NAME = "nbelastic"
 
 Tensors = list[torch.Tensor]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator, Handle
 
-__all__ = ["Mailbox", "Receiving", "Sending", "mailbox_of"]
-
 _HEADER = struct.Struct("<qq")
 _POLL_S = 0.0002
 

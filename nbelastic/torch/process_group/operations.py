@@ -21,19 +21,6 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
 
-__all__ = [
-    "Started",
-    "all_to_all",
-    "allgather",
-    "allreduce",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
 _POLL_S = 0.0005
 
 ReduceOp = dist.ReduceOp

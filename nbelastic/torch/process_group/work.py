@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from nbelastic.torch.process_group.operations import Started
 
-__all__ = ["OperationQueue", "OperationWork"]
-
 _NO_TIMEOUT_S = 0.0
 _POLL_S = 0.0005
 

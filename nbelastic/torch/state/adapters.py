@@ -48,19 +48,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.module_settings import SentSettings
     from nbelastic.torch.state.structure import Structure
 
-__all__ = [
-    "CapturedState",
-    "adapter_of",
-    "capture_object",
-    "check_models",
-    "keeps_more",
-    "labels_of",
-    "models_first",
-    "objects_in",
-    "restore_object",
-    "settings_of",
-]
-
 
 class Adapter(Protocol):
     """Way to capture and restore objects of a type."""

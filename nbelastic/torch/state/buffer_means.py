@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.step_share import StepShare
 
-__all__ = ["BufferMeans"]
-
 _MOST_NAMES = 5
 """Buffers that an error names."""
 

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.sampler import SamplerSnapshot
     from nbelastic.torch.state.flatten import Node
 
-__all__ = ["Commit", "make_commit", "rebuild"]
-
-
 _address_of = torch.Tensor.data_ptr
 
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
-__all__ = ["Copies", "nbytes_of"]
-
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Return how many bytes a tensor's elements take."""

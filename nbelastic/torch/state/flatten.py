@@ -22,24 +22,6 @@ from nbelastic.elastic.in_place import Originals
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = [
-    "ATOMS",
-    "ContainerNode",
-    "Flattener",
-    "ObjectNode",
-    "TensorRef",
-    "Unflattener",
-    "ValueNode",
-    "children_of",
-    "is_container",
-    "is_dense",
-    "is_flat",
-    "leaves_in",
-    "mapping",
-    "nested",
-    "refs_in",
-]
-
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (list, tuple, *_MAPPINGS)
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})

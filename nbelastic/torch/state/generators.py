@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["GeneratorStates"]
-
 
 class GeneratorStates:
     """Present states of this process's global generators.

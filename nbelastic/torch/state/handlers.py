@@ -18,18 +18,6 @@ from nbelastic.torch.ops.broadcast import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "LRSchedulerStateHandler",
-    "ModelStateHandler",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "StateHandler",
-    "get_handler",
-    "get_handler_registry",
-    "own_handler",
-    "set_handler_registry",
-]
-
 
 class StateHandler:
     """Way to keep a value of a state; derive from it for a type of your own.

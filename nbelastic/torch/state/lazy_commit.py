@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
     from nbelastic.torch.state.structure_cache import StructureCache
 
-__all__ = ["LEARNED", "CommitPattern", "LazyCommit"]
-
 LEARNED = 3
 """Regular commits in a row after which commits are not copied any more."""
 

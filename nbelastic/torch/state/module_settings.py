@@ -26,8 +26,6 @@ from nbelastic.torch.state.flatten import ATOMS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["COMPILED", "ModuleSettings", "SentSettings", "moving_values", "uncompiled"]
-
 COMPILED = "_orig_mod"
 """Name of a model in the one that ``torch.compile`` returns."""
 

@@ -51,19 +51,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
     from nbelastic.torch.state.structure import Structure, TensorNames
 
-__all__ = [
-    "OptimizerAdapter",
-    "OptimizerContent",
-    "attributes_of",
-    "hooks_see_steps",
-    "is_simple",
-    "is_torchs",
-    "load",
-    "options_of",
-    "same_lists",
-    "within",
-]
-
 _Optimizer = torch.optim.Optimizer
 
 

@@ -19,18 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "LAZY",
-    "OWN",
-    "Description",
-    "Key",
-    "Structure",
-    "TensorNames",
-    "changes",
-    "check_fit",
-    "word_for",
-]
-
 LAZY = "of no shape yet"
 """Description of a tensor that a lazy module has not made yet; fits any other."""
 

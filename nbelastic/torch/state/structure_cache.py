@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from nbelastic.torch.state.flatten import Flattener
 
-__all__ = ["StructureCache", "recapture"]
-
 Row = list[object]
 
 _USUAL = (torch.Tensor, torch.nn.Parameter)

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.handlers import StateHandler
     from nbelastic.torch.state.structure import Structure
 
-__all__ = ["TorchState"]
-
 
 class TorchState(ObjectState):
     """State of training with PyTorch: models, optimizers, and values.

@@ -13,8 +13,6 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["keep_freed_memory"]
-
 # Parameters of mallopt(3).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 

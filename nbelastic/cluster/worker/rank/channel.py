@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from nbelastic.cluster.wire import JobPayload
     from nbelastic.elastic.runtime import RankSpec
 
-__all__ = ["HEADER", "RankChannel", "RankSetup", "frame", "read_message"]
-
 HEADER = struct.Struct("=Q")
 """Length of the frame that follows."""
 

@@ -9,8 +9,6 @@ import io
 import sys
 from typing import NoReturn
 
-__all__ = ["NO_CONSOLE", "set_up_streams"]
-
 NO_CONSOLE = (
     "breakpoint(), pdb and input() need a console, and a rank has none. To debug the function, "
     "call it in the notebook without fit: outside a job it runs there, as a world of one rank"

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from .channel import RankSetup
 
-__all__ = ["RankClient"]
-
 NO_WORKER = (
     "a rank is a process of its own, and has no access to its worker; get_client() returns "
     "a client of its cluster"

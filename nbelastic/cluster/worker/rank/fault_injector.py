@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from nbelastic.cluster.wire import FaultOrder, Message
     from nbelastic.elastic.session import Session
 
-__all__ = ["FaultInjector", "InjectedFault"]
-
 IN_STEP = frozenset({"fail", "hang", "slow", "memory"})
 """Kinds that happen in user code: the rank's thread does them, after its next batch."""
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from .channel import RankSetup
 
-__all__ = ["main"]
-
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 # Batch systems send these to all processes of a job. The worker acts on them for its rank.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster.payload import Modules, Source
 
-__all__ = ["install"]
-
 
 def install(modules: Modules) -> None:
     """Have imports find a job's modules from now on.

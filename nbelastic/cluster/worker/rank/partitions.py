@@ -15,8 +15,6 @@ from typing import Any
 
 from nbelastic.cluster.worker.partition_server import ALIGNMENT
 
-__all__ = ["PartitionFetcher"]
-
 ANSWER_BYTES = 1 << 18
 
 

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.runtime import RankRuntime, RankSpec
     from nbelastic.membership import Event
 
-__all__ = ["Port", "RankProgram", "deliver"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
     from nbelastic.elastic.session import Session
 
-__all__ = ["advise", "hook_torch", "trainers_of"]
-
 _TRAINERS = {
     "accelerate": "accelerate",
     "deepspeed": "DeepSpeed",

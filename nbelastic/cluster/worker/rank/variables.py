@@ -15,8 +15,6 @@ import torch
 if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
 
-__all__ = ["keep_variables"]
-
 _NO_ADDRESS = "nbelastic.invalid"
 
 
