@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import nbelastic.torch as hvd
 from nbelastic.elastic.context import current
 from nbelastic.torch.state import lazy_commit
-from nbelastic.torch.state.lazy_commit import LEARNED, SLOWER, CommitPattern
+from nbelastic.torch.state.lazy_commit import LEARNED
 from nbelastic.torch.state.torch_state import TorchState
 from tests.torch.test_torch_restore import Training
 
@@ -228,31 +228,31 @@ def test_a_pattern_that_only_begins_as_if_each_step_were_committed_is_seen_throu
     assert uncopied == [first == 0 and large] + [False] * (len(uncopied) - 1)
 
 
-def test_a_broken_pattern_is_trusted_later() -> None:
-    pattern = CommitPattern()
-    counts = []
-    for _ in range(3):
-        count = 0
-        while not pattern.is_trusted:
-            pattern.step()
-            pattern.commit()
-            count += 1
-        counts.append(count)
-        pattern.step()
-        pattern.disturb()
-        pattern.commit()
-    assert counts == [LEARNED, LEARNED * SLOWER, LEARNED * SLOWER**2]
+def regular_commits(training: Watched, count: int) -> list[bool]:
+    uncopied = []
+    for _ in range(count):
+        for what in ("exchange", "step", "commit"):
+            training.happen(what, 1)
+        uncopied.append(training.uncopied)
+    return uncopied
+
+
+def test_after_a_commit_that_was_not_what_it_was_trusted_to_be_all_are_copied() -> None:
+    training = Watched("adam")
+    assert regular_commits(training, LEARNED + 1)[-1]
+    for what in ("exchange", "step", "exchange", "commit"):
+        training.happen(what, 1)
+    assert not any(regular_commits(training, 5 * LEARNED))
 
 
 def test_a_commit_without_a_step_says_nothing() -> None:
-    pattern = CommitPattern()
+    training = Watched("adam")
     for _ in range(LEARNED):
-        assert not pattern.is_trusted
-        pattern.commit()
-        pattern.step()
-        pattern.commit()
-    pattern.commit()
-    assert pattern.is_trusted
+        assert not training.uncopied
+        for what in ("exchange", "commit", "step", "commit"):
+            training.happen(what, 1)
+    training.happen("commit", 1)
+    assert training.uncopied
 
 
 def test_two_states_watch_at_once() -> None:
@@ -278,9 +278,9 @@ def test_a_state_is_not_kept_alive_by_its_optimizer_and_a_copied_optimizer_is_no
     other = copy.deepcopy(optimizer)
     state.save()
     other.step()
-    assert not state._lazy.pattern.stepped
+    assert not state._lazy.stepped
     optimizer.step()
-    assert state._lazy.pattern.stepped
+    assert state._lazy.stepped
     alive = weakref.ref(state)
     del state
     gc.collect()

@@ -1,9 +1,10 @@
 """Commits without copies of the tensors that optimizers change.
 
 Until its next step, the tensors of an optimizer hold what was committed after the step before. So a
-commit right after a step needs no copies, if nothing can fail between the two: no operation between
-ranks runs there. A :class:`LazyCommit` learns from past commits whether that is so. Where it stops
-being so, the state at the end of the last step *replaces* the commit; see :class:`LazyCommit`.
+commit right after a step needs no copies, if the next step is committed at once, too: with no
+operation between ranks in between, nothing can fail there. After a few such commits in a row it is
+assumed to go on, until the first time that it does not: then the state at the end of the last step
+*replaces* the commit, and all further commits are copied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.structure_cache import StructureCache
 
 LEARNED = 3
-"""Regular commits in a row after which commits are not copied any more."""
+"""Regular commits in a row after which commits are not copied any more.
+
+A commit is *regular* if it follows steps of the optimizers, before which only they had changed the
+tensors, with no operation between ranks since the steps.
+"""
 
 LARGE = 1 << 28
 """Bytes of optimizers' tensors from which on one regular commit is enough.
@@ -39,66 +44,6 @@ SAMPLED_UNTIL, SAMPLED_AT = 4, (10, 100, 1000)
 MOST_VALUES = 64
 """Values of a tensor that are compared then."""
 
-SLOWER = 4
-"""Factor on the commits that it takes after each break of the pattern."""
-
-
-class CommitPattern:
-    """Pattern of steps and commits so far, and whether it can be trusted. Pure.
-
-    A commit is *regular* if it follows steps of the optimizers, before which only they had changed
-    the tensors, with no operation between ranks since the steps.
-
-    Attributes
-    ----------
-    stepped : bool
-        Whether an optimizer has stepped since the last commit.
-    """
-
-    def __init__(self) -> None:
-        self.stepped = False
-        self._regular = True
-        self._in_a_row = 0
-        self._breaks = 0
-        self._first = LEARNED
-
-    @property
-    def _needed(self) -> int:
-        """Regular commits in a row that are needed to trust the pattern."""
-        return LEARNED * SLOWER**self._breaks if self._breaks else self._first
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether the next step will be committed before anything can fail."""
-        return self._in_a_row >= self._needed
-
-    def trust(self) -> None:
-        """Trust the pattern because another rank of the same function does."""
-        self._in_a_row = max(self._in_a_row, self._needed)
-
-    def expect(self, nbytes: int) -> None:
-        """Record how large a copy would be."""
-        self._first = 1 if nbytes >= LARGE else LEARNED
-
-    def step(self) -> None:
-        """Record the step of an optimizer."""
-        self.stepped = True
-
-    def disturb(self) -> None:
-        """Record an operation after a step, or a change that no optimizer has made."""
-        self._regular = False
-
-    def commit(self) -> None:
-        """Record a commit. One without a step before it does not count, unless disturbed."""
-        if not self._regular:
-            if self.is_trusted:
-                self._breaks += 1
-            self._in_a_row = 0
-        elif self.stepped:
-            self._in_a_row += 1
-        self.stepped, self._regular = False, True
-
-
 _address_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 
@@ -112,7 +57,7 @@ class LazyCommit:
     A commit is in one of three states:
 
     copied
-        It has copies. So are all commits until the pattern is trusted.
+        It has copies. So are all commits until enough regular ones were made in a row.
     uncopied
         The tensors hold its values, because no optimizer has stepped since.
     overwritten
@@ -123,36 +68,27 @@ class LazyCommit:
     changed otherwise, the commit's values are gone. Then the state at the end of the last step,
     which is the same on all ranks, is copied before the operation and replaces the commit. A rank
     that restores it is ahead (:attr:`~nbelastic.elastic.context.Context.ahead`) of a rank that
-    restores the commit. After that it takes four times as many regular commits to trust the
-    pattern. A rank that receives its state from one that trusts it trusts it, too.
+    restores the commit.
 
     Changes through ``tensor.data`` leave no mark. So some values are compared before a few steps,
-    the first ones above all, with what they were at the commit. A function that makes such changes
-    before its steps is found out by them, and all its commits are copied from then on. So they are
-    where an optimizer's methods may make such changes, or where hooks do not see its steps.
+    the first ones above all, with what they were at the commit. All commits are copied where they
+    differ, where an optimizer's methods may make such changes, and where hooks do not see its
+    steps.
 
-    Parameters
-    ----------
-    on_step : callable
-        Called after a step that leaves a commit overwritten.
-    on_break : callable
-        Called when an uncopied commit is lost, with whether the tensors are as the last step has
-        left them.
-
-    Attributes
-    ----------
-    uncopied : bool
-        Whether the last commit has no copies of the optimizers' tensors.
-    tensors : frozenset of int
-        Ids of the tensors that optimizers change; the same object as long as they are the same.
+    `on_step` is called after a step that leaves a commit overwritten, `on_break` when an uncopied
+    commit is lost, with whether the tensors are as the last step has left them.
     """
 
     def __init__(self, on_step: Callable[[], None], on_break: Callable[[bool], None]) -> None:
-        self.pattern = CommitPattern()
-        self.uncopied = False
-        self.tensors: frozenset[int] = frozenset()
+        self.uncopied = False  # the last commit has no copies of the optimizers' tensors
+        self.stepped = False  # since the last commit
+        self.tensors: frozenset[int] = frozenset()  # ids; one object as long as they are the same
         self._on_step = on_step
         self._on_break = on_break
+        self._regular = True  # so far
+        self._in_a_row = 0
+        self._needed = LEARNED
+        self._broken = False  # some commit was not what it was trusted to be
         self._context: Context | None = None
         self._exchanges = self._generation = 0
         self._cache: StructureCache | None = None
@@ -161,19 +97,18 @@ class LazyCommit:
         self._marks: Marks = ([], [])
         self._commits = 0
         self._values: list[torch.Tensor] | None = None  # some, at the last commit
-        self._hidden = False  # whether there are changes that leave no mark
         self._watcher = _Hook(weakref.ref(self), "_before_exchange")
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @property
     def trusted(self) -> bool:
         """Whether commits need no copies."""
-        return self.pattern.is_trusted and not self._hidden
+        return self._in_a_row >= self._needed and not self._broken
 
     @property
     def overwritten(self) -> bool:
         """Whether the uncopied tensors are a step newer than the last commit."""
-        return self.uncopied and self.pattern.stepped
+        return self.uncopied and self.stepped
 
     @property
     def unchanged(self) -> bool:
@@ -183,24 +118,16 @@ class LazyCommit:
     def commit(
         self, cache: StructureCache, context: Context | None, *, copy: bool
     ) -> frozenset[int]:
-        """Decide on a new commit; return the ids of the tensors not to copy.
+        """Decide on a new commit, copied in any case if `copy`; return the tensors not to copy.
 
-        Parameters
-        ----------
-        cache : StructureCache
-            Models, optimizers and other objects of the state.
-        context : Context or None
-            That of this rank, if there is one yet; it calls before operations.
-        copy : bool
-            Whether to copy in any case.
+        Operations of the `context`, if there is one yet, are seen before they begin.
         """
         generation = 0 if context is None else context.generation
         unchanged = self.unchanged
         if generation == self._generation:
-            self._observe(unchanged)
-            self.pattern.commit()
-        else:  # tensors have changed, and much was sent, for reasons of the membership
-            self.pattern.stepped = False
+            self._count(unchanged)
+        # Else tensors have changed, and much was sent, for reasons of the membership.
+        self.stepped = False
         if context is not self._context:
             self._unwatch()
         self._context, self._generation = context, generation
@@ -214,12 +141,13 @@ class LazyCommit:
             )
             self._tensors = _tensors_of(optimizers)
             self.tensors = frozenset(map(id, self._tensors))
-            self.pattern.expect(sum(each.nbytes for each in self._tensors))
+            is_large = sum(each.nbytes for each in self._tensors) >= LARGE
+            self._needed = 1 if is_large else LEARNED
         if not unchanged:
             self._marks = _marks_of(self._tensors)
         self._commits += 1
         looks = self._commits <= SAMPLED_UNTIL or self._commits in SAMPLED_AT
-        self._values = _some_of(self._tensors) if looks and not self._hidden else None
+        self._values = _some_of(self._tensors) if looks and not self._broken else None
         self.uncopied = self.trusted and self._sees_steps and context is not None and not copy
         if not self.uncopied:
             self._unwatch()
@@ -235,33 +163,37 @@ class LazyCommit:
     def restored(self) -> None:
         """Record that the state is that of the last commit."""
         self._values = None
-        self.pattern.stepped = False
+        self.stepped = False
         self._marks = _marks_of(self._tensors)
         if self.uncopied:
             self._watch()
 
     # -- what happens between commits ------------------------------------------------------------
 
-    def _observe(self, unchanged: bool) -> None:
-        """Record disturbances between the last commit and this one."""
+    def _count(self, unchanged: bool) -> None:
+        """Count a regular commit; one without a step before it does not count, unless disturbed."""
         operations = self._context is not None and self._context.exchanges != self._exchanges
-        if not unchanged or (self.pattern.stepped and operations):
-            self.pattern.disturb()
+        if not self._regular or not unchanged or (self.stepped and operations):
+            self._broken = self._broken or self.trusted
+            self._in_a_row = 0
+        elif self.stepped:
+            self._in_a_row += 1
+        self._regular = True
 
     def _before_step(self) -> None:
         if self.unchanged:
             before, self._values = self._values, None
             if before is None or _equal(before, _some_of(self._tensors)):
                 return
-            self._hidden = True
-        self.pattern.disturb()
+            self._broken = True
+        self._regular = False
         if self.uncopied:
             self._on_break(False)
 
     def _after_step(self) -> None:
         self._marks = _marks_of(self._tensors)
-        if not self.pattern.stepped:
-            self.pattern.step()
+        if not self.stepped:
+            self.stepped = True
             self._exchanges = 0 if self._context is None else self._context.exchanges
         if self.uncopied:
             self._on_step()
@@ -269,8 +201,8 @@ class LazyCommit:
 
     def _before_exchange(self) -> None:
         unchanged = self.unchanged
-        if self.pattern.stepped or not unchanged:
-            self.pattern.disturb()
+        if self.stepped or not unchanged:
+            self._regular = False
             self._on_break(unchanged)
 
     def _watch(self) -> None:

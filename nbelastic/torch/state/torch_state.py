@@ -88,12 +88,13 @@ class TorchState(ObjectState):
     directly followed a step, or one commit if they take 256 MB or more. Until the next step they
     *are* the commit. When an operation between ranks comes between a step and its commit, or when
     something other than the optimizer changes a tensor, the values of the commit are gone. Then the
-    state at the end of the step replaces it, which is complete and the same on all ranks. The same
-    happens if you call ``restore()`` yourself between ``step()`` and ``commit()``: call it before
-    the step, or set ``always_copy``. Only the ``step()`` of an optimizer of your own may change its
-    tensors, and not through ``tensor.data``. Where something else does so before each step, as a
-    weight decay by hand, values that are compared before the first steps show it, and all commits
-    are copied. Set ``always_copy`` if it begins later, or changes few values.
+    state at the end of the step replaces it, which is complete and the same on all ranks, and all
+    later commits are copied. The same happens if you call ``restore()`` yourself between ``step()``
+    and ``commit()``: call it before the step, or set ``always_copy``. Only the ``step()`` of an
+    optimizer of your own may change its tensors, and not through ``tensor.data``. Where something
+    else does so before each step, as a weight decay by hand, values that are compared before the
+    first steps show it, and all commits are copied. Set ``always_copy`` if it begins later, or
+    changes few values.
 
     Copies of tensors are on the tensors' device, or in the host's memory once the device is full.
     Of a model, parameters, buffers, extra state (``get_extra_state``) and plain attributes of its
@@ -405,13 +406,12 @@ class TorchState(ObjectState):
         nodes = {name: flattener.flatten(value) for name, value in values.items()}
         for obj in objects:  # those within others
             flattener.flatten(obj)
-        trusted = self._lazy.trusted
         present = CapturedState(
             objects, labels_of(objects, values), flattener.captured, flattener.tensors
         )
         if self._data is None:
             self._data = _data_samples(objects)
-        head = self._head(present, nodes, trusted, self._data)
+        head = self._head(present, nodes, self._data)
         return StatePayload(head, flattener.tensors)
 
     def _unwritable(self) -> list[str]:
@@ -421,7 +421,7 @@ class TorchState(ObjectState):
         self._materialize()
         commit = self._commit
         present = _captured(commit)
-        head = self._head(present, commit.nodes, False)
+        head = self._head(present, commit.nodes)
         devices = [owner.device.type for owner in commit.owners]
         return StatePayload(head, self._copies.values, devices, names=present.names(commit.nodes))
 
@@ -429,13 +429,12 @@ class TorchState(ObjectState):
         self,
         present: CapturedState,
         nodes: dict[str, Node],
-        trusted: bool,
         data: Sequence[DataSample | None] = (),
     ) -> bytes:
         """Return everything except tensors, and what has changed since the state was built."""
         before = changes(self._built, present.structure())
         try:
-            content = _dump((present.captured, nodes, trusted, self._more()), present.objects)
+            content = _dump((present.captured, nodes, self._more()), present.objects)
         except Exception as error:  # pickling runs code of any class
             values, objects = self._values(), present.objects
             refuse_by_name(error, values, objects, SENT, lambda each: _dump(each, objects))
@@ -476,7 +475,8 @@ class TorchState(ObjectState):
         )
         check_names("the values", public(self._names), public(names))
         check_names("the objects", mine.kinds(), kinds, in_order=True)
-        captured, nodes, trusted, *more = _load(content, objects)
+        captured, nodes, *more = _load(content, objects)
+        more = [each for each in more if not isinstance(each, bool)]  # of older checkpoints
         if not self._aligned:  # else it may be behind ranks that have changed it since
             for obj in objects:
                 flattener.flatten(obj)
@@ -493,8 +493,6 @@ class TorchState(ObjectState):
             for ref, tensor in enumerate(payload.tensors):
                 if ref not in unflattener.kept:
                     payload.buffer.give_back(tensor)
-        if trusted:  # this rank runs the same function
-            self._lazy.pattern.trust()
 
 
 def _refuse_shards(objects: Iterable[object]) -> None:
