@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from nbelastic.torch.state.flatten import ValueNode
+from nbelastic.torch.state.flatten import Adapter, ValueNode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
-    from nbelastic.torch.state.structure import Structure, TensorNames
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -22,7 +21,7 @@ _NOT_STATE = ("params", "_model")
 """Attributes of callbacks that belong to their rank."""
 
 
-class FitProgressAdapter:
+class FitProgressAdapter(Adapter):
     """Capture and restoration of :class:`FitProgress`."""
 
     def capture(self, flattener: Flattener, obj: FitProgress) -> dict[str, Any]:
@@ -33,11 +32,6 @@ class FitProgressAdapter:
     def restore(self, unflattener: Unflattener, obj: FitProgress, content: dict[str, Any]) -> None:
         """Take over its content."""
         obj.take(content, own=unflattener.local)
-
-    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Describe nothing."""
-        del label, content, names
-        return {}
 
     def state_dict(self, content: Any, *, whole: bool = False) -> Node:
         """Return the content."""

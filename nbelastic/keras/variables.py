@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import StateMismatch
-from nbelastic.torch.state.flatten import TensorRef, mapping
+from nbelastic.torch.state.flatten import Adapter, TensorRef, mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.structure import Structure, TensorNames
 
 
-class VariablesAdapter:
+class VariablesAdapter(Adapter):
     """Capture and restoration of :class:`Variables`, in place."""
 
     def capture(self, flattener: Flattener, obj: Variables) -> list[tuple[str, Node]]:

@@ -298,25 +298,6 @@ class Scheduled(torch.optim.SGD):
         super().step(closure)
 
 
-class Slotted(torch.optim.SGD):
-    """An optimizer that keeps averages in a slot."""
-
-    __slots__ = ("means",)
-
-    def __init__(self, params: Any, **kwargs: Any) -> None:
-        super().__init__(params, **kwargs)
-        self.means: Any = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        params = [p for group in self.param_groups for p in group["params"]]
-        self.means = self.means or [torch.zeros_like(p) for p in params]
-        for mean, p in zip(self.means, params, strict=True):
-            mean.lerp_(p, 0.5)
-            p.sub_(mean, alpha=0.01)
-
-
 class Plain:
     """A wrapper that is no torch optimizer, and forgets about half of what it wraps."""
 

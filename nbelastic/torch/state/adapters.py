@@ -1,15 +1,13 @@
 """Adapters that capture and restore models, optimizers and other objects.
 
-An adapter captures the content of an object with a
-:class:`~nbelastic.torch.state.flatten.Flattener`, and restores it with an
-:class:`~nbelastic.torch.state.flatten.Unflattener`, on the same rank or on another. ``state_dict``
-and ``load_state_dict`` are the last resort: a model's leaves out buffers that are not persistent,
-and an optimizer's shares its tensors with the optimizer that loads it.
+The contract is :class:`~nbelastic.torch.state.flatten.Adapter`. ``state_dict`` and
+``load_state_dict`` are the last resort: a model's leaves out buffers that are not persistent, and
+an optimizer's shares its tensors with the optimizer that loads it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,6 +18,7 @@ from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError, StateMismatch
 from nbelastic.torch.state.flatten import (
     ATOMS,
+    Adapter,
     ContainerNode,
     ObjectNode,
     TensorRef,
@@ -47,30 +46,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
     from nbelastic.torch.state.module_settings import SentSettings
     from nbelastic.torch.state.structure import Structure
-
-
-class Adapter(Protocol):
-    """Way to capture and restore objects of a type."""
-
-    def capture(self, flattener: Flattener, obj: Any) -> Any:
-        """Return the content of an object, with nodes for its values; picklable."""
-
-    def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
-        """Give `obj` its captured content."""
-
-    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Return the structure of the content of the object that is called `label`."""
-
-    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
-        """Return the content as a state dict of the object.
-
-        Parameters
-        ----------
-        content : object
-            The captured content.
-        whole : bool
-            Whether to add tensors that the object's own state dict does not have.
-        """
 
 
 _UNMADE = TensorRef(-1)
@@ -101,7 +76,7 @@ class ModuleContent(NamedTuple):
     settings: ModuleSettings | SentSettings
 
 
-class ModuleAdapter:
+class ModuleAdapter(Adapter):
     """Parameters and buffers of a module, tied ones once, extra state, and plain attributes.
 
     Gradients are not part of a state: they belong to a batch that is done or is done again.
@@ -249,21 +224,11 @@ def _tensor(
     return tensor
 
 
-class SamplerAdapter:
-    """Samplers, whose progress the ranks agree on; nothing of them is sent with the rest."""
+class SamplerAdapter(Adapter):
+    """Samplers, whose progress the ranks agree on; nothing of them is sent with the rest.
 
-    def capture(self, flattener: Flattener, obj: ShardSampler) -> Any:
-        """Capture nothing: :class:`~nbelastic.elastic.state.ObjectState` keeps samplers."""
-        del flattener, obj
-
-    def restore(self, unflattener: Unflattener, obj: ShardSampler, content: Any) -> None:
-        """Leave the sampler as it is."""
-        del unflattener, obj, content
-
-    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Describe nothing."""
-        del label, content, names
-        return {}
+    :class:`~nbelastic.elastic.state.ObjectState` keeps them.
+    """
 
     def state_dict(self, content: Any, *, whole: bool = False) -> Node:
         """Return an empty state dict."""
@@ -271,7 +236,7 @@ class SamplerAdapter:
         return mapping({})
 
 
-class StateDictAdapter:
+class StateDictAdapter(Adapter):
     """Other objects with ``state_dict`` and ``load_state_dict``: schedulers, scalers, metrics.
 
     Optimizers that they wrap are captured by themselves, and put in place after the object.
@@ -303,7 +268,7 @@ class StateDictAdapter:
         return cast("Node", content[0])
 
 
-class LoaderAdapter:
+class LoaderAdapter(Adapter):
     """Loaders of micro-batches, which only loaders with the same batch and dataset take over."""
 
     def capture(self, flattener: Flattener, obj: Loader) -> tuple[dict[str, str], Node]:
@@ -342,7 +307,7 @@ def wrapped_in(obj: object) -> list[torch.optim.Optimizer]:
     return within(obj)
 
 
-class GeneratorAdapter:
+class GeneratorAdapter(Adapter):
     """Random generators that the user has named in the state."""
 
     def capture(self, flattener: Flattener, obj: torch.Generator) -> Node:
@@ -353,18 +318,8 @@ class GeneratorAdapter:
         """Set its state."""
         obj.set_state(unflattener.unflatten(content))
 
-    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Describe nothing."""
-        del label, content, names
-        return {}
 
-    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
-        """Return the generator's state."""
-        del whole
-        return cast("Node", content)
-
-
-class EpochAdapter:
+class EpochAdapter(Adapter):
     """torch's ``DistributedSampler``: its epoch. Dataset, rank and size are a rank's own.
 
     The sampler stays the one that a ``DataLoader`` has, and its dataset is neither copied nor sent.
@@ -377,16 +332,6 @@ class EpochAdapter:
     def restore(self, unflattener: Unflattener, obj: DistributedSampler[Any], content: Any) -> None:
         """Set the epoch."""
         obj.set_epoch(unflattener.unflatten(content)["epoch"])
-
-    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Describe nothing."""
-        del label, content, names
-        return {}
-
-    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
-        """Return the epoch in a dict."""
-        del whole
-        return cast("Node", content)
 
 
 _OPTIMIZERS = OptimizerAdapter()

@@ -22,6 +22,8 @@ from nbelastic.elastic.in_place import Originals
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from nbelastic.torch.state.structure import Structure, TensorNames
+
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (list, tuple, *_MAPPINGS)
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
@@ -429,3 +431,32 @@ class Unflattener:
             )
             and (not self._addresses or target.data_ptr() == self._addresses[ref])
         )
+
+
+class Adapter:
+    """Way to keep objects of a class in a state, in place, on the same rank and on another.
+
+    The class names it, ``nbelastic_adapter = LedgerAdapter``, or it is one of those in
+    :mod:`nbelastic.torch.state.adapters`. A checkpoint names the adapter's class, so that
+    ``load_checkpoint`` can read it without the object.
+    """
+
+    def capture(self, flattener: Flattener, obj: Any) -> Any:
+        """Return the content of an object, with nodes for its values; picklable."""
+
+    def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
+        """Give `obj` its captured content."""
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        """Return what must be equal on all ranks, of the object that is called `label`."""
+        del label, content, names
+        return {}
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        """Return the content as a state dict of the object; by default it is a node itself.
+
+        With `whole`, add tensors that the object's own state dict does not have.
+        """
+        del whole
+        node: Node = content
+        return node

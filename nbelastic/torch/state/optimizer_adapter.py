@@ -3,9 +3,8 @@
 An optimizer that is not torch's may keep state anywhere. The adapter captures:
 
 - groups of parameters and the state of each parameter, also of optimizers in its attributes;
-- attributes that hold numbers, strings, tensors, or containers of them;
-- objects of users in attributes, as far as these hold numbers and strings (a schedule that counts),
-  and random generators;
+- attributes that hold numbers, strings, tensors, random generators, containers of them, or objects
+  of plain classes with numbers and strings (a schedule that counts);
 - its ``state_dict()``, if it overrides that method or ``load_state_dict()``.
 
 A restore puts all of it back. A rank that receives it takes over the attributes that have changed
@@ -21,19 +20,19 @@ import contextlib
 import functools
 import pickle
 import random
-import types
 import weakref
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from nbelastic.elastic.in_place import adopt, attributes_in
 from nbelastic.errors import NbelasticError, StateMismatch
 from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.state.flatten import (
     ATOMS,
+    Adapter,
     ContainerNode,
     ObjectNode,
     TensorRef,
@@ -67,16 +66,17 @@ def _common() -> frozenset[str]:
 _ARRAYS = (np.generic, np.ndarray)
 _COLLECTIONS = (set, frozenset, collections.deque)
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
-_NO_RECORDS = (
-    *(type, types.ModuleType, types.BuiltinFunctionType),
-    *(types.FunctionType, types.MethodType, functools.partial),
-)
 _DEEPEST = 6
 """Levels of objects within objects that are searched for tensors."""
 
 _LISTS = ("param_groups", "state")
 
 _SHARDED = "ZeroRedundancyOptimizer"
+
+_ADVICE = (
+    ", so they would be neither restored nor sent: give the class state_dict() and "
+    "load_state_dict(), or register a handler (elastic.state.set_handler_registry)"
+)
 
 _built: weakref.WeakKeyDictionary[Any, dict[str, bytes]] = weakref.WeakKeyDictionary()
 """Pickled attributes without tensors of each optimizer, from its first capture."""
@@ -112,7 +112,7 @@ class OptimizerContent(NamedTuple):
     custom: Node | None = None
 
 
-class OptimizerAdapter:
+class OptimizerAdapter(Adapter):
     """Optimizers, those that wrap others, and those of users."""
 
     def capture(self, flattener: Flattener, obj: _Optimizer) -> OptimizerContent:
@@ -155,7 +155,7 @@ class OptimizerAdapter:
         ]
         custom = None
         if _overrides(obj):
-            custom = flattener.flatten(_marked(obj.state_dict(), _lists_within(obj)))
+            custom = flattener.flatten(obj.state_dict())
         return content._replace(
             attributes={name: flattener.flatten(each) for name, each in plain.items()},
             changed=frozenset(
@@ -172,7 +172,7 @@ class OptimizerAdapter:
         self.put_back(unflattener, obj, content, set())
         if content.custom is not None:
             with same_lists(within(obj)):
-                load(obj, unflattener, content.custom, _lists_within(obj))
+                load(obj, unflattener, content.custom)
             self.put_back(unflattener, obj, content, set())
 
     def put_back(
@@ -231,7 +231,7 @@ class OptimizerAdapter:
     def state_dict(self, content: OptimizerContent, *, whole: bool = False) -> Node:
         """Return a state dict with torch's numbers; `whole` adds attributes and parameters."""
         if content.custom is not None and not whole:
-            return _numbered(content.custom, content)
+            return content.custom
         groups, state = _lists_of(content, whole)
         nodes = {"state": state, "param_groups": groups, **(content.attributes if whole else {})}
         if isinstance(content.custom, ContainerNode) and content.custom.keys is not None:
@@ -263,17 +263,6 @@ def _lists_of(content: OptimizerContent, whole: bool = False) -> tuple[Node, Nod
     return ContainerNode(list, None, groups), state
 
 
-def _numbered(node: Node, content: OptimizerContent) -> Node:
-    """Return a state dict with groups and state in place of their marks."""
-    if isinstance(node, ValueNode) and isinstance(node.value, _Live):
-        inner = [n.content for n in content.inner if isinstance(n.content, OptimizerContent)]
-        lists = [each for one in (content, *inner) for each in _lists_of(one)]
-        return lists[node.value.index] if node.value.index < len(lists) else ValueNode(None)
-    if isinstance(node, ContainerNode):
-        return replace(node, nodes=[_numbered(each, content) for each in node.nodes])
-    return node
-
-
 def options_of(flattener: Flattener, group: dict[str, Any]) -> dict[str, Node]:
     """Capture a parameter group without its parameters."""
     return {key: flattener.flatten(each) for key, each in group.items() if key != "params"}
@@ -283,31 +272,13 @@ def attributes_of(obj: _Optimizer) -> dict[str, Any]:
     """Return an optimizer's own attributes, except groups and state under any name."""
     if is_torchs(obj):
         return {}
-    known = {id(each) for each in _lists_within(obj)}
+    lists = [vars(each).get(name) for each in within(obj) for name in _LISTS]
+    known = set(map(id, lists))
     return {
         name: value
-        for name, value in _own_attributes(obj)
+        for name, value in vars(obj).items()
         if name not in _common() and id(value) not in known
     }
-
-
-def _own_attributes(obj: object) -> Iterator[tuple[str, Any]]:
-    yield from vars(obj).items()
-    kind: Any = type(obj)
-    for name in _slots(kind):
-        with contextlib.suppress(AttributeError):
-            yield name, getattr(obj, name)
-
-
-@functools.cache
-def _slots(kind: Any) -> frozenset[str]:
-    """Return the names of attributes that instances of a class keep in slots."""
-    return frozenset(
-        name
-        for each in kind.__mro__
-        for name, found in vars(each).items()
-        if isinstance(found, types.MemberDescriptorType)
-    )
 
 
 def is_simple(obj: _Optimizer) -> bool:
@@ -377,11 +348,6 @@ def within(obj: object) -> list[_Optimizer]:
     return list(found.values())
 
 
-def _lists_within(obj: object) -> list[Any]:
-    """Return the lists of groups and dicts of state of the optimizers within an object."""
-    return [vars(each)[name] for each in within(obj) for name in _LISTS if name in vars(each)]
-
-
 def _is_plain(value: object) -> bool:
     """Return whether a value consists of numbers, strings, arrays, tensors and records."""
     return all(_is_data(each) or is_container(each) or _is_record(each) for each in nested(value))
@@ -397,22 +363,17 @@ def _is_data(value: object) -> bool:
 
 def _is_record(value: object, depth: int = 0) -> bool:
     """Return whether an object of a user's class holds numbers and strings, and no tensors."""
-    kind = type(value)
-    if (
-        depth > _DEEPEST
-        or isinstance(value, _NO_RECORDS)
-        or kind.__reduce_ex__ is not object.__reduce_ex__
-        or kind.__reduce__ is not object.__reduce__
-        or hasattr(kind, "__deepcopy__")
-        or not getattr(value, "__dict__", None)
-    ):
-        return False
-    return all(
-        is_container(each)
-        or (_is_data(each) and not isinstance(each, torch.Tensor))
-        or _is_record(each, depth + 1)
-        for part in vars(value).values()
-        for each in nested(part)
+    attributes = attributes_in(value)
+    return (
+        bool(attributes)
+        and depth <= _DEEPEST
+        and all(
+            is_container(each)
+            or (_is_data(each) and not isinstance(each, torch.Tensor))
+            or _is_record(each, depth + 1)
+            for part in (attributes or {}).values()
+            for each in nested(part)
+        )
     )
 
 
@@ -436,17 +397,18 @@ def _refuse(flattener: Flattener, obj: _Optimizer) -> None:
         )
     if _overrides(obj):
         return
-    parameters = [p for group in obj.param_groups for p in group["params"]]
-    seen = {id(p) for p in parameters}
+    if any("__slots__" in vars(kind) for kind in type(obj).__mro__):
+        raise NbelasticError(
+            f"{name} keeps attributes in __slots__, which a state cannot see{_ADVICE}"
+        )
+    seen = {id(p) for group in obj.param_groups for p in group["params"]}
     for attribute, value in attributes_of(obj).items():
         for each in nested(value):
             plain = flattener.is_object(each) or is_container(each) or _is_plain(each)
-            if not plain and (_holds_tensors(each, seen) or _closes_over_copies(each, parameters)):
+            if not plain and _holds_tensors(each, seen):
                 kind = type(each).__qualname__
                 raise NbelasticError(
-                    f"{name}.{attribute} (a {kind}) holds tensors that a state cannot see, so they "
-                    f"would be neither restored nor sent: give {kind} or {name} state_dict() and "
-                    "load_state_dict()"
+                    f"{name}.{attribute} (a {kind}) holds tensors that a state cannot see{_ADVICE}"
                 )
 
 
@@ -463,48 +425,11 @@ def _holds_tensors(value: object, seen: set[int], depth: int = 0) -> bool:
     return any(_holds_tensors(each, seen, depth + 1) for each in inside)
 
 
-def _closes_over_copies(value: object, parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether a function refers to tensors like all parameters, and not only to a batch."""
-    found: collections.Counter[torch.Size] = collections.Counter()
-    seen = {id(parameter) for parameter in parameters}
-    for cell in getattr(value, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # it is empty
-            for each in nested(cell.cell_contents):
-                if isinstance(each, torch.Tensor) and id(each) not in seen:
-                    found[each.shape] += 1
-    return found >= collections.Counter(parameter.shape for parameter in parameters)
-
-
-@dataclass(frozen=True)
-class _Live:
-    """Mark in a state dict for an optimizer's own groups or state, which are captured anyway."""
-
-    index: int
-
-
-def _marked(value: Any, lists: Sequence[object]) -> Any:
-    """Return a state dict in which an optimizer's own lists and dicts are marked."""
-    for index, each in enumerate(lists):
-        if value is each:
-            return _Live(index)
-    if type(value) is dict:
-        return {key: _marked(each, lists) for key, each in value.items()}
-    return value
-
-
-def _unmarked(value: Any, lists: Sequence[object]) -> Any:
-    if isinstance(value, _Live):
-        return lists[value.index]
-    if type(value) is dict:
-        return {key: _unmarked(each, lists) for key, each in value.items()}
-    return value
-
-
-def load(obj: Any, unflattener: Unflattener, node: Node, lists: Sequence[object] = ()) -> None:
+def load(obj: Any, unflattener: Unflattener, node: Node) -> None:
     """Load a captured state dict into an object."""
     state_dict = unflattener.unflatten(node)
     unflattener.flush()
-    _load(obj, _unmarked(state_dict, lists))
+    _load(obj, state_dict)
 
 
 def _load(obj: Any, state_dict: Any) -> None:
@@ -541,36 +466,19 @@ def _put_back_attributes(
     captured, changed = content.attributes, content.changed
     built = _built.get(obj, {})
     for name, node in captured.items():
-        live = getattr(obj, name, None)
+        live = vars(obj).get(name)
         if isinstance(node, TensorRef) and isinstance(live, torch.Tensor):
             value: Any = unflattener.tensor(node, live)
         elif unflattener.local or name in changed or name not in built:
             value = unflattener.unflatten(node)
         else:
             value = pickle.loads(built[name])
-        if not _take_over(live, value):
-            object.__setattr__(obj, name, value)
+        if not is_container(value) and not isinstance(value, torch.Tensor):
+            value = adopt(live, value)  # the loop may refer to it
+        vars(obj)[name] = value
     for name, value in attributes_of(obj).items():
         if name not in captured and _is_plain(value):
-            object.__delattr__(obj, name)
-
-
-def _take_over(live: Any, value: Any) -> bool:
-    """Give an object the content of a copy; return whether it is one that keeps its identity."""
-    if live is value or type(live) is not type(value):
-        return False
-    if isinstance(live, random.Random):
-        live.setstate(value.getstate())
-    elif isinstance(live, np.random.Generator):
-        live.bit_generator.state = value.bit_generator.state
-    elif isinstance(live, np.random.RandomState):
-        live.set_state(value.get_state())
-    elif _is_record(value):
-        vars(live).clear()
-        vars(live).update(vars(value))
-    else:
-        return False
-    return True
+            del vars(obj)[name]
 
 
 def _parameters(
