@@ -21,6 +21,7 @@ from nbelastic.torch.gradients.groups import (
     SumTiming,
 )
 from nbelastic.torch.gradients.staging import is_accelerator
+from nbelastic.torch.gradients.step import StepFlags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,7 @@ LARGE_BYTES = 8 << 20
 PIECE_BYTES = 16 << 10
 # Presence of a sparse gradient, which no number of dense ones makes up for.
 SPARSE = -1000.0
+N_FLAGS = len(StepFlags._fields)
 # Communicators that average as they add, at no cost.
 _AVERAGING = ("shm", "hierarchical", "cuda_ipc", "nccl")
 # Types in which a gradient divided by the number of ranks loses nothing.
@@ -130,7 +132,7 @@ class Layout:
             if planned.in_place:
                 group = InPlaceGroup(members, arrived)
             else:
-                trailer = 1 + len(parameters) if planned is plan[-1] else 0
+                trailer = N_FLAGS + len(parameters) if planned is plan[-1] else 0
                 dtype = wire_dtype(members[0].dtype) if members else self._last_dtype()
                 group = Bucket(members, dtype, arrived, trailer, devices)
             self.groups.append(group)
@@ -191,47 +193,47 @@ class Layout:
             group.begin(communicator, scaling)
 
     def launch(
-        self, number: int, communicator: Communicator, change_flag: Callable[[], float]
+        self, number: int, communicator: Communicator, flags: Callable[[], StepFlags]
     ) -> None:
         """Begin the reduction of the group with a number; the last takes the flag along."""
         group = self.groups[number]
         trailer: Sequence[float] = ()
         if number == len(self.groups) - 1:
             group.complete()
-            trailer = self._trailer(change_flag())
+            trailer = self._trailer(flags())
         group.launch(communicator, trailer)
 
-    def launch_all(self, communicator: Communicator, change_flag: Callable[[], float]) -> None:
+    def launch_all(self, communicator: Communicator, flags: Callable[[], StepFlags]) -> None:
         """Reduce all groups, those of one type in one operation, and wait for it."""
         for group in self.groups:
             group.complete()
         values: dict[tuple[torch.dtype, Op], list[torch.Tensor]] = {}
         for group in self.groups:
             closing = group is self.groups[-1]
-            its = group.values(self._trailer(change_flag()) if closing else ())
+            its = group.values(self._trailer(flags()) if closing else ())
             op = group.scaling.op
             assert isinstance(op, Op)  # gradients that stay where they are have no other
             values.setdefault((its[0].dtype, op), []).extend(its)
         for (_, op), tensors in values.items():
             communicator.allreduce_coalesced(tensors, op)
 
-    def _trailer(self, change_flag: float) -> list[float]:
+    def _trailer(self, flags: StepFlags) -> list[float]:
         present = (float(there) for group in self.groups for there in group.present)
         if not self._arrived.any_sparse:
-            return [float(change_flag), *present]
+            return [*flags, *present]
         parameters = [each for group in self.groups for each in group.parameters]
         sparse = [p.grad is not None and p.grad.layout is not torch.strided for p in parameters]
         pairs = zip(present, sparse, strict=True)
-        return [float(change_flag), *(SPARSE if is_sparse else there for there, is_sparse in pairs)]
+        return [*flags, *(SPARSE if is_sparse else there for there, is_sparse in pairs)]
 
-    def deliver(self) -> float:
-        """Wait for all groups and deliver them; return the sum or average of the ranks' flags."""
+    def deliver(self) -> StepFlags:
+        """Wait for all groups and deliver them; return the sums or averages of the ranks' flags."""
         for group in self.groups:
             group.wait()
         closing = self.groups[-1]
         assert isinstance(closing, Bucket)
         self.found_sparse = []
-        flag, *counts = closing.sums
+        counts = closing.sums[N_FLAGS:]
         start = 0
         for group in self.groups:
             end = start + len(group.parameters)
@@ -242,7 +244,7 @@ class Layout:
                 own = [max(count.real, 0.0) for count in own]
             group.deliver(own)
             start = end
-        return float(flag.real)
+        return StepFlags(*(float(flag.real) for flag in closing.sums[:N_FLAGS]))
 
     def drop(self) -> None:
         """Give all buffers away, with the gradients in them."""

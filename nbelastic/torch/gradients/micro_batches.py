@@ -9,6 +9,8 @@ sums over the ranks along the same tree. So a gradient has the same bits for eve
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 import math
 import weakref
 from typing import TYPE_CHECKING
@@ -17,6 +19,7 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
+from nbelastic.torch.gradients.step import GradientStep, StepFlags
 from nbelastic.torch.gradients.tree_sums import (
     MicroBatchSum,
     sum_over_ranks,
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
     from nbelastic.elastic.step_share import StepShare
     from nbelastic.torch.gradients.arrived import ArrivedGradients
-    from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
 
 WITNESS_EVERY = 100
@@ -78,14 +80,14 @@ def parameter_digest(parameters: Iterable[torch.Tensor]) -> int:
     return total
 
 
-class MicroBatchReduction:
+class MicroBatchReduction(GradientStep):
     """Progress of one step that consists of micro-batches, in the place of a `ReductionStep`.
 
     ``parameter.grad`` is None between two micro-batches. After the last one of this rank it is what
     the last gradient was added to, so that a change by the user is found.
     """
 
-    layout: Layout | None = None
+    share: StepShare
 
     def __init__(
         self,
@@ -98,10 +100,7 @@ class MicroBatchReduction:
         previous: PreviousSteps,
     ) -> None:
         _check(options)
-        self.context = context
-        self.communicator = communicator
-        self.generation = context.generation
-        self.parameters = parameters
+        super().__init__(context, communicator, parameters)
         self.share = share
         self._arrived = arrived
         self._passes = options.passes
@@ -162,7 +161,7 @@ class MicroBatchReduction:
         for parameter in parameters:
             total = self._sums.get(id(parameter))
             if total is None:
-                continue  # not this optimizer's any more; or check_untouched() finds out
+                continue  # not this optimizer's any more; or check() finds out
             left = self._passes_left.get(id(parameter), self._passes) - 1
             if left < 0 or parameter.grad is None:
                 raise self._unexpected(parameter)
@@ -252,7 +251,7 @@ class MicroBatchReduction:
                 assert self._number is not None
                 self._take(parameter, self._sums[id(parameter)], self._number)
 
-    def check_untouched(self, trained: list[torch.Tensor]) -> None:
+    def check(self, trained: list[torch.Tensor]) -> None:
         """Refuse gradients or parameters that the user has changed, or a step that is not done.
 
         Raises
@@ -311,48 +310,73 @@ class MicroBatchReduction:
         """Return on how many ranks each parameter has a gradient, and the sum of all weights.
 
         Those with a sparse one count :data:`SPARSE` times.
-
-        The trailer also has the flag of a coming change, the place of the step, the time that each
-        rank takes for a micro-batch, and sometimes digests of parameters. All weights travel by
-        themselves: each is a number of one rank and zeros, so their sum is exact for every number
-        of ranks. So is that of the times. Rows that ranks have taken are whole numbers, for the
-        ledger.
         """
-        context, share, size = self.context, self.share, self.communicator.size
-        flag = context.change_flag()
+        share, size, rank = self.share, self.communicator.size, self.communicator.rank
+        flags = StepFlags.of_rank(self.context)
         weights = [share.weights.get(number, 0.0) for number in range(share.micro_batches)]
         sums = [self._sums[id(parameter)] for parameter in self.parameters]
-        there = [SPARSE if each.is_sparse else bool(each) for each in sums]
+        there = [SPARSE if each.is_sparse else int(bool(each)) for each in sums]
         if size == 1:
-            context.agree(flag)
+            flags.agree(self.context)
             share.seen = share.taken
-            return [*map(int, there)], math.fsum(weights)
+            return there, math.fsum(weights)
         compares = share.exact and self._previous.compare_now(self.generation)
-        digests = [0] * size if compares else []
-        if compares:
-            digests[self.communicator.rank] = parameter_digest(self.parameters)
-        values = [float(flag), float(share.deviates), float(share.taken), *weights]
-        values += map(float, there)
-        places = [0.0] * (3 * size)
-        places[3 * self.communicator.rank : 3 * self.communicator.rank + 3] = share.place
-        times = [0.0] * size
-        times[self.communicator.rank] = share.seconds
-        values += [*places, *times, *digests]
-        trailer = torch.tensor(values, dtype=torch.float64)
-        self.communicator.allreduce(trailer, Op.SUM)
-        changed, deviating, seen, *numbers = trailer.tolist()
-        context.agree(bool(changed))
-        share.seen = int(seen)
+        own = Trailer(
+            flags=[*flags],
+            deviating=[share.deviates],
+            rows=[share.taken],
+            weights=weights,
+            there=there,
+            places=_of_rank(rank, size, share.place),
+            times=_of_rank(rank, size, [share.seconds]),
+            digests=_of_rank(rank, size, [parameter_digest(self.parameters)] if compares else []),
+        )
+        numbers = torch.tensor(own.numbers(), dtype=torch.float64)
+        self.communicator.allreduce(numbers, Op.SUM)
+        of_all = own.filled(numbers.tolist())
+        StepFlags(*of_all.flags).agree(self.context)
+        share.seen = int(of_all.rows[0])
+        (deviating,) = of_all.deviating
         share.others_deviate = deviating > share.deviates
-        weights, numbers = numbers[: len(weights)], numbers[len(weights) :]
-        counts, numbers = numbers[: len(there)], numbers[len(there) :]
-        places, numbers = numbers[: len(places)], numbers[len(places) :]
-        times, digests = numbers[:size], numbers[size:]
+        places = of_all.places
         check_places(list(zip(places[::3], places[1::3], places[2::3], strict=True)))
         if compares and not deviating:
-            check_witness(digests, self.communicator.rank)
-        share.times = tuple(times)
-        return [*map(int, counts)], math.fsum(weights)
+            check_witness(of_all.digests, rank)
+        share.times = tuple(of_all.times)
+        return [*map(int, of_all.there)], math.fsum(of_all.weights)
+
+
+@dataclasses.dataclass
+class Trailer:
+    """Numbers that ranks sum in each step of micro-batches, beside the gradients.
+
+    Each number of one rank alone has a place of its own, with zeros from the other ranks. So its
+    sum is exact for every number of ranks.
+    """
+
+    flags: Sequence[float]
+    deviating: Sequence[float]  # whether the rank cannot promise the same bits
+    rows: Sequence[float]  # taken so far, for the ledger
+    weights: Sequence[float]  # of all micro-batches
+    there: Sequence[float]  # for each parameter whether it has a gradient; SPARSE for a sparse one
+    places: Sequence[float]  # of each rank three numbers: see check_places
+    times: Sequence[float]  # seconds that each rank takes for a micro-batch
+    digests: Sequence[float]  # of each rank's parameters, in some steps; else none
+
+    def numbers(self) -> list[float]:
+        """Return all numbers in one list."""
+        return [float(number) for values in vars(self).values() for number in values]
+
+    def filled(self, numbers: Sequence[float]) -> Trailer:
+        """Return a trailer of the same lengths with these numbers."""
+        left = iter(numbers)
+        return Trailer(*(list(itertools.islice(left, len(v))) for v in vars(self).values()))
+
+
+def _of_rank(rank: int, size: int, numbers: Sequence[float]) -> list[float]:
+    """Return numbers of this rank at its place, and zeros at those of the others."""
+    zeros = [0.0] * len(numbers)
+    return [n for each in range(size) for n in (numbers if each == rank else zeros)]
 
 
 def _has_rows(gradient: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Hooks that collect an optimizer's gradients, and steps that reduce them.
 
-A :class:`~nbelastic.torch.gradients.reduction_step.ReductionStep` begins with the first gradient
+A :class:`~nbelastic.torch.gradients.step.GradientStep` begins with the first gradient
 (or with :meth:`Reducer.synchronize`, on a rank that has computed none), and ends when
 :meth:`Reducer.synchronize` has the reduced gradients. All ranks reduce the same groups in the same
 order, whichever parameters they have used. See "Gradients" in ``docs/architecture.md``.
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.step_share import StepShare
     from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
+    from nbelastic.torch.gradients.step import GradientStep
     from nbelastic.torch.ops.process_sets import ProcessSet
 
 _NONE: set[int] = set()
@@ -94,7 +95,7 @@ class Reducer:
         self._context = current()
         self._arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
         self._agreement = LayoutAgreement(options, names, self._arrived)
-        self._step: ReductionStep | MicroBatchReduction | None = None
+        self._step: GradientStep | None = None
         self._previous = PreviousSteps()
         self._failed: int | None = None
         self._failed_share: StepShare | None = None
@@ -121,7 +122,7 @@ class Reducer:
     def accumulates(self) -> bool:
         """Whether a step without a loader has had some of its backward passes, and not all."""
         step = self._step
-        return isinstance(step, ReductionStep) and step.incomplete and not self._is_stale(step)
+        return step is not None and step.incomplete and not self._is_stale(step)
 
     @property
     def in_micro_batches(self) -> bool:
@@ -164,9 +165,8 @@ class Reducer:
                 if self._reported:
                     self._handle_reports()
                 step = self._present_step()
-                step.check_untouched(self._trained())
-                if isinstance(step, ReductionStep) and step.needs_layout:
-                    self._use_agreed_layout(step)
+                step.check(self._trained())
+                step.prepare()
                 step.finish()
                 self._reduce_apart(step)
             except BaseException:
@@ -222,7 +222,7 @@ class Reducer:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def _present_step(self) -> ReductionStep | MicroBatchReduction:
+    def _present_step(self) -> GradientStep:
         step = self._step
         if step is not None and not self._is_stale(step):
             return step
@@ -233,6 +233,12 @@ class Reducer:
         communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
         parameters = self._trained()
         self._hook(parameters)
+        self._step = self._new_step(context, communicator, parameters)
+        return self._step
+
+    def _new_step(
+        self, context: Context, communicator: Communicator, parameters: list[torch.Tensor]
+    ) -> GradientStep:
         if context.share is not None:
             return self._micro_batches(context, communicator, parameters, context.share)
         of_all = self.process_set is global_process_set
@@ -243,6 +249,7 @@ class Reducer:
             parameters,
             self._arrived,
             self.options.passes,
+            self._use_agreed_layout,
             of_all=of_all,
             announce=announcement,
         )
@@ -250,15 +257,12 @@ class Reducer:
             if self._agreement.layout is not None:
                 self._agreement.layout.release()
         elif communicator.overlaps or self._agreement.holds_in(communicator.generation):
-            self._use_agreed_layout(step)
+            step.prepare()
         # Else agreement waits for the end of backward, in which nothing is launched: to wait here
         # for a newcomer's first batch would take time from this rank's own.
-        self._step = step
         return step
 
-    def _check_share(
-        self, before: ReductionStep | MicroBatchReduction | None, context: Context
-    ) -> None:
+    def _check_share(self, before: GradientStep | None, context: Context) -> None:
         """Refuse to begin with micro-batches whose gradients are gone, or with those of others.
 
         Raises
@@ -271,11 +275,7 @@ class Reducer:
                 "gradients of this step were dropped when an error was raised in it, so it cannot "
                 "go on; let the error end the loop over the micro-batches, without optimizer.step()"
             )
-        if (
-            isinstance(before, MicroBatchReduction)
-            and before.generation == context.generation
-            and before.is_lost
-        ):
+        if before is not None and before.generation == context.generation and before.is_lost:
             raise RuntimeError(
                 "the gradients of a step of micro-batches were not used before the next step "
                 "began; call optimizer.step() after the loop over each step, or drop them by "
@@ -319,11 +319,9 @@ class Reducer:
         if not self._checked:
             self._checked = True
             self._warn_of_oversights(context, parameters, share)
-        step = MicroBatchReduction(
+        return MicroBatchReduction(
             context, communicator, parameters, self._arrived, self.options, share, self._previous
         )
-        self._step = step
-        return step
 
     def _warn_of_oversights(
         self, context: Context, parameters: list[torch.Tensor], share: StepShare
@@ -373,12 +371,11 @@ class Reducer:
                 parameter.grad = None
         with self._lock:
             step = self._present_step()
-            if isinstance(step, ReductionStep) and step.needs_layout:
-                self._use_agreed_layout(step)
+            step.prepare()
             if phase == "layout":
                 return
             apart = self._apart.parameters or not self.options.changes_types_only
-            self._deferred = isinstance(step, ReductionStep) and not apart and step.launch_all()
+            self._deferred = not apart and step.launch_all()
         if not self._deferred:
             self._end_step()
 
@@ -402,9 +399,9 @@ class Reducer:
             and self._agreement.number_in(communicator) == number
         )
 
-    def _reduce_apart(self, step: ReductionStep | MicroBatchReduction) -> None:
+    def _reduce_apart(self, step: GradientStep) -> None:
         """Reduce what does not travel with the others: sparse gradients, and compressed ones."""
-        if isinstance(step, ReductionStep) and step.communicator.size > 1:
+        if step.share is None and step.communicator.size > 1:
             self._apart.parameters += step.found_sparse
             apart = self._trained(apart=True)
             self._apart.reduce(Group(step.context, self.process_set), apart, self.names)
@@ -424,7 +421,7 @@ class Reducer:
         self._failed = None
         return layout
 
-    def _is_stale(self, step: ReductionStep | MicroBatchReduction) -> bool:
+    def _is_stale(self, step: GradientStep) -> bool:
         """Return whether the rank is in another generation, context or share of work by now."""
         context = self._find_context()
         return context.generation != step.generation or context.share is not step.share

@@ -9,6 +9,7 @@ import torch
 from nbelastic.elastic.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import SumTiming
+from nbelastic.torch.gradients.step import GradientStep, StepFlags
 from nbelastic.torch.identity import same
 from nbelastic.torch.ops.coordination import is_joined
 
@@ -17,28 +18,19 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.context import Context
-    from nbelastic.elastic.step_share import StepShare
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.layout import Layout
 
 # Gradients of so many elements are cheap to copy.
 SMALL_GRADIENT = 1 << 16
 
-JOINED_FLAG = -1000.0
-"""What a rank that has joined adds to the flag of a step: less than all others can make up for."""
 
-
-class ReductionStep:
+class ReductionStep(GradientStep):
     """Progress of one step: passes counted, groups launched.
 
-    Attributes
-    ----------
-    layout : Layout or None
-        None in a world of one, and until :meth:`use` is called: at the beginning of the step, or
-        when backward has ended.
+    `agree` calls :meth:`use`, at the beginning of the step or when backward has ended. With
+    `of_all`, the step is one of all ranks, not of a process set.
     """
-
-    share: StepShare | None = None  # the step does not consist of micro-batches
 
     def __init__(
         self,
@@ -47,15 +39,14 @@ class ReductionStep:
         parameters: list[torch.Tensor],
         arrived: ArrivedGradients,
         passes: int,
+        agree: Callable[[ReductionStep], None],
         *,
         of_all: bool = True,
         announce: Callable[[str], None] | None = None,
     ) -> None:
-        self.context = context
-        self.communicator = communicator
-        self.generation = context.generation
-        self.parameters = parameters
-        self.layout: Layout | None = None
+        super().__init__(context, communicator, parameters)
+        self.layout: Layout | None = None  # None in a world of one
+        self._agree = agree
         self._arrived = arrived
         self._passes = passes
         self._passes_left = dict.fromkeys(map(id, parameters), passes)
@@ -78,10 +69,10 @@ class ReductionStep:
         passes = self._passes
         return passes > 1 and any(0 < left < passes for left in self._passes_left.values())
 
-    @property
-    def needs_layout(self) -> bool:
-        """Whether :meth:`use` must still be called before :meth:`finish`."""
-        return self.layout is None and self.communicator.size > 1
+    def prepare(self) -> None:
+        """Agree on a layout, unless it has one."""
+        if self.layout is None and self.communicator.size > 1:
+            self._agree(self)
 
     def use(self, layout: Layout, description: str = "") -> None:
         """Reduce with a layout that all ranks share.
@@ -91,11 +82,6 @@ class ReductionStep:
         self.layout, self._timing = layout, layout.timing(self.communicator)
         self._description = description
         layout.begin(self.communicator)
-
-    @property
-    def found_sparse(self) -> list[torch.Tensor]:
-        """Parameters with a sparse gradient on any rank, of which this step has informed all."""
-        return [] if self.layout is None else self.layout.found_sparse
 
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
         """Count a backward pass of each parameter; after the last, take its gradient.
@@ -115,7 +101,7 @@ class ReductionStep:
             key = id(parameter)
             left = passes_left.get(key)
             if left is None:
-                continue  # not this optimizer's any more; or check_untouched() finds out
+                continue  # not this optimizer's any more; or check() finds out
             gradient = parameter.grad
             if gradient is None or left == 0:
                 raise self._unexpected(parameter)
@@ -207,18 +193,6 @@ class ReductionStep:
             self._launch_next(layout)
         return True
 
-    def _change_flag(self) -> float:
-        """Return whether the membership is about to change; a rank that has joined says so."""
-        if not self._of_all:
-            return 0.0
-        return JOINED_FLAG if is_joined(self.communicator) else float(self.context.change_flag())
-
-    def _agree(self, flag: float) -> None:
-        # A rank that has joined does not commit, so what it reads here it cannot act upon.
-        # The others ask it at their next commit.
-        if self._of_all and flag >= 0:
-            self.context.agree(bool(flag))
-
     def _check_consistency(self) -> None:
         """Check, once, that all ranks take the same step."""
         self.announce("sums")
@@ -229,9 +203,9 @@ class ReductionStep:
     def _launch_next(self, layout: Layout) -> None:
         self._check_consistency()
         number, self._launched = self._launched, self._launched + 1
-        layout.launch(number, self.communicator, self._change_flag)
+        layout.launch(number, self.communicator, self._flags)
 
-    def check_untouched(self, trained: list[torch.Tensor]) -> None:
+    def check(self, trained: list[torch.Tensor]) -> None:
         """Refuse to reduce gradients, or for parameters, that the user has changed since backward.
 
         Raises
@@ -254,13 +228,13 @@ class ReductionStep:
         layout, context = self.layout, self.context
         if layout is None:
             if self._of_all:
-                context.agree(context.change_flag())
+                self._flags().agree(context)
             return
         if layout.coalesced:
             self._arrived.check_sample()
             self._check_consistency()
             self._launched = len(layout.groups)
-            layout.launch_all(self.communicator, self._change_flag)
+            layout.launch_all(self.communicator, self._flags)
         elif self._timing is SumTiming.STAGED:
             # All are on their way to the host before the first is waited for.
             for group in layout.groups:
@@ -270,10 +244,17 @@ class ReductionStep:
                 self._arrived.check_sample()
             self._launch_next(layout)
         with timeline.span("REDUCE_GRADIENTS"):
-            changed = layout.deliver()
+            flags = layout.deliver()
+        self.found_sparse = layout.found_sparse
         # Where sums are formed on an accelerator, all were launched during backward.
         self._arrived.check_sample()
-        self._agree(changed)
+        if self._of_all:
+            flags.agree(context)
+
+    def _flags(self) -> StepFlags:
+        if not self._of_all:
+            return StepFlags()
+        return StepFlags.of_rank(self.context, joined=is_joined(self.communicator))
 
     @property
     def concerns_peers(self) -> bool:

@@ -1,0 +1,96 @@
+"""Contract between an optimizer's `Reducer` and the reduction of one step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from nbelastic.collectives import Communicator
+    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.step_share import StepShare
+
+_JOINED = -1000.0  # less than the flags of all other ranks can make up for
+
+
+class StepFlags(NamedTuple):
+    """Numbers that travel with the gradients of each step, summed or averaged over the ranks.
+
+    A new one is added here: given in :meth:`of_rank`, acted upon in :meth:`agree`.
+    """
+
+    change: float = 0.0  # the membership is about to change
+
+    @classmethod
+    def of_rank(cls, context: Context, *, joined: bool = False) -> StepFlags:
+        """Return the flags of this rank, which may have joined."""
+        return cls(change=_JOINED if joined else float(context.change_flag()))
+
+    def agree(self, context: Context) -> None:
+        """Act upon the flags of all ranks."""
+        # A rank that has joined does not commit, so what it reads here it cannot act upon.
+        # The others ask it at their next commit.
+        if self.change >= 0:
+            context.agree(bool(self.change))
+
+
+class GradientStep:
+    """Reduction of an optimizer's gradients in one step, from the first arrival to the delivery.
+
+    The `Reducer` makes one when a step begins, and calls it with its lock held. After an error it
+    drops the step and all gradients. If the step concerns peers by then, the generation has failed
+    on this rank.
+    """
+
+    share: StepShare | None = None  # this rank's micro-batches, if the step consists of them
+    found_sparse: Sequence[torch.Tensor] = ()  # parameters to be reduced apart from now on
+
+    def __init__(
+        self, context: Context, communicator: Communicator, parameters: list[torch.Tensor]
+    ) -> None:
+        self.context = context
+        self.communicator = communicator
+        self.generation = context.generation
+        self.parameters = parameters
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived."""
+        raise NotImplementedError
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a gradient has had some of its ``backward_passes_per_step``, and not all."""
+        return False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether gradients would be lost if another step began now."""
+        return False
+
+    @property
+    def concerns_peers(self) -> bool:
+        """Whether other ranks may be waiting for what this one has begun."""
+        raise NotImplementedError
+
+    def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take the gradients that backward has accumulated into these parameters."""
+        raise NotImplementedError
+
+    def check(self, trained: list[torch.Tensor]) -> None:
+        """Refuse gradients, or `trained` parameters, that the user has changed since backward."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Exchange what ranks must agree on before the sums, if that is still to do."""
+
+    def launch_all(self) -> bool:
+        """Begin all sums with what there is, if that waits for no rank; return whether it did."""
+        return False
+
+    def finish(self) -> None:
+        """Begin the sums that have not begun, wait, and write the reduced gradients."""
+        raise NotImplementedError
