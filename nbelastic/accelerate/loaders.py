@@ -49,12 +49,7 @@ def obstacle(loader: Any) -> str:
 def deal(loader: Any, seed: int) -> DealtSampler:
     """Deal the samples of a loader to the ranks by a sampler, which is returned.
 
-    Parameters
-    ----------
-    loader : DataLoaderShard
-        Changed in place; without an :func:`obstacle`.
-    seed : int
-        Of the order, the same on all ranks.
+    The loader, without an :func:`obstacle`, is changed in place. All ranks have the same `seed`.
     """
     batches = _batches(loader)
     if isinstance(batches, BatchSamplerShard):
@@ -74,12 +69,7 @@ def deal(loader: Any, seed: int) -> DealtSampler:
 def batches_left(loader: Any, epoch: int | None) -> tuple[int, float]:
     """Return how many batches each rank has of the rest of an epoch, and the share done before.
 
-    Parameters
-    ----------
-    loader : DataLoaderShard
-        One that :func:`deal` has changed.
-    epoch : int or None
-        The epoch; None for a whole one.
+    The `epoch` is None for a whole one.
     """
     batches = loader.base_dataloader.batch_sampler
     sampler: DealtSampler = loader._nbelastic_sampler

@@ -17,24 +17,12 @@ _OF_LOGGERS = ("_version", "_name", "_save_dir", "_root_dir")
 
 
 class LightningProgress:
-    """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``.
-
-    Parameters
-    ----------
-    trainer : lightning.Trainer
-        The trainer.
-
-    Attributes
-    ----------
-    begun : bool
-        Whether callbacks know that training has begun.
-    in_epoch : bool
-        Whether an epoch has begun, and not ended.
-    """
+    """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.begun = self.in_epoch = False
+        self.begun = False  # callbacks know that training has begun
+        self.in_epoch = False  # an epoch has begun, and not ended
 
     def show(self) -> None:
         """Show the bar of progress on rank 0, and on no other."""

@@ -40,14 +40,7 @@ class DealtSampler(ElasticSampler):
     ) -> tuple[int, float]:
         """Return how many batches each rank has of the rest of an epoch, and the share done before.
 
-        Parameters
-        ----------
-        epoch : int or None
-            The epoch; None for a whole one.
-        batch_size : int
-            Of a rank.
-        drop_last : bool
-            Whether a batch that is not full is left out.
+        The `epoch` is None for a whole one; the `batch_size` is that of a rank.
         """
         total = len(self.dataset)
         left = total if epoch is None else self.left_in(epoch)

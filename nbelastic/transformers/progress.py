@@ -32,29 +32,14 @@ _NUMBERS = (
 class TrainerProgress:
     """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``.
 
-    Parameters
-    ----------
-    trainer : transformers.Trainer
-        The trainer.
-    epoch : int
-        Epoch to begin with.
-    steps : int
-        Steps that the schedule of the learning rate was made for.
-
-    Attributes
-    ----------
-    epoch : int
-        The present epoch, from 0.
-    begun : bool
-        Whether callbacks know that it has begun.
-    evaluated : bool
-        Whether the evaluation before the first step is done.
+    The schedule of the learning rate was made for so many `steps`.
     """
 
     def __init__(self, trainer: Any, epoch: int, steps: int) -> None:
         self._trainer = trainer
-        self.epoch = epoch
-        self.begun = self.evaluated = False
+        self.epoch = epoch  # from 0
+        self.begun = False  # callbacks know that the epoch has begun
+        self.evaluated = False  # before the first step
         self._foreseen = steps
         self._from, self._at, self._slope = 0, 0.0, 1.0
         self._text, self._entries = "", 0

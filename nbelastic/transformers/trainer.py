@@ -163,18 +163,8 @@ class _EpochFollower(TrainerCallback):
 class TrainerLoop:
     """Training of a Trainer, from the first generation to the last.
 
-    Parameters
-    ----------
-    trainer : transformers.Trainer
-        Prepared for training.
-    model : Module
-        The wrapped model.
-    loader : DataLoader
-        The prepared loader.
-    trained : tuple of (int, int)
-        Epochs, and batches of a rank in the next epoch, that a checkpoint of the Trainer has done.
-    max_steps : int
-        Steps, as foreseen.
+    A checkpoint of the Trainer has `trained` so many epochs, and batches of a rank in the next one.
+    So many steps are foreseen, `max_steps`.
     """
 
     trial: Any = None

@@ -22,29 +22,19 @@ class ArrivedGradients:
 
     An optimizer has one for its whole life, and clears it after each step.
 
-    Attributes
-    ----------
-    noted : dict of int to Arrival
-        By the ids of parameters, in the order of arrival.
-    noted_sparse : dict
-        The same for sparse ones of micro-batches, without addresses.
-    sample : GradientSample or None
-        Values of one gradient, which stays out of all buffers. Not every change in place raises a
-        version: ``GradScaler`` makes some that do not.
-    sparse_as_dense : bool
-        Whether sparse gradients are made dense. Else they are reduced apart from all others.
-    any_sparse : bool
-        Whether a sparse gradient has arrived that other ranks do not know of yet.
-    streams : Streams
-        Those on which gradients of accelerators have been computed.
+    With `sparse_as_dense`, sparse gradients are made dense. Else they are reduced apart from all
+    others.
     """
 
     def __init__(self, names: Mapping[int, str], *, sparse_as_dense: bool = False) -> None:
-        self.noted: dict[int, Arrival] = {}
+        self.noted: dict[int, Arrival] = {}  # by ids of parameters, in the order of arrival
+        # The same for sparse ones of micro-batches, without addresses.
         self.noted_sparse: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        # Values of one gradient, which stays out of all buffers. Not every change in place raises a
+        # version: GradScaler makes some that do not.
         self.sample: GradientSample | None = None
-        self.any_sparse = False
-        self.streams = Streams()
+        self.any_sparse = False  # one has arrived that other ranks do not know of yet
+        self.streams = Streams()  # on which gradients of accelerators were computed
         self._names = names
         self.sparse_as_dense = sparse_as_dense
 
@@ -87,11 +77,7 @@ class ArrivedGradients:
     def check_untouched(self) -> None:
         """Refuse gradients that the user has changed since backward.
 
-        Raises
-        ------
-        RuntimeError
-            A gradient was changed or replaced. :meth:`check_sample` reports a changed sample of an
-            accelerator.
+        A changed sample of an accelerator is reported by :meth:`check_sample`.
         """
         for parameter, gradient, version, address in self.noted.values():
             if (

@@ -51,18 +51,6 @@ class GradientGroup(abc.ABC):
     :meth:`launch`, :meth:`wait`, :meth:`deliver`. :meth:`drop` is legal at any time. It is the only
     thing to do after a failure, because memory then belongs to the communicator that failed. Where
     a group moves a gradient, it corrects the optimizer's record, `arrived`.
-
-    Attributes
-    ----------
-    plain : bool
-        Whether gradients travel as what they are.
-    expected : int
-        How many gradients have not arrived in this step.
-    present : list of bool
-        For each parameter whether this rank has a gradient; final after :meth:`complete`.
-    views : list of Tensor or None
-        For each parameter the part of a buffer that its gradient is to be; None where gradients
-        stay outside of buffers.
     """
 
     def __init__(
@@ -70,9 +58,11 @@ class GradientGroup(abc.ABC):
     ) -> None:
         self.parameters = parameters
         self.dtype = dtype
+        # Gradients travel as what they are.
         self.plain = all(parameter.dtype == dtype for parameter in parameters)
-        self.expected = len(parameters)
-        self.present: list[bool] = []
+        self.expected = len(parameters)  # gradients that have not arrived in this step
+        self.present: list[bool] = []  # on this rank, by parameter; final after complete()
+        # Parts of a buffer that gradients are to be; None where they stay outside of buffers.
         self.views: list[torch.Tensor | None] = [None] * len(parameters)
         self.scaling = Scaling()
         self._arrived = arrived
@@ -153,24 +143,9 @@ class Bucket(GradientGroup):
     back. Others are copied to the buffer and back: those of another type, and those of parameters
     that are not contiguous, since another rank's may be.
 
-    Parameters
-    ----------
-    parameters, dtype, arrived
-        As those of any group.
-    trailer : int, default 0
-        Length of the trailer.
-    devices : collection of str, optional
-        Types of accelerators on which the communicator reduces. There the buffer is on the device,
-        and the trailer, which the rank's thread reads, is reduced on the host by itself.
-
-    Attributes
-    ----------
-    asynchronous : bool
-        Whether gradients are on an accelerator, which computes while Python goes on.
-    staged : bool
-        Whether they are brought to the host to be reduced.
-    sums : list of number
-        The trailer's sums over all ranks (or averages, where gradients are averaged).
+    A `trailer` of that length travels along. On `devices`, types of accelerators, the communicator
+    reduces by itself: there the buffer is on the device, and the trailer, which the rank's thread
+    reads, is reduced on the host.
     """
 
     def __init__(

@@ -47,55 +47,21 @@ _ROOMY = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class Manifest(NamedTuple):
-    """All that decides on a layout, in addition to the parameters: equal on all ranks.
+    """All that decides on a layout, in addition to the parameters: equal on all ranks."""
 
-    Attributes
-    ----------
-    order : list of int
-        Indices of the parameters in the order in which gradients are expected.
-    in_place_bytes : float
-        From what size on gradients are reduced where they are.
-    coalesces : bool
-        Whether one operation of the communicator reduces many of those.
-    after_backward : bool
-        Whether it reduces all of a step, when backward has ended.
-    devices : frozenset of str
-        Types of accelerators on which it reduces.
-    bucket_bytes : int
-        Size from which a bucket is full, as rank 0 has it.
-    """
-
-    order: list[int]
-    in_place_bytes: float
-    coalesces: bool
-    after_backward: bool
-    devices: frozenset[str] = frozenset()
-    bucket_bytes: int = BUCKET_BYTES
+    order: list[int]  # indices of the parameters, as their gradients are expected
+    in_place_bytes: float  # from what size on gradients are reduced where they are
+    coalesces: bool  # one operation of the communicator reduces many of those
+    after_backward: bool  # it reduces all of a step, when backward has ended
+    devices: frozenset[str] = frozenset()  # types of accelerators on which it reduces
+    bucket_bytes: int = BUCKET_BYTES  # from which a bucket is full, as rank 0 has it
 
 
 class Layout:
     """Groups of the gradients of some parameters, in the order in which they are launched.
 
-    Attributes
-    ----------
-    parameters : list of Tensor
-        In the order of the optimizer.
-    manifest : Manifest
-        As given.
-    staged : bool
-        Whether any gradients are brought to the host to be reduced.
-    coalesced : bool
-        Whether one operation of each type reduces all groups, when backward has ended.
-    groups : list of GradientGroup
-        The last is a bucket. Its trailer has a flag, and for each gradient in the order of the
-        groups whether this rank has one.
-    places : dict
-        From the id of a parameter to its group and its position there.
-    found_sparse : list of Tensor
-        Parameters with a sparse gradient on any rank in the last step; they have to be reduced
-        apart.
-    arrivals : dict of int to callable
-        By the ids of parameters, :meth:`GradientGroup.arrive` where the group acts on it.
+    The last group is a bucket. Its trailer has the `StepFlags`, and for each gradient in the order
+    of the groups whether this rank has one.
     """
 
     def __init__(
@@ -105,13 +71,14 @@ class Layout:
         options: ReduceOptions,
         arrived: ArrivedGradients,
     ) -> None:
-        self.parameters = parameters
+        self.parameters = parameters  # in the order of the optimizer
         self.manifest = manifest
         # What is combined by other means than a communicator's is gathered on the host.
         devices = manifest.devices if isinstance(options.op, Op) else frozenset()
         asynchronous = [each for each in parameters if is_accelerator(each.device)]
+        # Some gradients are brought to the host to be reduced.
         self.staged = any(each.device.type not in devices for each in asynchronous)
-        self.found_sparse: list[torch.Tensor] = []
+        self.found_sparse: list[torch.Tensor] = []  # on any rank, in the last step
         self._options = options
         self._arrived = arrived
         wire_dtype = options.wire_dtype
@@ -125,6 +92,7 @@ class Layout:
             bucket_bytes=manifest.bucket_bytes,
         )
         self.groups: list[GradientGroup] = []
+        # By the id of a parameter: its group, and its position there.
         self.places: dict[int, tuple[GradientGroup, int]] = {}
         for planned in plan:
             members = [parameters[index] for index in planned.indices]
@@ -139,7 +107,9 @@ class Layout:
             for position, parameter in enumerate(members):
                 self.places[id(parameter)] = (group, position)
         any_in_place = any(planned.in_place for planned in plan)
+        # One operation of each type reduces all groups, when backward has ended.
         self.coalesced = any_in_place and manifest.after_backward and not asynchronous
+        # GradientGroup.arrive by the ids of parameters, where the group acts on it.
         self.arrivals = {
             key: functools.partial(group.arrive, position)
             for key, (group, position) in self.places.items()
@@ -315,30 +285,12 @@ def plan_groups(
     where it is, by itself: it has nothing to gain from a bucket, and a copy to lose. Where one
     operation reduces many tensors wherever they are, all but small ones stay where they are.
 
-    Parameters
-    ----------
-    parameters : sequence of Tensor
-        Of any types and devices; a group has those of one device and one type on the wire.
-    order : sequence of int
-        Indices of all parameters in the order in which their gradients are expected.
-    wire_dtype : callable
-        From a parameter's type to that of its gradient on the wire.
-    groups : iterable of sequences of int, optional
-        Indices that share a bucket whatever their size. The others share buckets of
-        :data:`BUCKET_BYTES`, the first of :data:`FIRST_BUCKET_BYTES` if there are several.
-    in_place_bytes : float, default LARGE_BYTES
-        From how many bytes on a gradient is reduced where it is, if it is on the CPU, in no group,
-        and travels as what it is.
-    coalesces : bool, default False
-        Whether several such gradients share a group.
-    bucket_bytes : int, default BUCKET_BYTES
-        Size from which a bucket is full.
+    The given `groups` of indices share a bucket whatever their size. From `in_place_bytes` on, a
+    gradient is reduced where it is, if it is on the CPU, in no group, and travels as what it is; if
+    the communicator `coalesces`, several such gradients share a group.
 
-    Returns
-    -------
-    list of PlannedGroup
-        In the order in which they are expected to be complete, except that the last bucket comes
-        after all others. If there is none, an empty one does.
+    Groups are in the order in which they are expected to be complete, except that the last bucket
+    comes after all others. If there is none, an empty one does.
     """
     expected = {index: place for place, index in enumerate(order)}
     group_of = {index: number for number, group in enumerate(groups) for index in group}

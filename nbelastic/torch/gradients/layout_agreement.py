@@ -52,20 +52,13 @@ class LayoutAgreement:
     """Layout of one rank's gradients, kept equal to that of all ranks in its generation.
 
     That options and the names of parameters are equal is checked.
-
-    Attributes
-    ----------
-    layout : Layout or None
-        The last one that was agreed on.
-    number : int
-        Place of this optimizer among those of the generation, in the order of their first steps.
     """
 
     def __init__(
         self, options: ReduceOptions, names: Mapping[int, str], arrived: ArrivedGradients
     ) -> None:
-        self.layout: Layout | None = None
-        self.number = 0
+        self.layout: Layout | None = None  # the last one that was agreed on
+        self.number = 0  # of this optimizer in the generation, in the order of first steps
         self._options = options
         self._names = names
         self._arrived = arrived
@@ -83,12 +76,7 @@ class LayoutAgreement:
     def arrange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
         """Return the layout for the next step. All ranks call it at the same point.
 
-        Raises
-        ------
-        CollectiveError
-            A peer is gone, or the generation is over.
-        ValueError
-            This rank does not train what rank 0 trains.
+        A rank that does not train what rank 0 trains has a ValueError.
         """
         if self.layout is None or not same(self.layout.parameters, parameters):
             self.layout = self._observed = self._generation = None

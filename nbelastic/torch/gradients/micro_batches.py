@@ -47,15 +47,10 @@ SPARSE = 1 << 30
 
 
 class PreviousSteps:
-    """Record of the steps of an optimizer before the present one.
-
-    Attributes
-    ----------
-    delivered : dict of int to weak reference
-        The gradients of the last step, by the ids of their parameters.
-    """
+    """Record of the steps of an optimizer before the present one."""
 
     def __init__(self) -> None:
+        # Gradients of the last step, by the ids of their parameters.
         self.delivered: dict[int, weakref.ref[torch.Tensor]] = {}
         self._generation = -1
         self._steps = 0
@@ -127,14 +122,7 @@ class MicroBatchReduction(GradientStep):
 
     @torch.no_grad()
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take gradients of the micro-batch under way; the next backward finds none.
-
-        Raises
-        ------
-        RuntimeError
-            No micro-batch is under way, or its loop has ended, or there have been more passes than
-            announced.
-        """
+        """Take gradients of the micro-batch under way; the next backward finds none."""
         number = self.share.number
         if self.share.over:
             raise RuntimeError(
@@ -217,11 +205,6 @@ class MicroBatchReduction(GradientStep):
 
         Hooks see only what backward accumulates. Any other gradient would be left out of the sum,
         or added to that of the next micro-batch.
-
-        Raises
-        ------
-        RuntimeError
-            There is one.
         """
         noted, sparse = self._arrived.noted, self._arrived.noted_sparse
         delivered = self._previous.delivered
@@ -252,13 +235,7 @@ class MicroBatchReduction(GradientStep):
                 self._take(parameter, self._sums[id(parameter)], self._number)
 
     def check(self, trained: list[torch.Tensor]) -> None:
-        """Refuse gradients or parameters that the user has changed, or a step that is not done.
-
-        Raises
-        ------
-        RuntimeError
-            Micro-batches of this rank are missing; or a gradient, or `trained`, has changed.
-        """
+        """Refuse gradients or parameters that the user has changed, or a step that is not done."""
         if self.share.missing:
             done, count = len(self.share.weights), len(self.share.expected)
             raise RuntimeError(
@@ -387,15 +364,7 @@ def _has_rows(gradient: torch.Tensor) -> bool:
 def check_places(places: Sequence[tuple[float, float, float]]) -> None:
     """Refuse to add up the gradients of different steps.
 
-    Parameters
-    ----------
-    places : sequence of tuple
-        For each rank epoch, step, and a digest of the order of rows and of the blocks of all ranks.
-
-    Raises
-    ------
-    RanksDisagree
-        They differ.
+    Each rank has epoch, step, and a digest of the order of rows and of the blocks of all ranks.
     """
     if len(set(places)) == 1:
         return
@@ -418,14 +387,9 @@ def check_places(places: Sequence[tuple[float, float, float]]) -> None:
 def check_witness(digests: Sequence[float], rank: int) -> None:
     """Refuse ranks whose parameters are not those of most ranks.
 
-    Raises
-    ------
-    NbelasticError
-        Those of this rank differ from those of most: its memory or its processor may be at fault.
-    CollectiveError
-        Those of another rank do. The others go on without it.
-    RanksDisagree
-        No digest is that of most ranks.
+    A rank that differs has an NbelasticError, because its memory or its processor may be at fault.
+    The others have a CollectiveError, and go on without it. If no digest is that of most ranks, all
+    have RanksDisagree.
     """
     counts = collections.Counter(digests)
     if len(counts) == 1:
@@ -446,13 +410,7 @@ def check_witness(digests: Sequence[float], rank: int) -> None:
 
 
 def _check(options: ReduceOptions) -> None:
-    """Refuse options that have no meaning for a weighted mean of micro-batches.
-
-    Raises
-    ------
-    ValueError
-        There is one.
-    """
+    """Refuse options that have no meaning for a weighted mean of micro-batches."""
     wrong = [
         name
         for name, is_usual in (

@@ -21,35 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions:
-    """How gradients are reduced.
+    """How gradients are reduced."""
 
-    Attributes
-    ----------
-    op : Op or GradientOp
-        ``AVERAGE``, ``SUM`` or ``ADASUM``.
-    compression : Compressor, or anything with its methods
-        What they are on the wire.
-    predivide : float
-        With ``AVERAGE``: the divisor before the sum is formed; the rest is divided by after.
-    passes : int
-        Backward passes per step.
-    groups : int or tuple of tuples of Tensor
-        How many groups to form, 0 for none; or the groups. A group is reduced in one operation.
-    sparse_as_dense : bool
-        Whether to make sparse gradients dense, or reduce them apart.
-
-    Raises
-    ------
-    ValueError
-        An option has a value that it cannot have.
-    """
-
-    op: Op | GradientOp
+    op: Op | GradientOp  # AVERAGE, SUM or ADASUM
     compression: AnyCompressor
-    predivide: float
-    passes: int
+    predivide: float  # of AVERAGE: the divisor before the sum; the rest is divided by after it
+    passes: int  # of backward, in a step
+    # How many groups to form, 0 for none; or the groups. One operation reduces a group.
     groups: int | tuple[tuple[torch.Tensor, ...], ...]
-    sparse_as_dense: bool
+    sparse_as_dense: bool  # else sparse gradients are reduced apart
 
     def __post_init__(self) -> None:
         if self.op not in (Op.AVERAGE, Op.SUM, Adasum):

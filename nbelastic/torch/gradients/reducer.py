@@ -66,15 +66,6 @@ class Reducer:
 
     It covers the parameters in the optimizer's groups that require a gradient when a step begins.
     They may be added, frozen and unfrozen between steps, on all ranks in the same step.
-
-    Attributes
-    ----------
-    names : mapping of int to str
-        Names of parameters by their ids, for messages.
-    options : ReduceOptions
-        How to reduce.
-    synchronized : bool
-        Whether the optimizer's gradients are the reduced ones.
     """
 
     def __init__(
@@ -90,7 +81,7 @@ class Reducer:
         self._alone: SoloCommunicator | None = None
         self._deferred = False
         self._optimizer = weakref.ref(optimizer)
-        self.names = names
+        self.names = names  # of parameters by their ids, for messages
         self.options = options
         self._context = current()
         self._arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
@@ -107,7 +98,7 @@ class Reducer:
         # Backward may run in several threads where parameters are on several devices.
         self._lock = threading.Lock()
         self._checked = False
-        self.synchronized = False
+        self.synchronized = False  # the optimizer's gradients are the reduced ones
         _take_over(self, self._trained())
 
     @property
@@ -153,12 +144,7 @@ class Reducer:
     def synchronize(self) -> None:
         """Launch what has not been launched, wait, and write the reduced gradients.
 
-        Raises
-        ------
-        CollectiveError
-            A peer is gone, or the generation is over. The gradients are gone.
-        RuntimeError
-            Gradients or parameters are not those that backward has left.
+        After an error the gradients are gone.
         """
         with self._lock:
             try:
@@ -179,13 +165,7 @@ class Reducer:
             self.synchronized = True
 
     def forget(self) -> None:
-        """Begin anew because the user sets the gradients to zero.
-
-        Raises
-        ------
-        RuntimeError
-            Gradients are being reduced, so other ranks need them.
-        """
+        """Begin anew because the user sets the gradients to zero."""
         if self.pending:
             raise RuntimeError(
                 "optimizer.zero_grad() was called after backward() but before step() or "
@@ -196,15 +176,7 @@ class Reducer:
             self._abandon()
 
     def set_passes(self, passes: int) -> None:
-        """Expect another number of backward passes per step, from the next step on.
-
-        Raises
-        ------
-        RuntimeError
-            A step is under way.
-        ValueError
-            There must be at least one.
-        """
+        """Expect another number of backward passes per step, from the next step on."""
         if self._step is not None:
             raise RuntimeError(
                 "backward_passes_per_step can only change between step() and backward()"
@@ -263,13 +235,7 @@ class Reducer:
         return step
 
     def _check_share(self, before: GradientStep | None, context: Context) -> None:
-        """Refuse to begin with micro-batches whose gradients are gone, or with those of others.
-
-        Raises
-        ------
-        RuntimeError
-            An error has dropped gradients of this step, or those of the step before are unused.
-        """
+        """Refuse to begin with micro-batches whose gradients are gone, or with those of others."""
         if context.share is not None and context.share is self._failed_share:
             raise RuntimeError(
                 "gradients of this step were dropped when an error was raised in it, so it cannot "

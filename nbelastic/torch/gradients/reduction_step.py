@@ -84,15 +84,7 @@ class ReductionStep(GradientStep):
         layout.begin(self.communicator)
 
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Count a backward pass of each parameter; after the last, take its gradient.
-
-        Raises
-        ------
-        CollectiveError
-            A gradient is gone, or a group cannot be launched.
-        RuntimeError
-            There have been more passes than announced.
-        """
+        """Count a backward pass of each parameter; after the last, take its gradient."""
         layout, arrived, passes_left = self.layout, self._arrived, self._passes_left
         accumulates, noted = self._passes > 1, arrived.noted
         launches = self._timing is SumTiming.DURING_BACKWARD
@@ -206,13 +198,7 @@ class ReductionStep(GradientStep):
         layout.launch(number, self.communicator, self._flags)
 
     def check(self, trained: list[torch.Tensor]) -> None:
-        """Refuse to reduce gradients, or for parameters, that the user has changed since backward.
-
-        Raises
-        ------
-        RuntimeError
-            A gradient has changed, or `trained`, the parameters about to be stepped.
-        """
+        """Refuse gradients, or trained parameters, that the user has changed since backward."""
         self._arrived.check_untouched()
         if same(trained, self.parameters):
             return

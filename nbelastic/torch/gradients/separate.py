@@ -22,15 +22,10 @@ if TYPE_CHECKING:
 
 
 class SeparateReduction:
-    """Gradients of an optimizer that are reduced apart from all others.
-
-    Attributes
-    ----------
-    parameters : list of Tensor
-        Those with sparse gradients, as far as all ranks know of them.
-    """
+    """Gradients of an optimizer that are reduced apart from all others."""
 
     def __init__(self, options: ReduceOptions) -> None:
+        # With sparse gradients, as far as all ranks know of them.
         self.parameters: list[torch.Tensor] = []
         self._options = options
 

@@ -53,23 +53,8 @@ def sum_rows_over_ranks(
 ) -> list[torch.Tensor]:
     """Return sums of sparse tensors over all micro-batches of a step; all ranks call this.
 
-    Parameters
-    ----------
-    communicator : Communicator
-        That of the ranks.
-    share : StepShare
-        This rank's share of the step.
-    columns : sequence of sequence of Tensor or None
-        For each sum the values of this rank's nodes.
-    like : sequence of Tensor
-        For each sum a dense tensor of its type, shape and device.
-    device_of_wire : device
-        Where tensors travel.
-
-    Returns
-    -------
-    list of Tensor
-        Coalesced.
+    For each sum, `columns` has the values of this rank's nodes, and `like` a dense tensor of its
+    type, shape and device. The sums are coalesced.
     """
     if communicator.size == 1:
         totals = [_total(share, column) for column in columns]

@@ -78,11 +78,8 @@ class Staging:
     In each step: :meth:`fetch`, :meth:`wait_fetched`, :meth:`send_back`, :meth:`join`. The buffer
     may be freed at any time, also during a copy.
 
-    Attributes
-    ----------
-    host : Tensor
-        Memory of the communicator, longer than the buffer by `room` elements. For CUDA it is
-        pinned, and copies are asynchronous; for other devices they are made at once.
+    Its memory, `host`, is the communicator's, longer than the buffer by `room` elements. For CUDA
+    it is pinned, and copies are asynchronous; for other devices they are made at once.
     """
 
     def __init__(self, communicator: Communicator, buffer: torch.Tensor, room: int) -> None:
@@ -142,10 +139,8 @@ class Pinned:
     would be copied once more to be reduced. To pin 100 MB takes some milliseconds, once in a
     generation.
 
-    Attributes
-    ----------
-    memory : Tensor
-        A vector, not to be used any longer than this object, which waits for `streams` at its end.
+    The vector `memory` must not be used any longer than this object, which waits for `streams` at
+    its end.
     """
 
     def __init__(

@@ -38,11 +38,7 @@ class MicroBatchSum:
     counter, which holds ``log2`` of the block's length and one tensors at most. A micro-batch
     without a value is left out, as if it were not in the tree.
 
-    Parameters
-    ----------
-    share : StepShare
-        The rank's block of micro-batches. If the step is not exact, the sum is a plain one, in the
-        order of arrival.
+    If the step is not exact, the sum is a plain one, in the order of arrival.
     """
 
     __slots__ = ("_begin", "_leaves", "_stack")
@@ -140,21 +136,8 @@ def sum_over_ranks(
 ) -> list[torch.Tensor]:
     """Return sums over all micro-batches of a step; all ranks call this together.
 
-    Parameters
-    ----------
-    communicator : Communicator
-        That of the ranks.
-    share : StepShare
-        This rank's share of the step.
-    sums : sequence of MicroBatchSum
-        What this rank has. They are finished.
-    like : sequence of torch.Tensor
-        For each of them a tensor of its type, shape and device.
-
-    Returns
-    -------
-    list of torch.Tensor
-        A sum to which no rank has contributed is :data:`~reduction_tree.IDENTITY`.
+    For each of this rank's sums, which are finished by this, `like` has a tensor of its type, shape
+    and device. A sum to which no rank has contributed is :data:`~reduction_tree.IDENTITY`.
     """
     nodes = nodes_of(share)
     columns = [each.finish(nodes) for each in sums]

@@ -40,14 +40,8 @@ def adasum_async(
 ) -> Handle:
     """Begin to combine each part of `buffer` with that of the other ranks, in place.
 
-    Parameters
-    ----------
-    communicator : Communicator
-        Between the ranks.
-    buffer : Tensor, shape (n,)
-        Lent, as to :meth:`~nbelastic.collectives.Communicator.allreduce_async`. Real numbers.
-    lengths : sequence of int
-        Lengths of the parts. Elements after the last part are summed.
+    The buffer is lent, as to :meth:`~nbelastic.collectives.Communicator.allreduce_async`. It has
+    parts of these `lengths`, of real numbers. Elements after the last part are summed.
     """
     return _Combination(communicator, buffer, lengths)
 

@@ -27,12 +27,8 @@ def begin(group: Group, operation: TensorOperation[T], name: str | None = None) 
     Without one, this call waits for the other ranks, which call the same operations in the same
     order.
 
-    Raises
-    ------
-    RanksDisagree
-        Ranks are not about to do the same. With a name, waiting for the operation raises it.
-    ValueError
-        An operation of this name is under way.
+    Ranks that are not about to do the same have RanksDisagree, with a name when they wait for the
+    operation. One name serves one operation at a time.
     """
     if timeline.marks_cycles:
         timeline.instant("CYCLE_START")
@@ -91,14 +87,8 @@ def agree(
 ) -> list[Sequence[int]]:
     """Have ranks compare what they are about to do; return the numbers of each.
 
-    Parameters
-    ----------
-    text : str
-        What this rank is about to do.
-    numbers : sequence of int
-        May differ; equally many on all ranks.
-    what : object, optional
-        What a rank that has joined is told, if the operation is of all ranks.
+    The `numbers` may differ, and are equally many on all ranks. If the operation is of all ranks, a
+    rank that has joined is told `what`.
     """
     if what is not None:
         announce(communicator, what)

@@ -55,12 +55,7 @@ _TELL_EVERY_S = 0.5
 class Coordination:
     """Named operations of one rank, and what it needs to know of ranks that join.
 
-    Parameters
-    ----------
-    communicator : Communicator
-        Of all ranks of the generation.
-    client : MatchingClient
-        Not yet connected.
+    The `client` is not yet connected.
     """
 
     def __init__(self, communicator: Communicator, client: MatchingClient) -> None:
@@ -119,10 +114,7 @@ class Coordination:
     ) -> Pending[T]:
         """Begin a named operation among `members`; it is launched when all have.
 
-        Raises
-        ------
-        ValueError
-            There is one of that name, which has not ended, or there are too many.
+        There is one operation of a name at a time.
         """
         with self._lock:
             if (key, name) in self._pending:
@@ -417,11 +409,8 @@ def coordination_of(communicator: Communicator) -> Coordination | None:
 def announce(communicator: Communicator, what: Any) -> None:
     """Number an operation of all ranks that this rank is about to begin.
 
-    Parameters
-    ----------
-    what : object
-        What a rank that has joined is to do: the spec of a service, or the verb of an operation
-        that it cannot take part in. JSON can hold it.
+    A rank that has joined is told `what` to do, as JSON: the spec of a service, or the verb of an
+    operation that it cannot take part in.
     """
     coordination = coordination_of(communicator)
     if coordination is not None:

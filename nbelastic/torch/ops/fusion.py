@@ -23,13 +23,6 @@ class Chunk:
 
     A chunk has the tensors' indices in a list, so that one list can be sent and another one, of the
     same shapes, receives.
-
-    Attributes
-    ----------
-    buffer : Tensor, shape (n,)
-        All elements of the tensors, in order. Not initialised before :meth:`fill`.
-    counts : list of int
-        How many elements each tensor has.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
@@ -37,7 +30,7 @@ class Chunk:
         self._shapes = [tensors[index].shape for index in indices]
         self.counts = [shape.numel() for shape in self._shapes]
         dtype = tensors[indices[0]].dtype
-        self.buffer = torch.empty(sum(self.counts), dtype=dtype, device="cpu")
+        self.buffer = torch.empty(sum(self.counts), dtype=dtype, device="cpu")  # until fill()
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy this chunk's part of `tensors` into the buffer."""
@@ -58,17 +51,7 @@ class Chunk:
 def plan(tensors: Sequence[torch.Tensor], limit_bytes: int = LIMIT_BYTES) -> list[list[int]]:
     """Distribute `tensors` over as few chunks as possible; the same on all ranks.
 
-    Parameters
-    ----------
-    tensors : sequence of Tensor
-        Of any types, shapes, layouts and devices.
-    limit_bytes : int, default 64 MiB
-        Size of a chunk; a larger tensor has one to itself.
-
-    Returns
-    -------
-    list of list of int
-        Indices of the tensors in each chunk. Those without elements are in none.
+    A tensor larger than `limit_bytes` has a chunk to itself. Tensors without elements are in none.
     """
     chunks: list[list[int]] = []
     open_chunks: dict[torch.dtype, tuple[list[int], int]] = {}

@@ -56,10 +56,7 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """Wait for the operation and return its result; every call returns the same object.
 
-        Raises
-        ------
-        CollectiveError
-            The operation failed. In-place operations have changed nothing.
+        After a CollectiveError, operations in place have changed nothing.
         """
         if self._finish is not None:
             for handle in self._handles:
@@ -79,24 +76,12 @@ def only(pending: Pending[list[T]]) -> Pending[T]:
 
 
 class TensorOperation(Generic[T]):
-    """A collective operation, from its description to its result.
-
-    Attributes
-    ----------
-    verb : str
-        Its kind.
-    text : str
-        What this rank is about to do, the same on all ranks: a line, and details, one a line.
-    numbers : tuple of int
-        What may differ between ranks; equally many on all.
-    spec : dict or None
-        What a rank that has joined needs to take part with zeros; None if it cannot.
-    """
+    """A collective operation, from its description to its result."""
 
     verb: ClassVar[str]
-    text: str
-    numbers: tuple[int, ...] = ()
-    spec: dict[str, Any] | None = None
+    text: str  # what this rank is about to do, the same on all: a line, and details, one a line
+    numbers: tuple[int, ...] = ()  # may differ between ranks; equally many on all
+    spec: dict[str, Any] | None = None  # for a rank that has joined; None if it cannot take part
 
     def prepare(self) -> None:
         """Copy the caller's tensors, in the rank's thread."""
@@ -130,19 +115,9 @@ class Barrier(TensorOperation[None]):
 class Allreduce(TensorOperation[list[torch.Tensor]]):
     """Reduction of each of `tensors` into the tensor of `outputs` with its index.
 
-    Parameters
-    ----------
-    tensors, outputs : sequences of Tensor
-        The same shapes and types on all ranks; `outputs` may be `tensors`.
-    op : Op or GradientOp
-        Adasum is for real floating point, and of each tensor by itself.
-    prescale, postscale : float
-        Factors before and after the reduction. Integers are multiplied in float64 and cut off.
-
-    Raises
-    ------
-    ValueError
-        `op` is Adasum, and a tensor not floating point.
+    Shapes and types are the same on all ranks; `outputs` may be `tensors`. Adasum is for real
+    floating point, and of each tensor by itself. Integers are multiplied by `prescale` and
+    `postscale` in float64 and cut off.
     """
 
     verb = "allreduce"
@@ -226,12 +201,7 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
 class Broadcast(TensorOperation[list[torch.Tensor]]):
     """Copies of the `tensors` of rank `root`, in `outputs` of all ranks.
 
-    Parameters
-    ----------
-    root, position : int
-        The root's rank in the job, and among the ranks of the operation.
-    is_root : bool
-        Whether this rank is the root.
+    The `position` is the root's among the ranks of the operation.
     """
 
     verb = "broadcast"
@@ -276,13 +246,7 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
 
 
 class Allgather(TensorOperation[list[torch.Tensor]]):
-    """Concatenations of every rank's `tensors` along the first dimension; lengths may differ.
-
-    Attributes
-    ----------
-    lengths : list of list of int
-        First dimension of each tensor, for each rank; from the launch on.
-    """
+    """Concatenations of every rank's `tensors` along the first dimension; lengths may differ."""
 
     verb = "allgather"
 
@@ -293,7 +257,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
         self._sources = [each.reshape(1) if each.dim() == 0 else each for each in plain]
         self.text = description.rows("allgather", self._sources, name)
         self.numbers = tuple(source.shape[0] for source in self._sources)
-        self.lengths: list[list[int]] = []
+        self.lengths: list[list[int]] = []  # by rank, of each tensor; from the launch on
         self._gathered: list[list[torch.Tensor]] = []
 
     def prepare(self) -> None:
@@ -328,13 +292,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
 
 
 class Alltoall(TensorOperation[torch.Tensor]):
-    """An exchange in which ``splits[i]`` rows of `tensor` go to the ``i``-th rank.
-
-    Attributes
-    ----------
-    received : list of int
-        Rows received from each rank; from the launch on.
-    """
+    """An exchange in which ``splits[i]`` rows of `tensor` go to the ``i``-th rank."""
 
     verb = "alltoall"
 
@@ -347,7 +305,7 @@ class Alltoall(TensorOperation[torch.Tensor]):
         self._outputs: list[torch.Tensor] = []
         self.text = description.rows("alltoall", [tensor], name)
         self.numbers = tuple(splits)
-        self.received: list[int] = []
+        self.received: list[int] = []  # rows from each rank; from the launch on
 
     def prepare(self) -> None:
         """Copy the rows for each rank."""

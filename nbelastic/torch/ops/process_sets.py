@@ -134,22 +134,13 @@ def _registry(context: Context) -> _Registry:
 
 
 class Group:
-    """The ranks of a process set in the present generation, and their communicator.
-
-    Attributes
-    ----------
-    context : Context
-        That of the calling rank.
-    is_global : bool
-        Whether it has all ranks.
-    key : str
-        Tells it apart from other groups of the generation; empty for all ranks.
-    """
+    """The ranks of a process set in the present generation, and their communicator."""
 
     def __init__(self, context: Context, process_set: ProcessSet) -> None:
         self.context = context
         self.process_set = process_set
         self.is_global = process_set is global_process_set
+        # Tells it apart from other groups of the generation.
         self.key = "" if self.is_global else f"process-set-{process_set.process_set_id}"
 
     @property
@@ -169,13 +160,7 @@ class Group:
         return communicator
 
     def communicator(self) -> Communicator:
-        """Return the communicator of the group; for all ranks, count an operation.
-
-        Raises
-        ------
-        ValueError
-            The calling rank is not in the set, or no rank is any more.
-        """
+        """Return the communicator of the group; for all ranks, count an operation."""
         if self.is_global:
             return self.context.communicator()
         parent = self.parent()
@@ -198,13 +183,7 @@ class Group:
 
 
 def group_of(process_set: object) -> Group:
-    """Return the group that an operation's argument `process_set` means.
-
-    Raises
-    ------
-    ValueError
-        It is no process set, or one that is not added.
-    """
+    """Return the group that an operation's argument `process_set` means."""
     if process_set is None:
         process_set = global_process_set
     if not isinstance(process_set, ProcessSet):

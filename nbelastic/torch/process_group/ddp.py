@@ -102,10 +102,7 @@ def _enter_generation(ddp: Any, group: ElasticProcessGroup) -> None:
 def renew(ddp: Any) -> None:
     """Make the reducer of a DistributedDataParallel anew, as for one that is new.
 
-    Parameters
-    ----------
-    ddp : DistributedDataParallel
-        Changed in place; gradients are left alone.
+    Gradients are left alone.
     """
     ddp._has_rebuilt_buckets = False
     ddp.require_forward_param_sync = True

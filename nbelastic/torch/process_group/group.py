@@ -51,22 +51,15 @@ class ElasticProcessGroup(Base):
     torch calls the methods by their names, from Python and from C++. Where these have two
     spellings, the methods have both.
 
-    Parameters
-    ----------
-    context : Context
-        That of the rank.
-    timeout : timedelta, optional
-        Limit of each operation, if it is shorter than torch's own half hour; else it is the job's.
-
-    Attributes
-    ----------
-    supports_reconfigure : bool
-        False: who calls :meth:`reconfigure` chooses the ranks, and here the job chooses them. The
-        group follows by itself, in ``hvd.elastic.run``.
+    An operation's limit is `timeout`, if that is shorter than torch's own half hour; else it is the
+    job's.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
-    supports_tensor_alloc = supports_reconfigure = False
+    supports_tensor_alloc = False
+    # Who calls reconfigure() chooses the ranks, and here the job chooses them. The group follows by
+    # itself, in `hvd.elastic.run`.
+    supports_reconfigure = False
 
     def __init__(self, context: Context, timeout: Any = None) -> None:
         super().__init__(context.rank, context.size)  # type: ignore[call-arg]
@@ -455,13 +448,7 @@ class ElasticProcessGroup(Base):
         )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; those that do not come are named on rank 0.
-
-        Raises
-        ------
-        RuntimeError
-            A rank has not come within the time.
-        """
+        """Wait for all ranks; those that do not come are named on rank 0."""
         if isinstance(timeout, (int, float)):
             timeout = timedelta(seconds=timeout)
         limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
@@ -671,16 +658,7 @@ class ElasticProcessGroup(Base):
 class SubProcessGroup(ElasticProcessGroup):
     """Some of the ranks of the job; after a reset, those of them that are left.
 
-    Parameters
-    ----------
-    context : Context
-        That of the rank.
-    ranks : sequence of int
-        Ranks of the present generation, this one among them.
-    name : str
-        For messages.
-    timeout : timedelta, optional
-        As of :class:`ElasticProcessGroup`.
+    Its `ranks` are those of the present generation, this one among them.
     """
 
     def __init__(

@@ -28,10 +28,7 @@ _POLL_S = 0.0002
 class Mailbox:
     """Messages of one rank in one generation.
 
-    Parameters
-    ----------
-    communicator : Communicator
-        Between the ranks. Its own sends and receives must not be mixed with these.
+    The communicator's own sends and receives must not be mixed with these.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -190,15 +187,7 @@ class Sending(Waiter):
 
 
 class Receiving(Waiter):
-    """A receive under way.
-
-    Attributes
-    ----------
-    message : Tensor or None
-        Its bytes, once they are here.
-    source : int
-        The rank that sent it.
-    """
+    """A receive under way."""
 
     what = "a receive"
 
@@ -209,7 +198,7 @@ class Receiving(Waiter):
         self._tensor: torch.Tensor | None = tensor
         self._sources = sources
         self.tag = tag
-        self.message: torch.Tensor | None = None
+        self.message: torch.Tensor | None = None  # its bytes, once they are here
         self.source = sources[0] if len(sources) == 1 else -1
 
     def done(self) -> bool:
@@ -219,13 +208,7 @@ class Receiving(Waiter):
         return self.message is not None
 
     def complete(self) -> None:
-        """Copy the message into the tensor.
-
-        Raises
-        ------
-        CollectiveError
-            It has another length.
-        """
+        """Copy the message into the tensor."""
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             return

@@ -74,12 +74,7 @@ class Part(Protocol):
 class Started:
     """An operation that has begun.
 
-    Parameters
-    ----------
-    handles : sequence of Part
-        Its parts.
-    finish : callable, optional
-        Fills the outputs.
+    At the end, `finish` fills the outputs.
     """
 
     def __init__(

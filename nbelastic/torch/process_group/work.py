@@ -28,21 +28,11 @@ class OperationQueue:
     """Operations of a process group, in the order of their calls.
 
     Within backward it delays reductions of a communicator that does not overlap with computing.
-
-    Parameters
-    ----------
-    timeout_s : float, default 0
-        Limit of each operation, if it is shorter than the job's; 0 for none.
-
-    Attributes
-    ----------
-    failures : int
-        Number of backward passes that have failed.
     """
 
     def __init__(self, timeout_s: float = 0.0) -> None:
-        self.timeout_s = timeout_s
-        self.failures = 0
+        self.timeout_s = timeout_s  # of each operation, if shorter than the job's; 0 for none
+        self.failures = 0  # backward passes that have failed
         self._delayed: list[OperationWork] = []
         self._awaited: list[OperationWork] = []  # their futures are out
         self._task = -1  # the backward pass that has the callback
@@ -123,14 +113,7 @@ class OperationQueue:
 class OperationWork(dist.Work):
     """An operation, from the call to the values in its outputs.
 
-    Parameters
-    ----------
-    queue : OperationQueue
-        That of the process group.
-    start : callable
-        Begins the operation.
-    outputs : sequence of Tensor
-        What the operation fills: the value of its future.
+    Its future has the value `outputs`, which the operation fills.
     """
 
     def __init__(
@@ -185,13 +168,7 @@ class OperationWork(dist.Work):
         return self.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the operation; return True.
-
-        Raises
-        ------
-        CollectiveError
-            It has failed, or its generation is over.
-        """
+        """Wait for the operation; return True."""
         self.complete(_NO_TIMEOUT_S if timeout is None else timeout.total_seconds())
         return True
 

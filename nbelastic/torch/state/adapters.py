@@ -57,22 +57,13 @@ _TORCHS = ("torch.nn.", "torch.jit.", "torch._dynamo.")
 
 
 class ModuleContent(NamedTuple):
-    """Captured content of a model.
+    """Captured content of a model."""
 
-    Attributes
-    ----------
-    tensors : list
-        For each parameter and buffer the path of its module, its dict, name and node, whether it
-        requires gradients, and whether it is persistent.
-    extras, custom : list
-        Extra states and overridden state dicts, by paths of modules.
-    settings : ModuleSettings
-        Plain attributes.
-    """
-
+    # For each parameter and buffer the path of its module, its dict, name and node, whether it
+    # requires gradients, and whether it is persistent.
     tensors: list[tuple[str, str, str, Any, bool, bool]]
-    extras: list[tuple[str, Node]]
-    custom: list[tuple[str, Node]]
+    extras: list[tuple[str, Node]]  # extra states by paths of modules
+    custom: list[tuple[str, Node]]  # overridden state dicts by paths of modules
     settings: ModuleSettings | SentSettings
 
 
@@ -407,10 +398,7 @@ def _plain_in(form: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 def objects_in(values: Iterable[object]) -> list[object]:
     """Return the objects with an adapter in `values`, also those within others.
 
-    Raises
-    ------
-    NbelasticError
-        An object without an adapter wraps an optimizer that is not in `values`.
+    An object without an adapter must not wrap an optimizer that is not in `values`.
     """
     objects: list[object] = []
     others: list[object] = []
@@ -515,22 +503,12 @@ def _kind_of(obj: object) -> str:
 
 
 class CapturedState(NamedTuple):
-    """Objects with their captured content.
-
-    Attributes
-    ----------
-    objects, labels : sequence
-        The objects, and expressions for them.
-    captured : sequence of ObjectNode
-        Their nodes.
-    tensors : sequence of torch.Tensor
-        For each reference a tensor of its type and shape.
-    """
+    """Objects with their captured content."""
 
     objects: Sequence[object]
-    labels: Sequence[str]
+    labels: Sequence[str]  # expressions for them
     captured: Sequence[ObjectNode]
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]  # for each reference one of its type and shape
 
     def names(self, nodes: Mapping[str, Node]) -> list[str]:
         """Return a name for each tensor: its path in the values with these nodes."""

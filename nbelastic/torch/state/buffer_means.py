@@ -38,16 +38,9 @@ _MOST_NAMES = 5
 class BufferMeans:
     """Participant in the steps of a loader that averages buffers of models.
 
-    Parameters
-    ----------
-    models : callable
-        Returns the models.
-    forgo_exactness : callable
-        Called with a reason when a buffer changes that is no running mean.
-    functions : mapping of str to callable
-        Functions for buffers, by names or patterns; see :class:`~nbelastic.data.Loader`.
-    more : callable, optional
-        Returns further running means, which are no buffers.
+    Calls `forgo_exactness` with a reason when a buffer changes that is no running mean. Further
+    running means, which are no buffers, are what `more` returns. For `functions` see
+    :class:`~nbelastic.data.Loader`.
     """
 
     def __init__(
@@ -212,13 +205,7 @@ class BufferMeans:
         return next((each for each in self._functions if fnmatch.fnmatchcase(name, each)), "")
 
     def _check_patterns(self, names: Sequence[str]) -> None:
-        """Refuse a pattern that matches nothing, once the models are known.
-
-        Raises
-        ------
-        OptionError
-            There is one.
-        """
+        """Refuse a pattern that matches nothing, once the models are known."""
         self._checked = True
         for pattern in self._functions:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -236,12 +223,8 @@ class _ValuesOfStep:
     Each row is of one rank, and zeros on all others, so a sum of bytes gathers all of them exactly,
     whatever their types.
 
-    Parameters
-    ----------
-    like : sequence of torch.Tensor
-        For each buffer a tensor of its type and shape.
-    micro_batches : int
-        Number of micro-batches of a step on all ranks.
+    For each buffer, `like` has a tensor of its type and shape. A step has `micro_batches` on all
+    ranks.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], micro_batches: int) -> None:

@@ -53,10 +53,8 @@ class Commit:
     def restore(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Restore all objects in place; return the values by name.
 
-        Parameters
-        ----------
-        tensors : sequence of torch.Tensor
-            The value of each of `owners`: a copy, or the owner itself if it is uncopied.
+        For each of `owners`, `tensors` has its value: a copy, or the owner itself if it is
+        uncopied.
         """
         unflattener = Unflattener(
             tensors,

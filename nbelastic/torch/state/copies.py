@@ -18,16 +18,11 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 class Copies:
-    """Copies of a state's tensors, renewed at each commit.
-
-    Attributes
-    ----------
-    values : list of torch.Tensor
-        The copies, in the order of the tensors. They are on the tensors' devices, or in the host's
-        memory once a device was full. Uncopied tensors are in it themselves.
-    """
+    """Copies of a state's tensors, renewed at each commit."""
 
     def __init__(self) -> None:
+        # In the order of the tensors, on their devices, or in the host's memory once a device was
+        # full. Uncopied tensors are in it themselves.
         self.values: list[torch.Tensor] = []
         self._uncopied: set[int] = set()
         self._copied: list[int] = []

@@ -37,24 +37,12 @@ class TensorRef(int):
 
 @dataclass(eq=False)
 class ContainerNode:
-    """Node of a list, tuple or dict.
-
-    Attributes
-    ----------
-    kind : type
-        Type of the container.
-    keys : list or None
-        Keys of a dict, with references for tensors.
-    nodes : list of Node
-        Nodes of the items.
-    factory : callable or None
-        The factory of a ``defaultdict``.
-    """
+    """Node of a list, tuple or dict."""
 
     kind: type
-    keys: list[Any] | None
-    nodes: list[Any]
-    factory: Any = None
+    keys: list[Any] | None  # of a dict, with references for tensors
+    nodes: list[Any]  # of the items
+    factory: Any = None  # of a defaultdict
 
 
 @dataclass(eq=False)
@@ -149,22 +137,9 @@ def leaves_in(node: Node, label: str, form: str) -> Iterator[tuple[str, TensorRe
 class Flattener:
     """Makes nodes of values.
 
-    Parameters
-    ----------
-    objects : sequence of object
-        All objects with an adapter in the values.
-    capture : callable
-        ``capture(flattener, obj)`` returns the content of an object, with nodes for its values.
-    duplicate : bool, default True
-        Whether to copy values that are neither tensors nor objects. Not needed if the nodes are
-        pickled immediately.
-
-    Attributes
-    ----------
-    tensors : list of torch.Tensor
-        The tensors, in the order of their references.
-    captured : list of ObjectNode
-        The nodes of all objects that were found.
+    For the `objects` with an adapter, ``capture(flattener, obj)`` returns their content, with nodes
+    for its values. Values that are neither tensors nor objects are copied, unless `duplicate` is
+    false because the nodes are pickled immediately.
     """
 
     def __init__(
@@ -174,8 +149,8 @@ class Flattener:
         *,
         duplicate: bool = True,
     ) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.captured: list[ObjectNode] = []
+        self.tensors: list[torch.Tensor] = []  # in the order of their references
+        self.captured: list[ObjectNode] = []  # of all objects that were found
         self._capture = capture
         self._duplicate = duplicate
         self._numbers = {id(obj): number for number, obj in enumerate(objects)}
@@ -246,31 +221,14 @@ class Flattener:
 class Unflattener:
     """Makes values of nodes.
 
-    Parameters
-    ----------
-    values : sequence of torch.Tensor
-        The tensors' values, in the order of their references; only read, unless `keep` is set.
-    objects : sequence of object
-        This rank's objects, in the order of their numbers.
-    restore : callable
-        ``restore(unflattener, obj, content)`` gives an object its captured content.
-    owners : sequence of torch.Tensor, optional
-        For each value the tensor that had it, if that was on this rank.
-    addresses : sequence of int, optional
-        For each owner the address that its data had.
-    devices : sequence of str, optional
-        For each value the type of its device, if that was on another rank.
-    keep : bool, default False
-        Whether a value may be used itself where no tensor exists yet to copy it into.
-    flattener : Flattener, optional
-        The one that made the nodes, if that was on this rank.
+    It is given the tensors' `values`, in the order of their references, and this rank's `objects`,
+    in the order of their numbers; ``restore(unflattener, obj, content)`` gives an object its
+    captured content. Values are only read, unless `keep` is set: then one may be used itself where
+    no tensor exists yet to copy it into.
 
-    Attributes
-    ----------
-    objects : sequence of object
-        This rank's objects.
-    kept : set of int
-        References of values that are used themselves.
+    For values of this rank, `owners` are the tensors that had them, with the `addresses` of their
+    data, and `flattener` made the nodes. For those of another rank, `devices` are the types of
+    theirs.
     """
 
     def __init__(
@@ -300,7 +258,7 @@ class Unflattener:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._copies: dict[int, Any] = {id(obj): obj for obj in objects}
-        self.kept: set[int] = set()
+        self.kept: set[int] = set()  # references of values that are used themselves
 
     @property
     def local(self) -> bool:
@@ -356,13 +314,7 @@ class Unflattener:
     def tensor(self, ref: TensorRef, live: torch.Tensor | None = None) -> torch.Tensor:
         """Return a tensor with its value: the same tensor for the same reference.
 
-        Parameters
-        ----------
-        ref : TensorRef
-            Its reference.
-        live : torch.Tensor, optional
-            The tensor that is to take the value. Ignored if the values are from this rank, because
-            then their owners take them.
+        Without `owners`, the tensor `live` takes the value, if there is one.
         """
         if ref in self._filled:
             return self._filled[ref]

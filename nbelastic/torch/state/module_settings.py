@@ -50,10 +50,7 @@ def uncompiled(path: str) -> str:
 class SentSettings:
     """Settings that have changed since a model was built, on the rank that sends them.
 
-    Attributes
-    ----------
-    described : mapping
-        Classes of modules, and functions among their attributes, by kind and path.
+    The classes of modules, and functions among their attributes, are `described` by kind and path.
     """
 
     def __init__(
@@ -73,13 +70,7 @@ class SentSettings:
 
 
 class ModuleSettings:
-    """Settings of all modules of a model as they are now.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model.
-    """
+    """Settings of all modules of a model as they are now."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

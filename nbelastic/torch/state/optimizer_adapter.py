@@ -86,30 +86,14 @@ _searched: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDicti
 
 
 class OptimizerContent(NamedTuple):
-    """Captured content of an optimizer.
+    """Captured content of an optimizer."""
 
-    Attributes
-    ----------
-    groups : list
-        For each group the references of its parameters, and its options.
-    state : list
-        For each parameter with state its reference, and the values.
-    attributes : dict
-        Other attributes by name.
-    changed : frozenset of str
-        Which of them have changed since it was built, or hold tensors.
-    inner : list of ObjectNode
-        Objects with an adapter among its attributes.
-    custom : Node or None
-        Its state dict, if that is not torch's.
-    """
-
-    groups: Sequence[tuple[list[TensorRef], dict[str, Node]]]
-    state: Sequence[tuple[TensorRef, dict[str, Node]]]
-    attributes: Mapping[str, Node] = MappingProxyType({})
-    changed: frozenset[str] = frozenset()
-    inner: Sequence[ObjectNode] = ()
-    custom: Node | None = None
+    groups: Sequence[tuple[list[TensorRef], dict[str, Node]]]  # parameters, and options
+    state: Sequence[tuple[TensorRef, dict[str, Node]]]  # of each parameter that has some
+    attributes: Mapping[str, Node] = MappingProxyType({})  # others
+    changed: frozenset[str] = frozenset()  # of them, since it was built; or with tensors
+    inner: Sequence[ObjectNode] = ()  # objects with an adapter among its attributes
+    custom: Node | None = None  # its state dict, if that is not torch's
 
 
 class OptimizerAdapter(Adapter):

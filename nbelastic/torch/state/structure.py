@@ -68,19 +68,8 @@ def changes(built: Structure, present: Structure) -> dict[Key, Description | Non
 def check_fit(expected: Structure, came: Structure, before: dict[Key, Description | None]) -> None:
     """Check that a state can take over the values of another.
 
-    Parameters
-    ----------
-    expected : dict
-        Structure of the state that is to take them over.
-    came : dict
-        Structure of the one that they come from.
-    before : dict
-        The :func:`changes` of that one since it was built.
-
-    Raises
-    ------
-    StateMismatch
-        It cannot. The message names the parts, with what was expected and what came.
+    The values `came` from a state that has changed since it was built, as its :func:`changes`
+    `before` say. The message names the parts, with what was expected and what came.
     """
     found = []
     late = False

@@ -38,42 +38,21 @@ class StructureCache:
     """Content of objects that was captured, and the structures that it holds for.
 
     As long as it holds, commits share one cache.
-
-    Parameters
-    ----------
-    objects : list of object
-        All objects with an adapter.
-    labels : sequence of str, optional
-        What they are called.
-
-    Attributes
-    ----------
-    complete : list of bool
-        For each object whether its structure is complete.
-    has_all_optimizers : bool
-        Whether that of every optimizer is.
-    captured : list of ObjectNode
-        The nodes of the objects with a complete structure.
-    tensors : list of torch.Tensor
-        Their tensors, in the order of their references.
-    refs : dict of int to TensorRef
-        References by the tensors' ids.
-    options : list of list
-        For each of `captured` the values of its options, if it is an optimizer with plain ones.
     """
 
     def __init__(self, objects: list[object], labels: Sequence[str] = ()) -> None:
         self.objects = objects
         self.labels = labels
         self.complete = [_is_complete(obj) for obj in objects]
+        # The structure of every optimizer is complete.
         self.has_all_optimizers = all(
             is_complete or not isinstance(obj, torch.optim.Optimizer)
             for obj, is_complete in zip(objects, self.complete, strict=True)
         )
-        self.captured: list[ObjectNode] = []
-        self.tensors: list[torch.Tensor] = []
-        self.refs: dict[int, TensorRef] = {}
-        self.options: list[Row] = []
+        self.captured: list[ObjectNode] = []  # of objects with a complete structure
+        self.tensors: list[torch.Tensor] = []  # theirs, in the order of their references
+        self.refs: dict[int, TensorRef] = {}  # by the tensors' ids
+        self.options: list[Row] = []  # of each captured optimizer, if they are plain
         self._structures = [_structure_of(obj) for obj in objects]
 
     def fill(self, captured: Sequence[ObjectNode], tensors: Sequence[torch.Tensor]) -> None:

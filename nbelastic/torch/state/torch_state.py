@@ -142,14 +142,7 @@ class TorchState(ObjectState):
         return _captured(self._commit).structure()
 
     def _take_part_in_steps(self) -> list[Loader]:
-        """Connect the loaders in this state with its epoch, and with the buffers of its models.
-
-        Raises
-        ------
-        OptionError
-            No optimizer is distributed, so the gradients of micro-batches would not be averaged; or
-            learning rates are adjusted to the number of ranks, which does not change the batch.
-        """
+        """Connect the loaders in this state with its epoch, and with the buffers of its models."""
         objects = objects_in(self._values().values())
         loaders = [each for each in objects if isinstance(each, Loader)]
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
@@ -496,13 +489,7 @@ class TorchState(ObjectState):
 
 
 def _refuse_shards(objects: Iterable[object]) -> None:
-    """Refuse models of which each rank has a part.
-
-    Raises
-    ------
-    OptionError
-        A model is sharded, as by FSDP2.
-    """
+    """Refuse models of which each rank has a part."""
     for model in objects:
         if not isinstance(model, Module):
             continue
@@ -528,13 +515,7 @@ def _data_samples(objects: Iterable[object]) -> list[DataSample | None]:
 
 
 def _check_data(mine: Sequence[DataSample | None], theirs: Sequence[DataSample | None]) -> None:
-    """Refuse to train on other data than the rank that has sent its state.
-
-    Raises
-    ------
-    StateMismatch
-        The data are different.
-    """
+    """Refuse to train on other data than the rank that has sent its state."""
     for one, other in zip(mine, theirs, strict=True):
         found = difference(one, other) if one is not None and other is not None else ""
         if found:
