@@ -64,6 +64,22 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return model
 
 
+def trainee() -> tuple[nn.Sequential, Any]:
+    model = net()
+    return model, hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def accumulate(model: nn.Module, step: Any) -> None:
+    for x, y in step:
+        loss_of(model(x), y).backward()
+
+
+def train_on(model: nn.Module, optimizer: Any, step: Any) -> None:
+    optimizer.zero_grad()
+    accumulate(model, step)
+    optimizer.step()
+
+
 def digest(tensors: Any) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
@@ -188,8 +204,7 @@ def test_parameters_and_moments_have_the_same_bits_on_any_number_of_ranks(
         for _ in range(2):
             for step in loader:
                 optimizer.zero_grad()
-                for x, y in step:
-                    loss_of(model(x), y).backward()
+                accumulate(model, step)
                 optimizer.synchronize()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 with optimizer.skip_synchronize():
@@ -203,13 +218,9 @@ def test_parameters_and_moments_have_the_same_bits_on_any_number_of_ranks(
 
 def test_ordinary_sums_have_other_bits() -> None:
     def train(_: StaticContext) -> str:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = trainee()
         for step in Loader(data(), Batch(16, micro=2, exact=False)):
-            optimizer.zero_grad()
-            for x, y in step:
-                loss_of(model(x), y).backward()
-            optimizer.step()
+            train_on(model, optimizer, step)
         return digest(model.parameters())
 
     assert len({run_ranks(size, train)[0] for size in (1, 2, 4)}) > 1
@@ -249,8 +260,7 @@ def test_odd_parameters_have_the_same_bits_too() -> None:
         )
         for step in Loader(data(), Batch(16, micro=2)):
             optimizer.zero_grad(set_to_none=False)
-            for x, y in step:
-                loss_of(model(x), y).backward()
+            accumulate(model, step)
             optimizer.step()
             assert model.never.weight.grad is None
         assert digest(before) == digest(model.never.parameters())
@@ -283,8 +293,7 @@ def test_two_optimizers_and_several_passes() -> None:
 
 def test_a_scaler_skips_the_same_steps_on_all_ranks() -> None:
     def train(_: StaticContext) -> tuple[str, float]:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = trainee()
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         for step in Loader(data(), Batch(16, micro=2), shuffle=False):
             optimizer.zero_grad()
@@ -334,10 +343,7 @@ def test_quotas_change_who_computes_and_not_what_comes_out(
         lengths = []
         for state.epoch in range(4):
             for step in loader:
-                optimizer.zero_grad()
-                for x, y in step:
-                    loss_of(model(x), y).backward()
-                optimizer.step()
+                train_on(model, optimizer, step)
                 state.commit()
                 lengths.append(len(loader.block))
         return digest([*model.parameters(), *model.buffers()]), lengths
@@ -363,10 +369,7 @@ def test_ranks_that_balance_and_ranks_that_do_not_are_refused(
         loader = Loader(data(), Batch(8, micro=1), balance=balance)
         state = TorchState(model, optimizer, loader=loader, epoch=0)
         for step in loader:
-            optimizer.zero_grad()
-            for x, y in step:
-                loss_of(model(x), y).backward()
-            optimizer.step()
+            train_on(model, optimizer, step)
             state.commit()
 
     with pytest.raises(RanksDisagree, match="the same dataset, seed and balance"):
@@ -423,8 +426,7 @@ def test_a_model_in_evaluation_keeps_its_statistics() -> None:
         before = digest(model.buffers())
         for step in loader:
             model.eval()
-            for x, y in step:
-                loss_of(model(x), y).backward()
+            accumulate(model, step)
             optimizer.step()
             optimizer.zero_grad()
         assert digest(model.buffers()) == before
@@ -441,10 +443,7 @@ def test_a_buffer_that_is_no_mean_is_refused_or_told(exact: Any) -> None:
         loader = Loader(data(), Batch(8, micro=4, exact=exact))
         _state = TorchState(model, optimizer, loader=loader)
         for step in loader:
-            optimizer.zero_grad()
-            for x, y in step:
-                loss_of(model(x), y).backward()
-            optimizer.step()
+            train_on(model, optimizer, step)
         return loader.why_not_exact
 
     if exact is True:
@@ -578,10 +577,7 @@ def test_a_step_that_is_passed_over_leaves_buffers_as_they_are(size: int) -> Non
                 continue
             if step.number == 2:
                 assert digest(model.buffers()) == before
-            optimizer.zero_grad()
-            for x, y in step:
-                loss_of(model(x), y).backward()
-            optimizer.step()
+            train_on(model, optimizer, step)
         assert digest(model.buffers()) != before
 
     run_ranks(size, train)
@@ -596,10 +592,7 @@ def test_a_rollback_repeats_the_steps_since_the_commit() -> None:
         failures = {1, 4}
         while state.epoch < 2:
             for step in loader:
-                optimizer.zero_grad()
-                for x, y in step:
-                    loss_of(model(x), y).backward()
-                optimizer.step()
+                train_on(model, optimizer, step)
                 state.steps += 1
                 if state.steps in failures:
                     failures.discard(state.steps)
@@ -619,8 +612,7 @@ def test_a_rollback_repeats_the_steps_since_the_commit() -> None:
 
 def test_a_newcomer_goes_on_where_the_others_are() -> None:
     def main(context: StaticContext) -> tuple[Any, ...]:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = trainee()
         loader = Loader(data(), Batch(8, micro=2), seed=context.rank)
         state = TorchState(model, optimizer, loader=loader, epoch=0)
         if context.rank == 0:
@@ -638,8 +630,7 @@ def test_a_newcomer_goes_on_where_the_others_are() -> None:
 
 def test_a_newcomer_with_another_batch_is_refused_by_name() -> None:
     def main(context: StaticContext) -> None:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = trainee()
         loader = Loader(data(), Batch(8, micro=2 + 2 * context.rank))
         TorchState(model, optimizer, loader=loader).align([1])
 
@@ -655,8 +646,7 @@ def test_a_newcomer_that_computes_other_bits(exact: Any, monkeypatch: pytest.Mon
     )
 
     def main(context: StaticContext) -> str:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = trainee()
         loader = Loader(data(), Batch(8, micro=2, exact=exact))
         TorchState(model, optimizer, loader=loader).align([1])
         return loader.why_not_exact
@@ -687,200 +677,65 @@ def test_a_state_with_a_loader_needs_a_distributed_optimizer() -> None:
 # -- mistakes --------------------------------------------------------------------------------------
 
 
-def mistaken(act: Callable[[Any, Any, nn.Module], Any], **options: Any) -> None:
-    def main(_: StaticContext) -> None:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
-        for step in Loader(data(), Batch(8, micro=2)):
-            act(optimizer, step, model)
-
-    run_ranks(1, main)
-
-
-def test_step_within_the_loop_over_micro_batches_is_an_error() -> None:
-    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
-        for x, y in step:
-            loss_of(model(x), y).backward()
-            optimizer.step()
-
-    with pytest.raises(RuntimeError, match="after 1 of this rank's 4 micro-batches"):
-        mistaken(act)
-
-
-def test_validation_in_a_step_leaves_its_gradients_alone() -> None:
-    def train(validates: bool) -> str:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        validation = Loader(data(), Batch(16, micro=8), shuffle=False)
-        for step in Loader(data(), Batch(8, micro=2)):
-            optimizer.zero_grad()
-            for x, y in step:
-                loss_of(model(x), y).backward()
-                if validates and step.number == 1:
-                    list(map(list, validation))
-            if validates:
-                for held_out in validation:
-                    list(held_out)
-                    break
-            optimizer.step()
-        return digest(model.parameters())
-
-    (right,) = run_ranks(1, lambda _: train(False))
-    assert run_ranks(2, lambda _: train(True)) == [right] * 2
-
-
-@pytest.mark.parametrize("after_the_loader", [False, True])
-def test_gradients_of_several_steps_are_not_accumulated(after_the_loader: bool) -> None:
-    def main(_: StaticContext) -> None:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in Loader(data(), Batch(44 if after_the_loader else 16, micro=4)):
-            for x, y in step:
-                loss_of(model(x), y).backward()
+def step_within_the_loop(optimizer: Any, step: Any, model: nn.Module) -> None:
+    for x, y in step:
+        loss_of(model(x), y).backward()
         optimizer.step()
 
-    with pytest.raises(RuntimeError, match="were not used before the next step began"):
-        run_ranks(1, main)
 
-
-def test_a_step_does_not_go_on_after_an_error_that_was_caught() -> None:
-    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
-        for x, y in step:
+def go_on_after_an_error(optimizer: Any, step: Any, model: nn.Module) -> None:
+    for x, y in step:
+        loss_of(model(x), y).backward()
+        with contextlib.suppress(RuntimeError):
             loss_of(model(x), y).backward()
-            with contextlib.suppress(RuntimeError):
-                loss_of(model(x), y).backward()
+    optimizer.step()
+
+
+def step_with_a_closure(optimizer: Any, step: Any, model: nn.Module) -> None:
+    optimizer.step(lambda: None)
+
+
+def zero_within_the_loop(optimizer: Any, step: Any, model: nn.Module) -> None:
+    for x, y in step:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+
+
+def never_zero(optimizer: Any, step: Any, model: nn.Module) -> None:
+    accumulate(model, step)
+    optimizer.step()
+
+
+def clip_before_synchronize(optimizer: Any, step: Any, model: nn.Module) -> None:
+    accumulate(model, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def two_passes(optimizer: Any, step: Any, model: nn.Module) -> None:
+    for x, y in step:
+        loss_of(model(x), y).backward()
+        loss_of(model(x), y).backward()
+
+
+def backward_before_the_first(optimizer: Any, step: Any, model: nn.Module) -> None:
+    loss_of(model(torch.ones(1, 6)), torch.ones(1, 3)).backward()
+
+
+def backward_after_the_last(optimizer: Any, step: Any, model: nn.Module) -> None:
+    for x, y in step:
+        loss = loss_of(model(x), y)
+    loss.backward()
+
+
+def gradients(how: Callable[..., None]) -> Callable[[Any, Any, nn.Module], None]:
+    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
+        optimizer.zero_grad()
+        for x, y in step:
+            how(model, x, y)
         optimizer.step()
 
-    with pytest.raises(RuntimeError, match="gradients of this step were dropped"):
-        mistaken(act)
-
-
-def test_a_closure_is_refused() -> None:
-    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
-        optimizer.step(lambda: None)
-
-    with pytest.raises(RuntimeError, match=r"step\(closure\) cannot be used with a Loader"):
-        mistaken(act)
-
-
-def test_buffers_that_are_not_initialised_are_named() -> None:
-    model = nn.Sequential(nn.Linear(6, 3), nn.LazyBatchNorm1d())
-    hvd.init()
-    try:
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1))
-        loader = Loader(data(), Batch(8, micro=4))
-        _state = TorchState(model, optimizer, loader=loader)
-        with pytest.raises(RuntimeError, match=r"the buffer 1\.running_mean .* not initialised"):
-            next(iter(next(iter(loader))))
-    finally:
-        hvd.shutdown()
-
-
-@pytest.mark.parametrize("begins", [False, True])
-@pytest.mark.parametrize("call", ["commit", "check_host_updates"])
-def test_ranks_may_not_leave_or_roll_back_in_a_step(call: str, begins: bool) -> None:
-    def main(_: StaticContext) -> None:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loader = Loader(data(), Batch(8, micro=2))
-        state = TorchState(model, optimizer, loader=loader, epoch=0)
-        for step in loader:
-            for x, y in step if begins else ():
-                loss_of(model(x), y).backward()
-            getattr(state, call)()
-
-    with pytest.raises(RuntimeError, match=rf"{call}\(\) was called in a step of the loader"):
-        run_ranks(1, main)
-
-
-def test_ranks_may_leave_after_a_step() -> None:
-    def main(_: StaticContext) -> list[int]:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loader = Loader(data(), Batch(8, micro=2))
-        state = TorchState(model, optimizer, loader=loader, epoch=0)
-        seen = []
-        for step in loader:
-            for x, y in step:
-                loss_of(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            state.check_host_updates()
-            seen.append(loader.step)
-        return seen
-
-    (alone,) = run_ranks(1, main)
-    assert alone == [*range(1, len(alone) + 1)]
-
-
-@pytest.mark.parametrize("how", ["scaler", "elsewhere", "by_samples"])
-def test_rates_that_follow_the_number_of_ranks_are_refused(how: str) -> None:
-    def main(_: StaticContext) -> None:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        values: dict[str, Any] = {"loader": Loader(data(), Batch(8, micro=2))}
-        if how == "by_samples":
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            values["schedule"] = hvd.elastic.by_samples(schedule)
-        else:
-            scaler = hvd.elastic.LRScaler(optimizer)
-            values |= {"scaler": scaler} if how == "scaler" else {}
-        TorchState(model, optimizer, **values)
-
-    with pytest.raises(OptionError, match="an LRScaler or by_samples"):
-        run_ranks(1, main)
-
-
-def test_ranks_at_different_steps_or_in_other_orders_are_refused() -> None:
-    check_places([(1, 2, 3)] * 3)
-    with pytest.raises(RanksDisagree, match="rank 0: step 2 of epoch 1, rank 1: step 3 of epoch 1"):
-        check_places([(1, 2, 3), (1, 3, 3)])
-    with pytest.raises(RanksDisagree, match="deal rows in different orders"):
-        check_places([(1, 2, 3), (1, 2, 4)])
-
-    def main(context: StaticContext) -> None:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in Loader(data(), Batch(8, micro=2)):
-            optimizer.zero_grad()
-            for x, y in step:
-                loss_of(model(x), y).backward()
-            if (context.rank, step.number) not in ((0, 2), (1, 3)):
-                optimizer.step()
-
-    with pytest.raises(CollectiveError, match="ranks are at different steps"):
-        run_ranks(2, main)
-
-
-def test_zero_grad_within_the_loop_is_an_error() -> None:
-    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
-        for x, y in step:
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward\(\)"):
-        mistaken(act)
-
-
-def test_without_zero_grad_the_last_step_is_not_added() -> None:
-    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
-        for x, y in step:
-            loss_of(model(x), y).backward()
-        optimizer.step()
-
-    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) before the loop"):
-        mistaken(act)
-
-
-def test_clipping_before_synchronize_is_an_error() -> None:
-    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
-        for x, y in step:
-            loss_of(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-
-    with pytest.raises(RuntimeError, match=r"changed between backward\(\) and step\(\)"):
-        mistaken(act)
+    return act
 
 
 def assigned(parameters: list[Any], loss: torch.Tensor) -> None:
@@ -916,22 +771,160 @@ def surgery(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     first.grad = torch.zeros_like(first)
 
 
-@pytest.mark.parametrize("how", [all_assigned, some_assigned, functional, surgery])
-def test_gradients_that_backward_has_not_computed_are_refused(how: Any) -> None:
-    def act(optimizer: Any, step: Any, model: nn.Module) -> None:
-        optimizer.zero_grad()
-        for x, y in step:
-            how(model, x, y)
+ASSIGNED = r"has a gradient that was assigned.*autograd\.backward"
+
+
+@pytest.mark.parametrize(
+    ("act", "message", "options"),
+    [
+        (step_within_the_loop, "after 1 of this rank's 4 micro-batches", {}),
+        (go_on_after_an_error, "gradients of this step were dropped", {}),
+        (step_with_a_closure, r"step\(closure\) cannot be used with a Loader", {}),
+        (zero_within_the_loop, r"zero_grad\(\) was called after backward\(\)", {}),
+        (never_zero, r"call optimizer\.zero_grad\(\) before the loop", {}),
+        (clip_before_synchronize, r"changed between backward\(\) and step\(\)", {}),
+        (two_passes, "backward_passes_per_step=1 times in one micro-batch", {}),
+        (backward_before_the_first, "iterate over the step", {}),
+        (backward_after_the_last, "iterate over the step, and call it in that loop", {}),
+        (gradients(all_assigned), ASSIGNED, {}),
+        (gradients(some_assigned), ASSIGNED, {}),
+        (gradients(functional), ASSIGNED, {}),
+        (gradients(surgery), ASSIGNED, {}),
+        (never_zero, r"op=…\) cannot be used", {"op": hvd.Sum}),
+        (never_zero, r"op=…\) cannot be used", {"op": hvd.Adasum}),
+        (never_zero, r"compression=…\) cannot be used", {"compression": hvd.Compression.fp16}),
+    ],
+)
+def test_mistakes_are_named(act: Any, message: str, options: dict[str, Any]) -> None:
+    def main(_: StaticContext) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        for step in Loader(data(), Batch(8, micro=2)):
+            act(optimizer, step, model)
+
+    with pytest.raises(ValueError if options else RuntimeError, match=message):
+        run_ranks(1, main)
+
+
+def test_validation_in_a_step_leaves_its_gradients_alone() -> None:
+    def train(validates: bool) -> str:
+        model, optimizer = trainee()
+        validation = Loader(data(), Batch(16, micro=8), shuffle=False)
+        for step in Loader(data(), Batch(8, micro=2)):
+            optimizer.zero_grad()
+            for x, y in step:
+                loss_of(model(x), y).backward()
+                if validates and step.number == 1:
+                    list(map(list, validation))
+            if validates:
+                for held_out in validation:
+                    list(held_out)
+                    break
+            optimizer.step()
+        return digest(model.parameters())
+
+    (right,) = run_ranks(1, lambda _: train(False))
+    assert run_ranks(2, lambda _: train(True)) == [right] * 2
+
+
+@pytest.mark.parametrize("after_the_loader", [False, True])
+def test_gradients_of_several_steps_are_not_accumulated(after_the_loader: bool) -> None:
+    def main(_: StaticContext) -> None:
+        model, optimizer = trainee()
+        for step in Loader(data(), Batch(44 if after_the_loader else 16, micro=4)):
+            accumulate(model, step)
         optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"has a gradient that was assigned.*autograd\.backward"):
-        mistaken(act)
+    with pytest.raises(RuntimeError, match="were not used before the next step began"):
+        run_ranks(1, main)
+
+
+def test_buffers_that_are_not_initialised_are_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.LazyBatchNorm1d())
+    hvd.init()
+    try:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1))
+        loader = Loader(data(), Batch(8, micro=4))
+        _state = TorchState(model, optimizer, loader=loader)
+        with pytest.raises(RuntimeError, match=r"the buffer 1\.running_mean .* not initialised"):
+            next(iter(next(iter(loader))))
+    finally:
+        hvd.shutdown()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("call", ["commit", "check_host_updates"])
+def test_ranks_may_not_leave_or_roll_back_in_a_step(call: str, begins: bool) -> None:
+    def main(_: StaticContext) -> None:
+        model, optimizer = trainee()
+        loader = Loader(data(), Batch(8, micro=2))
+        state = TorchState(model, optimizer, loader=loader, epoch=0)
+        for step in loader:
+            for x, y in step if begins else ():
+                loss_of(model(x), y).backward()
+            getattr(state, call)()
+
+    with pytest.raises(RuntimeError, match=rf"{call}\(\) was called in a step of the loader"):
+        run_ranks(1, main)
+
+
+def test_ranks_may_leave_after_a_step() -> None:
+    def main(_: StaticContext) -> list[int]:
+        model, optimizer = trainee()
+        loader = Loader(data(), Batch(8, micro=2))
+        state = TorchState(model, optimizer, loader=loader, epoch=0)
+        seen = []
+        for step in loader:
+            accumulate(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            state.check_host_updates()
+            seen.append(loader.step)
+        return seen
+
+    (alone,) = run_ranks(1, main)
+    assert alone == [*range(1, len(alone) + 1)]
+
+
+@pytest.mark.parametrize("how", ["scaler", "elsewhere", "by_samples"])
+def test_rates_that_follow_the_number_of_ranks_are_refused(how: str) -> None:
+    def main(_: StaticContext) -> None:
+        model, optimizer = trainee()
+        values: dict[str, Any] = {"loader": Loader(data(), Batch(8, micro=2))}
+        if how == "by_samples":
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            values["schedule"] = hvd.elastic.by_samples(schedule)
+        else:
+            scaler = hvd.elastic.LRScaler(optimizer)
+            values |= {"scaler": scaler} if how == "scaler" else {}
+        TorchState(model, optimizer, **values)
+
+    with pytest.raises(OptionError, match="an LRScaler or by_samples"):
+        run_ranks(1, main)
+
+
+def test_ranks_at_different_steps_or_in_other_orders_are_refused() -> None:
+    check_places([(1, 2, 3)] * 3)
+    with pytest.raises(RanksDisagree, match="rank 0: step 2 of epoch 1, rank 1: step 3 of epoch 1"):
+        check_places([(1, 2, 3), (1, 3, 3)])
+    with pytest.raises(RanksDisagree, match="deal rows in different orders"):
+        check_places([(1, 2, 3), (1, 2, 4)])
+
+    def main(context: StaticContext) -> None:
+        model, optimizer = trainee()
+        for step in Loader(data(), Batch(8, micro=2)):
+            optimizer.zero_grad()
+            accumulate(model, step)
+            if (context.rank, step.number) not in ((0, 2), (1, 3)):
+                optimizer.step()
+
+    with pytest.raises(CollectiveError, match="ranks are at different steps"):
+        run_ranks(2, main)
 
 
 def test_gradients_passed_on_by_backward_train_to_the_same_bits() -> None:
     def train(passes_on: bool) -> str:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = trainee()
         parameters = list(model.parameters())
         for step in Loader(data(), Batch(8, micro=2)):
             optimizer.zero_grad()
@@ -948,20 +941,9 @@ def test_gradients_passed_on_by_backward_train_to_the_same_bits() -> None:
     assert run_ranks(2, lambda _: train(True)) == [right] * 2
 
 
-def test_more_passes_than_announced_are_an_error() -> None:
-    def act(_: Any, step: Any, model: nn.Module) -> None:
-        for x, y in step:
-            loss_of(model(x), y).backward()
-            loss_of(model(x), y).backward()
-
-    with pytest.raises(RuntimeError, match="backward_passes_per_step=1 times in one micro-batch"):
-        mistaken(act)
-
-
 def two_loaders(how: str, fails: bool = False) -> Callable[[StaticContext], str]:
     def main(_: StaticContext) -> str:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = trainee()
         labelled = Loader(data(), Batch(8, micro=2), seed=1)
         other = Loader(data(), Batch(8, micro=2), seed=2)
         state = TorchState(model, optimizer, labelled=labelled, other=other)
@@ -977,8 +959,7 @@ def two_loaders(how: str, fails: bool = False) -> Callable[[StaticContext], str]
                     for (u, _), (x, y) in zip(more, step, strict=True):
                         (loss_of(model(x), y) + model(u).square().mean()).backward()
                 else:
-                    for x, y in step:
-                        loss_of(model(x), y).backward()
+                    accumulate(model, step)
                     for u, _ in more:
                         model(u).square().mean().backward()
                 if step.number == 1 and left:
@@ -1009,28 +990,9 @@ def test_two_loaders_one_after_the_other_are_refused_with_the_way() -> None:
         run_ranks(1, two_loaders("one by one"))
 
 
-def test_backward_before_the_first_micro_batch_is_an_error() -> None:
-    def act(_: Any, step: Any, model: nn.Module) -> None:
-        loss_of(model(torch.ones(1, 6)), torch.ones(1, 3)).backward()
-
-    with pytest.raises(RuntimeError, match="iterate over the step"):
-        mistaken(act)
-
-
-def test_backward_after_the_last_micro_batch_is_an_error() -> None:
-    def act(_: Any, step: Any, model: nn.Module) -> None:
-        for x, y in step:
-            loss = loss_of(model(x), y)
-        loss.backward()
-
-    with pytest.raises(RuntimeError, match="iterate over the step, and call it in that loop"):
-        mistaken(act)
-
-
 def test_backward_in_a_step_whose_loop_is_over_is_an_error() -> None:
     def main(_: StaticContext) -> None:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = trainee()
         loader = Loader(data(), Batch(8, micro=2))
         for x, y in next(iter(loader)):
             loss = loss_of(model(x), y)
@@ -1048,22 +1010,9 @@ def test_backward_in_a_step_whose_loop_is_over_is_an_error() -> None:
     run_ranks(1, main)
 
 
-@pytest.mark.parametrize(
-    "options", [{"op": hvd.Sum}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}]
-)
-def test_options_without_a_meaning_here_are_refused(options: dict[str, Any]) -> None:
-    def act(_: Any, step: Any, model: nn.Module) -> None:
-        for x, y in step:
-            loss_of(model(x), y).backward()
-
-    with pytest.raises(ValueError, match=f"{next(iter(options))}=…\\) cannot be used"):
-        mistaken(act, **options)
-
-
 def test_ordinary_steps_before_and_after_a_loader_are_reduced_as_ever() -> None:
     def main(context: StaticContext) -> torch.Tensor:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = trainee()
 
         def ordinary() -> None:
             optimizer.zero_grad()
@@ -1079,10 +1028,7 @@ def test_ordinary_steps_before_and_after_a_loader_are_reduced_as_ever() -> None:
         for _ in range(3):
             ordinary()
         for step in Loader(data(), Batch(8, micro=2)):
-            optimizer.zero_grad()
-            for x, y in step:
-                loss_of(model(x), y).backward()
-            optimizer.step()
+            train_on(model, optimizer, step)
         for _ in range(3):
             ordinary()
         return torch.stack(context.seen)
@@ -1129,10 +1075,7 @@ def test_all_ranks_name_the_one_that_differs() -> None:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         try:
             for step in Loader(data(), Batch(8, micro=2)):
-                optimizer.zero_grad()
-                for x, y in step:
-                    loss_of(model(x), y).backward()
-                optimizer.step()
+                train_on(model, optimizer, step)
         except NbelasticError as error:
             return error
         finally:
@@ -1156,10 +1099,7 @@ def test_ranks_that_differ_find_out_in_their_first_step() -> None:
             model[0].bias.data.view(torch.int32)[3] ^= 1
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for step in Loader(data(), Batch(8, micro=2)):
-            optimizer.zero_grad()
-            for x, y in step:
-                loss_of(model(x), y).backward()
-            optimizer.step()
+            train_on(model, optimizer, step)
 
     # The first rank to raise may break the operation of the other.
     with pytest.raises(CollectiveError, match="ranks have different parameters"):
