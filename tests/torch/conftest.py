@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nbelastic.elastic.context import activate
 from tests.collectives.worlds import KINDS
 from tests.support.processes import Ranks
+from tests.torch.fakes import ChangingContext, TwinCommunicator
 from tests.torch.modes import MODES, set_mode
 
 
@@ -40,3 +42,11 @@ def mode(request):
 @pytest.fixture
 def small_buckets(monkeypatch, mode):
     set_mode(monkeypatch, mode, 200, 800)
+
+
+@pytest.fixture
+def twin():
+    """A rank whose peer computes the same."""
+    context = ChangingContext(TwinCommunicator(generation=1))
+    with activate(context):
+        yield context

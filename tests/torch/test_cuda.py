@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 
 import pytest
@@ -12,7 +11,15 @@ import nbelastic.torch as hvd
 from nbelastic.collectives import Op
 from tests.collectives.worlds import KINDS
 from tests.torch.modes import set_mode
-from tests.torch.training import STEPS, assert_close, batch, make_model, parameters_of, train_alone
+from tests.torch.training import (
+    SGD,
+    STEPS,
+    assert_close,
+    batch,
+    make_model,
+    parameters_of,
+    train_alone,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -21,9 +28,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 def kind(request):
     """Return what CUDA IPC is, which this machine has, as well as the kinds that all have."""
     return request.param
-
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def loss_of(model, step, context):

@@ -6,7 +6,6 @@ import functools
 import threading
 
 import pytest
-import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.context import activate
@@ -15,6 +14,7 @@ from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator
 from tests.torch.modes import only
 from tests.torch.training import (
+    SGD,
     assert_close,
     assert_equal,
     loss_of,
@@ -22,9 +22,6 @@ from tests.torch.training import (
     parameters_of,
     train_alone,
 )
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
-import nbelastic.torch as hvd
 from nbelastic.elastic.context import activate
 from nbelastic.torch.gradients import layout
 from tests.torch.fakes import ChangingContext, TwinCommunicator
-from tests.torch.training import loss_of, make_model
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+from tests.torch.training import distributed, loss_of
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 
@@ -30,8 +25,7 @@ def deferred_of(optimizer):
 
 def trained(steps=3):
     """Return a model and its optimizer that have learned in which order gradients arrive."""
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     for step in range(steps):
         loss_of(model, step).backward()
         optimizer.step()

@@ -14,6 +14,7 @@ from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator
 from tests.torch.modes import only
 from tests.torch.training import (
+    SGD,
     STEPS,
     assert_close,
     assert_equal,
@@ -23,7 +24,6 @@ from tests.torch.training import (
     train_alone,
 )
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
 import warnings
@@ -19,24 +18,16 @@ from nbelastic.errors import NotInitialized
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator
 from tests.torch.training import (
+    SGD,
     STEPS,
     assert_close,
     assert_equal,
     batch,
+    distributed,
     loss_of,
     make_model,
     parameters_of,
 )
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-@pytest.fixture
-def twin():
-    """A rank whose peer computes the same."""
-    context = ChangingContext(TwinCommunicator(generation=1))
-    with activate(context):
-        yield context
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["scheduler after", "scheduler before"])
@@ -157,8 +148,7 @@ def test_closures_compute_reduced_gradients_and_losses():
 
 def test_closures_may_return_numbers_or_nothing():
     def rank_main(context):
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+        model, optimizer = distributed()
 
         def closure(loss):
             optimizer.zero_grad()
@@ -200,8 +190,7 @@ def test_the_result_is_the_optimizer_that_was_given(twin):
 
 
 def test_state_dicts_are_those_of_the_plain_optimizer(twin):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     loss_of(model, 0).backward()
     optimizer.step()
     saved = pickle.loads(pickle.dumps(copy.deepcopy(optimizer.state_dict())))
@@ -215,8 +204,7 @@ def test_state_dicts_are_those_of_the_plain_optimizer(twin):
 
 
 def test_gradients_can_be_set_to_none_or_zero(twin):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     for set_to_none in (False, True):
         loss_of(model, 0).backward()
         optimizer.step()
@@ -229,8 +217,7 @@ def test_gradients_can_be_set_to_none_or_zero(twin):
 
 
 def test_gradients_under_way_cannot_be_set_to_zero(twin):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward"):
         optimizer.zero_grad()
@@ -247,8 +234,7 @@ def test_a_second_backward_before_the_step_is_refused(twin):
 
 
 def test_a_dropped_optimizer_lets_go_of_its_parameters(twin):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     alive = weakref.ref(optimizer._reducer)
     del optimizer
     assert alive() is None
@@ -278,8 +264,7 @@ def test_an_optimizer_that_was_replaced_does_not_disturb(twin):
 
 
 def test_models_are_pickled_and_copied_without_their_optimizer(twin):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_of(copied, 0).backward()
     assert twin.communicator().lent == []
@@ -363,8 +348,7 @@ def stepped(optimizer, model, step=0):
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["", "with a scheduler"])
 def test_a_saved_optimizer_is_the_plain_one(twin, scheduled):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     if scheduled:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     stepped(optimizer, model)
@@ -384,8 +368,7 @@ def test_a_saved_optimizer_is_the_plain_one(twin, scheduled):
 
 
 def test_a_model_and_its_optimizer_are_saved_and_copied_together(twin):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     stepped(optimizer, model)
     for pair in (
         pickle.loads(pickle.dumps((model, optimizer))),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import pytest
 import torch
@@ -14,9 +13,14 @@ from nbelastic.errors import CollectiveError
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator
 from tests.torch.modes import set_mode
-from tests.torch.training import assert_close, assert_equal, loss_of, make_model, parameters_of
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+from tests.torch.training import (
+    SGD,
+    assert_close,
+    assert_equal,
+    loss_of,
+    make_model,
+    parameters_of,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -11,9 +9,7 @@ import nbelastic.torch as hvd
 from nbelastic.elastic.context import activate
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, LendingCommunicator
-from tests.torch.training import assert_equal, loss_of, make_model
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+from tests.torch.training import SGD, assert_equal, loss_of, make_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128])

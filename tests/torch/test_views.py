@@ -18,17 +18,16 @@ from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, LendingCommunicator, UnreachableCommunicator
 from tests.torch.modes import only
 from tests.torch.training import (
+    SGD,
     STEPS,
     assert_close,
     assert_equal,
+    distributed,
     loss_of,
     make_model,
     parameters_of,
     train_alone,
 )
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 
@@ -55,8 +54,7 @@ def views_of(context, model):
 @only("early")
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "to zero"])
 def test_gradients_are_views_after_each_step_and_most_during_it(context, set_to_none):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(model, step).backward()
@@ -169,8 +167,7 @@ def test_passes_accumulate_in_the_buffer(context):
 
 
 def test_clipping_works_on_views(context):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -266,8 +263,7 @@ def test_gradients_with_a_graph_keep_it_until_they_are_reduced(context):
 
 @only("early")
 def test_gradients_given_away_are_gone(context):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     for step in range(2):
         loss_of(model, step).backward()
         optimizer.step()
@@ -287,8 +283,7 @@ def test_gradients_given_away_are_gone(context):
 
 @pytest.mark.parametrize("emptied", ["zero_grad", "by hand", "not at all"])
 def test_a_step_left_half_way_by_another_generation_leaves_nothing(context, emptied):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     loss_of(model, 0).backward()
     context.enter(LendingCommunicator(generation=2))
     if emptied == "zero_grad":
@@ -330,8 +325,7 @@ def test_gradients_follow_their_rank_from_generation_to_generation(context):
 
 
 def test_a_world_of_one_lets_go_of_buffers(context):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+    model, optimizer = distributed()
     loss_of(model, 0).backward()
     optimizer.step()
     lending = context.communicator()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
+
+import nbelastic.torch as hvd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS = 4
 ROWS = 12  # per step; divides by 2, 3 and 4
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def make_model() -> torch.nn.Sequential:
@@ -25,6 +29,11 @@ def make_model() -> torch.nn.Sequential:
     for parameter in model.parameters():
         torch.nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
     return model
+
+
+def distributed() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    model = make_model()
+    return model, hvd.DistributedOptimizer(SGD(model.parameters()))
 
 
 def batch(step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
