@@ -101,7 +101,8 @@ class Layout:
                 group = InPlaceGroup(members, arrived)
             else:
                 trailer = N_FLAGS + len(parameters) if planned is plan[-1] else 0
-                dtype = wire_dtype(members[0].dtype) if members else self._last_dtype()
+                last = self.groups[-1].dtype if self.groups else torch.float32
+                dtype = wire_dtype(members[0].dtype) if members else last
                 group = Bucket(members, dtype, arrived, trailer, devices)
             self.groups.append(group)
             for position, parameter in enumerate(members):
@@ -117,10 +118,6 @@ class Layout:
         }
         self._scaled_for: Callable[[], Communicator | None] = lambda: None
         self._scalings: list[Scaling] = []
-
-    def _last_dtype(self) -> torch.dtype:
-        """Return the type of the last group so far, which one without gradients travels with."""
-        return self.groups[-1].dtype if self.groups else torch.float32
 
     @functools.cached_property
     def deferrable(self) -> set[int]:

@@ -143,7 +143,10 @@ def sum_over_ranks(
     columns = [each.finish(nodes) for each in sums]
     if communicator.size == 1:
         pairs = zip(columns, like, strict=True)
-        return [_absent(tensor) if column[0] is None else column[0] for column, tensor in pairs]
+        return [
+            torch.full_like(each, IDENTITY, requires_grad=False) if own is None else own
+            for (own, *_), each in pairs
+        ]
     by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(like):
         key = (tensor.dtype, wire_device(communicator, tensor.device))
@@ -207,7 +210,3 @@ def _from_wire(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.device == total.device and like.is_contiguous():
         return total
     return torch.empty_like(like, requires_grad=False).copy_(total)
-
-
-def _absent(like: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(like, IDENTITY, requires_grad=False)

@@ -59,17 +59,14 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 
 
 def _around_init(original: Callable[..., Any], ddp: Any, *args: Any, **kwargs: Any) -> None:
-    group = kwargs.get("process_group") or _default_group()
+    world = dist.group.WORLD if dist.is_initialized() else None
+    group = kwargs.get("process_group") or world
     if not isinstance(group, ElasticProcessGroup) or group.generation:
         original(ddp, *args, **kwargs)
         return
     with group.alone():
         original(ddp, *args, **kwargs)
     _marks[ddp] = (_ALONE,)
-
-
-def _default_group() -> Any:
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _around_forward(original: Callable[..., Any], ddp: Any, *args: Any, **kwargs: Any) -> Any:

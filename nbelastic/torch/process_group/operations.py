@@ -269,7 +269,7 @@ def reduce_scatter(
         whole = _together(
             [_allreduce(communicator, each, each, kind, False) for each in everything]
         )
-        return _with(whole, _back([(output, everything[communicator.rank])]))
+        return Started([whole], _back([(output, everything[communicator.rank])]))
     wire, divisor = _OPS[kind], 1
     if wire is Op.AVERAGE and not output.is_floating_point():
         wire, divisor = Op.SUM, communicator.size
@@ -377,7 +377,3 @@ def _together(parts: Sequence[Started]) -> Started:
             part.wait()
 
     return Started(parts, finish)
-
-
-def _with(part: Started, finish: Callable[[], object]) -> Started:
-    return Started([part], finish)
