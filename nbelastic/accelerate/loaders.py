@@ -77,7 +77,7 @@ def batches_left(loader: Any, epoch: int | None) -> tuple[int, float]:
 
 
 def share_anew(loader: Any, rank: int, size: int) -> None:
-    """Have accelerate share out a loader among the present ranks."""
+    """Make accelerate shard a loader over the present ranks."""
     if "_nbelastic_sampler" in vars(loader):
         return
     batches = _batches(loader)

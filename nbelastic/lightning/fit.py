@@ -59,7 +59,7 @@ def fit(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def make_elastic(trainer: Any, strategy: ElasticStrategy) -> None:
-    """Have a trainer, which is set up, train in an elastic loop."""
+    """Train with a trainer that is set up, in an elastic loop."""
     plain: Callable[[], Any] = type(trainer)._run_stage.__get__(trainer)
 
     def run_stage() -> Any:

@@ -126,7 +126,7 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
             self._setting_up.enter_context(group.alone())
 
     def begin(self) -> None:
-        """End the set-up, in which a rank waits for no others."""
+        """End the set-up; until then a rank waits for no other rank."""
         self._setting_up.close()
 
     def setup(self, trainer: Any) -> None:

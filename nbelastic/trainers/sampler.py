@@ -1,4 +1,4 @@
-"""Sampler in the loader of a trainer, whose epochs the integration begins."""
+"""Sampler in the loader of a trainer; the integration begins its epochs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_DEALT = (
 
 
 class DealtSampler(ElasticSampler):
-    """A sampler whose epochs are begun by :meth:`begin_epoch`, and nothing else.
+    """A sampler that begins an epoch in :meth:`begin_epoch` only.
 
     Trainers and loaders call ``set_epoch`` several times for one epoch.
     """
@@ -27,7 +27,7 @@ class DealtSampler(ElasticSampler):
         super().set_epoch(epoch)
 
     def go_on(self, epoch: int, done: int) -> None:
-        """Go on with an epoch of which so many samples are done."""
+        """Continue an epoch after so many samples."""
         self.load_state_dict({"epoch": epoch, "processed_num": done})
         self._resumed = True
 
@@ -50,5 +50,5 @@ class DealtSampler(ElasticSampler):
 
 
 def not_dealt(why: str) -> None:
-    """Warn of a loader whose samples cannot be dealt."""
+    """Warn that the samples of a loader cannot be dealt."""
     warn(current(), NOT_DEALT.format(why=why[0].upper() + why[1:]))

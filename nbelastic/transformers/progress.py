@@ -50,7 +50,7 @@ class TrainerProgress:
     # -- the schedule of the learning rate ---------------------------------------------------------
 
     def stretch(self, steps: int) -> None:
-        """Have the schedule end after so many steps, and go on from where it is."""
+        """Stretch the rest of the schedule so that it ends after so many steps."""
         now = int(self._trainer.lr_scheduler.last_epoch)
         at = self._place(now)
         self._slope = (self._foreseen - at) / max(steps - now, 1)

@@ -137,7 +137,7 @@ class LayoutAgreement:
         return _agreed.get(communicator, 0) > 1
 
     def observe(self, arrived: Iterable[int]) -> None:
-        """Note the order in which gradients have arrived, when the first step has gone well.
+        """Record the order of arrival of gradients after a first step that succeeded.
 
         It is given as ids of parameters. Those without a gradient come last.
         """

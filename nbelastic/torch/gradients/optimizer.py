@@ -206,7 +206,7 @@ class _Distributed(Base):
         self._reducer.synchronize()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Have ``step()`` use the gradients as they are: reduced by ``synchronize()`` before."""
+        """Make ``step()`` use the gradients as they are: ``synchronize()`` has reduced them."""
         return _Skipping(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -235,7 +235,7 @@ class Reducer:
         return step
 
     def _check_share(self, before: GradientStep | None, context: Context) -> None:
-        """Refuse to begin with micro-batches whose gradients are gone, or with those of others."""
+        """Refuse a step of micro-batches after one that lost gradients, or did not use them."""
         if context.share is not None and context.share is self._failed_share:
             raise RuntimeError(
                 "gradients of this step were dropped when an error was raised in it, so it cannot "
@@ -292,7 +292,7 @@ class Reducer:
     def _warn_of_oversights(
         self, context: Context, parameters: list[torch.Tensor], share: StepShare
     ) -> None:
-        """Warn, once, of what goes wrong in silence in steps of micro-batches."""
+        """Warn, once, of mistakes with a loader that raise no error."""
         if not isinstance(context, Session):
             return
         if context.loops and not share.in_state:
@@ -404,7 +404,7 @@ class Reducer:
         self._arrived.clear()
 
     def _fail(self, *, restores: bool = False) -> None:
-        """Drop the step and all gradients, of which some may have been reduced, others not."""
+        """Drop the step and all gradients, because only some may have been reduced."""
         if not restores or (self._step is not None and self._step.has_gradients):
             self._failed_share = self._find_context().share
         self._abandon()
@@ -435,7 +435,7 @@ class Reducer:
         return trained
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:
-        """Have autograd call back for `parameters` and no others, as long as this object lives.
+        """Register autograd hooks on exactly these parameters, as long as this object lives.
 
         Once the order of gradients is known, most hooks only append to the reports, without
         Python's interpreter; a later gradient has them handled. Where passes accumulate, each is

@@ -157,7 +157,7 @@ class ReductionStep(GradientStep):
         return gradient
 
     def _launch_complete(self) -> None:
-        """Launch all groups whose turn it is and whose gradients have all arrived."""
+        """Launch the next groups as far as all their gradients have arrived."""
         assert self.layout is not None
         for group in self.layout.groups[self._launched :]:
             if group.expected:

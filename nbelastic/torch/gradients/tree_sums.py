@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _joined_in(first: int, second: int, leaves: int) -> Node:
-    """Return the smallest node of a tree that has two leaves, of which `second` is later."""
+    """Return the smallest node of a tree that has the leaves `first` and `second` > `first`."""
     node = Node(0, leaves)
     while True:
         middle = node.middle

@@ -107,13 +107,13 @@ class BroadcastFunction(torch.autograd.Function):
 
 
 class AlltoallFunction(torch.autograd.Function):
-    """Exchange rows; the gradient goes back the way they came."""
+    """Exchange rows; their gradients are exchanged the other way."""
 
     @staticmethod
     def forward(
         ctx: Any, group: Group, name: str | None, tensor: torch.Tensor, *splits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows received, and how many came from each rank (int32)."""
+        """Return the rows received, and how many each rank has sent (int32)."""
         exchange = operations.Alltoall(tensor, splits, name)
         output = begin(group, exchange, name).wait()
         ctx.group, ctx.received = group, exchange.received
@@ -123,7 +123,7 @@ class AlltoallFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Send each row's gradient to where the row came from."""
+        """Send each row's gradient to the rank that sent the row."""
         returned, _ = apply(AlltoallFunction, ctx.group, None, grads[0], *ctx.received)
         return None, None, returned, *(None for _ in ctx.received)
 

@@ -71,7 +71,7 @@ def _noted(pending: Pending[T], verb: str, name: str) -> Pending[T]:
 def _recorded(
     handles: Sequence[Waitable], operation: TensorOperation[T], name: str | None
 ) -> Pending[T]:
-    """Return the pending operation, whose end the timeline notes."""
+    """Return the pending operation; the timeline records its end."""
     begun, verb = now(), operation.verb
 
     def finish() -> T:
@@ -85,7 +85,7 @@ def _recorded(
 def agree(
     communicator: Communicator, text: str, numbers: Sequence[int] = (), *, what: object = None
 ) -> list[Sequence[int]]:
-    """Have ranks compare what they are about to do; return the numbers of each.
+    """Compare on all ranks what they are about to do; return the numbers of each.
 
     The `numbers` may differ, and are equally many on all ranks. If the operation is of all ranks, a
     rank that has joined is told `what`.

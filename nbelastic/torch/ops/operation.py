@@ -161,7 +161,7 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
 
     @classmethod
     def of_zeros(cls, spec: dict[str, Any]) -> Allreduce:
-        """Return the operation in which a rank that has joined takes part."""
+        """Return the operation that a rank that has joined runs, to match the spec."""
         zeros = [
             torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in spec["tensors"]
         ]
@@ -326,7 +326,7 @@ class Alltoall(TensorOperation[torch.Tensor]):
 
 
 class Reducescatter(TensorOperation[list[torch.Tensor]]):
-    """Reductions of `tensors`, of which each rank keeps some rows.
+    """Reductions of `tensors`, and each rank keeps some rows.
 
     The rows are dealt out evenly; the first ranks get one more where they do not divide.
     """

@@ -36,7 +36,7 @@ _ALONE = "alone"
 
 
 def install() -> None:
-    """Have every DistributedDataParallel follow the generations of its group; idempotent."""
+    """Make each DistributedDataParallel follow the generations of its group; idempotent."""
     kind: Any = DistributedDataParallel
     if getattr(kind, "_nbelastic", False):
         return

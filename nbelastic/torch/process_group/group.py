@@ -246,7 +246,7 @@ class ElasticProcessGroup(Base):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
-        """Reduce a list of tensors, of which each rank keeps its own."""
+        """Reduce a list of tensors; each rank keeps its own."""
         del timeout
         output, *_ = _listed(outputs)
         parts = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
@@ -263,7 +263,7 @@ class ElasticProcessGroup(Base):
     def reduce_scatter_single(
         self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None
     ) -> OperationWork:
-        """Reduce a tensor, of which each rank keeps its part along the first dimension."""
+        """Reduce a tensor; each rank keeps its part along the first dimension."""
         parts = self._parts(whole, output.shape)
         return self.reduce_scatter([output], [parts], opts)
 
@@ -272,7 +272,7 @@ class ElasticProcessGroup(Base):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, wholes: Tensors, opts: Any = None
     ) -> OperationWork:
-        """Reduce several tensors, of which each rank keeps its parts."""
+        """Reduce several tensors; each rank keeps its parts."""
         op = _reduction(opts)
         pairs = [
             (out, self._parts(each, out.shape)) for out, each in zip(outputs, wholes, strict=True)
@@ -512,7 +512,7 @@ class ElasticProcessGroup(Base):
         return self.queue.add(work, delay=False)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> OperationWork:
-        """Receive a tensor from whichever rank sends one."""
+        """Receive a tensor from any rank."""
         return self.recv(tensors, None, tag)
 
     # -- coalescing --------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def mailbox_of(communicator: Communicator) -> Mailbox:
 
 
 class _Source:
-    """What comes from one rank."""
+    """Messages from one rank."""
 
     def __init__(self) -> None:
         self.waiting: deque[Receiving] = deque()

@@ -216,7 +216,7 @@ def _tensor(
 
 
 class SamplerAdapter(Adapter):
-    """Samplers, whose progress the ranks agree on; nothing of them is sent with the rest.
+    """Samplers: the ranks agree on their progress, and nothing is sent with the rest.
 
     :class:`~nbelastic.elastic.state.ObjectState` keeps them.
     """

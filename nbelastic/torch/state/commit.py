@@ -72,7 +72,7 @@ class Commit:
 
 
 def make_commit(values: Mapping[str, Any], before: Commit | None = None) -> Commit:
-    """Return a commit of `values`; `before` is an earlier one, whose cache is used."""
+    """Return a commit of `values`, with the cache of the earlier commit `before`."""
     known = None if before is None else before.cache
     objects: list[object] = [each for each in values.values() if type(each) not in ATOMS]
     if known is None or not same(objects, known.objects):

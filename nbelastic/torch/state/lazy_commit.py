@@ -32,7 +32,7 @@ tensors, with no operation between ranks since the steps.
 """
 
 LARGE = 1 << 28
-"""Bytes of optimizers' tensors from which on one regular commit is enough.
+"""Bytes of optimizers' tensors above which one regular commit is enough.
 
 Smaller states are copied until the third, because a function that commits after its first step and
 then rarely looks regular at first. Copies of a large one would make the peak of memory.

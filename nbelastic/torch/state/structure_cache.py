@@ -138,7 +138,7 @@ def _structure_of(obj: object) -> _ModuleStructure | _OptimizerStructure | _NoSt
 
 
 def recapture(flattener: Flattener, obj: object, node: ObjectNode, known: Row) -> ObjectNode:
-    """Return the node of an object whose structure has not changed.
+    """Return the node of an object with the same structure as before.
 
     A model's settings may have changed, and an optimizer's learning rate and the like.
     """

@@ -489,7 +489,7 @@ class TorchState(ObjectState):
 
 
 def _refuse_shards(objects: Iterable[object]) -> None:
-    """Refuse models of which each rank has a part."""
+    """Refuse models that are sharded over the ranks, as by FSDP2."""
     for model in objects:
         if not isinstance(model, Module):
             continue
