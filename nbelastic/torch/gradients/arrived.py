@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 SAMPLE_VALUES = 16
 
+# A parameter and its gradient, with the gradient's version and address on arrival.
 Arrival = tuple[torch.Tensor, torch.Tensor, int, int]
-"""A parameter and its gradient, with the gradient's version and address on arrival."""
 
 
 class ArrivedGradients:

@@ -28,12 +28,12 @@ HOT_BYTES = 256 << 10
 class SumTiming(enum.Enum):
     """When the sums of a step run on this rank."""
 
+    # Each group is launched when it and all before it are complete.
     DURING_BACKWARD = "during backward"
-    """Each group is launched when it and all before it are complete."""
+    # All are launched in ``synchronize()``: nothing would go on while the rank computes.
     AFTER_BACKWARD = "after backward"
-    """All are launched in ``synchronize()``: nothing would go on while the rank computes."""
+    # As after backward, but copies from an accelerator to the host begin in backward.
     STAGED = "staged"
-    """As after backward, but copies from an accelerator to the host begin in backward."""
 
 
 class Scaling(NamedTuple):

@@ -32,20 +32,17 @@ SMALL_MODEL_BYTES = 256 << 10
 
 _NONE: set[int] = set()
 
+# Number of optimizers that the ranks of each communicator have agreed on.
 _agreed: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
-"""Number of optimizers that the ranks of each communicator have agreed on."""
 
 
 class ExchangeStage(enum.Enum):
     """What the ranks of a generation have exchanged."""
 
     NOTHING = "nothing"
-    PARAMETERS = "parameters"
-    """They train the same. No order is known: this step shows one."""
-    STEP = "step"
-    """A step has shown an order; that of rank 0 is exchanged before the next."""
-    ORDER = "order"
-    """They share an order. Nothing but gradients is exchanged from here on."""
+    PARAMETERS = "parameters"  # They train the same. No order is known: this step shows one.
+    STEP = "step"  # A step has shown an order; that of rank 0 is exchanged before the next
+    ORDER = "order"  # They share an order. Nothing but gradients is exchanged from here on.
 
 
 class LayoutAgreement:

@@ -37,13 +37,12 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.options import ReduceOptions
 
+# Steps of a generation from one comparison of parameters to the next. The first is compared.
 WITNESS_EVERY = 100
-"""Steps of a generation from one comparison of parameters to the next. The first is compared."""
 
 _DIGEST_LIMIT = 1 << 52
 
-SPARSE = 1 << 30
-"""Presence of a sparse gradient: more than that of dense ones on all ranks."""
+SPARSE = 1 << 30  # presence of a sparse gradient: more than that of dense ones on all ranks
 
 
 class PreviousSteps:

@@ -35,18 +35,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Message = dict[str, Any]
 
+# What a rank that has joined says it is about to do, in an operation that it cannot take part in.
 JOINED = "join()"
-"""What a rank that has joined says it is about to do, in an operation that it cannot take part in.
-"""
 
+# What a rank announces before ranks compare whether a change of members is due.
 CHECK: Message = {"kind": "check"}
-"""What a rank announces before ranks compare whether a change of members is due."""
 
-MOST_PENDING = 10_000
-"""Named operations of a rank that can wait for other ranks at a time."""
+MOST_PENDING = 10_000  # named operations of a rank that can wait for other ranks at a time
 
+# Numbered operations that a rank can tell of later. None ends before all ranks take part.
 KEPT = 64
-"""Numbered operations that a rank can tell of later. None ends before all ranks take part."""
 
 _TELL_AFTER_S = 1.0
 _TELL_EVERY_S = 0.5

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.context import Context
 
+# What a rank that has joined does in an operation, by its kind.
 SERVICES: dict[str, Callable[[Context, dict[str, Any]], None]] = {}
-"""What a rank that has joined does in an operation, by its kind."""
 
-at_end: list[Callable[[Context], None]] = []
-"""Called when all ranks have joined."""
+at_end: list[Callable[[Context], None]] = []  # called when all ranks have joined
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where sums are formed, on the CPU

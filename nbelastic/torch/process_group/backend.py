@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.context import Context
 
+# Back ends that trainers name by themselves; in a job they get the job's ranks.
 _OWN = {"", "gloo", "nccl", "undefined", NAME}
-"""Back ends that trainers name by themselves; in a job they get the job's ranks."""
 
 
 def install() -> None:

@@ -25,12 +25,12 @@ from nbelastic.torch.process_group.group import ElasticProcessGroup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# What the reducer of each was made for: generation, failures, and whether it was set up alone.
 _marks: weakref.WeakKeyDictionary[Any, tuple[object, ...]] = weakref.WeakKeyDictionary()
-"""What the reducer of each was made for: generation, failures, and whether it was set up alone."""
 
 _built_in_hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# States of the random generators of PowerSGD, as its hooks were registered.
 _generators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""States of the random generators of PowerSGD, as its hooks were registered."""
 
 _ALONE = "alone"
 

@@ -36,8 +36,7 @@ NAME = "nbelastic"
 
 Tensors = list[torch.Tensor]
 
-_BARRIER_TAG = 2**62
-"""Tag of messages of a monitored barrier."""
+_BARRIER_TAG = 2**62  # tag of messages of a monitored barrier
 
 _JOB_CHOOSES = (
     "{}(): the ranks of this group are those of the job, which chooses them; train in "

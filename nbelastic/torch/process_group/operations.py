@@ -33,6 +33,7 @@ _OPS = {
     ReduceOp.PRODUCT: Op.PRODUCT,
 }
 
+# Types that communicators reduce.
 _DIRECT = {
     torch.float32,
     torch.float64,
@@ -44,7 +45,6 @@ _DIRECT = {
     torch.uint8,
     torch.bool,
 }
-"""Types that communicators reduce."""
 
 _BITWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.BAND: torch.bitwise_and,

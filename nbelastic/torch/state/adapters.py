@@ -48,12 +48,11 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.structure import Structure
 
 
-_UNMADE = TensorRef(-1)
-"""Reference of a tensor that does not exist yet."""
+_UNMADE = TensorRef(-1)  # reference of a tensor that does not exist yet
 
 
+# Packages of modules with only tensors and extra state in their state dicts.
 _TORCHS = ("torch.nn.", "torch.jit.", "torch._dynamo.")
-"""Packages of modules with only tensors and extra state in their state dicts."""
 
 
 class ModuleContent(NamedTuple):
@@ -384,8 +383,7 @@ def settings_of(obj: object) -> Iterator[tuple[str, Any]]:
         yield from _plain_in(".{}", {"seed": obj.seed, "shuffle": obj.shuffle})
 
 
-_OF_SCHEDULERS = ("base_lrs", "last_epoch")
-"""Values of schedulers that follow from others."""
+_OF_SCHEDULERS = ("base_lrs", "last_epoch")  # values of schedulers that follow from others
 
 
 def _plain_in(form: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.step_share import StepShare
 
-_MOST_NAMES = 5
-"""Buffers that an error names."""
+_MOST_NAMES = 5  # buffers that an error names
 
 
 class BufferMeans:

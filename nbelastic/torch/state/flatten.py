@@ -391,6 +391,9 @@ class Adapter:
     The class names it, ``nbelastic_adapter = LedgerAdapter``, or it is one of those in
     :mod:`nbelastic.torch.state.adapters`. A checkpoint names the adapter's class, so that
     ``load_checkpoint`` can read it without the object.
+
+    An object with ``nbelastic_complete = True`` keeps its tensors from commit to commit, so that it
+    is captured once.
     """
 
     def capture(self, flattener: Flattener, obj: Any) -> Any:

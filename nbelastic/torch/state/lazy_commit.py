@@ -24,31 +24,26 @@ if TYPE_CHECKING:
     from nbelastic.elastic.context import Context
     from nbelastic.torch.state.structure_cache import StructureCache
 
+# Regular commits in a row after which commits are not copied any more.
+# A commit is *regular* if it follows steps of the optimizers, before which only they had changed
+# the tensors, with no operation between ranks since the steps.
 LEARNED = 3
-"""Regular commits in a row after which commits are not copied any more.
 
-A commit is *regular* if it follows steps of the optimizers, before which only they had changed the
-tensors, with no operation between ranks since the steps.
-"""
-
+# Bytes of optimizers' tensors above which one regular commit is enough.
+# Smaller states are copied until the third, because a function that commits after its first step
+# and then rarely looks regular at first. Copies of a large one would make the peak of memory.
 LARGE = 1 << 28
-"""Bytes of optimizers' tensors above which one regular commit is enough.
 
-Smaller states are copied until the third, because a function that commits after its first step and
-then rarely looks regular at first. Copies of a large one would make the peak of memory.
-"""
-
+# Commits after which values are compared before the next step: the first ones, and a few more.
 SAMPLED_UNTIL, SAMPLED_AT = 4, (10, 100, 1000)
-"""Commits after which values are compared before the next step: the first ones, and a few more."""
 
-MOST_VALUES = 64
-"""Values of a tensor that are compared then."""
+MOST_VALUES = 64  # values of a tensor that are compared then
 
 _address_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 
+# For each tensor the address of its data, and how often it was changed in place.
 Marks = tuple[list[int], list[int]]
-"""For each tensor the address of its data, and how often it was changed in place."""
 
 
 class LazyCommit:

@@ -26,20 +26,16 @@ from nbelastic.torch.state.flatten import ATOMS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-COMPILED = "_orig_mod"
-"""Name of a model in the one that ``torch.compile`` returns."""
+COMPILED = "_orig_mod"  # name of a model in the one that ``torch.compile`` returns
 
 _BASE = frozenset(vars(torch.nn.Module())) - {"training"}
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
-_SAMPLED = 16
-"""Values of a tensor that are looked at."""
+_SAMPLED = 16  # values of a tensor that are looked at
 
-_built: Any = WeakIdKeyDictionary()
-"""Settings of each module by name, from its first capture."""
+_built: Any = WeakIdKeyDictionary()  # settings of each module by name, from its first capture
 
-_ANY = ("_modules",)
-"""Attribute that all modules have."""
+_ANY = ("_modules",)  # attribute that all modules have
 
 
 def uncompiled(path: str) -> str:

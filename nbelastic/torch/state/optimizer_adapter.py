@@ -66,8 +66,7 @@ def _common() -> frozenset[str]:
 _ARRAYS = (np.generic, np.ndarray)
 _COLLECTIONS = (set, frozenset, collections.deque)
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
-_DEEPEST = 6
-"""Levels of objects within objects that are searched for tensors."""
+_DEEPEST = 6  # levels of objects within objects that are searched for tensors
 
 _LISTS = ("param_groups", "state")
 
@@ -78,11 +77,11 @@ _ADVICE = (
     "load_state_dict(), or register a handler (elastic.state.set_handler_registry)"
 )
 
+# Pickled attributes without tensors of each optimizer, from its first capture.
 _built: weakref.WeakKeyDictionary[Any, dict[str, bytes]] = weakref.WeakKeyDictionary()
-"""Pickled attributes without tensors of each optimizer, from its first capture."""
 
+# Names of each optimizer's attributes that were searched for tensors.
 _searched: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
-"""TensorNames of each optimizer's attributes that were searched for tensors."""
 
 
 class OptimizerContent(NamedTuple):
@@ -306,6 +305,7 @@ def _overrides(obj: _Optimizer) -> bool:
     )
 
 
+# Attributes by which one optimizer changes what its state dict is.
 _OF_STATE_DICTS = (
     "state_dict",
     "load_state_dict",
@@ -314,7 +314,6 @@ _OF_STATE_DICTS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-"""Attributes by which one optimizer changes what its state dict is."""
 
 
 def within(obj: object) -> list[_Optimizer]:

@@ -19,32 +19,28 @@ if TYPE_CHECKING:
 
     import torch
 
+# Description of a tensor that a lazy module has not made yet; fits any other.
 LAZY = "of no shape yet"
-"""Description of a tensor that a lazy module has not made yet; fits any other."""
 
-OWN = "a tensor in no model: "
-"""Prefix of a group's parameter that is in no model of the state."""
+OWN = "a tensor in no model: "  # prefix of a group's parameter that is in no model of the state
 
+# Text that describes a part, or a text for each parameter of a group.
 Description = str | tuple[str, ...]
-"""Text that describes a part, or a text for each parameter of a group."""
 
-Key = tuple[str, str]
-"""Kind and name of a part."""
+Key = tuple[str, str]  # kind and name of a part
 
-Structure = dict[Key, Description]
-"""Descriptions of all parts."""
+Structure = dict[Key, Description]  # descriptions of all parts
 
+# Kinds of parts that a rank cannot make, and cannot do without.
 _ON_BOTH = frozenset({"parameter", "extra state of"})
-"""Kinds of parts that a rank cannot make, and cannot do without."""
 
+# Kind of parts that may appear and vanish: tensors in state dicts of other objects.
 _IF_ON_BOTH = "tensor"
-"""Kind of parts that may appear and vanish: tensors in state dicts of other objects."""
 
+# Kinds of parts that must be equal once training has changed them; else ranks may differ.
 _IF_CHANGED = frozenset({"class of", "function"})
-"""Kinds of parts that must be equal once training has changed them; else ranks may differ."""
 
-_LISTED = 5
-"""Most differences that an error lists."""
+_LISTED = 5  # most differences that an error lists
 
 
 class TensorNames(NamedTuple):
