@@ -324,7 +324,7 @@ class MicroBatchReduction(GradientStep):
 
 @dataclasses.dataclass
 class Trailer:
-    """Numbers that ranks sum in each step of micro-batches, beside the gradients.
+    """Numbers that ranks sum in each step of micro-batches, along with the gradients.
 
     Each number of one rank alone has a place of its own, with zeros from the other ranks. So its
     sum is exact for every number of ranks.
