@@ -69,7 +69,6 @@ class ElasticProcessGroup(Base):
         self._collected: list[OperationWork] | None = None  # between start and end of coalescing
         self._name, self._desc = NAME, ""
         self._sequence = 0
-        self._failure: BaseException | None = None
 
     # -- who is in it ------------------------------------------------------------------------------
 
