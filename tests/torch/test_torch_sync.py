@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+import nbelastic.torch as hvd
 from nbelastic.elastic import transfer
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError, NbelasticError
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer
+from nbelastic.torch.state.lazy_commit import LEARNED
 from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
 from tests.torch.nets import (
@@ -318,3 +320,34 @@ def test_a_newcomer_with_lazy_modules_gets_their_parameters() -> None:
 
     first, second = run_ranks(2, main)
     assert first == second
+
+
+def test_a_newcomer_that_still_copies_follows_a_rank_that_goes_back_less_far() -> None:
+    nets = [new_net(rank) for rank in range(2)]
+
+    def main(context: StaticContext) -> object:
+        generation, context.generation = context.generation, 0
+        net = nets[context.rank]
+        optimizer = adam(net)
+        state = TorchState(net, optimizer, steps=0)
+        for _ in range(LEARNED + 1 if context.rank == 0 else 0):
+            train(net, optimizer, seed=state.steps)
+            state.steps += 1
+            state.commit()
+        context.generation = generation
+        state.align([1])
+        state.save()
+        received = everything(state)
+        assert state._lazy.uncopied == (context.rank == 0)
+        train(net, optimizer)
+        hvd.allreduce(torch.zeros(1))  # where a rank may fail, so the step replaces the commit
+        state.restore()
+        assert context.ahead == (context.rank == 0)
+        back = everything(state) == received
+        context.ahead = False
+        state.align([1])
+        return received, back, everything(state)
+
+    first, second = run_ranks(2, main)
+    assert (first[0], first[2]) == (second[0], second[2])
+    assert (first[1], second[1]) == (False, True)
