@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from nbelastic import driver
+from nbelastic.driver.option_parser import LIMITS, ROWS, LineOption
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.render import JobSnapshot, count, duration, line, sentence
 
@@ -156,10 +157,6 @@ def logs(
 
 @click.command()
 @_NAME
-@click.option("--min-np", type=click.IntRange(1), metavar="N", help="Fewest ranks.")
-@click.option("--max-np", type=click.IntRange(1), metavar="N", help="Most ranks.")
-@click.option("--priority", type=int, metavar="N", help="Its priority among the jobs.")
-@click.option("--weight", type=float, metavar="X", help="Its part of what equal jobs share.")
 @_with_scheduler
 def scale(
     name: str | None, scheduler: str | None, scheduler_file: str | None, **limits: Any
@@ -179,6 +176,9 @@ def scale(
         return 0
 
     _exit(ask)
+
+
+scale.params += [LineOption.of(ROWS[name]) for name in LIMITS]
 
 
 @click.command()

@@ -26,7 +26,7 @@ from . import display
 from .attachment import attach_client
 from .hints import with_hints
 from .job import Job
-from .option_kinds import Flag
+from .option_kinds import FLAG
 from .options import Options, call_arguments, check_name
 from .thread import Driver
 
@@ -185,7 +185,7 @@ def fit(
     >>> job.result()  # doctest: +SKIP
     """
     options = Options.given(locals())
-    Flag().check("block", block)
+    FLAG.check("block", block)
     if not callable(fn):
         raise OptionError(f"fn={fn!r}: must be a function")
     job_name = check_name(name)

@@ -16,7 +16,8 @@ from nbelastic.membership import StopReason, StopRequested
 from . import display
 from .describe import in_words
 from .hints import with_hints
-from .options import changed_limits, count_option
+from .option_kinds import count
+from .options import changed_limits
 from .report import save_report
 from .status import JobStatus, RankStatus
 
@@ -197,7 +198,7 @@ class Job:
         OptionError
             `rank` is no number that a rank of this job has had.
         """
-        rank = count_option("rank", rank, least=0)
+        rank = count(0).check("rank", rank)
         highest = self._driver.log.highest_rank
         if rank is not None and highest is not None and rank > highest:
             had = "rank 0 alone" if highest == 0 else f"ranks 0 to {highest}"
@@ -403,10 +404,10 @@ class Job:
             return "no worker ran it"
         if known is None:
             return "the scheduler has not said what has become of its workers"
-        count, free = len(workers), len(workers & known)
-        if free < count:
-            return f"{free} of its {count} workers are free, the others are gone or still busy"
-        return "its worker is free" if count == 1 else f"its {count} workers are free"
+        total, free = len(workers), len(workers & known)
+        if free < total:
+            return f"{free} of its {total} workers are free, the others are gone or still busy"
+        return "its worker is free" if total == 1 else f"its {total} workers are free"
 
 
 def _sentence(*reasons: Reason | None) -> str:

@@ -21,7 +21,7 @@ from .cell import CellFunction
 from .commands import Commands
 from .debugging import unwrap_debug, wrap_debug
 from .names import users_names
-from .options import MagicOptionError, options_help, split, train_parser
+from .options import MagicOptionError, options_help, split, train_command
 from .size_estimate import large_variables
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ElasticMagics(Magics):
         {name} and $name on the line are replaced by variables: %%elastic_train --np {ranks}
         Defaults for later cells: %elastic config max-np=8; more in %elastic?
         """
-        given = train_parser(MAGIC).parse_line(split(line, MAGIC))
+        given = train_command(MAGIC).read(split(line, MAGIC))
         options = {**self.commands.defaults, **given}
         try:
             function = self._function(line, cell)
