@@ -14,7 +14,7 @@ import click
 from nbelastic import driver
 from nbelastic.driver.option_parser import LIMITS, ROWS, LineOption
 from nbelastic.errors import NbelasticError, OptionError
-from nbelastic.render import JobSnapshot, count, duration, line, sentence
+from nbelastic.render import JobSnapshot, duration, line, rank_line, sentence
 
 from .clusters import existing
 from .options import run_command
@@ -127,9 +127,7 @@ def status(name: str | None, scheduler: str | None, scheduler_file: str | None) 
         if snapshot.status.reason:
             click.echo(f"  {snapshot.status.reason}")
         for rank in snapshot.status.ranks:
-            number = "  –" if rank.rank is None else f"{rank.rank:3d}"
-            commits = count(rank.commits, "commit")
-            click.echo(f"  {number}  {rank.state:<9}  {commits}  {rank.name}  {rank.worker}")
+            click.echo(rank_line(rank))
         for words in filter(None, (sentence(snapshot, event) for event in snapshot.history)):
             click.echo(f"  {words}")
         return 0

@@ -29,6 +29,7 @@ from .job import Job
 from .option_kinds import FLAG
 from .options import Options, call_arguments, check_name
 from .thread import Driver
+from .waiting import wait_interruptibly
 
 if TYPE_CHECKING:
     import datetime
@@ -284,6 +285,6 @@ def hand_out(driver: Driver, *, block: bool) -> Job:
     display.started(job)
     if block:
         if threading.current_thread() is threading.main_thread():
-            job._wait_interruptibly()
+            wait_interruptibly(job)
         job.results()
     return job

@@ -9,6 +9,7 @@ from nbelastic.driver import Job
 from nbelastic.driver.option_kinds import Kind, count
 from nbelastic.driver.option_parser import LIMITS, ROWS, LineOption
 from nbelastic.errors import OptionError
+from nbelastic.render import rank_line
 
 from .options import MagicCommand, MagicOptionError, parse_setting, split
 
@@ -22,15 +23,7 @@ REMEMBERED = 5
 
 
 class Commands:
-    """The subcommands of ``%elastic`` for one notebook.
-
-    Parameters
-    ----------
-    namespace : mapping of str to object
-        The notebook's variables; read when a command runs.
-    write : callable
-        Called with the text to show.
-    """
+    """The subcommands of ``%elastic`` for one notebook."""
 
     def __init__(self, namespace: Mapping[str, Any], write: Callable[[str], object]) -> None:
         self.defaults: dict[str, Any] = {}
@@ -54,18 +47,7 @@ class Commands:
         self._jobs = [each for each in self._jobs if id(each) not in forgotten] + [job]
 
     def run(self, line: str) -> None:
-        """Run one command.
-
-        Parameters
-        ----------
-        line : str
-            The words after ``%elastic``.
-
-        Raises
-        ------
-        MagicOptionError
-            The command, an option or the job does not exist. The message suggests another.
-        """
+        """Run the words after ``%elastic``."""
         command, *words = split(line, MAGIC) or [""]
         if command not in self._commands:
             raise MagicOptionError(self._no_command(command))
@@ -92,13 +74,7 @@ class Commands:
         return sorted(known.values(), key=lambda job: -job.started)
 
     def find(self, name: str | None) -> Any:
-        """Return the job with a name or in a variable; the latest by default.
-
-        Parameters
-        ----------
-        name : str or None
-            A job's name, or a variable that holds one.
-        """
+        """Return the job with a name or in a variable; the latest by default."""
         jobs = self.jobs()
         if not jobs:
             raise MagicOptionError(
@@ -133,10 +109,7 @@ class Commands:
         lines = [_summary(job)]
         if status.reason:
             lines.append(f"  {status.reason}")
-        for rank in status.ranks[:20]:
-            number = "  –" if rank.rank is None else f"{rank.rank:3d}"
-            where = f"{rank.name}  {rank.worker}".strip()  # as in dask elastic status
-            lines.append(f"  {number}  {rank.state:<9}  {rank.commits:>7,} commits  {where}")
+        lines += map(rank_line, status.ranks[:20])
         if len(status.ranks) > 20:
             lines.append(f"  + {len(status.ranks) - 20} more")
         self._say(*lines)

@@ -7,6 +7,7 @@ same snapshot always looks the same.
 from __future__ import annotations
 
 from .changes import sentence
+from .figures import FIGURES, rank_line
 from .formatting import abbreviate, count, duration, limits, number, printable, rate
 from .job_snapshot import JobSnapshot
 from .page import PARTS, page
@@ -15,6 +16,7 @@ from .theme import STYLE
 from .timeline import timeline, timeline_key
 
 __all__ = [
+    "FIGURES",
     "PARTS",
     "STYLE",
     "JobSnapshot",
@@ -26,6 +28,7 @@ __all__ = [
     "number",
     "page",
     "printable",
+    "rank_line",
     "rate",
     "sentence",
     "text",
