@@ -104,11 +104,6 @@ class Options:
     """What :func:`nbelastic.fit` takes, under the same names.
 
     Values are checked and brought into one form; what is not given has the package's default.
-
-    Raises
-    ------
-    OptionError
-        An option has a value that it cannot have.
     """
 
     np: int | None = _option(
@@ -268,12 +263,8 @@ class Options:
     def given(cls, values: Mapping[str, Any]) -> Options:
         """Return the options that a user has given; the others are those of Dask's configuration.
 
-        What neither has may be an environment variable of Horovod's.
-
-        Parameters
-        ----------
-        values : mapping of str to object
-            At least all options; None is what is not given.
+        `values` has at least all options; None is what is not given. What neither has may be an
+        environment variable of Horovod's.
         """
         known = {}
         for row in TABLE:
@@ -295,7 +286,7 @@ class Options:
             raise OptionError(f"np={start} is above max_np={high}")
 
     def checkpoints(self) -> dict[str, Any] | None:
-        """Return what ranks are told about checkpoints; None where there are none."""
+        """Return the settings of checkpoints for ranks; None without checkpoints."""
         if self.checkpoint is None:
             return None
         return {
@@ -310,14 +301,7 @@ class Options:
     ) -> RankSpec:
         """Return what a rank needs to know of the options, and of itself.
 
-        Parameters
-        ----------
-        job, run : str
-            The job's name, and its id among jobs of this name.
-        start, place : int, Place
-            The start of the function, and the place foreseen for it.
-        state_bytes : int or None
-            Size of the state that it will receive.
+        `run` is the job's id among jobs of its name; `place` the one foreseen for this start.
         """
         checkpoint = self.checkpoints()
         return RankSpec(
@@ -406,13 +390,7 @@ def _of_horovod(option: str, value: Any) -> Any:
 
 
 def check_name(name: str | None) -> str:
-    """Return a job's name: the given one, or a new one for None.
-
-    Raises
-    ------
-    OptionError
-        It is no name.
-    """
+    """Return a job's name: the given one, or a new one for None."""
     if name is None:
         return f"job-{uuid.uuid4().hex[:8]}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
@@ -430,13 +408,7 @@ def changed_limits(
     priority: int | None = None,
     weight: float | None = None,
 ) -> LimitsChanged:
-    """Return the event that changes what a job may have; None leaves a value as it is.
-
-    Raises
-    ------
-    OptionError
-        ``min_np`` would be above ``max_np``, or a value is not possible.
-    """
+    """Return the event that changes what a job may have; None leaves a value as it is."""
     min_np = count().check("min_np", min_np)
     max_np = count().check("max_np", max_np)
     low = present.min_np if min_np is None else min_np
@@ -451,13 +423,7 @@ def changed_limits(
 def call_arguments(
     fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a training function is called with.
-
-    Raises
-    ------
-    OptionError
-        It cannot be called so.
-    """
+    """Return what a training function is called with, if it can be called so."""
     if not isinstance(args, (tuple, list)):  # others are one argument, or lose their values
         raise OptionError(f"args={shown(args)}: must be a tuple or list, as in args=(value,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -480,7 +446,7 @@ def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if asks(fn):
             raise OptionError(f"fn={shown(fn)}: must be a function, not a {kind} function")
     if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
-        return  # what others take is for them to say
+        return  # other callables check their own arguments
     try:
         # What a decorator passes on is not what it takes.
         inspect.signature(fn, follow_wrapped=False).bind(*args, **kwargs)

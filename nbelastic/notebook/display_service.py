@@ -67,17 +67,7 @@ def kernel_shell() -> Any:
 
 
 class DisplayService:
-    """Shows the jobs of this process, for the driver.
-
-    Parameters
-    ----------
-    screen : Screen, optional
-        Makes and updates displays; IPython's by default.
-    shell : callable
-        Returns the kernel's shell, or None where there is none.
-    clock : callable
-        Returns seconds.
-    """
+    """Shows the jobs of this process, for the driver."""
 
     def __init__(
         self,

@@ -109,7 +109,9 @@ class _Flow:
 
     def _expressions(self, node: ast.AST, bound: set[str]) -> set[str]:
         """Traverse a statement without the statements in it; return the names bound after it."""
-        reads, binds, walrus = set(), set(), set()
+        reads: set[str] = set()
+        binds: set[str] = set()
+        walrus: set[str] = set()
         for part in _without_blocks(node):
             if isinstance(part, ast.Name):
                 is_read = not isinstance(part.ctx, ast.Store) or isinstance(node, ast.AugAssign)
@@ -142,8 +144,8 @@ def _branches(node: Any) -> list[tuple[ast.AST, Sequence[ast.AST]]]:
     if isinstance(node, ast.Match):
         last = node.cases[-1]
         whole = last.guard is None and getattr(last.pattern, "pattern", last) is None
-        rest = [] if whole else [(nothing, [])]
-        return [*((case, case.body) for case in node.cases), *rest]
+        branches = [(case, case.body) for case in node.cases]
+        return branches if whole else [*branches, (nothing, [])]
     if hasattr(node, "handlers"):
         handlers = ((handler, handler.body) for handler in node.handlers)
         return [(nothing, [*node.body, *node.orelse]), *handlers]

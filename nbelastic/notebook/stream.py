@@ -53,17 +53,7 @@ class _Line:
 class Streamer:
     """Turns the outputs of ranks into text.
 
-    Parameters
-    ----------
-    mode : {"rank0", "all", "none"}, default "rank0"
-        Ranks whose output is shown. With "all", ``[rank 3]`` precedes a line when the rank
-        changes.
-    clock : callable, optional
-        Returns seconds.
-    lines_per_s : float or None, default 200
-        Maximum of lines in the long run; None for no cap.
-    burst : int, default 1000
-        Maximum of lines at once.
+    With ``all``, ``[rank 3]`` precedes a line when the rank changes.
     """
 
     def __init__(
@@ -71,8 +61,8 @@ class Streamer:
         mode: Mode = "rank0",
         clock: Callable[[], float] = time.monotonic,
         *,
-        lines_per_s: float | None = 200.0,
-        burst: int = 1_000,
+        lines_per_s: float | None = 200.0,  # in the long run; None for no cap
+        burst: int = 1_000,  # lines at once
     ) -> None:
         self._mode = mode
         self._clock = clock
@@ -95,12 +85,9 @@ class Streamer:
         return self.new_text(job) + self.flush()
 
     def feed(self, outputs: Iterable[Output]) -> str:
-        """Take new output, possibly none; return the text to show now.
+        """Take new output in order of arrival, possibly none; return the text to show now.
 
-        Parameters
-        ----------
-        outputs : iterable of Output
-            In order of arrival. Call it regularly, because lines wait for equal ones.
+        Call it regularly, because lines wait for equal ones.
         """
         now = self._clock()
         if self._mode == "none":

@@ -28,31 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """How to show a job.
+    """How to show a job."""
 
-    Attributes
-    ----------
-    style : str
-        ``live``, ``plain``, ``json`` or ``quiet``.
-    prefix : bool
-        Whether to write the output of all ranks, each line with its rank.
-    directory : str or None
-        Where to write the output of each rank.
-    """
-
-    style: str = "plain"
-    prefix: bool = False
-    directory: str | None = None
+    style: str = "plain"  # ``live``, ``plain``, ``json`` or ``quiet``
+    prefix: bool = False  # output of all ranks, each line with its rank
+    directory: str | None = None  # where to write the output of each rank
 
 
 class CommandDisplay:
-    """Shows the jobs of a command.
-
-    Parameters
-    ----------
-    options : ViewOptions
-        How to show them.
-    """
+    """Shows the jobs of a command."""
 
     def __init__(self, options: ViewOptions) -> None:
         self._options = options
@@ -94,14 +78,7 @@ class CommandDisplay:
 class WaitView:
     """A line on stderr for each event, and output of ranks on stdout.
 
-    Parameters
-    ----------
-    job : Job
-        The job.
-    options : ViewOptions
-        How to show it.
-    messages : queue of str
-        Lines of other threads.
+    Messages are lines of other threads.
     """
 
     def __init__(self, job: Any, options: ViewOptions, messages: queue.SimpleQueue[str]) -> None:

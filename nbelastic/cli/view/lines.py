@@ -12,14 +12,9 @@ if TYPE_CHECKING:
 
 
 class RankLines:
-    """Joins the pieces of what ranks print to lines.
+    """Joins the pieces of what ranks print, all of them or rank 0, to lines.
 
     Of a line that overwrites itself, such as a progress bar, only its last state is kept.
-
-    Parameters
-    ----------
-    all_ranks : bool
-        Whether to keep lines of all ranks, or of rank 0 alone.
     """
 
     def __init__(self, *, all_ranks: bool = False) -> None:
@@ -57,30 +52,15 @@ def prefixed(rank: int | None, line: str) -> str:
 
 
 class OutputFiles:
-    """Writes what ranks print to ``DIR/rank.N/stdout``.
+    """Appends what ranks print to ``DIR/rank.N/stdout``."""
 
-    Parameters
-    ----------
-    directory : str
-        The directory; it is made with the first piece.
-    digits : int
-        Digits of a rank's number in the names.
-    """
-
-    def __init__(self, directory: str, digits: int = 1) -> None:
+    def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
-        self._digits = digits
 
     def write(self, outputs: Iterable[Output]) -> None:
-        """Append pieces to the files.
-
-        Raises
-        ------
-        OSError
-            A file cannot be written.
-        """
+        """Append pieces to the files."""
         for output in outputs:
-            number = "unknown" if output.rank is None else str(output.rank).zfill(self._digits)
+            number = "unknown" if output.rank is None else output.rank
             place = self._directory / f"rank.{number}"
             place.mkdir(parents=True, exist_ok=True)
             with open(place / "stdout", "a", encoding="utf-8", errors="backslashreplace") as file:
