@@ -21,10 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from nbelastic.render import JobSnapshot, text
+from nbelastic.render import JobSnapshot, Streamer, text
 
 from .display_group import DisplayGroup, IPythonScreen, bundle
-from .stream import Streamer
 from .wait_display import (
     DisplayOptions,
     LastLineWaitDisplay,

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from nbelastic.render import Mode, Streamer
+
     from .display_group import DisplayGroup
-    from .stream import Mode, Streamer
 
 PANEL_DELAY = 2.0
 """Seconds of waiting before a panel appears."""

@@ -1,7 +1,7 @@
 """Rendering of a job for notebooks and terminals: text, HTML and SVG.
 
 All functions map a frozen :class:`JobSnapshot` to a string, without clock, IPython or I/O. So the
-same snapshot always looks the same.
+same snapshot always looks the same. :mod:`~nbelastic.render.output` makes lines of ranks' output.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from .changes import sentence
 from .figures import FIGURES, rank_line
 from .formatting import abbreviate, count, duration, limits, number, printable, rate
 from .job_snapshot import JobSnapshot
+from .output import Mode, RankLines, Streamer
 from .page import PARTS, page
 from .text import line, text
 from .theme import STYLE
@@ -20,6 +21,9 @@ __all__ = [
     "PARTS",
     "STYLE",
     "JobSnapshot",
+    "Mode",
+    "RankLines",
+    "Streamer",
     "abbreviate",
     "count",
     "duration",

@@ -285,7 +285,7 @@ def test_the_extension_can_be_unloaded_and_loaded_again(shell):
 
 def test_the_package_loads_neither_ipython_nor_ipywidgets():
     code = (
-        "import nbelastic.notebook, nbelastic.notebook.cell, nbelastic.notebook.stream, sys;"
+        "import nbelastic.notebook, nbelastic.notebook.cell, nbelastic.notebook.names, sys;"
         "print([m for m in ('IPython', 'ipywidgets', 'torch') if m in sys.modules])"
     )
     result = subprocess.run(
