@@ -144,8 +144,8 @@ def _branches(node: Any) -> list[tuple[ast.AST, Sequence[ast.AST]]]:
     if isinstance(node, ast.Match):
         last = node.cases[-1]
         whole = last.guard is None and getattr(last.pattern, "pattern", last) is None
-        branches = [(case, case.body) for case in node.cases]
-        return branches if whole else [*branches, (nothing, [])]
+        branches: list[tuple[ast.AST, Sequence[ast.AST]]] = [(nothing, [])] if not whole else []
+        return [*branches, *((case, case.body) for case in node.cases)]
     if hasattr(node, "handlers"):
         handlers = ((handler, handler.body) for handler in node.handlers)
         return [(nothing, [*node.body, *node.orelse]), *handlers]
