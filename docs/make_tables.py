@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nbelastic.cli.options import TERMINAL, TerminalRow, flags_of
+from nbelastic.cli.options import TERMINAL, flags_of
+from nbelastic.driver.option_parser import LineOption
 from nbelastic.driver.options import DEFAULTS, TABLE, OptionRow
 
 DOCS = Path(__file__).parent
@@ -46,11 +47,12 @@ def of_run(row: OptionRow) -> str:
     return f"| {names} | {row.meaning} | `{row.name}` |"
 
 
-def of_terminal(row: TerminalRow) -> str:
+def of_terminal(option: LineOption) -> str:
     """Return the row of an option of ``dask elastic run`` alone."""
-    names = ", ".join(f"`{flag}`" for flag in row.flags)
-    value = f" `{row.metavar}`" if row.metavar else ""
-    return f"| {names}{value} | {row.meaning} |"
+    flags = [*option.opts, *option.secondary_opts]
+    names = f"`{'/'.join(flags)}`" if option.secondary_opts else ", ".join(f"`{f}`" for f in flags)
+    value = f" `{option.metavar}`" if option.metavar else ""
+    return f"| {names}{value} | {option.help} |"
 
 
 def terminal(text: str) -> str:

@@ -14,6 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from nbelastic.driver import driver_of
 from nbelastic.errors import OptionError
 
 from .faults import Fault
@@ -44,7 +45,7 @@ class FaultPlan:
         self, job: Job, faults: tuple[Fault | RandomPlan, ...], pace: float | None
     ) -> None:
         self._job = job
-        self._driver = job._driver
+        self._driver = driver_of(job)
         self._pace = pace
         self._began = time.time()
         self._commit_rate = CommitRate()
@@ -77,7 +78,7 @@ class FaultPlan:
         self._thread.start()
 
     def stop(self) -> None:
-        """Inject nothing more; what has been done is not undone. The job goes on."""
+        """Inject no more faults; those that happened stay. The job goes on."""
         self._over.set()
         self._thread.join()
 

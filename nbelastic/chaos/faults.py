@@ -140,7 +140,7 @@ def leave(rank: int, **when: Unpack[When]) -> Fault:
 
 
 def notice(rank: int, seconds: float = 120.0, **when: Unpack[When]) -> Fault:
-    """Have a rank's worker say that its machine goes in `seconds`, as a spot machine does.
+    """Make a rank's worker say that its machine goes in `seconds`, as a spot machine does.
 
     The machine's other workers stay. After `seconds` the process is killed, should it still be
     there.
@@ -149,7 +149,7 @@ def notice(rank: int, seconds: float = 120.0, **when: Unpack[When]) -> Fault:
 
 
 def restart(rank: int, **when: Unpack[When]) -> Fault:
-    """Have a rank's worker restarted by its nanny."""
+    """Restart a rank's worker by its nanny."""
     return Fault(kind="restart", rank=rank, **when)
 
 

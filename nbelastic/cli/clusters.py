@@ -36,13 +36,7 @@ NAMING = ("scheduler", "scheduler_file", "cluster", *HOST_OPTIONS)
 
 
 def existing(options: Mapping[str, Any]) -> str | None:
-    """Return the address of the scheduler that options name; None if they name none.
-
-    Raises
-    ------
-    OptionError
-        A scheduler's file has no address in it.
-    """
+    """Return the address of the scheduler that options name; None if they name none."""
     address: str | None = options.get("scheduler")
     file = options.get("scheduler_file")
     if not file:
@@ -58,12 +52,7 @@ def existing(options: Mapping[str, Any]) -> str | None:
 def opened(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[Any]:
     """Yield what ``fit`` takes for ``cluster=``, and close afterwards what was started.
 
-    Parameters
-    ----------
-    options : mapping of str to object
-        The command's options.
-    tell : callable
-        Takes a line for the user.
+    `tell` takes a line for the user.
     """
     named = [name for name in NAMING if options.get(name)]
     for name in NAMING:

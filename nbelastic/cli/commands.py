@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from nbelastic import driver
+from nbelastic.driver.option_parser import LIMITS, ROWS, LineOption
 from nbelastic.errors import NbelasticError, OptionError
-from nbelastic.render import JobSnapshot, count, duration, line, sentence
+from nbelastic.render import JobSnapshot, duration, line, rank_line, sentence
 
 from .clusters import existing
 from .options import run_command
@@ -126,9 +127,7 @@ def status(name: str | None, scheduler: str | None, scheduler_file: str | None) 
         if snapshot.status.reason:
             click.echo(f"  {snapshot.status.reason}")
         for rank in snapshot.status.ranks:
-            number = "  –" if rank.rank is None else f"{rank.rank:3d}"
-            commits = count(rank.commits, "commit")
-            click.echo(f"  {number}  {rank.state:<9}  {commits}  {rank.name}  {rank.worker}")
+            click.echo(rank_line(rank))
         for words in filter(None, (sentence(snapshot, event) for event in snapshot.history)):
             click.echo(f"  {words}")
         return 0
@@ -156,10 +155,6 @@ def logs(
 
 @click.command()
 @_NAME
-@click.option("--min-np", type=click.IntRange(1), metavar="N", help="Fewest ranks.")
-@click.option("--max-np", type=click.IntRange(1), metavar="N", help="Most ranks.")
-@click.option("--priority", type=int, metavar="N", help="Its priority among the jobs.")
-@click.option("--weight", type=float, metavar="X", help="Its part of what equal jobs share.")
 @_with_scheduler
 def scale(
     name: str | None, scheduler: str | None, scheduler_file: str | None, **limits: Any
@@ -179,6 +174,9 @@ def scale(
         return 0
 
     _exit(ask)
+
+
+scale.params += [LineOption.of(ROWS[name]) for name in LIMITS]
 
 
 @click.command()

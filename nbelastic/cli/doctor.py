@@ -38,39 +38,17 @@ _listeners: list[socket.socket] = []
 
 @dataclass(frozen=True)
 class Side:
-    """What is known of one process: this one, the scheduler, or a worker.
-
-    Attributes
-    ----------
-    name : str
-        Its name for people.
-    versions : dict of str to str
-        Versions that all sides must share.
-    native : str
-        Why it has no shared memory between ranks; empty where it has.
-    shm_bytes : int or None
-        Free bytes of ``/dev/shm``; None where there is none.
-    gpus : tuple of str
-        Names of its GPUs.
-    clock_s : float
-        Seconds by which its clock is ahead of this process's.
-    clock_error_s : float
-        By how much that may be wrong.
-    metadata : bool
-        Whether a cloud's metadata service answers.
-    unreachable : tuple of str
-        Workers that it cannot connect to.
-    """
+    """What is known of one process: this one, the scheduler, or a worker."""
 
     name: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-    native: str = ""
-    shm_bytes: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)  # that all sides must share
+    native: str = ""  # why it has no shared memory between ranks
+    shm_bytes: int | None = None  # free in /dev/shm; None where there is none
     gpus: tuple[str, ...] = ()
-    clock_s: float = 0.0
-    clock_error_s: float = 0.0
-    metadata: bool = False
-    unreachable: tuple[str, ...] = ()
+    clock_s: float = 0.0  # by which it is ahead of this process's clock
+    clock_error_s: float = 0.0  # by how much that may be wrong
+    metadata: bool = False  # whether a cloud's metadata service answers
+    unreachable: tuple[str, ...] = ()  # workers that it cannot connect to
 
 
 @dataclass(frozen=True)
@@ -96,12 +74,72 @@ class Finding:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Return what is to be said of a cluster."""
-    sides = facts.workers or (facts.here,)
-    found = [_versions(facts), _native(sides), _shared_memory(sides)]
+    """Return what is to be said of a cluster, or of this machine."""
+    workers = facts.workers
+    sides = workers or (facts.here,)
+    gcc = "ranks there use Gloo; install with a C++20 compiler on Linux"
+    shm = "a DataLoader with workers may run out of it; docker: --shm-size=2g"
+    found = [
+        _versions(facts),
+        _first("native part", sides, _native, "ranks of a host share memory", gcc),
+        _first("/dev/shm", sides, _shm, "enough for data loaders", shm),
+    ]
     if facts.scheduler is not None:
-        found += [_workers(facts), _ports(facts.workers), _clocks(facts)]
-    return [*found, _gpus(sides), _metadata(sides)]
+        present = Finding("workers", "ok", f"{len(workers)} present")
+        none = Finding("workers", "bad", "none present", "start workers for this scheduler")
+        reach = "workers reach each other" if len(workers) > 1 else "fewer than two workers"
+        allow = "allow connections between workers on all ports above 1024"
+        exact, ntp = (
+            f"within {CLOCK_TOLERANCE_S:g} s",
+            "times in histories are off; synchronize with NTP",
+        )
+        found += [
+            present if workers else none,
+            _first("ports", workers, _port, reach, allow, "bad"),
+            _first("clocks", workers, _clock, exact, ntp),
+        ]
+    if names := [name for side in sides for name in side.gpus]:
+        advice = "ranks can sum there: backend='cuda_ipc' on one host, 'nccl' on any (experimental)"
+        found.append(Finding("GPUs", "ok", f"{len(sides)} processes see {names[0]}", advice))
+    else:
+        found.append(Finding("GPUs", "note", "none that torch can use", "ranks train on CPUs"))
+    if any(side.metadata for side in sides):
+        return [*found, Finding("metadata service", "ok", "a cloud's service answers")]
+    return [*found, Finding("metadata service", "note", "none answers", "expected outside a cloud")]
+
+
+def _first(
+    what: str,
+    sides: Sequence[Side],
+    problem: Callable[[Side], str],
+    good: str,
+    advice: str,
+    state: str = "note",
+) -> Finding:
+    """Report the first problem of a side, and how many more have one."""
+    found = [f"{side.name}{words}" for side in sides if (words := problem(side))]
+    if not found:
+        return Finding(what, "ok", good)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return Finding(what, state, found[0] + more, advice)
+
+
+def _native(side: Side) -> str:
+    return f": {side.native}" if side.native else ""
+
+
+def _shm(side: Side) -> str:
+    size = SHM_ENOUGH if side.shm_bytes is None else side.shm_bytes
+    return f" has {size / 2**20:,.0f} MiB free" if size < SHM_ENOUGH else ""
+
+
+def _port(side: Side) -> str:
+    return f" cannot connect to {side.unreachable[0]}" if side.unreachable else ""
+
+
+def _clock(side: Side) -> str:
+    is_wrong = abs(side.clock_s) > CLOCK_TOLERANCE_S + side.clock_error_s
+    return f" is {side.clock_s:+.1f} s off" if is_wrong else ""
 
 
 def _versions(facts: Facts) -> Finding:
@@ -115,97 +153,14 @@ def _versions(facts: Facts) -> Finding:
             if theirs != version and not spared:
                 detail = f"{side.name} has {name} {theirs}, this process {version}"
                 return Finding("versions", "bad", detail, "install the same on all machines")
-    where = "on all sides" if others else "here"
-    return Finding("versions", "ok", f"{shown} {where}")
-
-
-def _native(sides: Sequence[Side]) -> Finding:
-    missing = [side for side in sides if side.native]
-    if not missing:
-        return Finding("native part", "ok", "ranks of a host share memory")
-    detail = f"{missing[0].name}: {missing[0].native}" + _more(missing)
-    return Finding(
-        "native part",
-        "note",
-        detail,
-        "ranks there use Gloo; install with a C++20 compiler on Linux",
-    )
-
-
-def _shared_memory(sides: Sequence[Side]) -> Finding:
-    small = [s for s in sides if s.shm_bytes is not None and s.shm_bytes < SHM_ENOUGH]
-    if not small:
-        return Finding("/dev/shm", "ok", "enough for data loaders")
-    size = (small[0].shm_bytes or 0) / 2**20
-    return Finding(
-        "/dev/shm",
-        "note",
-        f"{small[0].name} has {size:,.0f} MiB free" + _more(small),
-        "a DataLoader with workers may run out of it; docker: --shm-size=2g",
-    )
-
-
-def _workers(facts: Facts) -> Finding:
-    if facts.workers:
-        return Finding("workers", "ok", f"{len(facts.workers)} present")
-    return Finding("workers", "bad", "none present", "start workers for this scheduler")
-
-
-def _ports(workers: Sequence[Side]) -> Finding:
-    cut = [side for side in workers if side.unreachable]
-    if not cut:
-        detail = "workers reach each other" if len(workers) > 1 else "fewer than two workers"
-        return Finding("ports", "ok", detail)
-    detail = f"{cut[0].name} cannot connect to {cut[0].unreachable[0]}" + _more(cut)
-    return Finding(
-        "ports", "bad", detail, "allow connections between workers on all ports above 1024"
-    )
-
-
-def _clocks(facts: Facts) -> Finding:
-    wrong = [
-        side for side in facts.workers if abs(side.clock_s) > CLOCK_TOLERANCE_S + side.clock_error_s
-    ]
-    if not wrong:
-        return Finding("clocks", "ok", f"within {CLOCK_TOLERANCE_S:g} s")
-    detail = f"{wrong[0].name} is {wrong[0].clock_s:+.1f} s off" + _more(wrong)
-    return Finding("clocks", "note", detail, "times in histories are off; synchronize with NTP")
-
-
-def _gpus(sides: Sequence[Side]) -> Finding:
-    names = [name for side in sides for name in side.gpus]
-    if not names:
-        return Finding("GPUs", "note", "none that torch can use", "ranks train on CPUs")
-    advice = "ranks can sum there: backend='cuda_ipc' on one host, 'nccl' on any (experimental)"
-    return Finding("GPUs", "ok", f"{len(sides)} processes see {names[0]}", advice)
-
-
-def _metadata(sides: Sequence[Side]) -> Finding:
-    if any(side.metadata for side in sides):
-        return Finding("metadata service", "ok", "a cloud's service answers")
-    return Finding("metadata service", "note", "none answers", "expected outside a cloud")
-
-
-def _more(sides: Sequence[Side]) -> str:
-    return f" (and {len(sides) - 1} more)" if len(sides) > 1 else ""
+    return Finding("versions", "ok", f"{shown} {'on all sides' if others else 'here'}")
 
 
 # -- asking --------------------------------------------------------------------------------------
 
 
 def examine(address: str | None) -> Facts:
-    """Return what is known of a cluster, or of this machine.
-
-    Parameters
-    ----------
-    address : str or None
-        The scheduler's address; None for this machine alone.
-
-    Raises
-    ------
-    ClusterLost
-        No scheduler answers there.
-    """
+    """Return what is known of the cluster of a scheduler, or, for None, of this machine."""
     here = Side(**probe("this process"))
     if address is None:
         return Facts(here)

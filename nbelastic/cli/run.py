@@ -37,15 +37,7 @@ INTERRUPTED = 130
 def run(options: dict[str, Any]) -> int:
     """Run a script as a job; return the exit code.
 
-    Parameters
-    ----------
-    options : dict of str to object
-        The command's options, as click has read them.
-
-    Raises
-    ------
-    OptionError
-        An option is wrong, or the command is no script. Nothing has been started.
+    A wrong option is an error before anything starts.
     """
     Options.given(_of_job(options))
     check_name(options["name"])
@@ -71,13 +63,7 @@ def run(options: dict[str, Any]) -> int:
 
 
 def exit_code(start: Callable[[], object], display: CommandDisplay) -> int:
-    """Call a function that waits for a job; return the exit code of the command.
-
-    Raises
-    ------
-    OptionError
-        An option is wrong.
-    """
+    """Call a function that waits for a job; return the exit code of the command."""
     try:
         start()
     except OptionError:
@@ -172,7 +158,7 @@ def _set_logging(*, verbose: bool) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the command as Ctrl-C does, so that nothing is left behind."""
+    """Make SIGTERM and SIGHUP end the command as Ctrl-C does, so that nothing is left behind."""
 
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt

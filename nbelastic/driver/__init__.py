@@ -4,7 +4,7 @@ from nbelastic.cluster.scheduler.spot_notices import SpotNotices
 
 from .display import set_display
 from .fit import fit, run
-from .job import Job
+from .job import Job, driver_of
 from .status import (
     DataStatus,
     HistoryEvent,
@@ -17,6 +17,7 @@ from .status import (
 )
 from .takeover import ask_to_scale, ask_to_stop, attach, jobs, look
 from .versions import show_versions
+from .waiting import wait_interruptibly
 
 __all__ = [
     "DataStatus",
@@ -32,10 +33,12 @@ __all__ = [
     "ask_to_scale",
     "ask_to_stop",
     "attach",
+    "driver_of",
     "fit",
     "jobs",
     "look",
     "run",
     "set_display",
     "show_versions",
+    "wait_interruptibly",
 ]

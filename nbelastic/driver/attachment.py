@@ -28,14 +28,9 @@ LOOPBACK_HTTP = "127.0.0.1:0"
 
 
 def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], None]]:
-    """Return a connected client, and a function that closes all that was opened for it.
+    """Return a client for the value of ``cluster=``, and a function that closes what was opened.
 
-    Parameters
-    ----------
-    cluster : Client, Cluster, str or None
-        The argument of :func:`nbelastic.fit`.
-    options : Options
-        Options of the job, for the size of an embedded cluster.
+    An embedded cluster has the size that the options ask for.
     """
     if cluster is None:
         return _embedded(options)

@@ -21,13 +21,6 @@ class LiveClock:
     A laptop sleeps, a cell holds the interpreter for a minute: afterwards many messages wait to be
     read, and no deadline may pass before they are. So between two looks at the clock at most
     `most` seconds count, and its owner looks more often than that while it listens.
-
-    Parameters
-    ----------
-    most : float, default 2.0
-        Most seconds that count between two looks.
-    source : callable, optional
-        Tells seconds on a clock that never goes back.
     """
 
     def __init__(self, most: float = 2.0, source: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +30,7 @@ class LiveClock:
         self._now = 0.0
 
     def set(self, now: float) -> None:
-        """Have the clock show `now`."""
+        """Make the clock show `now`."""
         self._last, self._now = self._source(), now
 
     def now(self) -> float:

@@ -55,13 +55,9 @@ _complained = False
 
 
 def set_display(display: Display | str | None) -> None:
-    """Set the display of jobs in this process.
+    """Set the display of jobs in this process; None for no display.
 
-    Parameters
-    ----------
-    display : Display, str or None
-        The display; the name of a module with its functions, imported at first use; or None for no
-        display.
+    A name is that of a module with the functions of a display, imported at first use.
     """
     global _display  # noqa: PLW0603 - one display per process
     _display = display
@@ -104,10 +100,10 @@ def _call(function: Callable[[Display], object]) -> None:
 
 
 class _GuardedWaitDisplay:
-    """Wait display with its errors caught. After the first one it is not updated again."""
+    """Wait display, or none, with its errors caught; it is not updated after the first one."""
 
-    def __init__(self, watch: WaitDisplay) -> None:
-        self._watch: WaitDisplay | None = watch
+    def __init__(self, watch: WaitDisplay | None = None) -> None:
+        self._watch = watch
 
     def tick(self) -> None:
         watch = self._watch
@@ -120,19 +116,11 @@ class _GuardedWaitDisplay:
             _guard(lambda: watch.say(text))
 
 
-class _NoWaitDisplay:
-    def tick(self) -> None:
-        """Do nothing."""
-
-    def say(self, text: str) -> None:
-        """Do nothing."""
-
-
 @contextlib.contextmanager
 def watching(job: Job) -> Iterator[WaitDisplay]:
     """Open the display of a job for a waiting thread."""
     stack = contextlib.ExitStack()
-    watch: WaitDisplay = _NoWaitDisplay()
+    watch = _GuardedWaitDisplay()
 
     def enter(display: Display) -> None:
         nonlocal watch

@@ -41,18 +41,7 @@ def exception_for(
 ) -> BaseException:
     """Return the exception that ``result()`` raises for a job that did not finish.
 
-    Parameters
-    ----------
-    job : str
-        The job's name.
-    outcome : Outcome
-        Outcome of the job.
-    failures : mapping of int to Failure
-        Error of each start of the function.
-    names : mapping of int to str
-        Name of each start: its rank and worker.
-    modules : Modules
-        The user's own modules that were sent with the function.
+    `failures` and `names` are by start of the function; `names` say its rank and worker.
     """
     if outcome.kind == "stopped":
         return errors.JobStopped(f"job {job!r} was {in_words(outcome.reason)}")

@@ -26,9 +26,10 @@ from . import display
 from .attachment import attach_client
 from .hints import with_hints
 from .job import Job
-from .option_kinds import Flag
+from .option_kinds import FLAG
 from .options import Options, call_arguments, check_name
 from .thread import Driver
+from .waiting import wait_interruptibly
 
 if TYPE_CHECKING:
     import datetime
@@ -185,7 +186,7 @@ def fit(
     >>> job.result()  # doctest: +SKIP
     """
     options = Options.given(locals())
-    Flag().check("block", block)
+    FLAG.check("block", block)
     if not callable(fn):
         raise OptionError(f"fn={fn!r}: must be a function")
     job_name = check_name(name)
@@ -284,6 +285,6 @@ def hand_out(driver: Driver, *, block: bool) -> Job:
     display.started(job)
     if block:
         if threading.current_thread() is threading.main_thread():
-            job._wait_interruptibly()
+            wait_interruptibly(job)
         job.results()
     return job

@@ -66,12 +66,7 @@ OF_MAGICS = ("out", "quiet", "stream", "verbose", "noblock")
 def did_you_mean(given: str, names: Iterable[str]) -> str:
     """Return a hint at the names that look like `given`, as the end of a sentence.
 
-    Parameters
-    ----------
-    given : str
-        The given name, such as ``max`` or ``--max``.
-    names : iterable of str
-        Existing names, in the same spelling.
+    All have the same spelling: ``max``, or ``--max``.
     """
     names = list(names)
     given = given.lower()
@@ -90,18 +85,9 @@ def _plain(name: str) -> str:
 def no_such_option(
     where: str, given: str, names: Collection[str], users: Callable[..., object] | None = None
 ) -> UnknownOption:
-    """Return the error for a keyword that is not an option.
+    """Return the error for a keyword that is not an option of the function `where`.
 
-    Parameters
-    ----------
-    where : str
-        The called function.
-    given : str
-        The given keyword.
-    names : collection of str
-        The existing keywords.
-    users : callable, optional
-        The user's function, because the keyword may be one of its parameters.
+    With the user's function the error says if the keyword is one of its parameters.
     """
     if users is not None and given in _parameters(users):
         called = getattr(users, "__name__", "the function")

@@ -10,13 +10,14 @@ import sys
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.errors import JobInterrupted, JobStopped, OptionError
+from nbelastic.errors import JobStopped, OptionError
 from nbelastic.membership import StopReason, StopRequested
 
 from . import display
 from .describe import in_words
 from .hints import with_hints
-from .options import changed_limits, count_option
+from .option_kinds import count
+from .options import changed_limits
 from .report import save_report
 from .status import JobStatus, RankStatus
 
@@ -35,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 AWAY = "no connection to the scheduler; if it lives, the job goes on there"
 """Why nothing new is known of a job while its driver tries to connect again."""
-
-TICK = 0.1
-"""Seconds between two looks of a waiting caller at what it shows."""
 
 
 class Job:
@@ -128,7 +126,7 @@ class Job:
         return True
 
     def add_done_callback(self, callback: Callable[[Job], object]) -> None:
-        """Have ``callback(job)`` called at the end, in another thread; now if it is over."""
+        """Call ``callback(job)`` at the end, in another thread; now if it is over."""
 
         def call(_: object) -> None:
             try:
@@ -197,7 +195,7 @@ class Job:
         OptionError
             `rank` is no number that a rank of this job has had.
         """
-        rank = count_option("rank", rank, least=0)
+        rank = count(0).check("rank", rank)
         highest = self._driver.log.highest_rank
         if rank is not None and highest is not None and rank > highest:
             had = "rank 0 alone" if highest == 0 else f"ranks 0 to {highest}"
@@ -247,17 +245,6 @@ class Job:
         if importlib.util.find_spec("pandas") is None:
             return rows
         return importlib.import_module("pandas").DataFrame(rows)
-
-    def _curves(self) -> dict[str, list[tuple[float, float]]]:
-        """Return each metric as points ``(step, mean over ranks)``, to be drawn.
-
-        At most 500 points, evenly chosen, the newest among them; :attr:`metrics` has them all.
-        """
-        return self._driver.log.metrics.curves(500)
-
-    def _pace(self) -> tuple[tuple[float, float], ...]:
-        """Return how fast the job went: points ``(seconds since the start, samples/s)``."""
-        return self._driver.log.metrics.pace()
 
     @property
     def started(self) -> float:
@@ -360,54 +347,11 @@ class Job:
         if not display.show(self):
             sys.stdout.write(f"{self!r}\n")
 
-    # -- for fit -------------------------------------------------------------------------------
-
-    def _wait_interruptibly(self) -> None:
-        """Wait for the end; an interrupt stops the job at its next commit, a second one now.
-
-        Raises
-        ------
-        JobInterrupted
-            The job has ended because of an interrupt. The message counts the workers that it had
-            when it was interrupted and that are free now.
-        """
-        interrupts = handled = 0
-        workers: set[str] = set()
-        with display.watching(self) as watch:
-            while True:
-                try:  # all of it: the next interrupt may come while this one is handled
-                    if handled < interrupts:
-                        handled = interrupts
-                        workers = workers or {rank.worker for rank in self.status.ranks}
-                        if interrupts == 1:
-                            self.stop()
-                            watch.say("stopping at the next commit; interrupt again to stop now")
-                        else:
-                            self.cancel()
-                    if self.wait(TICK):
-                        break
-                    watch.tick()
-                except KeyboardInterrupt:
-                    interrupts += 1
-        if interrupts:
-            raise JobInterrupted(
-                f"job {self.name!r} was interrupted; {self._what_is_free(workers)}"
-            )
-
-    def _what_is_free(self, workers: set[str]) -> str:
-        """Say what has become of the workers that the job had."""
-        known = self._driver.free_workers
-        if self._driver.owns_cluster:
-            return "the cluster that was started for it is closed"
-        if not workers:
-            return "no worker ran it"
-        if known is None:
-            return "the scheduler has not said what has become of its workers"
-        count, free = len(workers), len(workers & known)
-        if free < count:
-            return f"{free} of its {count} workers are free, the others are gone or still busy"
-        return "its worker is free" if count == 1 else f"its {count} workers are free"
-
 
 def _sentence(*reasons: Reason | None) -> str:
     return "; ".join(filter(None, map(in_words, reasons)))
+
+
+def driver_of(job: Job) -> Driver:
+    """Return the driver of a job, for other rooms of the package."""
+    return job._driver

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from nbelastic.cluster import JobLog, Modules
@@ -26,33 +27,14 @@ if TYPE_CHECKING:
 
 
 class KernelLog(JobLog):
-    """Log of one job in the kernel.
-
-    Parameters
-    ----------
-    job : str
-        The job's name.
-
-    Attributes
-    ----------
-    started : float
-        Time of the job's start, in seconds since the epoch.
-    metrics : MetricsAggregator
-        Telemetry of the ranks.
-    names : dict of int to str
-        The name for people of each start of the function: its rank and worker.
-    modules : Modules
-        The user's own modules that have travelled with the function.
-    highest_rank : int or None
-        Highest number that a rank has had; None while there was none.
-    """
+    """Log of one job in the kernel."""
 
     def __init__(self, job: str = "job") -> None:
         super().__init__()
         self.started = time.time()
         self._began = steady_time()
         self.metrics = MetricsAggregator()
-        self.names: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # of starts, for people: rank and worker
         self.modules = Modules()
         self.highest_rank: int | None = None
         self._lock = threading.Lock()
@@ -115,17 +97,8 @@ class KernelLog(JobLog):
             detail = reset_detail(record.figures)
         elif record.kind == "straggler" and record.figures:
             detail = straggler_detail(record.figures)
-        event = HistoryEvent(
-            record.time,
-            record.kind,
-            record.worker,
-            record.rank,
-            record.generation,
-            detail,
-            record.size,
-            record.name,
-            dict(record.figures),
-        )
+        known = {each.name: getattr(record, each.name) for each in fields(HistoryEvent)}
+        event = HistoryEvent(**known | {"detail": detail})
         with self._lock:
             if record.kind == "warning":  # the same warning of several ranks is shown once
                 if detail in self._warnings:

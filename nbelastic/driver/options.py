@@ -32,19 +32,19 @@ from nbelastic.errors import OptionError
 from nbelastic.membership import Limits, LimitsChanged, Place
 
 from .option_kinds import (
-    Amounts,
-    Choice,
-    Count,
-    Duration,
-    File,
-    Flag,
+    AMOUNTS,
+    DURATION,
+    FILE,
+    FLAG,
+    LOCATION,
+    NAMES,
+    NUMBER,
+    RANGE,
     Kind,
-    Location,
-    Names,
-    Number,
-    Range,
-    Whole,
+    choice,
+    count,
     shown,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -71,36 +71,22 @@ _UNSET: Any = object()
 
 @dataclass(frozen=True)
 class OptionRow:
-    """An option in the table.
+    """An option in the table."""
 
-    Attributes
-    ----------
-    name : str
-        Its name in Python; on a line of a magic with dashes.
-    kind : Kind
-        What it may be.
-    group : str
-        The heading that it stands under in the magics' help.
-    meaning : str
-        What it means, in a line.
-    example : str
-        Words of a magic's line.
-    """
-
-    name: str
+    name: str  # as in Python
     kind: Kind
-    group: str
+    group: str  # its heading in help
     meaning: str
-    example: str
+    example: str  # words of a magic's line
 
     @property
     def flag(self) -> str:
-        """The option on a line of a magic."""
+        """The option on a line of a magic or of the terminal."""
         return f"--{self.name.replace('_', '-')}"
 
 
 def _option(kind: Kind, group: str, meaning: str, example: str) -> Any:
-    shown = not isinstance(kind, Location)  # a URL may have a password in it
+    shown = kind is not LOCATION  # a URL may have a password in it
     return field(default=_UNSET, repr=shown, metadata={"row": (kind, group, meaning, example)})
 
 
@@ -118,144 +104,139 @@ class Options:
     """What :func:`nbelastic.fit` takes, under the same names.
 
     Values are checked and brought into one form; what is not given has the package's default.
-
-    Raises
-    ------
-    OptionError
-        An option has a value that it cannot have.
     """
 
     np: int | None = _option(
-        Count(),
+        count(),
         _MANY,
         "start with N ranks, and stay at N unless the next two say otherwise",
         "--np 4",
     )
     min_np: int | None = _option(
-        Count(),
+        count(),
         _MANY,
         "fewest ranks that may train; below, the job waits for workers; without it, np or 1",
         "--min-np 2",
     )
     max_np: int | None = _option(
-        Count(),
+        count(),
         _MANY,
         "most ranks that may train; without it, np or all that the cluster offers",
         "--min-np 2 --max-np 8",
     )
     check_every: int = _option(
-        Count(),
+        count(),
         _MANY,
         "commits before new ranks may join, counted from the last reset; ranks leave at any commit",
         "--max-np 8 --check-every 100",
     )
     workers: tuple[str, ...] | None = _option(
-        Names(),
+        NAMES,
         _WHERE,
         "only these workers: names, addresses or hosts, as in Client.submit",
         "--workers alice bob",
     )
     resources: dict[str, float] = _option(
-        Amounts(),
+        AMOUNTS,
         _WHERE,
         "what a worker must offer for each rank, as in Client.submit",
         "--resources GPU=1 MEM=2",
     )
     slots_per_host: int | None = _option(
-        Count(),
+        count(),
         _WHERE,
         "most ranks on one machine",
         "--slots-per-host 4",
     )
     priority: int = _option(
-        Whole(),
+        whole(),
         _SHARED,
         "jobs of a higher priority get what they want first",
         "--priority 10",
     )
     weight: float = _option(
-        Number(),
+        NUMBER,
         _SHARED,
         "this job's part of what jobs of one priority share, relative to theirs",
         "--weight 2",
     )
     preemptible: bool = _option(
-        Flag(),
+        FLAG,
         _SHARED,
         "a job of a higher priority may take ranks below min_np; one rank stays and keeps the "
         "state, until the job goes on by itself",
         "--min-np 4 --preemptible",
     )
     backend: str = _option(
-        Choice(BACKENDS),
+        choice(*BACKENDS),
         _WAY,
         f"how tensors travel between ranks: one of {', '.join(BACKENDS)}",
         "--np 4 --backend gloo",
     )
     reset_limit: int | None = _option(
-        Count(0),
+        count(0),
         _WRONG,
         "most changes of membership, then ResetLimitExceeded",
         "--reset-limit 20",
     )
     elastic_timeout: float = _option(
-        Duration(),
+        DURATION,
         _WRONG,
         "how long to wait for enough workers, then NotEnoughWorkers; and for a rank to be ready",
         "--elastic-timeout 60",
     )
     stall_timeout: float = _option(
-        Duration(),
+        DURATION,
         _WRONG,
         "how long a rank may hold up others that wait for it, before they go on without it",
         "--stall-timeout 2m",
     )
     heartbeat_timeout: float = _option(
-        Duration(),
+        DURATION,
         _WRONG,
         "silence after which a worker counts as frozen, where no process on its host can see it",
         "--heartbeat-timeout 30",
     )
     lease: float = _option(
-        Duration(),
+        DURATION,
         _WRONG,
         "how long the job goes on when its kernel is gone",
         "--lease 24h",
     )
     notices: str = _option(
-        Choice(("auto", "off")),
+        choice("auto", "off"),
         _WRONG,
         "auto: ranks leave machines that say they will go (spot machines, end of a batch job)",
         "--notices off",
     )
     checkpoint: str | None = _option(
-        Location(),
+        LOCATION,
         _WRONG,
         "where commits are also written to disk: a path that all workers see, or a URL "
         "that fsspec knows",
         "--checkpoint s3://bucket/run",
     )
     checkpoint_every: int = _option(
-        Count(),
+        count(),
         _WRONG,
         "commits between two checkpoints",
         "--checkpoint ckpt --checkpoint-every 10",
     )
     resume: bool = _option(
-        Flag(),
+        FLAG,
         _WRONG,
         "start from the newest complete checkpoint there",
         "--checkpoint ckpt --resume",
     )
     timeline: str | None = _option(
-        File(),
+        FILE,
         _WRONG,
         "record what ranks do, and write it to this file at the end: a path that all workers and "
         "the kernel see; https://ui.perfetto.dev opens it",
         "--timeline timeline.json",
     )
     blacklist_cooldown: tuple[float, float] | None = _option(
-        Range(),
+        RANGE,
         _WRONG,
         "a worker that failed is left out for LO, then twice that, up to HI; without it, "
         "one whose function raised is not used again",
@@ -282,12 +263,8 @@ class Options:
     def given(cls, values: Mapping[str, Any]) -> Options:
         """Return the options that a user has given; the others are those of Dask's configuration.
 
-        What neither has may be an environment variable of Horovod's.
-
-        Parameters
-        ----------
-        values : mapping of str to object
-            At least all options; None is what is not given.
+        `values` has at least all options; None is what is not given. What neither has may be an
+        environment variable of Horovod's.
         """
         known = {}
         for row in TABLE:
@@ -309,7 +286,7 @@ class Options:
             raise OptionError(f"np={start} is above max_np={high}")
 
     def checkpoints(self) -> dict[str, Any] | None:
-        """Return what ranks are told about checkpoints; None where there are none."""
+        """Return the settings of checkpoints for ranks; None without checkpoints."""
         if self.checkpoint is None:
             return None
         return {
@@ -324,14 +301,7 @@ class Options:
     ) -> RankSpec:
         """Return what a rank needs to know of the options, and of itself.
 
-        Parameters
-        ----------
-        job, run : str
-            The job's name, and its id among jobs of this name.
-        start, place : int, Place
-            The start of the function, and the place foreseen for it.
-        state_bytes : int or None
-            Size of the state that it will receive.
+        `run` is the job's id among jobs of its name; `place` the one foreseen for this start.
         """
         checkpoint = self.checkpoints()
         return RankSpec(
@@ -420,13 +390,7 @@ def _of_horovod(option: str, value: Any) -> Any:
 
 
 def check_name(name: str | None) -> str:
-    """Return a job's name: the given one, or a new one for None.
-
-    Raises
-    ------
-    OptionError
-        It is no name.
-    """
+    """Return a job's name: the given one, or a new one for None."""
     if name is None:
         return f"job-{uuid.uuid4().hex[:8]}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
@@ -437,17 +401,6 @@ def check_name(name: str | None) -> str:
     return name
 
 
-def count_option(name: str, value: Any, least: int) -> int | None:
-    """Return an option that is a whole number or None.
-
-    Raises
-    ------
-    OptionError
-        It is neither, or below `least`.
-    """
-    return Count(least).check(name, value)
-
-
 def changed_limits(
     present: JobStatus,
     min_np: int | None = None,
@@ -455,34 +408,22 @@ def changed_limits(
     priority: int | None = None,
     weight: float | None = None,
 ) -> LimitsChanged:
-    """Return the event that changes what a job may have; None leaves a value as it is.
-
-    Raises
-    ------
-    OptionError
-        ``min_np`` would be above ``max_np``, or a value is not possible.
-    """
-    min_np = count_option("min_np", min_np, least=1)
-    max_np = count_option("max_np", max_np, least=1)
+    """Return the event that changes what a job may have; None leaves a value as it is."""
+    min_np = count().check("min_np", min_np)
+    max_np = count().check("max_np", max_np)
     low = present.min_np if min_np is None else min_np
     high = present.max_np if max_np is None else max_np
     if high is not None and low > high:
         raise OptionError(f"min_np={low} would be above max_np={high}")
-    priority = None if priority is None else Whole().check("priority", priority)
-    weight = None if weight is None else Number().check("weight", weight)
+    priority = None if priority is None else whole().check("priority", priority)
+    weight = None if weight is None else NUMBER.check("weight", weight)
     return LimitsChanged(min_np=min_np, max_np=max_np, priority=priority, weight=weight)
 
 
 def call_arguments(
     fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a training function is called with.
-
-    Raises
-    ------
-    OptionError
-        It cannot be called so.
-    """
+    """Return what a training function is called with, if it can be called so."""
     if not isinstance(args, (tuple, list)):  # others are one argument, or lose their values
         raise OptionError(f"args={shown(args)}: must be a tuple or list, as in args=(value,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -505,7 +446,7 @@ def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if asks(fn):
             raise OptionError(f"fn={shown(fn)}: must be a function, not a {kind} function")
     if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
-        return  # what others take is for them to say
+        return  # other callables check their own arguments
     try:
         # What a decorator passes on is not what it takes.
         inspect.signature(fn, follow_wrapped=False).bind(*args, **kwargs)

@@ -34,23 +34,9 @@ def settle(
 ) -> None:
     """Set a future's results, or the exception with the reason for their absence.
 
-    Reading results and errors runs the user's code, which may raise anything. This function lets no
-    such exception through. The code may also never return; then :func:`abandon` ends the wait.
-
-    Parameters
-    ----------
-    future : Future
-        Future of the job's results, by rank.
-    name : str
-        Name of the job.
-    log : KernelLog
-        Results and errors of its ranks.
-    outcome : Outcome or None
-        Outcome from the membership machine.
-    bug : BaseException or None
-        Error of the driver itself.
-    detached : bool
-        Whether another kernel has attached to the job.
+    `bug` is an error of the driver itself. Reading results and errors runs the user's code, which
+    may raise anything; none of that gets through. The code may also never return; then
+    :func:`abandon` ends the wait.
     """
     try:
         ending = _ending(name, log, outcome, bug, detached)

@@ -30,18 +30,7 @@ PIECE_BYTES = 200
 
 
 class OutputLog:
-    """The newest output in memory, and all of it in files where ``NBELASTIC_LOG_DIR`` is set.
-
-    Parameters
-    ----------
-    job : str
-        The job's name, for that of the files.
-
-    Attributes
-    ----------
-    dropped : int
-        Bytes that are no longer in memory.
-    """
+    """The newest output in memory, and all of it in files where ``NBELASTIC_LOG_DIR`` is set."""
 
     def __init__(self, job: str) -> None:
         self.dropped = 0
@@ -53,7 +42,7 @@ class OutputLog:
         self._problem = ""
 
     def add(self, piece: Output, *, write: bool = True) -> str:
-        """Keep a piece, and let go of the oldest; return what users are to be told, once each."""
+        """Keep a piece and drop the oldest; return a warning for the user, each one once."""
         told, problem = self.dropped > 0, self._problem
         if write:
             self._write(piece)
@@ -87,7 +76,8 @@ class OutputLog:
         """Return a line on what has been dropped and where it is to be found; empty for nothing."""
         if not self.dropped:
             return ""
-        most = _megabytes(self._most)
+        kept = self._most
+        most = f"{kept / 1e6:,.0f} MB" if kept >= 1_000_000 else f"{kept:,} bytes"
         what = f"only the last {most} of what ranks printed are in memory ({BYTES})"
         if self._place is not None and not self._problem:
             return f"{what}; all of it is in {self._place}"
@@ -113,10 +103,6 @@ class OutputLog:
 
 def _size(piece: Output) -> int:
     return sys.getsizeof(piece.text) + PIECE_BYTES
-
-
-def _megabytes(number: int) -> str:
-    return f"{number / 1e6:,.0f} MB" if number >= 1_000_000 else f"{number:,} bytes"
 
 
 def _most() -> int:

@@ -120,20 +120,6 @@ def look(name: str, *, cluster: Any) -> Job:
 
     Its status, history, logs and metrics are those of this moment, and do not change. To wait for
     it, :func:`attach`.
-
-    Parameters
-    ----------
-    name : str
-        The job's name.
-    cluster : Client, Cluster or str
-        A Dask client, a cluster, or a scheduler's address.
-
-    Raises
-    ------
-    OptionError
-        There is no such job; the message names the existing ones.
-    ClusterLost
-        No scheduler answers.
     """
     name = _name_of_job(name)
     client, cleanup = attach_client(_given(cluster), Options())
@@ -151,15 +137,7 @@ def look(name: str, *, cluster: Any) -> Job:
 
 
 def ask_to_stop(name: str, *, cluster: Any, now: bool = False) -> None:
-    """Ask a job to end: at its next commit, or `now`. Its kernel keeps it.
-
-    Parameters
-    ----------
-    name, cluster : str, object
-        As for :func:`look`.
-    now : bool, default False
-        Whether to end its ranks wherever they are.
-    """
+    """Ask a job to end: at its next commit, or `now`. Its kernel keeps it."""
     event = StopRequested(now=True, reason=StopReason.CANCELLED) if now else StopRequested()
     _send(name, cluster, event)
 
@@ -175,21 +153,7 @@ def ask_to_scale(
 ) -> None:
     """Ask a job to change its limits from the next commit on. Its kernel keeps it.
 
-    Parameters
-    ----------
-    name, cluster : str, object
-        As for :func:`look`.
-    min_np, max_np : int, optional
-        The new limits; what is left out stays.
-    priority : int, optional
-        Its priority among the jobs of the cluster.
-    weight : float, optional
-        Its part of what jobs of its priority share.
-
-    Raises
-    ------
-    OptionError
-        ``min_np`` would be above ``max_np``, or a value is not possible; or there is no such job.
+    What is left out stays.
     """
     status = look(name, cluster=cluster).status
     _send(name, cluster, changed_limits(status, min_np, max_np, priority, weight))

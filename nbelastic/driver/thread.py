@@ -165,7 +165,7 @@ class Driver:
             self._job_client.inject(starts, faults, drop)
 
     def pause(self, over: threading.Event, seconds: float) -> None:
-        """Have the thread stand still until an event, or so long. For ``nbelastic.chaos``."""
+        """Stop the thread until an event, or for some seconds. For ``nbelastic.chaos``."""
         self._inbox.put(_Pause(over, seconds))
 
     def join(self, timeout: float | None = None) -> None:
@@ -216,11 +216,13 @@ class Driver:
                 self._step(item)
             elif isinstance(item, _Pause):
                 item.over.wait(item.seconds)
-            elif item is not None and item.epoch == self._job_client_epoch():
-                self._take(item.message)
+            elif item is not None:
+                assert self._job_client is not None
+                if item.epoch == self._job_client.epoch:
+                    self._take(item.message)
 
     def _step(self, event: Event, seq: int = 0) -> None:
-        """Have the machine decide, and send the step; `seq` is the event's number if it has one."""
+        """Let the machine decide, and send the step; `seq` is the event's number if it has one."""
         assert self._job_client is not None
         with self._lock:
             self._now, chance = self._clock.now(), self._chance()
@@ -297,10 +299,6 @@ class Driver:
             self._detached = True
         else:
             self._step(ClusterGone("the scheduler was restarted, or has given the job up"))
-
-    def _job_client_epoch(self) -> int:
-        assert self._job_client is not None
-        return self._job_client.epoch
 
     def _take(self, message: Message) -> None:
         """Take in a message from the cluster that is meant for this driver."""

@@ -14,26 +14,14 @@ __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics, for ``%load_ext nbelastic``.
-
-    Parameters
-    ----------
-    shell : InteractiveShell
-        The notebook's shell.
-    """
+    """Register the magics, for ``%load_ext nbelastic``."""
     from .magics import register  # IPython is loaded here
 
     register(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Unregister the magics, for ``%unload_ext nbelastic``.
-
-    Parameters
-    ----------
-    shell : InteractiveShell
-        The notebook's shell.
-    """
+    """Unregister the magics, for ``%unload_ext nbelastic``."""
     from .magics import unregister
 
     unregister(shell)

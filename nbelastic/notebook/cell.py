@@ -43,45 +43,19 @@ class CellError(PreflightError):
 class CellFunction:
     """A cell's source with the variables that it needs; calling it runs the cell.
 
-    Parameters
-    ----------
-    body : str
-        The cell without its magic line.
-    namespace : mapping of str to object
-        The notebook's variables; those that the cell uses are captured.
-    filename : str, default "Cell"
-        Its name in tracebacks, such as ``Cell In[5]``.
-    above : str, default ""
-        The lines above the body (the magic's own), so that lines are numbered as in the cell.
-    home : dict, optional
-        The globals of functions that were defined in the notebook.
-    flags : int, default 0
-        Compiler flags of the notebook (``from __future__ import …`` in an earlier cell).
-
-    Attributes
-    ----------
-    captured : dict of str to object
-        The variables that are sent with the cell.
-    imported : set of str
-        The modules that it imports.
-
-    Raises
-    ------
-    SyntaxError
-        The cell is not Python. Lines are numbered as in the cell.
-    CellError
-        The cell is empty, or has a line that only IPython understands.
+    A cell that is not Python is a SyntaxError, with lines numbered as in the cell. One that is
+    empty, or has a line that only IPython understands, is a :class:`CellError`.
     """
 
     def __init__(
         self,
         body: str,
-        namespace: Mapping[str, Any],
+        namespace: Mapping[str, Any],  # the notebook's variables
         *,
-        filename: str = "Cell",
-        above: str = "",
-        home: dict[str, Any] | None = None,
-        flags: int = 0,
+        filename: str = "Cell",  # in tracebacks, such as ``Cell In[5]``
+        above: str = "",  # the magic's lines, so that lines are numbered as in the cell
+        home: dict[str, Any] | None = None,  # globals of functions defined in the notebook
+        flags: int = 0,  # of the compiler, as an earlier cell's ``from __future__`` has set them
     ) -> None:
         self.filename = self.__name__ = filename
         self._above = above.splitlines()
@@ -117,13 +91,10 @@ class CellFunction:
         self._code = marshal.loads(code) if same else None  # None: compiled when called
 
     def __call__(self) -> Any:
-        """Run the cell.
+        """Run the cell; return the value of its last expression on rank 0, None on other ranks.
 
-        Returns
-        -------
-        object
-            On rank 0 the value of the last expression, if the cell ends in one without a
-            semicolon; None on other ranks. In a job it is packed to be sent to the notebook.
+        A semicolon behind the expression makes it None. In a job the value is packed for the
+        notebook.
         """
         self._remember_lines()
         namespace = self._namespace()

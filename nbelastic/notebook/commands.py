@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.driver import Job
+from nbelastic.driver.option_kinds import Kind, count
+from nbelastic.driver.option_parser import LIMITS, ROWS, LineOption
 from nbelastic.errors import OptionError
+from nbelastic.render import rank_line
 
-from .options import MagicOptionError, OptionParser, count, parse_setting, split
+from .options import MagicCommand, MagicOptionError, parse_setting, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,15 +23,7 @@ REMEMBERED = 5
 
 
 class Commands:
-    """The subcommands of ``%elastic`` for one notebook.
-
-    Parameters
-    ----------
-    namespace : mapping of str to object
-        The notebook's variables; read when a command runs.
-    write : callable
-        Called with the text to show.
-    """
+    """The subcommands of ``%elastic`` for one notebook."""
 
     def __init__(self, namespace: Mapping[str, Any], write: Callable[[str], object]) -> None:
         self.defaults: dict[str, Any] = {}
@@ -53,18 +47,7 @@ class Commands:
         self._jobs = [each for each in self._jobs if id(each) not in forgotten] + [job]
 
     def run(self, line: str) -> None:
-        """Run one command.
-
-        Parameters
-        ----------
-        line : str
-            The words after ``%elastic``.
-
-        Raises
-        ------
-        MagicOptionError
-            The command, an option or the job does not exist. The message suggests another.
-        """
+        """Run the words after ``%elastic``."""
         command, *words = split(line, MAGIC) or [""]
         if command not in self._commands:
             raise MagicOptionError(self._no_command(command))
@@ -91,13 +74,7 @@ class Commands:
         return sorted(known.values(), key=lambda job: -job.started)
 
     def find(self, name: str | None) -> Any:
-        """Return the job with a name or in a variable; the latest by default.
-
-        Parameters
-        ----------
-        name : str or None
-            A job's name, or a variable that holds one.
-        """
+        """Return the job with a name or in a variable; the latest by default."""
         jobs = self.jobs()
         if not jobs:
             raise MagicOptionError(
@@ -116,65 +93,59 @@ class Commands:
             )
         return found[0]
 
-    def _parse(self, command: str, words: list[str], **options: Any) -> dict[str, Any]:
-        parser = OptionParser(f"{MAGIC} {command}")
-        if command != "jobs":
-            parser.add_argument("--job", default=None)
-        for name, convert in options.items():
-            flag = f"--{name.replace('_', '-')}"
-            parser.add_argument(flag, dest=name, type=convert, default=argparse.SUPPRESS)
-        return parser.parse_line(words)
+    def _parse(
+        self, command: str, words: list[str], *options: LineOption
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the job that a line means, and the other options that it gives."""
+        job = LineOption(["--job"], Kind(str, "text", "NAME"))
+        given = MagicCommand(f"{MAGIC} {command}", [job, *options]).read(words)
+        return self.find(given.pop("job", None)), given
 
     # -- commands ------------------------------------------------------------------------------
 
     def _status(self, words: list[str]) -> None:
-        job = self.find(self._parse("status", words)["job"])
+        job = self._parse("status", words)[0]
         status = job.status
         lines = [_summary(job)]
         if status.reason:
             lines.append(f"  {status.reason}")
-        for rank in status.ranks[:20]:
-            number = "  –" if rank.rank is None else f"{rank.rank:3d}"
-            where = f"{rank.name}  {rank.worker}".strip()  # as in dask elastic status
-            lines.append(f"  {number}  {rank.state:<9}  {rank.commits:>7,} commits  {where}")
+        lines += map(rank_line, status.ranks[:20])
         if len(status.ranks) > 20:
             lines.append(f"  + {len(status.ranks) - 20} more")
         self._say(*lines)
 
     def _stop(self, words: list[str]) -> None:
-        job = self.find(self._parse("stop", words)["job"])
+        job = self._parse("stop", words)[0]
         if self._goes_on(job):
             job.stop()
             self._say(f"{job.name} stops at its next commit ({MAGIC} cancel stops it at once)")
 
     def _cancel(self, words: list[str]) -> None:
-        job = self.find(self._parse("cancel", words)["job"])
+        job = self._parse("cancel", words)[0]
         if self._goes_on(job):
             job.cancel()
             self._say(f"{job.name} stops now")
 
     def _scale(self, words: list[str]) -> None:
-        kinds = {"min_np": count(1), "max_np": count(1), "priority": int, "weight": float}
-        options = self._parse("scale", words, **kinds)
-        job = self.find(options.pop("job"))
+        limits = (LineOption.of(ROWS[name]) for name in LIMITS)
+        job, options = self._parse("scale", words, *limits)
         if not options:
             raise MagicOptionError(
                 f"{MAGIC} scale: a limit is missing, as in {MAGIC} scale --min-np 2 --max-np 6"
             )
         if self._goes_on(job):
             job.scale(**options)
-            limits = ", ".join(f"{name}={value}" for name, value in options.items())
-            self._say(f"{job.name}: {limits} from its next commit on")
+            changes = ", ".join(f"{name}={value}" for name, value in options.items())
+            self._say(f"{job.name}: {changes} from its next commit on")
 
     def _logs(self, words: list[str]) -> None:
-        options = self._parse("logs", words, rank=count(0))
-        job = self.find(options["job"])
+        job, options = self._parse("logs", words, LineOption(["--rank"], count(0)))
         text = job.logs(options.get("rank"))
         subject = f"rank {options['rank']} has" if "rank" in options else "its ranks have"
         self._say(text.removesuffix("\n") or f"{job.name}: {subject} printed nothing yet")
 
     def _list(self, words: list[str]) -> None:
-        self._parse("jobs", words)
+        MagicCommand(f"{MAGIC} jobs", []).read(words)
         self._say(*[_summary(job) for job in self.jobs()] or ["no job yet"])
 
     def _config(self, words: list[str]) -> None:

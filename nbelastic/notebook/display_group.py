@@ -36,18 +36,7 @@ T = TypeVar("T")
 
 
 class ErrorBoundary:
-    """Keeps exceptions of a display from the job: logs the first one, and switches it off.
-
-    Parameters
-    ----------
-    what : str
-        What is displayed, for the log.
-
-    Attributes
-    ----------
-    broken : bool
-        Whether there has been an exception.
-    """
+    """Keeps exceptions of a display from the job: logs the first one, and switches it off."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -96,19 +85,10 @@ class IPythonScreen:
 
 
 def bundle(job: Any, panel: Panel | None = None) -> dict[str, Any]:
-    """Return the representations of a job: widget, static HTML, one line of text.
+    """Return the representations of a job: static HTML, one line of text, and its widget, if any.
 
-    Parameters
-    ----------
-    job : Job
-        The job.
-    panel : Panel, optional
-        The widget. Without it, and for a job that has ended, the other two are left.
-
-    Notes
-    -----
     A notebook does not save the state of widgets. Where a widget is offered but cannot be drawn,
-    JupyterLab and nbconvert show nothing instead of the HTML.
+    JupyterLab and nbconvert show nothing instead of the HTML. So a job that has ended has none.
     """
     snapshot = JobSnapshot.of(job)
     note = ""
@@ -131,19 +111,7 @@ def _make_panel(job: Any) -> Panel | None:
 
 
 class DisplayGroup:
-    """All displays of one job.
-
-    Parameters
-    ----------
-    job : Job
-        The job.
-    screen : Screen
-        Makes and updates the displays.
-    clock : callable
-        Returns seconds.
-    on_end : callable
-        Called once, after the last update.
-    """
+    """All displays of one job."""
 
     def __init__(
         self,

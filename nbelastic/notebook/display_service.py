@@ -21,10 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from nbelastic.render import JobSnapshot, text
+from nbelastic.render import JobSnapshot, Streamer, text
 
 from .display_group import DisplayGroup, IPythonScreen, bundle
-from .stream import Streamer
 from .wait_display import (
     DisplayOptions,
     LastLineWaitDisplay,
@@ -67,17 +66,7 @@ def kernel_shell() -> Any:
 
 
 class DisplayService:
-    """Shows the jobs of this process, for the driver.
-
-    Parameters
-    ----------
-    screen : Screen, optional
-        Makes and updates displays; IPython's by default.
-    shell : callable
-        Returns the kernel's shell, or None where there is none.
-    clock : callable
-        Returns seconds.
-    """
+    """Shows the jobs of this process, for the driver."""
 
     def __init__(
         self,

@@ -15,13 +15,14 @@ from distributed import Client
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 import nbelastic
+from nbelastic.driver import wait_interruptibly
 from nbelastic.errors import OptionError
 
 from .cell import CellFunction
 from .commands import Commands
 from .debugging import unwrap_debug, wrap_debug
 from .names import users_names
-from .options import MagicOptionError, options_help, split, train_parser
+from .options import MagicOptionError, options_help, split, train_command
 from .size_estimate import large_variables
 
 if TYPE_CHECKING:
@@ -34,25 +35,13 @@ _FUTURES = __future__.annotations.compiler_flag
 
 
 def register(shell: InteractiveShell) -> None:
-    """Register the magics with a shell.
-
-    Parameters
-    ----------
-    shell : InteractiveShell
-        The notebook's shell.
-    """
+    """Register the magics with a shell."""
     shell.register_magics(ElasticMagics)
     wrap_debug(shell)
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Unregister the magics from a shell.
-
-    Parameters
-    ----------
-    shell : InteractiveShell
-        The notebook's shell.
-    """
+    """Unregister the magics from a shell."""
     magics = shell.magics_manager.magics
     magics["cell"].pop("elastic_train", None)
     magics["line"].pop("elastic", None)
@@ -62,13 +51,7 @@ def unregister(shell: InteractiveShell) -> None:
 
 @magics_class
 class ElasticMagics(Magics):
-    """The magics of one notebook.
-
-    Parameters
-    ----------
-    shell : InteractiveShell
-        The notebook's shell.
-    """
+    """The magics of one notebook."""
 
     shell: InteractiveShell
 
@@ -113,7 +96,7 @@ class ElasticMagics(Magics):
         {name} and $name on the line are replaced by variables: %%elastic_train --np {ranks}
         Defaults for later cells: %elastic config max-np=8; more in %elastic?
         """
-        given = train_parser(MAGIC).parse_line(split(line, MAGIC))
+        given = train_command(MAGIC).read(split(line, MAGIC))
         options = {**self.commands.defaults, **given}
         try:
             function = self._function(line, cell)
@@ -241,7 +224,7 @@ def _wait(job: Any) -> Any:
     """Wait for a job and return its result. Only the main thread can be interrupted."""
     try:
         if threading.current_thread() is threading.main_thread():
-            job._wait_interruptibly()
+            wait_interruptibly(job)
         return job.result()
     except KeyboardInterrupt:
         if not job.done():  # interrupted just outside the wait that handles it

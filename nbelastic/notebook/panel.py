@@ -51,20 +51,7 @@ _KEYS: dict[str, Callable[[JobSnapshot], tuple[object, ...]]] = {
 
 
 class Panel:
-    """A job as a widget.
-
-    Parameters
-    ----------
-    job : Job
-        The job.
-    clock : callable
-        Returns seconds.
-
-    Attributes
-    ----------
-    widget : ipywidgets.VBox
-        The widget to display.
-    """
+    """A job as a widget."""
 
     def __init__(self, job: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._job: Any = job

@@ -21,20 +21,10 @@ LONGEST = 4_000
 
 @dataclass(frozen=True, repr=False, eq=False)
 class UnavailableValue:
-    """A placeholder for a value that could not be sent: its text, and why it is not here.
+    """A placeholder for a value that could not be sent: its text, and why it is not here."""
 
-    Attributes
-    ----------
-    text : str
-        The value's ``repr``.
-    kind : str
-        Name of its class.
-    reason : str
-        Why the value is not here.
-    """
-
-    text: str
-    kind: str
+    text: str  # its ``repr``
+    kind: str  # name of its class
     reason: str
 
     def __repr__(self) -> str:
@@ -70,13 +60,7 @@ class RemoteValue:
 
 
 def pack(value: Any) -> RemoteValue | UnavailableValue:
-    """Return a value in the form in which it is sent to the notebook.
-
-    Parameters
-    ----------
-    value : object
-        The value of the cell's last expression.
-    """
+    """Return the value of a cell's last expression as it is sent to the notebook."""
     text, kind = _text(value), type(value).__name__
     try:
         return RemoteValue(dumps(value), text, kind)

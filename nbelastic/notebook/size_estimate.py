@@ -17,27 +17,13 @@ DEEPEST = 4
 
 
 def large_variables(captured: Mapping[str, Any], least: int = LARGE) -> list[tuple[str, int]]:
-    """Return the variables of at least `least` bytes with their sizes, the largest first.
-
-    Parameters
-    ----------
-    captured : mapping of str to object
-        The variables that would be sent.
-    least : int, default 16 MiB
-        Minimum of bytes.
-    """
+    """Return the variables of at least `least` bytes with their sizes, the largest first."""
     sizes = [(name, estimated_size(value)) for name, value in captured.items()]
     return sorted((s for s in sizes if s[1] >= least), key=lambda s: (-s[1], s[0]))
 
 
 def estimated_size(value: Any) -> int:
-    """Return an estimate of the bytes that a value holds.
-
-    Parameters
-    ----------
-    value : object
-        The value. Arrays, tensors, models and containers of them are examined.
-    """
+    """Return an estimate of the bytes in arrays, tensors, models and containers of them."""
     return _estimate(value, DEEPEST, set())
 
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from nbelastic.render import Mode, Streamer
+
     from .display_group import DisplayGroup
-    from .stream import Mode, Streamer
 
 PANEL_DELAY = 2.0
 """Seconds of waiting before a panel appears."""
@@ -33,41 +34,15 @@ _CLEAR = "\r\x1b[K"
 
 @dataclass(frozen=True)
 class DisplayOptions:
-    """How to show a job while a cell waits for it.
+    """How to show a job while a cell waits for it."""
 
-    Attributes
-    ----------
-    stream : str
-        Ranks whose output is written: ``rank0``, ``all`` or ``none``.
-    quiet : bool
-        Whether to leave out the line at the end.
-    panel : bool
-        Whether to show a panel.
-    """
-
-    stream: Mode = "rank0"
-    quiet: bool = False
+    stream: Mode = "rank0"  # ranks whose output is written
+    quiet: bool = False  # without the line at the end
     panel: bool = True
 
 
 class NotebookWaitDisplay:
-    """A panel and the ranks' output under the cell that waits.
-
-    Parameters
-    ----------
-    job : Job
-        The job.
-    group : callable
-        Returns the job's display group.
-    streamer : Streamer
-        The ranks' output.
-    options : DisplayOptions
-        What to show.
-    clock : callable
-        Returns seconds.
-    on_shown : callable
-        Called when the job is displayed.
-    """
+    """A panel and the ranks' output under the cell that waits."""
 
     def __init__(
         self,
@@ -131,24 +106,13 @@ class TerminalWaitDisplay:
     """A progress line on stderr, and the ranks' output on stdout.
 
     On a terminal the line is rewritten in place; in a file there is only the last one.
-
-    Parameters
-    ----------
-    job : Job
-        The job.
-    streamer : Streamer
-        The ranks' output.
-    quiet : bool
-        Whether to leave out the progress line and the last line.
-    clock : callable
-        Returns seconds.
     """
 
     def __init__(
         self,
         job: Any,
         streamer: Streamer,
-        quiet: bool = False,
+        quiet: bool = False,  # neither line, only output
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._job = job
@@ -211,24 +175,12 @@ class TerminalWaitDisplay:
 
 
 class LastLineWaitDisplay:
-    """One line at the end of the job, and nothing before.
-
-    Parameters
-    ----------
-    job : Job
-        The job.
-    stream : callable
-        Returns the stream to write to, at the time of writing.
-    quiet : bool
-        Whether to leave out the line as well.
-    on_shown : callable
-        Called when the line is written.
-    """
+    """One line at the end of the job, and nothing before."""
 
     def __init__(
         self,
         job: Any,
-        stream: Callable[[], TextIO],
+        stream: Callable[[], TextIO],  # asked when the line is written
         quiet: bool = False,
         on_shown: Callable[[], None] = lambda: None,
     ) -> None:

@@ -50,7 +50,7 @@ class _Change:
 
     def words(self) -> str:
         parts = [_gone(event) for event in self.gone[:MAX_NAMED]]
-        parts += [_came(event) for event in self.come[:MAX_NAMED]]
+        parts += [f"{_rank(event)} joined" for event in self.come[:MAX_NAMED]]
         left_out = len(self.gone[MAX_NAMED:]) + len(self.come[MAX_NAMED:])
         if left_out:
             parts.append(f"{left_out:,} more left or joined")
@@ -127,10 +127,6 @@ def _gone(event: HistoryEvent) -> str:
     verb = "lost" if event.kind == "lost" else "left"
     detail = f": {shorten(event.detail, 160)}" if event.kind == "lost" and event.detail else ""
     return f"{_rank(event)} {verb}{detail}"
-
-
-def _came(event: HistoryEvent) -> str:
-    return f"{_rank(event)} joined"
 
 
 def _rank(event: HistoryEvent) -> str:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.driver import driver_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nbelastic.driver.status import HistoryEvent, JobStatus
+
+MOST_POINTS = 500
+"""Points of a curve, evenly chosen, the newest among them."""
 
 ENDED = frozenset({"finished", "failed", "stopped", "detached"})
 """Final states of a job, and the kinds of event that announce them."""
@@ -16,32 +21,20 @@ ENDED = frozenset({"finished", "failed", "stopped", "detached"})
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """A job at one moment, with its past.
-
-    Attributes
-    ----------
-    status : JobStatus
-        Its status.
-    history : sequence of HistoryEvent
-        Its events, oldest first.
-    started : float
-        Time of its start, in seconds since the epoch, like the times of the history.
-    curves : mapping of str to sequence of (float, float)
-        Reported metrics by name: step and value.
-    pace : sequence of (float, float)
-        Seconds since the start, and samples per second of all ranks together.
-    """
+    """A job at one moment, with its past."""
 
     status: JobStatus
-    history: Sequence[HistoryEvent] = ()
-    started: float = 0.0
+    history: Sequence[HistoryEvent] = ()  # oldest first
+    started: float = 0.0  # seconds since the epoch, like the times of the history
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    pace: Sequence[tuple[float, float]] = ()
+    pace: Sequence[tuple[float, float]] = ()  # seconds since the start, and samples/s
 
     @classmethod
     def of(cls, job: Any) -> JobSnapshot:
         """Return a snapshot of a job."""
-        return cls(job.status, job.history, job.started, job._curves(), job._pace())
+        metrics = driver_of(job).log.metrics
+        curves = metrics.curves(MOST_POINTS)
+        return cls(job.status, job.history, job.started, curves, metrics.pace())
 
     @property
     def ended(self) -> bool:

@@ -15,9 +15,9 @@ from nbelastic.driver.describe import in_micro_batches, over, rows_in_words
 
 from .changes import newest_event, recent_changes
 from .curves import HEIGHT, WIDTH, shown_curves
+from .figures import shown_figures
 from .formatting import (
     abbreviate,
-    block,
     count,
     duration,
     first_lines,
@@ -48,7 +48,6 @@ def _load() -> Any:
     environment = Environment(autoescape=True, finalize=printable, undefined=StrictUndefined)
     environment.filters |= {
         "abbreviate": abbreviate,
-        "block": block,
         "duration": duration,
         "first_lines": first_lines,
         "rate": rate,
@@ -64,15 +63,7 @@ _template = _load()
 
 
 def page(snapshot: JobSnapshot, note: str = "") -> str:
-    """Return a complete static fragment of HTML, style included.
-
-    Parameters
-    ----------
-    snapshot : JobSnapshot
-        The job.
-    note : str
-        A line of text at the end.
-    """
+    """Return a complete static fragment of HTML, style included, with a note at the end."""
     parts = [part(snapshot) for name, part in PARTS.items() if name != "live"]
     return STYLE + str(_template.page(snapshot.status.name, parts, note))
 
@@ -125,8 +116,8 @@ def ranks(snapshot: JobSnapshot) -> str:
     several_hosts = len({rank.host for rank in every}) > 1
     lost = {event.name for event in snapshot.history if event.kind == "lost" and event.name}
     more = len(every) - MAX_ROWS
-    shown, in_blocks = every[:MAX_ROWS], bool(status.micro_batches)
-    return str(_template.ranks(summary, shown, several_hosts, lost, away, more, in_blocks))
+    figures = shown_figures(status)
+    return str(_template.ranks(summary, every[:MAX_ROWS], figures, several_hosts, lost, away, more))
 
 
 def _away(snapshot: JobSnapshot) -> list[tuple[float, HistoryEvent]]:

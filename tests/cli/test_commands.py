@@ -75,7 +75,7 @@ def test_scale_and_stop_change_a_job_of_another_kernel(job, call):
     limits = job._driver._machine.roster.limits
     assert (limits.max_np, limits.priority, limits.weight) == (1, -2, 2.5)
     assert "would be above" in call("scale", "night", "--min-np", "3", code=2)
-    assert "weight=0.0: must be a number above 0" in call("scale", "--weight", "0", code=2)
+    assert "'0' must be a number above 0" in call("scale", "--weight", "0", code=2)
     assert "give --min-np, --max-np, --priority or --weight" in call("scale", "night", code=2)
     assert "ends at its next commit" in call("stop", "night")
     with pytest.raises(JobStopped, match="stopped"):

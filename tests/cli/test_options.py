@@ -59,8 +59,8 @@ def page() -> str:
 
 def test_every_option_is_in_the_help_and_in_the_documents():
     expected = {flag for row in TABLE for flag in flags_of(row)}
-    for row in TERMINAL:
-        expected.update(flag for flags in row.flags for flag in flags.split("/"))
+    for option in TERMINAL:
+        expected.update((*option.opts, *option.secondary_opts))
     assert expected <= flags_in(help_text())
     assert expected <= flags_of_the_page()
 

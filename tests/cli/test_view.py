@@ -21,11 +21,10 @@ from nbelastic.cli.run import view_options
 from nbelastic.cli.view import CommandDisplay, ViewOptions
 from nbelastic.cli.view.display import JsonView, QuietView, WaitView
 from nbelastic.cli.view.frame import frame
-from nbelastic.cli.view.lines import RankLines
 from nbelastic.cli.view.live import LiveView
 from nbelastic.driver.status import Progress
 from nbelastic.render import JobSnapshot
-from tests.notebook.fakes import FakeJob, Output, rank_status
+from tests.notebook.fakes import FakeJob, rank_status
 
 
 def a_job() -> FakeJob:
@@ -275,13 +274,6 @@ def test_a_history_that_is_shorter_is_shown_anew(capsys):
         job.history = job.history[:1]
         view.tick()
     assert capsys.readouterr().err.count("Rank 2 has joined") == 2
-
-
-def test_a_line_end_may_come_in_two_pieces():
-    lines = RankLines()
-    assert lines.take([Output(0, 0, "a\r")]) == []
-    assert lines.take([Output(0, 0, "\nb")]) == [(0, "a")]
-    assert lines.rest() == [(0, "b")]
 
 
 class Screen:

@@ -9,6 +9,7 @@ import pytest
 
 from nbelastic.driver import display
 from nbelastic.driver.job import Job
+from nbelastic.driver.waiting import wait_interruptibly
 from nbelastic.errors import JobInterrupted
 
 
@@ -59,6 +60,6 @@ def test_no_interrupt_leaves_a_job_to_itself(monkeypatch, interrupted, asked):
     monkeypatch.setattr(display, "watching", contextlib.nullcontext)
     job = Waited(*interrupted)
     with pytest.raises(KeyboardInterrupt) as raised:
-        job._wait_interruptibly()
+        wait_interruptibly(job)
     assert raised.type is JobInterrupted, job.calls
     assert [call for call in job.calls if call in ("stop", "cancel")] == asked

@@ -15,6 +15,7 @@ import faulthandler, os, signal, sys, threading, time, traceback
 from pathlib import Path
 from distributed import Client, LocalCluster
 import nbelastic
+from nbelastic.driver import wait_interruptibly
 from nbelastic.cluster import JobClient
 from tests.support.clusters import until
 from tests.support.training import Workload
@@ -62,8 +63,8 @@ def main():
         seen = job.status.commits
         until(lambda: job.status.commits > seen + 10 or job.done(), "it trains on")
         print(job.status.state, {event.kind for event in job.history} & {"left", "lost", "leaving"})
-        interrupt_when(lambda: is_main_thread_in("_wait_interruptibly"))
-        interrupted(job._wait_interruptibly)
+        interrupt_when(lambda: is_main_thread_in("wait_interruptibly"))
+        interrupted(lambda: wait_interruptibly(job))
         print("same workers:", sorted(client.run(os.getpid).values()) == before)
 
         victim = next(iter(cluster.workers.values()))
@@ -94,8 +95,8 @@ def main():
     seen = job.status.commits
     until(lambda: job.status.commits > seen + 10 or job.done(), "it trains on")
     print(job.status.state, job.status.size)
-    interrupt_when(lambda: is_main_thread_in("_wait_interruptibly"))
-    interrupted(job._wait_interruptibly)
+    interrupt_when(lambda: is_main_thread_in("wait_interruptibly"))
+    interrupted(lambda: wait_interruptibly(job))
 
 if __name__ == "__main__":
     main()

@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 
 import nbelastic
+from nbelastic.driver import driver_of
 from nbelastic.errors import JobError, RankFailed
 from tests.support.clusters import kinds, until, workers_of
 
@@ -44,7 +45,7 @@ def test_odd_values_cost_no_worker(crew):
     assert set(crew.workers()) == before
     assert kinds(job).count("lost") == 0
     assert "read data-\\udcff.csv\nwarned of data-\\udcff.csv\n" in job.logs()
-    assert "data-\\udcff.csv" in job._curves()
+    assert "data-\\udcff.csv" in driver_of(job).log.metrics.curves(500)
     repr(job.status), repr(job)
 
 

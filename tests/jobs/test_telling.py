@@ -8,7 +8,7 @@ import re
 import pytest
 
 import nbelastic
-from nbelastic.driver import display
+from nbelastic.driver import display, driver_of
 from tests.support.clusters import kinds
 from tests.support.logs import own_records
 from tests.support.training import Fault, Workload, check
@@ -101,7 +101,7 @@ def test_reports_are_means_by_place_each_once_though_a_rank_dies(crew, tmp_path)
     assert [row["step"] for row in rows] == list(range(18))
     size = rows[-1]["size"]  # a newcomer may still join at the last commit
     assert (rows[-1]["ranks"], rows[-1]["rank"]) == (size, (size - 1) / 2)  # nothing is held back
-    assert job._curves()["place"][0] == (0.0, 0.0)
+    assert driver_of(job).log.metrics.curves(500)["place"][0] == (0.0, 0.0)
 
 
 def test_status_tells_steps_speed_device_and_progress(crew, tmp_path):
@@ -118,7 +118,7 @@ def test_status_tells_steps_speed_device_and_progress(crew, tmp_path):
     assert all(rank.step > 0 for rank in middle.ranks)
     assert middle.progress.epochs == 40 and 0 < middle.progress.fraction < 1
     assert any(status.progress.remaining_s for status in running)
-    assert job._pace()
+    assert driver_of(job).log.metrics.pace()
 
 
 PHASES = ["aborted", "restored", "ready", "planned", "connected", "synchronised", "stepped"]

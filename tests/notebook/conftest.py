@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import nbelastic
-from nbelastic.notebook import load_ipython_extension
+from nbelastic.notebook import load_ipython_extension, magics
 from tests.notebook.shells import FakeFit
 from tests.notebook.stage import Stage
 
@@ -36,6 +36,7 @@ def fit(monkeypatch):
     """Stands in for ``nbelastic.fit``."""
     fake = FakeFit()
     monkeypatch.setattr(nbelastic, "fit", fake)
+    monkeypatch.setattr(magics, "wait_interruptibly", lambda job: job.wait_interruptibly())
     return fake
 
 

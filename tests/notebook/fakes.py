@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from nbelastic.driver.status import HistoryEvent, JobStatus, RankStatus
@@ -92,10 +93,14 @@ class FakeJob:
         self.set(state=state, **changes)
         self._over.set()
 
-    def _curves(self) -> dict[str, list[tuple[float, float]]]:
+    @property
+    def _driver(self) -> Any:  # its log's metrics are the job's own
+        return SimpleNamespace(log=SimpleNamespace(metrics=self))
+
+    def curves(self, most: int) -> dict[str, list[tuple[float, float]]]:
         return self.shapes
 
-    def _pace(self) -> tuple[tuple[float, float], ...]:
+    def pace(self) -> tuple[tuple[float, float], ...]:
         return self.speeds
 
     def output(self, since: int = 0) -> tuple[int, tuple[Output, ...]]:

@@ -26,7 +26,7 @@ class RunJob(FakeJob):
         self._fit = fit
         self._function = cloudpickle.dumps(function)
 
-    def _wait_interruptibly(self):
+    def wait_interruptibly(self):
         self.waited = True
         self._fit.while_waiting()
 

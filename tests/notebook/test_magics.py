@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 from nbelastic.errors import JobInterrupted, NbelasticError, OptionError, RankFailed
-from nbelastic.notebook.options import train_parser
+from nbelastic.notebook.options import train_command
 from tests.notebook.shells import run
 
 pytestmark = pytest.mark.usefixtures("no_client")
@@ -257,11 +257,11 @@ def test_a_helper_of_the_notebook_sees_what_the_cell_assigns(shell, fit):
 
 def test_the_help_has_every_option_with_an_example(shell):
     text = shell.find_cell_magic("elastic_train").__doc__
-    for action in train_parser()._actions:
-        for name in action.option_strings:
+    for option in train_command().params:
+        for name in (*option.opts, *option.secondary_opts):
             assert f"{name} " in text or f"{name}," in text
         examples = [line for line in text.splitlines() if line.strip().startswith("%%elastic")]
-        assert any(name in line for name in action.option_strings for line in examples)
+        assert any(name in line for name in option.opts for line in examples)
 
 
 def test_every_example_of_the_help_can_be_run(shell):
@@ -269,7 +269,7 @@ def test_every_example_of_the_help_can_be_run(shell):
     examples = [line.split(maxsplit=1)[1] for line in text.splitlines() if "  %%elastic" in line]
     assert len(examples) > 15
     for example in examples:
-        assert train_parser().parse_line(example.replace("{ranks}", "2").split())
+        assert train_command().read(example.replace("{ranks}", "2").split())
 
 
 def test_the_extension_can_be_unloaded_and_loaded_again(shell):
@@ -285,7 +285,7 @@ def test_the_extension_can_be_unloaded_and_loaded_again(shell):
 
 def test_the_package_loads_neither_ipython_nor_ipywidgets():
     code = (
-        "import nbelastic.notebook, nbelastic.notebook.cell, nbelastic.notebook.stream, sys;"
+        "import nbelastic.notebook, nbelastic.notebook.cell, nbelastic.notebook.names, sys;"
         "print([m for m in ('IPython', 'ipywidgets', 'torch') if m in sys.modules])"
     )
     result = subprocess.run(

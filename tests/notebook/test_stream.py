@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.notebook.stream import Streamer
+from nbelastic.render.output import RankLines, Streamer
 from tests.notebook.fakes import Output
 
 
@@ -216,8 +216,15 @@ def test_of_rank_0_every_line_appears_once_as_it_was(pieces):
 
 
 def test_a_line_that_does_not_end_is_cut(clock, monkeypatch):
-    monkeypatch.setattr("nbelastic.notebook.stream.MAX_UNFINISHED", 1_000)
+    monkeypatch.setattr("nbelastic.render.output.MAX_UNFINISHED", 1_000)
     streamer = Streamer(clock=clock)
     shown = "".join(streamer.feed([said(0, "." * 100)]) for _ in range(11))
     assert shown == "." * 1_100 + "\n"
     assert streamer.feed([said(0, "next\n")]) == "next\n"
+
+
+def test_a_line_end_may_come_in_two_pieces():
+    lines = RankLines()
+    assert lines.take(said(0, "a\r")) == []
+    assert lines.take(said(0, "\nb")) == ["a"]
+    assert lines.rest() == [(0, 0, "b")]

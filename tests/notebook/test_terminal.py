@@ -11,8 +11,8 @@ import pytest
 
 from nbelastic.driver import display as drivers
 from nbelastic.notebook import wait_display
-from nbelastic.notebook.stream import Streamer
 from nbelastic.notebook.wait_display import LastLineWaitDisplay, TerminalWaitDisplay
+from nbelastic.render import Streamer
 from tests.support.logs import own_records
 
 from .fakes import FakeJob

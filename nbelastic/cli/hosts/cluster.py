@@ -46,35 +46,17 @@ class HostCluster(SpecCluster):
 
     A host that is gone is retired first: its ranks leave at the next commit, then its workers end.
     A host that has come gets workers while the others train. A worker that ends by itself is
-    started again, after growing delays.
-
-    Parameters
-    ----------
-    source : callable
-        Returns the slots of each present host.
-    interval : float
-        Seconds between two looks.
-    ssh : SshOptions, optional
-        How to reach other hosts.
-    tell : callable
-        Takes a line for the user. The thread and the event loop call it.
-    loopback : bool
-        Whether all hosts are this machine for good, so that no other can connect.
-
-    Raises
-    ------
-    DiscoveryFailed
-        The source fails at the first time.
+    started again, after growing delays. If the source fails at the first time, its error is raised.
     """
 
     def __init__(
         self,
         source: Source,
         *,
-        interval: float = 1.0,
+        interval: float = 1.0,  # seconds between two looks
         ssh: SshOptions | None = None,
-        tell: Callable[[str], None] = lambda _: None,
-        loopback: bool = False,
+        tell: Callable[[str], None] = lambda _: None,  # the thread and the event loop call it
+        loopback: bool = False,  # all hosts are this machine for good: no other can connect
     ) -> None:
         self._source = source
         self._failures = FailureCount(interval)
@@ -129,7 +111,7 @@ class HostCluster(SpecCluster):
                 self._take(hosts)
 
     def _take(self, hosts: Hosts) -> None:
-        """Have the event loop bring the workers in line with the hosts."""
+        """Make the event loop bring the workers in line with the hosts."""
         self._hosts = dict(hosts)
         for host in hosts:
             if host not in self._is_local:
@@ -178,7 +160,7 @@ class HostCluster(SpecCluster):
                     self._tell(f"host {host} has come ({count(slots, 'slot')})")
 
     async def _retire(self, names: tuple[str, ...]) -> None:
-        """Have ranks leave at their next commit; then end their workers."""
+        """Ask ranks to leave at their next commit; then end their workers."""
         try:
             scheduler: Any = self.scheduler_comm
             await scheduler.retire_workers(names=list(names))

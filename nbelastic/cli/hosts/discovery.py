@@ -61,18 +61,7 @@ def _cut(text: str) -> str:
 
 
 def checked(hosts: Hosts) -> dict[str, int]:
-    """Return what a source has found, if it is possible.
-
-    Parameters
-    ----------
-    hosts : mapping of str to int
-        Slots by host.
-
-    Raises
-    ------
-    DiscoveryFailed
-        A name is no host's, or slots are no number.
-    """
+    """Return the slots by host that a source has found, if they are possible."""
     for host, slots in hosts.items():
         if not isinstance(slots, int) or slots < 0:
             raise DiscoveryFailed(f"{_cut(str(host))} must have a number of slots, not {slots!r}")
@@ -84,20 +73,7 @@ def checked(hosts: Hosts) -> dict[str, int]:
 
 
 def parse_hosts(text: str, default: int = 1) -> dict[str, int]:
-    """Return the hosts of ``--hosts a:2,b:2``.
-
-    Parameters
-    ----------
-    text : str
-        Hosts, with commas between them.
-    default : int
-        Slots of a host without a number.
-
-    Raises
-    ------
-    OptionError
-        It is no list of hosts.
-    """
+    """Return the hosts of ``--hosts a:2,b:2``; one without a number has `default` slots."""
     found: dict[str, int] = {}
     try:
         for each in filter(None, map(str.strip, text.split(","))):
@@ -110,20 +86,7 @@ def parse_hosts(text: str, default: int = 1) -> dict[str, int]:
 
 
 def parse_hostfile(text: str, default: int = 1) -> dict[str, int]:
-    """Return the hosts of a hostfile: ``NAME slots=N``, ``NAME:N`` or ``NAME`` in each line.
-
-    Parameters
-    ----------
-    text : str
-        The file.
-    default : int
-        Slots of a host without a number.
-
-    Raises
-    ------
-    OptionError
-        A line is none of these; or there is no host.
-    """
+    """Return the hosts of a hostfile: ``NAME slots=N``, ``NAME:N`` or ``NAME`` in each line."""
     found: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].strip()
@@ -139,20 +102,7 @@ def parse_hostfile(text: str, default: int = 1) -> dict[str, int]:
 
 
 def parse_output(text: str, default: int = 1) -> dict[str, int]:
-    """Return the hosts that a discovery script has printed; none for no output.
-
-    Parameters
-    ----------
-    text : str
-        Its output: a line a host.
-    default : int
-        Slots of a host without a number.
-
-    Raises
-    ------
-    DiscoveryFailed
-        A line is no host.
-    """
+    """Return the hosts that a discovery script has printed; none for no output."""
     found: dict[str, int] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         try:
@@ -179,28 +129,14 @@ class Changes:
 
 
 def changes(before: Mapping[str, str], hosts: Hosts) -> Changes:
-    """Return what has changed since some slots were present.
-
-    Parameters
-    ----------
-    before : mapping of str to str
-        The host of each slot that was present, by the slot's name.
-    hosts : mapping of str to int
-        The present hosts.
-    """
+    """Return what has changed since some slots, by name, were present on their hosts."""
     after = entries(hosts)
     gone = tuple(name for name in before if name not in after)
     return Changes(gone, {name: host for name, host in after.items() if name not in before})
 
 
 class FailureCount:
-    """Consecutive failures of something that is tried again, with growing delays.
-
-    Parameters
-    ----------
-    interval : float
-        Seconds between two tries without failures; a delay doubles with each one.
-    """
+    """Consecutive failures of something that is tried again; each doubles the delay."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval

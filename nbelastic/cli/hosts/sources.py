@@ -12,9 +12,9 @@ import contextlib
 import json
 import os
 import re
-import selectors
 import signal
 import subprocess
+import tempfile
 import time
 from importlib.metadata import entry_points
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -35,7 +35,6 @@ GROUP = "nbelastic.hosts"
 TIME_LIMIT = 30.0
 """Seconds that a program has to print the hosts."""
 
-
 MOST_BYTES = 2**20
 """Most bytes that a program may print."""
 
@@ -48,67 +47,52 @@ LONGEST_ERROR = 200
 def _output(command: Sequence[str], limit: float) -> str:
     """Return what a program prints until it ends.
 
-    A process that it leaves in the background may keep its output open: that is not waited for. One
-    that takes too long, or prints without end, is ended with all that it has started.
+    One that takes too long, or prints without end, is killed with all that it has started.
     """
     name = os.path.basename(command[0])
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise DiscoveryFailed(f"{name} cannot be run: {error.strerror or error}") from None
-    with process:
+    deadline = time.monotonic() + limit
+    # Files, not pipes: a process that the program leaves in the background keeps its output open.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
-            output, errors = _collect(process, name, limit)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise DiscoveryFailed(f"{name} cannot be run: {error.strerror or error}") from None
+        try:
+            while process.poll() is None:
+                _check_size(name, output, errors)
+                if time.monotonic() > deadline:
+                    raise DiscoveryFailed(f"{name} has not ended after {limit:g} s")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL)
         finally:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        _check_size(name, output, errors)
+        printed, complaints = (_text(file) for file in (output, errors))
     if process.returncode:
-        last = errors.strip().splitlines()[-1:] or ["it printed no error"]
+        last = complaints.strip().splitlines()[-1:] or ["it printed no error"]
         raise DiscoveryFailed(
             f"{name} exited with code {process.returncode}: {last[0][:LONGEST_ERROR]}"
         )
-    return output
+    return printed
 
 
-def _collect(process: subprocess.Popen[bytes], name: str, limit: float) -> tuple[str, str]:
-    """Read what a program prints to stdout and stderr, until it ends."""
-    deadline = time.monotonic() + limit
-    pieces: dict[IO[bytes], list[bytes]] = {}
-    with selectors.DefaultSelector() as open_pipes:
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pieces[pipe] = []
-            os.set_blocking(pipe.fileno(), False)
-            open_pipes.register(pipe, selectors.EVENT_READ)
-        over = False
-        while not over:
-            over = process.poll() is not None  # what it has printed is in the pipes: read once more
-            ready = [
-                cast("IO[bytes]", key.fileobj) for key, _ in open_pipes.select(0 if over else POLL)
-            ]
-            while ready:
-                for pipe in ready:
-                    piece = os.read(pipe.fileno(), 65536)
-                    pieces[pipe].append(piece)
-                    if not piece:
-                        open_pipes.unregister(pipe)
-                if sum(len(each) for found in pieces.values() for each in found) > MOST_BYTES:
-                    raise DiscoveryFailed(f"{name} has printed more than {MOST_BYTES >> 20} MiB")
-                ready = [cast("IO[bytes]", key.fileobj) for key, _ in open_pipes.select(0)]
-            if not over and time.monotonic() > deadline:
-                raise DiscoveryFailed(f"{name} has not ended after {limit:g} s")
-            if not open_pipes.get_map():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL)
-    output, errors = (b"".join(found).decode(errors="replace") for found in pieces.values())
-    return output, errors
+def _check_size(name: str, *files: IO[bytes]) -> None:
+    if sum(os.fstat(file.fileno()).st_size for file in files) > MOST_BYTES:
+        raise DiscoveryFailed(f"{name} has printed more than {MOST_BYTES >> 20} MiB")
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _read(command: Sequence[str]) -> Any:
@@ -121,17 +105,7 @@ def _read(command: Sequence[str]) -> Any:
 
 
 class ScriptSource:
-    """Hosts that a discovery script prints, a line each: ``NAME`` or ``NAME:SLOTS``.
-
-    Parameters
-    ----------
-    path : str
-        The script. It is run as a program of its own.
-    slots : int
-        Slots of a host without a number.
-    limit : float
-        Seconds that it has.
-    """
+    """Hosts that a discovery script prints, a line each: ``NAME`` or ``NAME:SLOTS``."""
 
     def __init__(self, path: str, slots: int = 1, limit: float = TIME_LIMIT) -> None:
         self._path = os.path.abspath(os.path.expanduser(path))
@@ -150,20 +124,7 @@ class ScriptSource:
 
 
 def named_source(text: str, slots: int = 1) -> Source:
-    """Return the source of ``--hosts-from NAME[:WHICH]``.
-
-    Parameters
-    ----------
-    text : str
-        The option's value.
-    slots : int
-        Slots of a host without a number.
-
-    Raises
-    ------
-    OptionError
-        There is no source of this name; or it does not take what follows the name.
-    """
+    """Return the source of ``--hosts-from NAME[:WHICH]``."""
     name, _, which = text.partition(":")
     found = {each.name: each for each in entry_points(group=GROUP)}
     if name not in found:
@@ -177,14 +138,9 @@ def named_source(text: str, slots: int = 1) -> Source:
 
 
 def slurm(which: str, slots: int) -> Source:
-    """Return a source of the nodes of this SLURM allocation that have not failed.
+    """Return a source of the nodes of an allocation that live; by default of this allocation.
 
-    Parameters
-    ----------
-    which : str
-        A job's number; that of this allocation by default.
-    slots : int
-        Slots of a node, where the allocation does not say how many tasks it runs.
+    A node has `slots` slots where the allocation does not give its number of tasks.
     """
     job = which or os.environ.get("SLURM_JOB_ID", "")
     if not job.isdigit():
@@ -212,15 +168,7 @@ def slurm(which: str, slots: int) -> Source:
 
 
 def aws_asg(which: str, slots: int) -> Source:
-    """Return a source of the healthy instances of an Auto Scaling group, by private address.
-
-    Parameters
-    ----------
-    which : str
-        The group's name.
-    slots : int
-        Slots of an instance.
-    """
+    """Return a source of the healthy instances of an Auto Scaling group, by private address."""
     if not which:
         raise OptionError("--hosts-from aws-asg: the group's name must follow, as in aws-asg:gpus")
     aws = ["aws", "--output", "json"]
@@ -250,14 +198,9 @@ def aws_asg(which: str, slots: int) -> Source:
 
 
 def k8s(which: str, slots: int) -> Source:
-    """Return a source of the ready pods with some labels, by address.
+    """Return a source of the ready pods that a label selector finds, by address.
 
-    Parameters
-    ----------
-    which : str
-        A label selector, such as ``app=trainer``.
-    slots : int
-        Slots of a pod that asks for no GPUs.
+    A pod that asks for no GPUs has `slots` slots.
     """
     if not which:
         raise OptionError("--hosts-from k8s: a selector must follow, as in k8s:app=trainer")

@@ -69,13 +69,7 @@ def is_local(host: str) -> bool:
 
 
 class SlotNanny(Nanny):
-    """A nanny whose worker has its share of the host's cores and memory.
-
-    Parameters
-    ----------
-    slots : int
-        Slots of the host.
-    """
+    """A nanny whose worker has its share of the cores and memory of a host with so many slots."""
 
     def __init__(self, *args: Any, slots: int = 1, **options: Any) -> None:
         options.setdefault("nthreads", max(CPU_COUNT // slots, 1))
@@ -86,22 +80,10 @@ class SlotNanny(Nanny):
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How to reach other hosts.
-
-    Attributes
-    ----------
-    port : int or None
-        Port of ssh; None for that of ssh's configuration.
-    identity_file : str or None
-        Private key; None for those of ssh's configuration.
-    remote_python : str
-        Python on the other hosts.
-    start_within_s : float
-        Seconds for a worker to start.
-    """
+    """How to reach other hosts; what is None is as in ssh's configuration."""
 
     port: int | None = None
-    identity_file: str | None = None
+    identity_file: str | None = None  # private key
     remote_python: str = sys.executable
     start_within_s: float = START_WITHIN_S
 
@@ -126,30 +108,16 @@ class SshWorker(Process):
     """A worker that is started over ssh, and ends with the connection.
 
     Starting takes seconds, and a host may not answer at all. So :meth:`start` returns at once, and
-    a task of the event loop connects, reads the worker's log, and notes its end.
-
-    Parameters
-    ----------
-    scheduler : str
-        Address of the scheduler.
-    host : str
-        The host: ``NAME`` or ``USER@NAME``.
-    slots : int
-        Slots of the host.
-    options : SshOptions
-        How to reach it.
-    on_end : callable
-        Called when it has ended by itself, with its name, the reason, and whether it had started.
-    name : str
-        The worker's name.
+    a task of the event loop connects, reads the worker's log, and notes its end. If it ends by
+    itself, `on_end` is called with its name, the reason, and whether it had started.
     """
 
     def __init__(
         self,
         scheduler: str,
         *,
-        host: str,
-        slots: int,
+        host: str,  # ``NAME`` or ``USER@NAME``
+        slots: int,  # of the host
         options: SshOptions,
         on_end: Callable[[str, str, bool], None],
         name: str,
@@ -224,7 +192,7 @@ class SshWorker(Process):
         raise RuntimeError(self._last_words("its worker could not be started"))
 
     async def _read_log(self) -> None:
-        """Read the worker's log to its end: a worker whose log is not read would stand still."""
+        """Read the worker's log to its end: a full pipe would block the worker."""
         log: Any = self.proc
         while line := await log.stderr.readline():
             self._lines.append(line.strip())

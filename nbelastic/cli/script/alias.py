@@ -47,13 +47,7 @@ _ELSEWHERE = {
 
 
 def alias_horovod(wanted: bool | None) -> None:
-    """Have ``import horovod`` find nbelastic in this process.
-
-    Parameters
-    ----------
-    wanted : bool or None
-        Whether to; None for where no Horovod is installed.
-    """
+    """Make ``import horovod`` find nbelastic; for None only where no Horovod is installed."""
     if wanted:
         sys.path.insert(0, FOLDER)
     elif wanted is None:
@@ -127,13 +121,7 @@ def _target_of(rest: str) -> str | None:
 
 
 def answer_as(package: str) -> None:
-    """Have a package's name stand for nbelastic. The package ``alias/horovod`` calls it.
-
-    Parameters
-    ----------
-    package : str
-        The package: ``horovod``.
-    """
+    """Make a package's name stand for nbelastic. The package ``alias/horovod`` calls it."""
     if not any(isinstance(each, _AliasFinder) for each in sys.meta_path):
         sys.meta_path.insert(0, _AliasFinder())
     alias = _Alias(package, importlib.import_module("nbelastic"))

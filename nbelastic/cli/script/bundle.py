@@ -23,22 +23,12 @@ _NEVER = {"__pycache__", ".git", ".hg", ".svn", ".mypy_cache", ".pytest_cache", 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A folder as it travels.
+    """A folder as it travels."""
 
-    Attributes
-    ----------
-    packed : bytes
-        A ZIP file.
-    files, size : int
-        Number of files, and their bytes before they were packed.
-    ignored : tuple of str
-        Files and directories that a ``.gitignore`` excludes, relative to the folder.
-    """
-
-    packed: bytes
+    packed: bytes  # a ZIP file
     files: int
-    size: int
-    ignored: tuple[str, ...]
+    size: int  # bytes before they were packed
+    ignored: tuple[str, ...]  # what ``.gitignore`` files exclude, relative to the folder
 
     def describe(self, folder: str) -> str:
         """Return a line on what travels, and what does not."""
@@ -52,20 +42,10 @@ class Bundle:
 
 
 def bundle_of(folder: str, script: str = "") -> Bundle:
-    """Pack a folder, without what its ``.gitignore`` files exclude.
+    """Pack a folder, without what its ``.gitignore`` files exclude; the script is never left out.
 
-    Parameters
-    ----------
-    folder : str
-        Absolute path of the folder.
-    script : str, optional
-        Absolute path of the file there that runs. It is never left out.
-
-    Raises
-    ------
-    OptionError
-        It has too many bytes or files; the message names the largest parts. Or a file cannot be
-        read, or has a name that a ZIP file cannot have.
+    Too many bytes or files are an OptionError that names the largest parts; so is a file that
+    cannot be read, or that has a name which a ZIP file cannot have.
     """
     ignore = GitIgnore(folder)
     ignored: list[str] = []

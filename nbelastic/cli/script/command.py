@@ -19,24 +19,12 @@ _HARMLESS = {"-u", "-B", "-s", "-E", "-I"}
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """A script to run, as ``python`` would.
+    """A script to run, as ``python`` would."""
 
-    Attributes
-    ----------
-    script : str
-        Absolute path of the script; empty where a module is run.
-    module : str
-        Name of the module that ``python -m`` runs; empty for a script.
-    arguments : tuple of str
-        The words after it.
-    folder : str
-        Absolute path of the folder that goes first on ``sys.path``.
-    """
-
-    script: str
-    module: str
+    script: str  # absolute path; empty where a module is run
+    module: str  # as for ``python -m``; empty for a script
     arguments: tuple[str, ...]
-    folder: str
+    folder: str  # absolute; goes first on ``sys.path``
 
     @property
     def name(self) -> str:
@@ -53,19 +41,9 @@ class ScriptCommand:
 
 
 def script_command(words: Sequence[str], cwd: str) -> ScriptCommand:
-    """Return what a command runs.
+    """Return what a command runs; relative paths start from `cwd`.
 
-    Parameters
-    ----------
-    words : sequence of str
-        The command: ``python train.py --epochs 3``, ``python -m package.train``, or ``train.py``.
-    cwd : str
-        The directory that relative paths start from.
-
-    Raises
-    ------
-    OptionError
-        It is no command that runs a Python script, or the script does not exist.
+    It is ``python train.py --epochs 3``, ``python -m package.train``, or ``train.py``.
     """
     if not words:
         raise OptionError("a command is missing: dask elastic run [OPTIONS] python train.py …")

@@ -22,13 +22,7 @@ _FUNCTIONS = {"run": _START}
 
 
 def missing_module(name: str) -> ModuleNotFoundError | None:
-    """Return the error for a module of Horovod that nbelastic has not; None for any other name.
-
-    Parameters
-    ----------
-    name : str
-        Full name of the module, such as ``horovod.mxnet``.
-    """
+    """Return the error for a module of Horovod that nbelastic has not; None for any other name."""
     if name.partition(".")[2] not in _MODULES:
         return None
     return ModuleNotFoundError(
@@ -42,12 +36,8 @@ def missing_module(name: str) -> ModuleNotFoundError | None:
 def missing_function(name: str, target: str) -> Callable[..., NoReturn] | None:
     """Return a function that says what to do instead; None for a name that is not known.
 
-    Parameters
-    ----------
-    name : str
-        Full name of the function, such as ``horovod.run``.
-    target : str
-        Full name in nbelastic, where there is none: ``nbelastic.run``.
+    `name` is the full one, such as ``horovod.run``; `target` that in nbelastic, where there is
+    none.
     """
     advice = _FUNCTIONS.get(target.partition(".")[2])
     if advice is None:

@@ -52,45 +52,18 @@ def mark_of(path: str) -> FileMark | None:
 
 @dataclass(frozen=True)
 class ScriptCall:
-    """A script as it travels to the ranks.
-
-    Attributes
-    ----------
-    command : ScriptCommand
-        The script and its arguments.
-    cwd : str
-        The kernel's working directory.
-    mark : FileMark or None
-        The script's file in the kernel. A worker that finds the same one there uses its folder.
-    packed : bytes or None
-        The folder as a ZIP file; None where all hosts share its file system.
-    alias : bool or None
-        Whether ``import horovod`` finds nbelastic; None for where Horovod is not installed.
-    variables : mapping of str to str
-        Variables of the environment.
-    """
+    """A script as it travels to the ranks."""
 
     command: ScriptCommand
-    cwd: str
-    mark: FileMark | None = None
-    packed: bytes | None = None
-    alias: bool | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
+    cwd: str  # of the kernel
+    mark: FileMark | None = None  # a worker that has this file there uses its folder
+    packed: bytes | None = None  # the folder as a ZIP file; None where hosts share its file system
+    alias: bool | None = None  # None: where Horovod is not installed
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment
 
 
 def run_script(call: ScriptCall) -> None:
-    """Run a script as one rank of a job.
-
-    Parameters
-    ----------
-    call : ScriptCall
-        The script.
-
-    Raises
-    ------
-    ScriptExit
-        It has exited with another code than 0.
-    """
+    """Run a script as one rank of a job; a code that is not 0 raises ``ScriptExit``."""
     command, process = call.command, os.getpid()
     folder, cwd = _place(call)
     script = os.path.join(folder, os.path.basename(command.script)) if command.script else ""

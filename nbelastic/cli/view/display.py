@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.render import JobSnapshot, printable, sentence, text
+from nbelastic.render import JobSnapshot, RankLines, printable, sentence, text
 
-from .lines import OutputFiles, RankLines, prefixed
+from .output_files import OutputFiles
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,31 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """How to show a job.
+    """How to show a job."""
 
-    Attributes
-    ----------
-    style : str
-        ``live``, ``plain``, ``json`` or ``quiet``.
-    prefix : bool
-        Whether to write the output of all ranks, each line with its rank.
-    directory : str or None
-        Where to write the output of each rank.
-    """
-
-    style: str = "plain"
-    prefix: bool = False
-    directory: str | None = None
+    style: str = "plain"  # ``live``, ``plain``, ``json`` or ``quiet``
+    prefix: bool = False  # output of all ranks, each line with its rank
+    directory: str | None = None  # where to write the output of each rank
 
 
 class CommandDisplay:
-    """Shows the jobs of a command.
-
-    Parameters
-    ----------
-    options : ViewOptions
-        How to show them.
-    """
+    """Shows the jobs of a command."""
 
     def __init__(self, options: ViewOptions) -> None:
         self._options = options
@@ -94,14 +78,7 @@ class CommandDisplay:
 class WaitView:
     """A line on stderr for each event, and output of ranks on stdout.
 
-    Parameters
-    ----------
-    job : Job
-        The job.
-    options : ViewOptions
-        How to show it.
-    messages : queue of str
-        Lines of other threads.
+    Messages are lines of other threads.
     """
 
     def __init__(self, job: Any, options: ViewOptions, messages: queue.SimpleQueue[str]) -> None:
@@ -110,7 +87,7 @@ class WaitView:
         self._messages = messages
         self._cursor = 0
         self._events = 0
-        self._lines = RankLines(all_ranks=options.prefix)
+        self._lines = RankLines()
         self._files = None if options.directory is None else OutputFiles(options.directory)
 
     def __enter__(self) -> WaitView:
@@ -118,7 +95,7 @@ class WaitView:
 
     def __exit__(self, *_: object) -> None:
         self._take()
-        self.write_lines(self._lines.rest())
+        self.write_rest()
         if self.job.done():
             self.write_end()
 
@@ -153,12 +130,22 @@ class WaitView:
             except OSError as error:
                 self._files = None
                 self.write_message(f"--output-filename: {error}")
-        self.write_lines(self._lines.take(outputs))
+        shown = (output for output in outputs if output.rank == 0 or self.options.prefix)
+        self.write_lines([(each.rank, line) for each in shown for line in self._lines.take(each)])
+
+    def write_rest(self) -> None:
+        """Write the lines of ranks that have not ended."""
+        self.write_lines([(rank, line) for _, rank, line in self._lines.rest()])
 
     def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
         """Write lines of ranks to stdout."""
         for rank, line in lines:
-            _write(sys.stdout, prefixed(rank, line) if self.options.prefix else line)
+            _write(sys.stdout, self.prefixed(rank, line))
+
+    def prefixed(self, rank: int | None, line: str) -> str:
+        """Return a line, where wanted with its rank before it, as horovodrun writes it."""
+        number = "–" if rank is None else rank
+        return f"[{number}]<stdout>: {line}" if self.options.prefix else line
 
     def write_event(self, event: HistoryEvent) -> None:
         """Write an event."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from nbelastic.render import abbreviate, count, duration, number, printable, rate, sentence
+from nbelastic.render import FIGURES, abbreviate, count, duration, number, printable, rate, sentence
 
 if TYPE_CHECKING:
     from nbelastic.driver.status import JobStatus, RankStatus
@@ -40,15 +40,7 @@ _OF_STATE = {
 
 
 def frame(snapshot: JobSnapshot, width: int, height: int = 24) -> list[Row]:
-    """Return the rows of a frame, none wider than `width`.
-
-    Parameters
-    ----------
-    snapshot : JobSnapshot
-        The job.
-    width, height : int
-        Size of the terminal, in characters.
-    """
+    """Return the rows of a frame for a terminal, none wider than `width`."""
     status = snapshot.status
     rows = [_head(snapshot)]
     if status.reason and not snapshot.ended:
@@ -93,7 +85,7 @@ def _size(status: JobStatus) -> str:
 def _ranks(ranks: tuple[RankStatus, ...], width: int, room: int) -> list[Row]:
     shown = ranks if len(ranks) <= room else ranks[: max(room - 1, 0)]
     fastest = max((rank.samples_per_s or 0.0 for rank in ranks), default=0.0)
-    names = [_name(rank) for rank in shown]
+    names = [rank.name or rank.worker.rpartition("://")[2] for rank in shown]
     longest = min(max(map(len, names), default=0), max(width // 3, 8))
     rows = [
         _rank(rank, name, longest, width, fastest) for rank, name in zip(shown, names, strict=True)
@@ -103,18 +95,10 @@ def _ranks(ranks: tuple[RankStatus, ...], width: int, room: int) -> list[Row]:
     return rows
 
 
-def _name(rank: RankStatus) -> str:
-    """Return the name of a rank's worker; its address if it has none."""
-    return str(rank.name or rank.worker.rpartition("://")[2])
-
-
 def _rank(rank: RankStatus, name: str, longest: int, width: int, fastest: float) -> Row:
     """Return a rank with a bar for its pace, relative to the fastest."""
     which = "   –" if rank.rank is None else f"{rank.rank:4d}"
-    pace = "" if rank.samples_per_s is None else f"{rate(rank.samples_per_s)}/s"
-    # Its own steps would be a newcomer's since it came.
-    commits = "–" if rank.rank is None and not rank.commits else count(rank.commits, "commit")
-    end = f" {commits}  {pace}".rstrip()
+    end = " ".join(figure.in_frame(rank) for figure in FIGURES if figure.in_frame).rstrip()
     start = f"{which}  {abbreviate(name, longest):<{longest}}  "
     state = f"{rank.state:<9} "
     room = width - len(start) - len(state) - 24
@@ -125,7 +109,7 @@ def _rank(rank: RankStatus, name: str, longest: int, width: int, fastest: float)
         share = (rank.samples_per_s or 0.0) / fastest if fastest else 0.0
         full = round(size * min(share, 1.0))
         bar = [("█" * full, style), ("░" * (size - full), "quiet")]
-    return [(start, ""), (state, style), *bar, (end, "")]
+    return [(start, ""), (state, style), *bar, (f" {end}", "")]
 
 
 def _events(snapshot: JobSnapshot) -> list[Row]:

@@ -18,7 +18,6 @@ from nbelastic.render import JobSnapshot, printable
 
 from .display import WaitView
 from .frame import STYLES, frame
-from .lines import prefixed
 
 if TYPE_CHECKING:
     from nbelastic.driver import HistoryEvent
@@ -53,7 +52,7 @@ class LiveView(WaitView):
     def __exit__(self, *error: object) -> None:
         try:
             self._take()
-            self.write_lines(self._lines.rest())
+            self.write_rest()
         finally:
             self._live.__exit__(None, None, None)  # the cursor is back
         if self.job.done():
@@ -78,8 +77,7 @@ class LiveView(WaitView):
             super().write_lines(lines)
             return
         for rank, line in lines:
-            words = prefixed(rank, line) if self.options.prefix else line
-            self._console.print(Text.from_ansi(words), soft_wrap=True)
+            self._console.print(Text.from_ansi(self.prefixed(rank, line)), soft_wrap=True)
 
     def write_event(self, event: HistoryEvent) -> None:
         """Write nothing: a frame has the last events."""

@@ -50,20 +50,44 @@ class _Line:
         return ", ".join(names)
 
 
+class RankLines:
+    """Joins the pieces of what ranks print to lines.
+
+    Of a line that overwrites itself, such as a progress bar, only its last state is kept.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[int | None, str]] = {}
+
+    def take(self, output: Output) -> list[str]:
+        """Return the lines of a rank that are whole now."""
+        text = self.unfinished(output.start) + output.text
+        *lines, rest = text.replace("\r\n", "\n").split("\n")
+        if "\r" in rest:  # a trailing one may be half of a line's end: the next piece tells
+            rest = f"\r{_visible(rest)}" + ("\r" if rest.endswith("\r") else "")
+        elif len(rest) > MAX_UNFINISHED:
+            lines.append(rest)
+            rest = ""
+        self._open[output.start] = (output.rank, rest)
+        return list(map(_visible, lines))
+
+    def unfinished(self, start: int) -> str:
+        """Return the line of a start that has not ended; of a progress bar with its returns."""
+        return self._open.get(start, (None, ""))[1]
+
+    def rest(self) -> list[tuple[int, int | None, str]]:
+        """Return start, rank and text of the lines that have not ended, which then have."""
+        found = [
+            (start, rank, _visible(text)) for start, (rank, text) in sorted(self._open.items())
+        ]
+        self._open.clear()
+        return [each for each in found if each[2]]
+
+
 class Streamer:
     """Turns the outputs of ranks into text.
 
-    Parameters
-    ----------
-    mode : {"rank0", "all", "none"}, default "rank0"
-        Ranks whose output is shown. With "all", ``[rank 3]`` precedes a line when the rank
-        changes.
-    clock : callable, optional
-        Returns seconds.
-    lines_per_s : float or None, default 200
-        Maximum of lines in the long run; None for no cap.
-    burst : int, default 1000
-        Maximum of lines at once.
+    With ``all``, ``[rank 3]`` precedes a line when the rank changes.
     """
 
     def __init__(
@@ -71,15 +95,15 @@ class Streamer:
         mode: Mode = "rank0",
         clock: Callable[[], float] = time.monotonic,
         *,
-        lines_per_s: float | None = 200.0,
-        burst: int = 1_000,
+        lines_per_s: float | None = 200.0,  # in the long run; None for no cap
+        burst: int = 1_000,  # lines at once
     ) -> None:
         self._mode = mode
         self._clock = clock
         self._cap = None if lines_per_s is None else _Cap(lines_per_s, burst, clock())
         self._queue = _Queue()
         self._cursor = 0  # in the output of the job
-        self._parts: dict[int, tuple[int | None, str]] = {}
+        self._lines = RankLines()
         self._tail: deque[_Line] = deque(maxlen=TAIL)
         self._dropped = 0
         self._source = ""
@@ -95,12 +119,9 @@ class Streamer:
         return self.new_text(job) + self.flush()
 
     def feed(self, outputs: Iterable[Output]) -> str:
-        """Take new output, possibly none; return the text to show now.
+        """Take new output in order of arrival, possibly none; return the text to show now.
 
-        Parameters
-        ----------
-        outputs : iterable of Output
-            In order of arrival. Call it regularly, because lines wait for equal ones.
+        Call it regularly, because lines wait for equal ones.
         """
         now = self._clock()
         if self._mode == "none":
@@ -112,10 +133,9 @@ class Streamer:
     def flush(self) -> str:
         """Return all waiting lines, unfinished ones included."""
         now = self._clock()
-        for start, (rank, text) in sorted(self._parts.items()):
-            if text and start != self._open:
-                self._queue.add(_visible(text), start, rank, now)
-        self._parts.clear()
+        for start, rank, text in self._lines.rest():
+            if start != self._open:
+                self._queue.add(text, start, rank, now)
         end = self._end_open_line()
         return end + self._emit(now, now) + self._report_dropped()
 
@@ -126,20 +146,14 @@ class Streamer:
         if self._mode == "rank0" and output.rank != 0:
             return ""
         start, rank = output.start, output.rank
-        _, before = self._parts.get(start, (rank, ""))
-        *lines, rest = (before + output.text).replace("\r\n", "\n").split("\n")
+        lines = self._lines.take(output)
         shown = ""
         if lines and start == self._open:
             shown = self._bar(lines.pop(0)) + "\n"
             self._open = -1
         for line in lines:
-            self._queue.add(_visible(line), start, rank, now)
-        if "\r" in rest:
-            rest = f"\r{_visible(rest)}" + ("\r" if rest.endswith("\r") else "")
-        elif len(rest) > MAX_UNFINISHED:
-            self._queue.add(rest, start, rank, now)
-            rest = ""
-        self._parts[start] = (rank, rest)
+            self._queue.add(line, start, rank, now)
+        rest = self._lines.unfinished(start)
         if rank == 0 and _visible(rest) and "\r" in rest:
             shown += self._update_bar(start, rest, now)
         return shown

@@ -1,0 +1,65 @@
+"""Figures of a rank, declared once for the panel and the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .formatting import block, count, rate, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbelastic.driver.status import JobStatus, RankStatus
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column of a table of ranks."""
+
+    title: str
+    cell: Callable[[RankStatus], str]
+    is_number: bool = False  # aligned to the right
+    in_frame: Callable[[RankStatus], str] | None = None  # at the end of a row of the frame
+    is_shown: Callable[[JobStatus], bool] = lambda _: True
+
+
+def _is_new(rank: RankStatus) -> bool:
+    """Return whether a rank has no commits of its own: its steps are those since it came."""
+    return rank.rank is None and not rank.commits
+
+
+FIGURES = (
+    Figure(
+        "Commits",
+        lambda rank: "–" if _is_new(rank) else f"{rank.commits:,}",
+        is_number=True,
+        in_frame=lambda rank: "–" if _is_new(rank) else count(rank.commits, "commit"),
+    ),
+    Figure(
+        "Samples/s",
+        lambda rank: rate(rank.samples_per_s),
+        is_number=True,
+        in_frame=lambda rank: (
+            "" if rank.samples_per_s is None else f" {rate(rank.samples_per_s)}/s"
+        ),
+    ),
+    Figure("Device", lambda rank: shorten(rank.device, 24) or "–"),
+    Figure(
+        "Micro-batches",
+        lambda rank: block(rank.micro_batches),
+        is_shown=lambda status: bool(status.micro_batches),
+    ),
+)
+
+
+def shown_figures(status: JobStatus) -> list[Figure]:
+    """Return the figures that a table of a job's ranks has."""
+    return [figure for figure in FIGURES if figure.is_shown(status)]
+
+
+def rank_line(rank: RankStatus) -> str:
+    """Return one line on a rank, for the commands that show a job's status."""
+    number = "–" if rank.rank is None else str(rank.rank)
+    where = f"{rank.name}  {rank.worker}".strip()
+    return f"  {number:>3}  {rank.state:<9}  {rank.commits:>7,} commits  {where}"
