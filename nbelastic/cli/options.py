@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nbelastic.driver.hints import did_you_mean
-from nbelastic.driver.option_kinds import Flag, Range
+from nbelastic.driver.option_kinds import Flag, Range, Variables
 from nbelastic.driver.options import DEFAULTS, TABLE
 from nbelastic.errors import OptionError
 
@@ -29,6 +29,7 @@ HOROVODS: dict[str, tuple[str, ...]] = {
     "reset_limit": ("--max-resets",),
     "timeline": ("--timeline-filename",),
     "blacklist_cooldown": ("--blacklist-cooldown-range",),
+    "env": ("-x",),
 }
 """Horovod's names of options of a job, older and newer ones."""
 
@@ -113,11 +114,6 @@ TERMINAL: tuple[TerminalRow, ...] = (
         "have 'import horovod' find nbelastic; by default, where Horovod is not installed",
         {"default": None},
     ),
-    TerminalRow(
-        ("-x", "--env"), "NAME[=VALUE]", _SCRIPT,
-        "pass a variable of the environment to all ranks; several times for several",
-        {"multiple": True},
-    ),
     TerminalRow(("--name",), "NAME", _SCRIPT, "name of the job; made up by default"),
     TerminalRow(
         ("--plain",), "", _VIEW, "a line for each event, also on a terminal", {"is_flag": True}
@@ -159,6 +155,8 @@ class _JobOption(click.Option):
             how |= {"is_flag": True, "default": None}
         elif isinstance(row.kind, Range):
             how |= {"nargs": 2}
+        elif isinstance(row.kind, Variables):  # values may have commas
+            how |= {"multiple": True, "metavar": "NAME[=VALUE]"}
         elif row.kind.several:
             how |= {"multiple": True, "metavar": row.kind.metavar.partition(" ")[0] + ",…"}
         default = DEFAULTS[row.name]
@@ -176,13 +174,15 @@ class _JobOption(click.Option):
             return None
         if value is True:
             return True
-        if self.row.kind.several and not isinstance(self.row.kind, Range):
+        if self.row.kind.several and not isinstance(self.row.kind, (Range, Variables)):
             words = [word for each in value for word in each.split(",") if word]
         else:
             words = list(value) if isinstance(value, tuple) else [value]
         try:
             return self.row.kind.read(self.row.name, words)
-        except OptionError:
+        except OptionError as error:
+            if isinstance(self.row.kind, Variables):  # without values: some are secret
+                raise click.BadParameter(str(error), ctx=ctx, param=self) from None
             expected = self.row.kind.as_words or self.row.kind.expects
             raise click.BadParameter(
                 f"{' '.join(words)!r} must be {expected}", ctx=ctx, param=self

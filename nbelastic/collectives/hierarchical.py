@@ -22,13 +22,14 @@ from nbelastic.collectives.arguments import check_contiguous, check_op, check_tr
 from nbelastic.collectives.communicator import Handle, Op, Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
 from nbelastic.collectives.operations import AbortableTask, OperationHandle, OrderedExecutor
-from nbelastic.collectives.reduction_tree import Blocks, additions
+from nbelastic.collectives.reduction_tree import additions
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.abort_signal import AbortSignal
+    from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.topology import Topology
     from nbelastic.native._core import Group, Tree
 
@@ -211,7 +212,7 @@ class _Stages:
         self._slices = topology.slices
         self._hosts = topology.hosts
         self._host = topology.hosts.index(local_ranks)
-        self.in_order = [*itertools.chain(*topology.hosts)] == [*range(rendezvous.size)]
+        self.in_order = topology.in_order
         self._group = group
         self._cross = cross
 
@@ -251,7 +252,7 @@ class _Stages:
 
     def perform_along(self, memory: torch.Tensor, blocks: Blocks) -> None:
         """Sum the rows of `memory`, this rank's nodes in the segment, along a tree to its first."""
-        of_hosts = _blocks_of_hosts(blocks, self._hosts)
+        of_hosts = blocks.merged(self._hosts)
         nodes = len(of_hosts.covers[self._host])
         count = memory.shape[1]
         counts = self._counts(count)
@@ -282,12 +283,6 @@ class _Stages:
         bounds = [min(lines * i // self._slices * _LINE, total) for i in range(self._slices + 1)]
         counts = [end - begin for begin, end in itertools.pairwise(bounds)]
         return counts + [0] * (self._ranks - self._slices)
-
-
-@functools.lru_cache(maxsize=64)
-def _blocks_of_hosts(blocks: Blocks, hosts: tuple[tuple[int, ...], ...]) -> Blocks:
-    """Return the leaves of each host."""
-    return Blocks(tuple(sum(blocks.quotas[rank] for rank in ranks) for ranks in hosts))
 
 
 @functools.lru_cache(maxsize=64)

@@ -92,6 +92,10 @@ class AsyncCommunicator(Communicator):
         """Number of operations completed, in subgroups as well."""
         return self._completed + sum(each.completed for each in list(self._subgroups.values()))
 
+    def restart_count(self) -> None:
+        """Count operations from here on: those of a negotiation are no progress of the rank."""
+        self._completed = 0
+
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
         """Return a connected communicator of some of the ranks, of the same backend."""
         known = self._subgroups.get(name)
@@ -104,28 +108,12 @@ class AsyncCommunicator(Communicator):
                 its, job=f"{its.job}/{name}", rank=ranks.index(self.rank), size=len(ranks)
             )
         )
-        # Weak references, because each signal keeps its callbacks as long as it lives.
-        parent, child = weakref.ref(self), weakref.ref(made)
-
-        def end_child(reason: str, _orderly: bool) -> None:
-            if (alive := child()) is not None:
-                alive.abort(reason)
-
-        def end_parent(reason: str, orderly: bool) -> None:
-            if not orderly and (alive := parent()) is not None:
-                alive.abort(reason)
-
         self._subgroups[name] = made
-        self.on_abort(end_child)
         try:
-            connected = made.connect()
+            connected = connect_part(self, made)
         except BaseException:
             del self._subgroups[name]
-            made.close()
             raise
-        if connected is not made:
-            child = weakref.ref(connected)
-        connected.on_abort(end_parent)
         self._subgroups[name] = connected
         return connected
 
@@ -190,6 +178,34 @@ class AsyncCommunicator(Communicator):
             message = f"rank {self.rank} of generation {self.generation}: {message}"
         self._abort_signal.abort(message, kind=kind)
         self._abort_signal.check()
+
+
+def connect_part(whole: Communicator, made: Communicator) -> Communicator:
+    """Connect a communicator of some of the ranks of `whole`; what ends or fails one ends both.
+
+    Closed in an orderly way, it leaves `whole` as it is.
+    """
+    # Weak references, because each signal keeps its callbacks as long as it lives.
+    parent, child = weakref.ref(whole), weakref.ref(made)
+
+    def end_child(reason: str, _orderly: bool) -> None:
+        if (alive := child()) is not None:
+            alive.abort(reason)
+
+    def end_parent(reason: str, orderly: bool) -> None:
+        if not orderly and (alive := parent()) is not None:
+            alive.abort(reason)
+
+    whole.on_abort(end_child)
+    try:
+        connected = made.connect()
+    except BaseException:
+        made.close()
+        raise
+    if connected is not made:
+        child = weakref.ref(connected)
+    connected.on_abort(end_parent)
+    return connected
 
 
 class OperationHandle:

@@ -168,6 +168,10 @@ class Blocks:
         """First leaf of each rank, and V."""
         return tuple(itertools.accumulate(self.quotas, initial=0))
 
+    def merged(self, groups: tuple[tuple[int, ...], ...]) -> Blocks:
+        """Return the leaves of groups of consecutive ranks, such as those of one host."""
+        return _merged(self, groups)
+
     def block(self, rank: int) -> range:
         """Return the leaves of a rank."""
         return range(self.bounds[rank], self.bounds[rank + 1])
@@ -181,6 +185,11 @@ class Blocks:
     def order(self) -> tuple[int, ...]:
         """Order in which the nodes of all ranks are added; see :func:`fold`."""
         return additions([node for nodes in self.covers for node in nodes], self.leaves)
+
+
+@functools.lru_cache(maxsize=64)
+def _merged(blocks: Blocks, groups: tuple[tuple[int, ...], ...]) -> Blocks:
+    return Blocks(tuple(sum(blocks.quotas[rank] for rank in ranks) for ranks in groups))
 
 
 @functools.lru_cache(maxsize=64)

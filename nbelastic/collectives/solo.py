@@ -55,6 +55,11 @@ class SoloCommunicator(Communicator):
         self._begun()
         return [number] * self.size
 
+    def allgather_bytes(self, record: bytes) -> list[bytes]:
+        """Return the `record` of the only rank."""
+        self._begun().wait()
+        return [record]
+
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
         """Leave `tensor` as it is."""
         check_contiguous(tensor)

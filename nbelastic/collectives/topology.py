@@ -8,6 +8,7 @@ proved later (:mod:`nbelastic.collectives.shm.handshake`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -168,6 +169,11 @@ class Topology:
     def any_host_shared(self) -> bool:
         """Whether any host has more than one rank."""
         return any(len(ranks) > 1 for ranks in self.hosts)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks of each host, and the hosts, follow each other."""
+        return [*itertools.chain(*self.hosts)] == [*range(sum(map(len, self.hosts)))]
 
     def local_ranks(self, rank: int) -> tuple[int, ...]:
         """Return the ranks on the host of `rank`, itself included."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn, cast
 from dask.utils import parse_timedelta
 
 from nbelastic.elastic.redaction import without_secrets
+from nbelastic.elastic.runtime import OWN_VARIABLES
 from nbelastic.errors import OptionError
 
 
@@ -296,6 +297,41 @@ class Amounts(Kind):
             if not key or not equals or not 0 < amounts[key] < math.inf:
                 raise OptionError(f"{name}: {word!r} must be {self.as_words}")
         return self.check(name, amounts)
+
+
+@dataclass(frozen=True)
+class Variables(Kind):
+    """Environment variables by name; empty for none."""
+
+    expects: str = "a dict of text, as in {'NCCL_DEBUG': 'INFO'}"
+    as_words: ClassVar[str] = (
+        "NAME=VALUE, or NAME of a variable that is set here; nbelastic sets some itself"
+    )
+    metavar: ClassVar[str] = "NAME=VALUE …"
+    several: ClassVar[bool] = True
+
+    def check(self, name: str, value: Any) -> dict[str, str]:
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise OptionError(f"{name}: must be {self.expects}")  # without values: some are secret
+        for key, text in value.items():
+            if not isinstance(key, str) or not key or "=" in key or "\0" in key:
+                raise OptionError(f"{name}: {shown(key)} must be the name of a variable")
+            if not isinstance(text, str) or "\0" in text:
+                raise OptionError(f"{name}[{key!r}]: must be text, not {type(text).__name__}")
+            if key in OWN_VARIABLES:
+                raise OptionError(f"{name}[{key!r}]: nbelastic sets this variable itself")
+        return {str(key): str(text) for key, text in value.items()}
+
+    def read(self, name: str, words: Sequence[str]) -> dict[str, str]:
+        found = {}
+        for word in words:
+            key, equals, text = word.partition("=")
+            if not equals and key not in os.environ:
+                raise OptionError(f"{name}: {key!r} is not set here; give {key}=VALUE")
+            found[key] = text if equals else os.environ[key]
+        return self.check(name, found)
 
 
 @dataclass(frozen=True)

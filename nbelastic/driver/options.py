@@ -43,6 +43,7 @@ from .option_kinds import (
     Names,
     Number,
     Range,
+    Variables,
     Whole,
     shown,
 )
@@ -100,7 +101,7 @@ class OptionRow:
 
 
 def _option(kind: Kind, group: str, meaning: str, example: str) -> Any:
-    shown = not isinstance(kind, Location)  # a URL may have a password in it
+    shown = not isinstance(kind, (Location, Variables))  # they may have passwords in them
     return field(default=_UNSET, repr=shown, metadata={"row": (kind, group, meaning, example)})
 
 
@@ -191,6 +192,12 @@ class Options:
         _WAY,
         f"how tensors travel between ranks: one of {', '.join(BACKENDS)}",
         "--np 4 --backend gloo",
+    )
+    env: dict[str, str] = _option(
+        Variables(),
+        _WAY,
+        "environment variables of the ranks' processes, beside those of their workers",
+        "--env NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=eth0",
     )
     reset_limit: int | None = _option(
         Count(0),
@@ -346,6 +353,7 @@ class Options:
             max_np=self.limits().max_np,
             timeline=None if self.timeline is None else part_of(self.timeline, run, start),
             heeded=tuple(name for name in HOROVODS if name in os.environ),
+            env=self.env,
         )
 
     def pack(self) -> dict[str, Any]:

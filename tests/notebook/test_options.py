@@ -36,7 +36,7 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "--reset-limit 0 --elastic-timeout 60 --stall-timeout 0.5 "
         "--heartbeat-timeout 5 --blacklist-cooldown 10 100 --lease 600 --notices off "
         "--checkpoint runs/resnet --checkpoint-every 50 --resume --backend shm --name resnet "
-        "--timeline trace.json"
+        "--timeline trace.json --env NCCL_DEBUG=INFO A=b=c"
     )
     found = parse(line)
     assert found == {
@@ -47,6 +47,7 @@ def test_every_option_of_fit_is_read_as_fit_takes_it():
         "check_every": 9,
         "workers": ("alice", "bob"),
         "resources": {"GPU": 1.0, "MEM": 2.5},
+        "env": {"NCCL_DEBUG": "INFO", "A": "b=c"},
         "slots_per_host": 2,
         "priority": -1,
         "weight": 2.0,
@@ -126,6 +127,7 @@ def test_the_options_of_the_cell_itself(line, found):
         ("--backend glo", ["--backend", "'glo'", "auto, gloo, shm", "did you mean gloo or"]),
         ("--resources GPU", ["--resources", "'GPU'", "GPU=1"]),
         ("--resources GPU=none", ["--resources", "'GPU=none'"]),
+        ("--env RANK=secret", ["--env", "nbelastic sets this variable itself"]),
         ("--blacklist-cooldown 10", ["--blacklist-cooldown", "2"]),
         ("--blacklist-cooldown 100 10", ["--blacklist-cooldown", "100 10", "LO <= HI"]),
         ("--stream rank", ["--stream", "'rank'", "rank0, all, none", "did you mean rank0?"]),

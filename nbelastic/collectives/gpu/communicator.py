@@ -109,6 +109,9 @@ class DeviceCommunicator(AsyncCommunicator):
     def _leave_device(self) -> None:
         """Let go of the device, as a part of closing, after the abort."""
 
+    def _leave_parts(self) -> None:
+        """Close communicators that only the executor uses, which is idle. Called twice."""
+
     def _reached(self, _end: Any) -> None:
         """Wait on the host, in the executor, for an operation that the stream has begun."""
 
@@ -319,8 +322,11 @@ class DeviceCommunicator(AsyncCommunicator):
         self._closed = True
         self._host.close_subgroups()
         idle = self._executor.idle and self._host.idle
+        if idle:
+            self._leave_parts()  # before the abort, which would fail their peers
         self._abort_signal.abort("the communicator is closed", orderly=idle)
         self._leave_device()
+        self._leave_parts()
         self._host.close()
 
     def __del__(self) -> None:

@@ -318,10 +318,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         """Whether the rank's thread is waiting for an operation."""
         return super().waiting or self._group.waiting
 
-    def restart_count(self) -> None:
-        """Count operations from here on: those of a negotiation are no progress of the rank."""
-        self._completed = 0
-
     @property
     def dead_ranks(self) -> tuple[int, ...]:
         """Ranks whose processes are known to have ended."""

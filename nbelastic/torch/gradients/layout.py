@@ -39,7 +39,7 @@ PIECE_BYTES = 16 << 10
 # Presence of a sparse gradient, which no number of dense ones makes up for.
 SPARSE = -1000.0
 # Communicators that average as they add, at no cost.
-_AVERAGING = ("shm", "hierarchical", "cuda_ipc", "nccl")
+_AVERAGING = ("shm", "hierarchical", "cuda_ipc", "cuda_ipc+gloo", "cuda_ipc+nccl", "nccl")
 # Types in which a gradient divided by the number of ranks loses nothing.
 _ROOMY = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
