@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import importlib.util
 
-from nbelastic.collectives.communicator import (
-    BACKENDS,
-    Communicator,
-    Handle,
-    Op,
-    Rendezvous,
-    connectors,
-)
+from nbelastic.collectives.backends import NEGOTIATED, backend_names, maker_of
+from nbelastic.collectives.communicator import Communicator, Rendezvous, connectors
 from nbelastic.collectives.rendezvous.server import RendezvousServer
 from nbelastic.collectives.solo import SoloCommunicator
+from nbelastic.collectives.transport import Capabilities, Handle, Op
 
 __all__ = [
-    "BACKENDS",
+    "Capabilities",
     "Communicator",
     "Handle",
     "Op",
     "Rendezvous",
     "RendezvousServer",
     "SoloCommunicator",
+    "backend_names",
     "connect",
     "missing_native_part",
     "nccl_version",
@@ -40,19 +36,11 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     """
     if rendezvous.size == 1:
         return SoloCommunicator(generation=rendezvous.generation)
-    if rendezvous.backend in ("auto", "shm", "cuda_ipc", "nccl"):
-        from nbelastic.collectives.negotiation import NegotiatingCommunicator
+    if rendezvous.backend not in NEGOTIATED:
+        return maker_of(rendezvous.backend)(rendezvous)
+    from nbelastic.collectives.negotiation import NegotiatingCommunicator
 
-        return NegotiatingCommunicator(rendezvous)
-    if rendezvous.backend == "pygloo":
-        from nbelastic.collectives.gloo.with_pygloo import PyglooCommunicator
-
-        return PyglooCommunicator(rendezvous)
-    if rendezvous.backend != "gloo":
-        raise ValueError(f"backend must be one of {BACKENDS}, not {rendezvous.backend!r}")
-    from nbelastic.collectives.gloo.communicator import GlooCommunicator
-
-    return GlooCommunicator(rendezvous)
+    return NegotiatingCommunicator(rendezvous)
 
 
 connectors.append(connect)

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.communicator import Communicator, Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
-from nbelastic.collectives.hierarchical import HierarchicalCommunicator
+from nbelastic.collectives.gloo.hierarchical import HierarchicalCommunicator
 from nbelastic.collectives.operations import connect_part
 from nbelastic.collectives.rendezvous.client import RendezvousClient
 from nbelastic.collectives.shm.handshake import FORMING_LIMIT_S, SegmentError, SegmentSocket
 from nbelastic.collectives.topology import (
-    Capabilities,
+    RankCapabilities,
     Topology,
     nccl_obstacle,
     shared_memory_obstacle,
@@ -126,9 +126,9 @@ class NegotiatingCommunicator(Communicator):
 
     def _negotiate(self, segment_socket: SegmentSocket | None, obstacle: str) -> Communicator:
         name = segment_socket.name if segment_socket else ""
-        own = Capabilities(obstacle, self._host or sharing_host(), name, *self._own_gpu())
+        own = RankCapabilities(obstacle, self._host or sharing_host(), name, *self._own_gpu())
         values = self._exchange("capabilities", own.encode())
-        capabilities = [Capabilities.decode(value, rank) for rank, value in enumerate(values)]
+        capabilities = [RankCapabilities.decode(value, rank) for rank, value in enumerate(values)]
         topology = Topology.of(capabilities)
         host = self._choose_host(topology, segment_socket, capabilities)
         if not self._uses_gpus:
@@ -143,7 +143,7 @@ class NegotiatingCommunicator(Communicator):
         self,
         topology: Topology,
         segment_socket: SegmentSocket | None,
-        capabilities: Sequence[Capabilities],
+        capabilities: Sequence[RankCapabilities],
     ) -> Host:
         """Return a communicator that reduces on the hosts."""
         if not topology.any_host_shared:
@@ -224,7 +224,7 @@ class NegotiatingCommunicator(Communicator):
         return present_library()
 
     def _with_devices(
-        self, host: Host, topology: Topology, capabilities: Sequence[Capabilities]
+        self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
     ) -> Communicator:
         """Return a communicator that reduces on GPUs, if all ranks can, else that of the host."""
         if self._rendezvous.backend == "nccl":
@@ -238,7 +238,7 @@ class NegotiatingCommunicator(Communicator):
         return host
 
     def _over_cuda_ipc(
-        self, host: Host, topology: Topology, capabilities: Sequence[Capabilities]
+        self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
     ) -> tuple[Communicator | None, str]:
         """Return a communicator over CUDA IPC, or why there is none."""
         from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
@@ -319,7 +319,7 @@ class NegotiatingCommunicator(Communicator):
         return connect_part(host, NegotiatingCommunicator(its, self._host, self))
 
     def _over_nccl(
-        self, host: Host, capabilities: Sequence[Capabilities]
+        self, host: Host, capabilities: Sequence[RankCapabilities]
     ) -> tuple[Communicator | None, str]:
         """Return a communicator over NCCL, or why there is none."""
         reason = nccl_obstacle(capabilities)
@@ -410,11 +410,9 @@ class NegotiatingCommunicator(Communicator):
         self._abort_signal.check()
         raise RuntimeError("connect() comes before any operation; use what it returns")
 
-    empty = allgather_bytes = _not_connected
-    allreduce_async = allreduce_tree_async = _not_connected
-    broadcast_async = allgather_async = _not_connected
-    reduce_scatter_async = all_to_all_async = barrier_async = _not_connected
-    send_async = receive_async = _not_connected
+    empty = allgather_bytes = begin_nothing = begin_barrier = _not_connected
+    begin_allreduce = begin_allreduce_tree = begin_broadcast = begin_allgather = _not_connected
+    begin_reduce_scatter = begin_all_to_all = begin_send = begin_receive = _not_connected
 
 
 def _padded_exchange(host: Host, said: bytes) -> list[bytes]:
@@ -426,7 +424,7 @@ def _share(
     segment_socket: SegmentSocket,
     ranks: Sequence[int],
     rank: int,
-    capabilities: Sequence[Capabilities],
+    capabilities: Sequence[RankCapabilities],
 ) -> SharedSegment | None:
     """Form a segment with the other ranks of this host, if there are any."""
     local_rank, size = ranks.index(rank), len(ranks)

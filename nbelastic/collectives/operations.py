@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Handle, Rendezvous
-    from nbelastic.collectives.matching import MatchingClient
+    from nbelastic.collectives.communicator import Rendezvous
+    from nbelastic.collectives.rendezvous.matching import MatchingClient
+    from nbelastic.collectives.transport import Handle
 
 
 class OperationFailed(Exception):
@@ -132,7 +133,7 @@ class AsyncCommunicator(Communicator):
 
     def matching_client(self) -> MatchingClient | None:
         """Return a client of the matching at the generation's rendezvous server."""
-        from nbelastic.collectives.matching import MatchingClient
+        from nbelastic.collectives.rendezvous.matching import MatchingClient
 
         return MatchingClient(self._rendezvous)
 
@@ -144,12 +145,12 @@ class AsyncCommunicator(Communicator):
         """Break the communicator and free the waiting threads."""
         self._abort_signal.abort(reason)
 
-    def _nothing_to_do(self) -> Handle:
+    def begin_nothing(self) -> Handle:
         """Begin an operation that moves no data on any rank."""
-        self._abort_signal.check()
+        self.check()
         return OperationHandle(self, _NoOperation())
 
-    def _complete(self, operation: Operation, deliver: Callable[[], None] | None) -> None:
+    def _complete(self, operation: Operation, deliver: Callable[[], object] | None) -> None:
         """Wait for an operation and deliver its outcome."""
         self._abort_signal.check()
         failure, kind = None, CollectiveError
@@ -225,7 +226,7 @@ class OperationHandle:
         self,
         communicator: AsyncCommunicator,
         operation: Operation,
-        deliver: Callable[[], None] | None = None,
+        deliver: Callable[[], object] | None = None,
     ) -> None:
         self._communicator: AsyncCommunicator | None = communicator
         self._operation: Operation | None = operation

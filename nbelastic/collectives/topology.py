@@ -1,4 +1,4 @@
-"""Capabilities of the ranks, and the topology that follows from them.
+"""RankCapabilities of the ranks, and the topology that follows from them.
 
 Each rank announces its capabilities. All ranks see those of all, and derive the same topology:
 which ranks claim to be on one host, and whether they can share memory. That they are on one host is
@@ -69,8 +69,8 @@ def shared_memory_obstacle() -> str:
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """Capabilities of one rank.
+class RankCapabilities:
+    """RankCapabilities of one rank.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ class Capabilities:
         return json.dumps([VERSION, *astuple(self)]).encode()
 
     @classmethod
-    def decode(cls, data: bytes, rank: int) -> Capabilities:
+    def decode(cls, data: bytes, rank: int) -> RankCapabilities:
         """Read the capabilities of `rank`.
 
         Raises
@@ -123,7 +123,7 @@ class Capabilities:
         return cls(*values)
 
 
-def nccl_obstacle(capabilities: Sequence[Capabilities]) -> str:
+def nccl_obstacle(capabilities: Sequence[RankCapabilities]) -> str:
     """Return why ranks with these capabilities cannot use NCCL; empty if they can."""
     first_of: dict[str, int] = {}
     for rank, each in enumerate(capabilities):
@@ -155,7 +155,7 @@ class Topology:
     obstacle: str
 
     @classmethod
-    def of(cls, capabilities: Sequence[Capabilities]) -> Topology:
+    def of(cls, capabilities: Sequence[RankCapabilities]) -> Topology:
         """Return the topology of ranks with these capabilities."""
         by_host: dict[str, list[int]] = {}
         for rank, each in enumerate(capabilities):

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.arguments import check_tree
-from nbelastic.collectives.buffers import on_host
+from nbelastic.collectives.buffers import Delivered, on_host
 from nbelastic.collectives.reduction_tree import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
-    from nbelastic.collectives.communicator import Communicator, Handle
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.transport import Handle, Transport
 
 _LINE = 16
 """Shares begin at multiples of so many elements."""
@@ -118,21 +117,15 @@ class FlatTensors:
 
 
 def allreduce_tree(
-    communicator: Communicator,
+    transport: Transport,
     nodes: Sequence[Sequence[torch.Tensor]],
     blocks: Blocks,
-    outputs: Sequence[torch.Tensor] | None,
+    outputs: Sequence[torch.Tensor],
 ) -> Handle:
-    """Sum along a tree by two operations of `communicator`; see its ``allreduce_tree_async``.
-
-    For communicators without one of their own. It waits for the first of the two.
-    """
-    rank, size = communicator.rank, communicator.size
-    found = check_tree(nodes, blocks, outputs, rank, size)
-    target = FlatTensors(found, load=False)
+    """Sum along a tree by two exchanges of `transport`, the first of which it waits for."""
+    rank, size = transport.rank, transport.size
+    target = FlatTensors(outputs, load=False)
     count = target.vector.numel()
-    if count == 0:
-        return communicator.allreduce_async(target.vector)
     bounds = list(itertools.pairwise(share_bounds(count, size)))
     vectors = [FlatTensors(tensors).vector for tensors in nodes]
     sent = [
@@ -141,26 +134,9 @@ def allreduce_tree(
     ]
     own = bounds[rank][1] - bounds[rank][0]
     received = [target.vector.new_empty(len(cover) * own) for cover in blocks.covers]
-    communicator.all_to_all(received, sent)
+    transport.begin_all_to_all(received, sent).wait()
     pieces = [piece for each in received if each.numel() for piece in torch.split(each, own)]
     total = target.vector.new_empty(own)
     sum_along_tree(pieces, blocks.order, total, range(len(pieces)))
     shares = [target.vector[begin:end] for begin, end in bounds]
-    return _Delivered(communicator.all_to_all_async(shares, [total] * size), target.deliver)
-
-
-class _Delivered:
-    """A handle on an operation whose outcome is then copied to the caller's tensors."""
-
-    def __init__(self, handle: Handle, deliver: Callable[[], None]) -> None:
-        self._handle = handle
-        self._deliver: Callable[[], None] | None = deliver
-
-    def done(self) -> bool:
-        return self._handle.done()
-
-    def wait(self) -> None:
-        self._handle.wait()
-        if self._deliver is not None:
-            self._deliver()
-            self._deliver = None
+    return Delivered(transport.begin_all_to_all(shares, [total] * size), target.deliver)

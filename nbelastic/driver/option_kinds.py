@@ -7,7 +7,7 @@ import datetime
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -205,10 +205,14 @@ class Range(Kind):
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of several words."""
+    """One of several words, or of what a function finds."""
 
-    choices: tuple[str, ...]
+    among: tuple[str, ...] | Callable[[], tuple[str, ...]]
     metavar: ClassVar[str] = "NAME"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return self.among() if callable(self.among) else self.among
 
     @property
     def expects(self) -> str:  # type: ignore[override]

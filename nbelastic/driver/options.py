@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 import yaml
 
-from nbelastic.collectives import BACKENDS
+from nbelastic.collectives.backends import BACKENDS, backend_names
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.runtime import RankSpec
 from nbelastic.elastic.timeline import part_of
@@ -188,9 +188,10 @@ class Options:
         "--min-np 4 --preemptible",
     )
     backend: str = _option(
-        Choice(BACKENDS),
+        Choice(backend_names),
         _WAY,
-        f"how tensors travel between ranks: one of {', '.join(BACKENDS)}",
+        f"how tensors travel between ranks: one of {', '.join(BACKENDS)}, "
+        "or what an installed package brings",
         "--np 4 --backend gloo",
     )
     env: dict[str, str] = _option(

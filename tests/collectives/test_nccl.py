@@ -10,7 +10,7 @@ import torch
 from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.nccl import library as nccl
-from nbelastic.collectives.topology import Capabilities, nccl_obstacle
+from nbelastic.collectives.topology import RankCapabilities, nccl_obstacle
 from tests.collectives import worlds
 from tests.collectives.fake_nccl import NcclDevice, fake_library, library_path
 from tests.collectives.test_processes import Crew, error, fork_server, ok  # noqa: F401
@@ -222,7 +222,7 @@ def test_ranks_that_disagree_are_told_before_nccl_begins():
 
 
 def _can(**others):
-    return Capabilities("", "host", "", **{"gpu": "cuda", "nccl": "2.28.9", **others})
+    return RankCapabilities("", "host", "", **{"gpu": "cuda", "nccl": "2.28.9", **others})
 
 
 @pytest.mark.parametrize(

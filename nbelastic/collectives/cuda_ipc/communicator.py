@@ -24,19 +24,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
 from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.reduction_tree import fold
+from nbelastic.collectives.transport import Capabilities, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Communicator, Handle, Rendezvous
+    from nbelastic.collectives.communicator import Communicator, Rendezvous
     from nbelastic.collectives.gpu.communicator import Host
     from nbelastic.collectives.gpu.device import Device, Memory
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.transport import Handle
 
 logger = logging.getLogger(__name__)
 
@@ -243,9 +244,7 @@ class CudaIpcCommunicator(DeviceCommunicator):
     """
 
     name = "cuda_ipc"
-    coalesces = True
-    overlaps = True
-    stops_sending_on_failure = True
+    capabilities = Capabilities(coalesces=True, averages=True, stops_sending_on_failure=True)
 
     def __init__(
         self,

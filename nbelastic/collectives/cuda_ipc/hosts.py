@@ -1,9 +1,9 @@
 """Communicator of ranks on several hosts, which read each other's GPUs within their host.
 
-As :mod:`nbelastic.collectives.hierarchical`, with GPUs: the ranks of a host reduce a slice each in
-the exchange buffers, then the ranks with one slice reduce it over the hosts, by NCCL or by Gloo
-from pinned memory, then the ranks of a host copy the slices of each other. So all ranks of a host
-use the network at once, and each byte crosses it once a host.
+As :mod:`nbelastic.collectives.gloo.hierarchical`, with GPUs: the ranks of a host reduce a slice
+each in the exchange buffers, then the ranks with one slice reduce it over the hosts, by NCCL or by
+Gloo from pinned memory, then the ranks of a host copy the slices of each other. So all ranks of a
+host use the network at once, and each byte crosses it once a host.
 
 A rank alone on its host has a buffer, too, so that all hosts have the same rounds.
 """
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.cuda_ipc.communicator import (
     CudaIpcCommunicator,
     adding_along,
@@ -28,16 +27,18 @@ from nbelastic.collectives.cuda_ipc.communicator import (
 )
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
 from nbelastic.collectives.reduction_tree import additions
+from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Communicator, Handle, Rendezvous
+    from nbelastic.collectives.communicator import Communicator, Rendezvous
     from nbelastic.collectives.cuda_ipc.communicator import Exchange
     from nbelastic.collectives.gpu.communicator import Host
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.topology import Topology
+    from nbelastic.collectives.transport import Handle
 
 
 class CudaIpcHostsCommunicator(CudaIpcCommunicator):

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
 from nbelastic.collectives.gpu.device import DeviceError
+from nbelastic.collectives.transport import Capabilities, Op
 from nbelastic.errors import RanksDisagree
 
 if TYPE_CHECKING:
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Handle, Rendezvous
+    from nbelastic.collectives.communicator import Rendezvous
     from nbelastic.collectives.gpu.communicator import Host
     from nbelastic.collectives.gpu.device import Device
     from nbelastic.collectives.nccl.group import NcclGroup
     from nbelastic.collectives.nccl.library import NcclLibrary
+    from nbelastic.collectives.transport import Handle
 
     Calls = Callable[[NcclLibrary, int, int], None]
 
@@ -57,6 +58,7 @@ class NcclCommunicator(DeviceCommunicator):
     """
 
     name = "nccl"
+    capabilities = Capabilities(averages=True)
 
     def __init__(
         self,

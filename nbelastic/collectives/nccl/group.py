@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.gpu.device import DeviceError
+from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

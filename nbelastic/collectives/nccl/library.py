@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.topology import host_identity
+from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

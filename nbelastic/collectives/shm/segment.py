@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.operations import OperationFailed
+from nbelastic.collectives.transport import Op
 from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.native import core
 

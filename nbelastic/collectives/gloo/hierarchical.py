@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.arguments import check_contiguous, check_op, check_tree
-from nbelastic.collectives.communicator import Handle, Op, Rendezvous
+from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
 from nbelastic.collectives.operations import AbortableTask, OperationHandle, OrderedExecutor
 from nbelastic.collectives.reduction_tree import additions
+from nbelastic.collectives.transport import Capabilities, Handle, Op
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class HierarchicalCommunicator(GlooCommunicator):
     # so it alone uses the segment's operations and the group of the slice.
 
     name = "hierarchical"
-    reduces_in_place = False
+    capabilities = Capabilities(reduces_in_place=False, averages=True)
 
     def __init__(
         self,
@@ -92,53 +92,41 @@ class HierarchicalCommunicator(GlooCommunicator):
         self._abort_signal.check()
         return self._stages.empty(count, dtype)
 
-    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Reduce `tensor` over all ranks, in place."""
-        check_contiguous(tensor)
-        check_op(tensor, op)
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        """Reduce a tensor in place."""
         self.check()
-        own = tensor.detach().view(-1)
-        buffer = own
-        if not self._stages.holds(own):
-            buffer = self._stages.empty(own.numel(), own.dtype)
-            buffer.copy_(own)
+        own = tensors[0].view(-1)
+        if self._stages.holds(own):
+            return self._submit(lambda: self._stages.perform(own, op), None)
+        buffer = self._stages.empty(own.numel(), own.dtype)
+        buffer.copy_(own)
+        return self._submit(lambda: self._stages.perform(buffer, op), lambda: own.copy_(buffer))
 
-        def deliver() -> None:
-            if buffer is not own:
-                own.copy_(buffer)
-
-        return self._submit(lambda: self._stages.perform(buffer, op), deliver)
-
-    def allreduce_tree_async(
+    def begin_allreduce_tree(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
         blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
+        outputs: Sequence[torch.Tensor],
     ) -> Handle:
         """Sum tensors along a tree: first within each host, then over the hosts."""
         if not self._stages.in_order:
-            return super().allreduce_tree_async(nodes, blocks, outputs)
-        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
-        lengths = [tensor.numel() for tensor in found]
-        count = sum(lengths)
-        if count == 0:
-            return self._nothing_to_do()
+            return super().begin_allreduce_tree(nodes, blocks, outputs)
         self.check()
+        lengths = [tensor.numel() for tensor in outputs]
+        count = sum(lengths)
         # Nodes lie one after the other. The first gives way to the sum.
-        memory = self._stages.empty(max(len(nodes), 1) * count, found[0].dtype).view(-1, count)
+        memory = self._stages.empty(max(len(nodes), 1) * count, outputs[0].dtype).view(-1, count)
         for row, tensors in zip(memory, nodes, strict=False):
             for part, tensor in zip(torch.split(row, lengths), tensors, strict=True):
-                part.copy_(tensor.detach().view(-1))
+                part.copy_(tensor.view(-1))
 
         def deliver() -> None:
-            for part, tensor in zip(torch.split(memory[0], lengths), found, strict=True):
-                tensor.detach().view(-1).copy_(part)
+            for part, tensor in zip(torch.split(memory[0], lengths), outputs, strict=True):
+                tensor.view(-1).copy_(part)
 
         return self._submit(lambda: self._stages.perform_along(memory, blocks), deliver)
 
-    def _submit(self, perform: Callable[[], None], deliver: Callable[[], None]) -> Handle:
+    def _submit(self, perform: Callable[[], None], deliver: Callable[[], object] | None) -> Handle:
         operation = self._executor.submit(AbortableTask(self._abort_signal, perform, _kind_of))
         return OperationHandle(self, operation, deliver)
 
@@ -227,8 +215,6 @@ class _Stages:
             raise CollectiveError(f"shared memory is full: {error}") from None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        if not tensor.is_cpu:
-            return False
         return self._group is None or self._group.holds(tensor.data_ptr(), tensor.nbytes)
 
     def perform(self, buffer: torch.Tensor, op: Op) -> None:
