@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nbelastic.driver.hints import did_you_mean
-from nbelastic.driver.option_kinds import Flag, Range, Variables
+from nbelastic.driver.option_kinds import EnvVariables, Flag, Range
 from nbelastic.driver.options import DEFAULTS, TABLE
 from nbelastic.errors import OptionError
 
@@ -155,7 +155,7 @@ class _JobOption(click.Option):
             how |= {"is_flag": True, "default": None}
         elif isinstance(row.kind, Range):
             how |= {"nargs": 2}
-        elif isinstance(row.kind, Variables):  # values may have commas
+        elif isinstance(row.kind, EnvVariables):  # values may have commas
             how |= {"multiple": True, "metavar": "NAME[=VALUE]"}
         elif row.kind.several:
             how |= {"multiple": True, "metavar": row.kind.metavar.partition(" ")[0] + ",…"}
@@ -174,14 +174,14 @@ class _JobOption(click.Option):
             return None
         if value is True:
             return True
-        if self.row.kind.several and not isinstance(self.row.kind, (Range, Variables)):
+        if self.row.kind.several and not isinstance(self.row.kind, (Range, EnvVariables)):
             words = [word for each in value for word in each.split(",") if word]
         else:
             words = list(value) if isinstance(value, tuple) else [value]
         try:
             return self.row.kind.read(self.row.name, words)
         except OptionError as error:
-            if isinstance(self.row.kind, Variables):  # without values: some are secret
+            if isinstance(self.row.kind, EnvVariables):  # without values: some are secret
                 raise click.BadParameter(str(error), ctx=ctx, param=self) from None
             expected = self.row.kind.as_words or self.row.kind.expects
             raise click.BadParameter(

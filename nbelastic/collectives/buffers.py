@@ -28,7 +28,7 @@ def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
         Whether to copy its values. On an accelerator that waits for the kernels that compute them.
     """
     plain = tensor.detach()
-    if _is_on_host(plain):
+    if is_on_host(plain):
         return plain
     import torch
 
@@ -41,7 +41,7 @@ def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
 
 def copy_back(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
     """Copy `buffer`, which :func:`on_host` returned for `tensor`, to the tensor."""
-    if not _is_on_host(tensor):
+    if not is_on_host(tensor):
         # The allocator of pinned memory keeps it until the stream has passed the copy.
         tensor.detach().copy_(buffer, non_blocking=True)
 
@@ -101,5 +101,6 @@ def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return on_host(torch.cat([tensor.detach().view(-1) for tensor in tensors]))
 
 
-def _is_on_host(tensor: torch.Tensor) -> bool:
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor needs no staging."""
     return tensor.device.type == "cpu"

@@ -15,6 +15,7 @@ import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbelastic.collectives import buffers
 from nbelastic.collectives.arguments import (
     check_contiguous,
     check_exchange,
@@ -176,6 +177,10 @@ class Communicator(Transport):
         """
         check_contiguous(tensor)
         check_op(tensor, op)
+        if tensor.numel() == 0:
+            return self.begin_nothing()
+        if buffers.is_on_host(tensor):  # as most: without what several tensors cost
+            return self.begin_allreduce([tensor.detach()], op)
         return self._allreduce([tensor], op)
 
     def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
@@ -188,8 +193,8 @@ class Communicator(Transport):
     def _allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
         if not any(tensor.numel() for tensor in tensors):
             return self.begin_nothing()
-        buffers = self._near(tensors)
-        return delivered(self.begin_allreduce(buffers, op), tensors, buffers)
+        near = self._near(tensors)
+        return delivered(self.begin_allreduce(near, op), tensors, near)
 
     def allreduce_tree_async(
         self,
@@ -226,9 +231,9 @@ class Communicator(Transport):
         if not any(tensor.numel() for tensor in found):
             return self.begin_nothing()
         in_place = bool(nodes) and found is nodes[0]
-        buffers = self._near(found, load=in_place)
-        near = [buffers if node is found else self._near(node) for node in nodes]
-        return delivered(self.begin_allreduce_tree(near, blocks, buffers), found, buffers)
+        near = self._near(found, load=in_place)
+        ours = [near if node is found else self._near(node) for node in nodes]
+        return delivered(self.begin_allreduce_tree(ours, blocks, near), found, near)
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         """Copy the `tensor` of rank `root` into that of all others."""
@@ -236,17 +241,17 @@ class Communicator(Transport):
         check_rank(root, self.size, "root")
         if tensor.numel() == 0:
             return self.begin_nothing()
-        buffers = self._near([tensor], load=self.rank == root)
-        handle = self.begin_broadcast(buffers[0], root)
-        return handle if self.rank == root else delivered(handle, [tensor], buffers)
+        near = self._near([tensor], load=self.rank == root)
+        handle = self.begin_broadcast(near[0], root)
+        return handle if self.rank == root else delivered(handle, [tensor], near)
 
     def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
         """Collect every rank's `tensor`, of one shape, into `outputs`, a tensor per rank."""
         check_gather(outputs, tensor, self.size)
         if tensor.numel() == 0:
             return self.begin_nothing()
-        buffers, (source,) = self._near(outputs, load=False), self._near([tensor])
-        return delivered(self.begin_allgather(buffers, source), outputs, buffers)
+        near, (source,) = self._near(outputs, load=False), self._near([tensor])
+        return delivered(self.begin_allgather(near, source), outputs, near)
 
     def reduce_scatter_async(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
@@ -255,17 +260,17 @@ class Communicator(Transport):
         check_scatter(output, inputs, self.rank, self.size, op)
         if not any(tensor.numel() for tensor in inputs):
             return self.begin_nothing()
-        buffers = self._near([output], load=False)
-        handle = self.begin_reduce_scatter(buffers[0], self._near(inputs), op)
-        return delivered(handle, [output], buffers)
+        near = self._near([output], load=False)
+        handle = self.begin_reduce_scatter(near[0], self._near(inputs), op)
+        return delivered(handle, [output], near)
 
     def all_to_all_async(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
         """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it. Shapes may differ."""
         check_exchange(outputs, inputs, self.rank, self.size)
-        buffers = self._near(outputs, load=False)
-        return delivered(self.begin_all_to_all(buffers, self._near(inputs)), outputs, buffers)
+        near = self._near(outputs, load=False)
+        return delivered(self.begin_all_to_all(near, self._near(inputs)), outputs, near)
 
     def barrier_async(self) -> Handle:
         """Complete when all ranks have arrived."""

@@ -148,8 +148,8 @@ def fit(
         (both are experimental); ``pygloo`` by the package of that name. :attr:`JobStatus.backend`
         says what it has become.
     env : mapping of str to str, optional
-        Environment variables of the ranks' processes, such as ``{"NCCL_DEBUG": "INFO"}``, beside
-        those of their workers. They are set before the function runs, and too late for what
+        Environment variables of the ranks' processes, such as ``{"NCCL_DEBUG": "INFO"}``, added
+        to those of their workers. They are set before the function runs, and too late for what
         Python and torch read when they start. They travel with the job, in plain text.
     timeline : str or path-like, optional
         A file, on a path that all workers and the kernel see, for a timeline in Chrome's trace

@@ -304,7 +304,7 @@ class Amounts(Kind):
 
 
 @dataclass(frozen=True)
-class Variables(Kind):
+class EnvVariables(Kind):
     """Environment variables by name; empty for none."""
 
     expects: str = "a dict of text, as in {'NCCL_DEBUG': 'INFO'}"

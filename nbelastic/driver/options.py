@@ -36,6 +36,7 @@ from .option_kinds import (
     Choice,
     Count,
     Duration,
+    EnvVariables,
     File,
     Flag,
     Kind,
@@ -43,7 +44,6 @@ from .option_kinds import (
     Names,
     Number,
     Range,
-    Variables,
     Whole,
     shown,
 )
@@ -101,7 +101,7 @@ class OptionRow:
 
 
 def _option(kind: Kind, group: str, meaning: str, example: str) -> Any:
-    shown = not isinstance(kind, (Location, Variables))  # they may have passwords in them
+    shown = not isinstance(kind, (Location, EnvVariables))  # they may have passwords in them
     return field(default=_UNSET, repr=shown, metadata={"row": (kind, group, meaning, example)})
 
 
@@ -195,9 +195,9 @@ class Options:
         "--np 4 --backend gloo",
     )
     env: dict[str, str] = _option(
-        Variables(),
+        EnvVariables(),
         _WAY,
-        "environment variables of the ranks' processes, beside those of their workers",
+        "environment variables of the ranks' processes, added to those of their workers",
         "--env NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=eth0",
     )
     reset_limit: int | None = _option(

@@ -143,7 +143,7 @@ class RankSpec:
     heeded : tuple of str
         Horovod's environment variables that the job's options come from.
     env : mapping of str to str
-        Variables that the job gives the rank's process, beside those of its worker.
+        Variables that the job adds to those of the rank's worker.
     """
 
     job: str

@@ -14,7 +14,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from nbelastic.driver.hints import did_you_mean
-from nbelastic.driver.option_kinds import Choice, Count, Flag, Range, Variables
+from nbelastic.driver.option_kinds import Choice, Count, EnvVariables, Flag, Range
 from nbelastic.driver.options import DEFAULTS, TABLE, OptionRow
 from nbelastic.errors import OptionError
 
@@ -160,7 +160,7 @@ class _TrainParser(OptionParser):
         try:
             return row.kind.read(row.name, words)
         except OptionError as error:
-            if isinstance(row.kind, Variables):  # without values: some are secret
+            if isinstance(row.kind, EnvVariables):  # without values: some are secret
                 self.error(f"{row.flag}: {error}")
             hint = ""
             if isinstance(row.kind, Choice):

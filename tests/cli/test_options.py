@@ -95,7 +95,7 @@ def test_every_option_of_fit_is_an_option_or_made_of_the_command():
         ("--hosts a:2 x", {"hosts": "a:2"}),
         ("-p 2222 x", {"ssh_port": 2222}),
         ("--output-filename out --verbose x", {"output_filename": "out", "verbose": True}),
-        ("-x A -x B=1 x", {"env": ("A", "B=1")}),
+        ("-x PATH -x B=1 x", {"env": {"PATH": os.environ["PATH"], "B": "1"}}),
     ],
 )
 def test_names_of_horovodrun_are_read(line, found):

@@ -263,7 +263,7 @@ def test_tensors_in_other_memory_are_summed_through_a_copy(world, monkeypatch):
     """As on an accelerator: see test_shm."""
     if "+" in world[0].name:
         pytest.skip("the fake device puts off copies, also those to the host")
-    monkeypatch.setattr(buffers, "_is_on_host", lambda tensor: False)
+    monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
     blocks = Blocks.even(3, world.size)
 
     def rank_main(communicator):

@@ -182,7 +182,7 @@ def _open_others(
     return ""
 
 
-class Part(NamedTuple):
+class RoundPart(NamedTuple):
     """A piece of a tensor, and where it lies in a round."""
 
     values: torch.Tensor
@@ -380,15 +380,15 @@ class CudaIpcCommunicator(DeviceCommunicator):
             self._exchange.close()
 
 
-def rounds(tensors: Sequence[torch.Tensor], capacity: int) -> Iterator[list[Part]]:
+def rounds(tensors: Sequence[torch.Tensor], capacity: int) -> Iterator[list[RoundPart]]:
     """Yield the pieces that fit into a buffer at a time. Ranks may split values differently."""
-    parts: list[Part] = []
+    parts: list[RoundPart] = []
     used = 0
     for tensor in tensors:
         start = 0
         while start < tensor.numel():
             length = min(tensor.numel() - start, capacity - used)
-            parts.append(Part(tensor[start : start + length], used))
+            parts.append(RoundPart(tensor[start : start + length], used))
             start += length
             used += length
             if used == capacity:
@@ -439,14 +439,14 @@ def _combined(
     return total
 
 
-def copy_in(buffer: torch.Tensor, parts: Sequence[Part]) -> None:
+def copy_in(buffer: torch.Tensor, parts: Sequence[RoundPart]) -> None:
     """Copy pieces to where they lie in a round."""
     places = [buffer[part.at : part.at + part.values.numel()] for part in parts]
     torch._foreach_copy_(places, [part.values for part in parts])
 
 
 def _combine_to(
-    parts: Sequence[Part], by_rank: Sequence[Sequence[torch.Tensor]], combine: Combine
+    parts: Sequence[RoundPart], by_rank: Sequence[Sequence[torch.Tensor]], combine: Combine
 ) -> None:
     """Combine all values of a round, to the pieces."""
     count = sum(part.values.numel() for part in parts)
@@ -459,7 +459,7 @@ def _combine_to(
         copy_out(total, 0, count, parts)
 
 
-def copy_out(buffer: torch.Tensor, low: int, high: int, parts: Sequence[Part]) -> None:
+def copy_out(buffer: torch.Tensor, low: int, high: int, parts: Sequence[RoundPart]) -> None:
     """Copy a slice of a buffer to the pieces that lie there."""
     places, values = [], []
     for part, at in parts:

@@ -1,4 +1,4 @@
-"""Communicator of ranks on several hosts, which read each other's GPUs within their host.
+"""Communicator over CUDA IPC inside hosts, and another kind between them.
 
 As :mod:`nbelastic.collectives.gloo.hierarchical`, with GPUs: the ranks of a host reduce a slice
 each in the exchange buffers, then the ranks with one slice reduce it over the hosts, by NCCL or by
