@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
     """Return `tensor` itself if it lies in host memory, else a staging buffer for it.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        A contiguous tensor on any device.
-    load : bool, default True
-        Whether to copy its values. On an accelerator that waits for the kernels that compute them.
+    To `load` its values waits for an accelerator's kernels that compute them.
     """
     plain = tensor.detach()
     if is_on_host(plain):

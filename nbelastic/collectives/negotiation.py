@@ -58,16 +58,9 @@ _logged: set[str] = set()
 class NegotiatingCommunicator(Communicator):
     """Negotiates a communicator, and stands in for it until it is connected.
 
-    Afterwards aborting, closing and querying this one does the same to the chosen one.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation, its ranks, and the backend that the job asks for.
-    host : str, optional
-        The host that this rank claims to be on, if not its own.
-    whole : NegotiatingCommunicator, optional
-        The negotiation that this one is a part of, whose device and library it uses.
+    Afterwards aborting, closing and querying this one does the same to the chosen one. `host` is
+    the host that the rank claims to be on, if not its own. As a part of the negotiation `whole` it
+    uses the device and the library of that.
     """
 
     name = "auto"

@@ -31,13 +31,7 @@ if TYPE_CHECKING:
 
 
 class OperationFailed(Exception):
-    """The transport's message for an operation that failed.
-
-    Attributes
-    ----------
-    kind : type
-        The error to raise for it.
-    """
+    """The transport's message for an operation that failed; `kind` is the error to raise."""
 
     kind: type[CollectiveError] = CollectiveError
 
@@ -51,22 +45,14 @@ class Operation(Protocol):
     def wait(self, abort_signal: AbortSignal) -> bool:
         """Wait for its end or an abort; return whether it has succeeded.
 
-        Raises
-        ------
-        OperationFailed
-            It has failed.
+        Raises :class:`OperationFailed` if it has failed.
         """
 
 
 class AsyncCommunicator(Communicator):
     """A communicator whose operations are begun, and completed later.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    abort_signal : AbortSignal
-        Ends the communicator; given by it when an operation fails.
+    The abort signal ends it, and is given by it when an operation fails.
     """
 
     def __init__(self, rendezvous: Rendezvous, abort_signal: AbortSignal) -> None:
@@ -210,17 +196,7 @@ def connect_part(whole: Communicator, made: Communicator) -> Communicator:
 
 
 class OperationHandle:
-    """A handle on an operation of a communicator. Refers to both until it is completed.
-
-    Parameters
-    ----------
-    communicator : AsyncCommunicator
-        The operation's communicator.
-    operation : Operation
-        The operation.
-    deliver : callable, optional
-        Copies the outcome to the caller's tensors.
-    """
+    """A handle on an operation of a communicator. Refers to both until it is completed."""
 
     def __init__(
         self,
@@ -268,14 +244,7 @@ class BlockingTask(Protocol):
 class AbortableTask:
     """Work of a communicator in an executor. What fails in it breaks the communicator.
 
-    Parameters
-    ----------
-    abort_signal : AbortSignal
-        That of the communicator.
-    perform : callable
-        The work.
-    kind_of : callable, optional
-        From an error of the work to the type of the one to raise.
+    `kind_of` leads from an error of the work to the type of the one to raise.
     """
 
     def __init__(
@@ -349,14 +318,7 @@ class OrderedExecutor:
     The thread ends when no task is left, and a new one starts with the next task. The lock guards
     that decision; it is held for a few instructions only. When a group's connections are cut, the
     task under way fails, and so do all behind it: the group's owner joins the executors before it
-    drops the group.
-
-    Parameters
-    ----------
-    name : str
-        The thread's name.
-    timeout_s : float
-        Limit for one task, counted from the end of the task before it.
+    drops the group. The limit of a task counts from the end of the task before it.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:

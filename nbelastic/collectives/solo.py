@@ -20,11 +20,6 @@ class SoloCommunicator(Communicator):
     """The communicator of a generation with one rank.
 
     Every operation has ended when its call returns. Connecting is optional.
-
-    Parameters
-    ----------
-    generation : int
-        Number of the generation.
     """
 
     name = "solo"

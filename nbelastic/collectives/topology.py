@@ -70,33 +70,15 @@ def shared_memory_obstacle() -> str:
 
 @dataclass(frozen=True)
 class RankCapabilities:
-    """RankCapabilities of one rank.
+    """Capabilities of one rank."""
 
-    Attributes
-    ----------
-    obstacle : str
-        Why it cannot share memory; empty if it can.
-    host : str
-        The host that it claims to be on.
-    socket_name : str
-        Name of the socket at which it shares a segment.
-    gpu : str
-        Kind of the accelerator that it computes on; empty if it has used none.
-    nccl : str
-        Version of its NCCL; empty if the job does not ask for NCCL, or it has none.
-    nccl_obstacle : str
-        Why it cannot use NCCL; empty if it can.
-    card : str
-        Its GPU, as NCCL tells GPUs apart.
-    """
-
-    obstacle: str
-    host: str
-    socket_name: str
-    gpu: str = ""
-    nccl: str = ""
-    nccl_obstacle: str = ""
-    card: str = ""
+    obstacle: str  # why it cannot share memory; empty if it can
+    host: str  # that it claims to be on
+    socket_name: str  # at which it shares a segment
+    gpu: str = ""  # kind of the accelerator that it computes on; empty if it has used none
+    nccl: str = ""  # version; empty if the job does not ask for NCCL, or the rank has none
+    nccl_obstacle: str = ""  # why it cannot use NCCL; empty if it can
+    card: str = ""  # its GPU, as NCCL tells GPUs apart
 
     def encode(self) -> bytes:
         """Return them as bytes."""
@@ -106,10 +88,7 @@ class RankCapabilities:
     def decode(cls, data: bytes, rank: int) -> RankCapabilities:
         """Read the capabilities of `rank`.
 
-        Raises
-        ------
-        CollectiveError
-            They are not of this version.
+        Raises ``CollectiveError`` if they are not of this version.
         """
         try:
             version, *values = json.loads(data)
@@ -141,18 +120,10 @@ def nccl_obstacle(capabilities: Sequence[RankCapabilities]) -> str:
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of each host, by the ranks' own claims.
+    """The ranks of each host, by the ranks' own claims."""
 
-    Attributes
-    ----------
-    hosts : tuple of tuple of int
-        The ranks of each host in order; hosts in the order of their first rank.
-    obstacle : str
-        Why ranks of one host cannot share memory; empty if all that share a host can.
-    """
-
-    hosts: tuple[tuple[int, ...], ...]
-    obstacle: str
+    hosts: tuple[tuple[int, ...], ...]  # in order; hosts in the order of their first rank
+    obstacle: str  # why ranks of one host cannot share memory; empty if all that share one can
 
     @classmethod
     def of(cls, capabilities: Sequence[RankCapabilities]) -> Topology:

@@ -42,16 +42,8 @@ def sum_along_tree(
 ) -> None:
     """Add `values` in an order of ``reduction_tree.additions`` to one sum.
 
-    Parameters
-    ----------
-    values : sequence of torch.Tensor
-        Vectors of one length, in host memory.
-    order : sequence of int
-        The order, which leaves one sum.
-    output : torch.Tensor
-        Vector for the sum; may be one of `values`, and shares no memory with others.
-    scratch : collection of int
-        Indices of values that may be overwritten.
+    They are vectors of one length in host memory, of which those with an index in `scratch` may be
+    overwritten. `output` may be one of them, and shares no memory with others.
     """
     for begin in range(0, output.numel(), _SERIAL):
         end = begin + _SERIAL
@@ -83,19 +75,9 @@ def _sum_parts(
 
 
 class FlatTensors:
-    """Tensors as one vector in host memory: their own memory if there is one tensor.
+    """Tensors of one type as one `vector` in host memory: their own memory if there is one tensor.
 
-    Parameters
-    ----------
-    tensors : sequence of torch.Tensor
-        Contiguous, of one type.
-    load : bool, default True
-        Whether the vector has their values from the beginning.
-
-    Attributes
-    ----------
-    vector : torch.Tensor
-        The values of all, one after the other.
+    To `load` is to have their values there from the beginning.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, load: bool = True) -> None:

@@ -61,15 +61,7 @@ _PROBE_BYTES = 64
 
 
 class Exchange:
-    """The exchange buffers of all ranks: this rank's own, and the others', opened.
-
-    Parameters
-    ----------
-    device : Device
-        The device of this rank.
-    memories : sequence of Memory
-        By rank.
-    """
+    """The exchange buffers of a host's ranks, in their order: the own one, and opened ones."""
 
     def __init__(self, device: Device, memories: Sequence[Memory]) -> None:
         self.device = device
@@ -100,24 +92,9 @@ def open_exchange(
 ) -> tuple[Exchange | None, str]:
     """Open exchange buffers between the ranks of a host; all ranks of all hosts call this.
 
-    Parameters
-    ----------
-    local : Communicator
-        Carries handles between the ranks of this host.
-    device : Device
-        That of this rank.
-    compare : callable
-        Returns what every rank of all hosts gives to it. A rank that leaves after that fails no
-        other.
-    ranks : sequence of int
-        The numbers of this host's ranks in the generation.
-
-    Returns
-    -------
-    exchange : Exchange or None
-        None on all ranks, or on none.
-    reason : str
-        Why there is none, for people.
+    `local` carries handles between the host's ranks, whose numbers in the generation are `ranks`.
+    `compare` returns what every rank of all hosts gives to it; a rank that leaves after that fails
+    no other. The exchange is None on all ranks, or on none; the text says why, for people.
     """
     with contextlib.ExitStack() as stack:
         own: Memory | None = None
@@ -231,16 +208,7 @@ def adding_along(order: Sequence[int]) -> Combine:
 class CudaIpcCommunicator(DeviceCommunicator):
     """A communicator of ranks that share a host and can read each other's GPUs.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    host : SharedMemoryCommunicator
-        That of the same ranks, owned from here on.
-    exchange : Exchange
-        The buffers, owned from here on.
-    abort_signal : AbortSignal
-        That of `host`.
+    It owns `host`, the communicator of the same ranks, and the exchange.
     """
 
     name = "cuda_ipc"

@@ -44,24 +44,9 @@ if TYPE_CHECKING:
 class CudaIpcHostsCommunicator(CudaIpcCommunicator):
     """A communicator over CUDA IPC inside hosts, and another kind between them.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    host : GlooCommunicator
-        That of the same ranks, for what is not on GPUs. Owned from here on, as all others.
-    exchange : Exchange
-        The buffers of this host's ranks.
-    abort_signal : AbortSignal
-        That of `host`.
-    topology : Topology
-        The ranks of each host.
-    local : Communicator
-        Meetings of this host's ranks.
-    across : Communicator or None
-        The ranks with this rank's slice; None if it has none.
-    between : str
-        How slices travel: ``nccl`` or ``gloo``.
+    It owns all its parts: `host`, of all ranks, for what is not on GPUs; `local`, for the meetings
+    of this host's ranks; `across`, the ranks with this rank's slice, or None if it has none.
+    `between` is how slices travel: ``nccl`` or ``gloo``.
     """
 
     # The executor's thread alone uses `local` and `across`, one operation after the other in the

@@ -41,12 +41,7 @@ if TYPE_CHECKING:
 class GlooCommunicator(AsyncCommunicator):
     """A communicator of two or more ranks.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    abort_signal : AbortSignal, optional
-        The signal of the communicator that this one is a part of.
+    As a part of another communicator it has that one's abort signal.
     """
 
     name = "gloo"

@@ -40,18 +40,9 @@ _LINE = 16
 class HierarchicalCommunicator(GlooCommunicator):
     """A communicator of ranks on two or more hosts.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    topology : Topology
-        The ranks of each host.
-    group : Group or None
-        The segment that the ranks of this host share; None for a rank that is alone on its host.
-        The communicator owns it from here on.
-    abort_signal : AbortSignal
-        Ends all parts. A stage that fails gives it: that breaks the host's segment and cuts the
-        connections to other hosts, whose stages fail in turn.
+    It owns `group`, the segment that the ranks of this host share; None for a rank that is alone on
+    its host. A stage that fails gives the abort signal: that breaks the segment and cuts the
+    connections to other hosts, whose stages fail in turn.
     """
 
     # The rank's thread uses the flat group, and allocates memory in the segment. The executor's
@@ -178,13 +169,7 @@ def _cross_communicator(
 
 
 class _Stages:
-    """The three stages of an allreduce.
-
-    Attributes
-    ----------
-    in_order : bool
-        Whether the ranks of each host, and the hosts, follow each other.
-    """
+    """The three stages of an allreduce."""
 
     def __init__(
         self,

@@ -65,10 +65,7 @@ _OPS_ON_BOOL = {**_OPS, Op.SUM: pygloo.ReduceOp.MAX, Op.PRODUCT: pygloo.ReduceOp
 class PyglooCommunicator(AsyncCommunicator):
     """A communicator of two or more ranks, each in a process of its own.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks. Its timeout limits connecting only.
+    The rendezvous' timeout limits connecting only.
     """
 
     name = "pygloo"
@@ -223,13 +220,7 @@ class PyglooCommunicator(AsyncCommunicator):
 
 
 class _Mesh:
-    """A rank's connections to all others.
-
-    Attributes
-    ----------
-    context : pygloo.Context or None
-        pygloo's handle on them, once they are made.
-    """
+    """A rank's connections to all others; `context` is pygloo's handle, once they are made."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.context: Any = None

@@ -40,16 +40,7 @@ if TYPE_CHECKING:
 class DeviceCommunicator(AsyncCommunicator):
     """A communicator that reduces tensors of devices where they are.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    host : SharedMemoryCommunicator or GlooCommunicator
-        That of the same ranks, connected. Owned from here on.
-    device : Device
-        That of this rank.
-    abort_signal : AbortSignal
-        That of `host`.
+    It owns `host`, the connected communicator of the same ranks, and has that one's abort signal.
     """
 
     def __init__(

@@ -43,18 +43,7 @@ CLOSE_LIMIT_S = 2.0
 class NcclCommunicator(DeviceCommunicator):
     """A communicator of ranks with a GPU each.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    host : SharedMemoryCommunicator or GlooCommunicator
-        That of the same ranks, owned from here on.
-    device : Device
-        That of this rank.
-    group : NcclGroup
-        NCCL's communicator, formed. It ends itself.
-    abort_signal : AbortSignal
-        That of `host` and `group`.
+    It owns `host`, the communicator of the same ranks. `group`, which is formed, ends itself.
     """
 
     name = "nccl"

@@ -52,17 +52,7 @@ _AVERAGE = Op.AVERAGE
 
 
 class SharedMemoryCommunicator(AsyncCommunicator):
-    """A communicator of ranks that share a segment.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    group : Group
-        The segment, open on all ranks. The communicator owns it from here on.
-    abort_signal : AbortSignal
-        Ends the communicator.
-    """
+    """A communicator of ranks that share a segment, `group`, which it owns."""
 
     name = "shm"
 
