@@ -1,19 +1,25 @@
 """Collective operations on tensors, between the ranks of one generation.
 
 Importing this package does not import torch; :func:`connect` does.
+
+An entry point of the group ``nbelastic.backends`` brings a backend: it names what makes a
+:class:`Communicator` of a :class:`Rendezvous`, once a generation of two ranks or more.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
-from nbelastic.collectives.backends import NEGOTIATED, backend_names, maker_of
 from nbelastic.collectives.communicator import Communicator, Rendezvous, connectors
 from nbelastic.collectives.rendezvous.server import RendezvousServer
 from nbelastic.collectives.solo import SoloCommunicator
 from nbelastic.collectives.transport import Capabilities, Handle, Op
 
 __all__ = [
+    "BACKENDS",
     "Capabilities",
     "Communicator",
     "Handle",
@@ -28,6 +34,36 @@ __all__ = [
 ]
 
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GROUP = "nbelastic.backends"
+BACKENDS = ("auto", "gloo", "shm", "cuda_ipc", "nccl", "pygloo")
+_NEGOTIATED = ("auto", "shm", "cuda_ipc", "nccl")
+_OWN = (
+    EntryPoint("gloo", "nbelastic.collectives.gloo.communicator:GlooCommunicator", GROUP),
+    EntryPoint("pygloo", "nbelastic.collectives.gloo.with_pygloo:PyglooCommunicator", GROUP),
+)
+
+
+@functools.cache
+def _brought() -> tuple[EntryPoint, ...]:
+    return tuple(each for each in entry_points(group=GROUP) if each.name not in BACKENDS)
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return all backends of this environment, those of other packages among them."""
+    return (*BACKENDS, *sorted({each.name for each in _brought()}))
+
+
+def _maker_of(name: str) -> Callable[[Rendezvous], Communicator]:
+    for each in (*_OWN, *_brought()):
+        if each.name == name:
+            maker: Callable[[Rendezvous], Communicator] = each.load()
+            return maker
+    raise ValueError(f"backend must be one of {backend_names()}, not {name!r}")
+
+
 def connect(rendezvous: Rendezvous) -> Communicator:
     """Return a communicator of `rendezvous`, not yet connected.
 
@@ -36,8 +72,8 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     """
     if rendezvous.size == 1:
         return SoloCommunicator(generation=rendezvous.generation)
-    if rendezvous.backend not in NEGOTIATED:
-        return maker_of(rendezvous.backend)(rendezvous)
+    if rendezvous.backend not in _NEGOTIATED:
+        return _maker_of(rendezvous.backend)(rendezvous)
     from nbelastic.collectives.negotiation import NegotiatingCommunicator
 
     return NegotiatingCommunicator(rendezvous)

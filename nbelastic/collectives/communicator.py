@@ -28,7 +28,7 @@ from nbelastic.collectives.arguments import (
     check_tree,
 )
 from nbelastic.collectives.buffers import delivered, on_host
-from nbelastic.collectives.transport import Handle, Op, Transport
+from nbelastic.collectives.transport import Handle, Op, TensorTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ class Rendezvous:
     timeout_s : float
         Limit for connecting and for each operation.
     backend : str
-        The transport that the job asks for: a name of :mod:`.backends`.
+        The transport that the job asks for: one of ``backend_names()``.
     secret : bytes
         Shared by the ranks of the job; peers that do not know it are refused.
     """
@@ -78,7 +78,7 @@ class Rendezvous:
     secret: bytes = field(default=b"", repr=False)
 
 
-class Communicator(Transport):
+class Communicator(TensorTransport):
     """Operations between the ranks of one generation.
 
     All tensors are contiguous. Operations work in place or fill a given output, and either

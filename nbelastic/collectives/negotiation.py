@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.communicator import Communicator, Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
-from nbelastic.collectives.gloo.hierarchical import HierarchicalCommunicator
+from nbelastic.collectives.hierarchical import HierarchicalCommunicator
 from nbelastic.collectives.operations import connect_part
 from nbelastic.collectives.rendezvous.client import RendezvousClient
 from nbelastic.collectives.shm.handshake import FORMING_LIMIT_S, SegmentError, SegmentSocket

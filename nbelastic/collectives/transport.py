@@ -1,4 +1,4 @@
-"""Transport: what a new kind of communicator provides.
+"""TensorTransport: what a new kind of communicator provides.
 
 :class:`~nbelastic.collectives.Communicator` has the operations that users call. It checks their
 arguments, leaves out what is empty, and brings tensors to the memory that the transport works on.
@@ -81,7 +81,7 @@ class Capabilities:
     stops_sending_on_failure: bool = False
 
 
-class Transport(abc.ABC):
+class TensorTransport(abc.ABC):
     """The operations of one kind of communicator.
 
     Each method begins an operation and returns its handle. Arguments are right, contiguous and

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.collectives.transport import Handle, Transport
+    from nbelastic.collectives.transport import Handle, TensorTransport
 
 _LINE = 16
 """Shares begin at multiples of so many elements."""
@@ -99,7 +99,7 @@ class FlatTensors:
 
 
 def allreduce_tree(
-    transport: Transport,
+    transport: TensorTransport,
     nodes: Sequence[Sequence[torch.Tensor]],
     blocks: Blocks,
     outputs: Sequence[torch.Tensor],

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 import yaml
 
-from nbelastic.collectives.backends import BACKENDS, backend_names
+from nbelastic.collectives import BACKENDS, backend_names
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.runtime import RankSpec
 from nbelastic.elastic.timeline import part_of

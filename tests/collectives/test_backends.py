@@ -7,7 +7,8 @@ import inspect
 import pytest
 import torch
 
-from nbelastic.collectives import Op, backend_names, backends
+from nbelastic import collectives
+from nbelastic.collectives import Op, Rendezvous, backend_names, connect
 from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.driver.options import Options
 from nbelastic.errors import CollectiveError, OptionError
@@ -24,9 +25,9 @@ def another_package(tmp_path, monkeypatch):
     points = "[nbelastic.backends]\nown = tests.support.own_transport:OwnTransport\n"
     (info / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(tmp_path)
-    backends._brought.cache_clear()
+    collectives._brought.cache_clear()
     yield
-    backends._brought.cache_clear()
+    collectives._brought.cache_clear()
 
 
 def test_a_backend_of_another_package_is_an_option_while_that_is_installed(another_package):
@@ -37,8 +38,9 @@ def test_a_backend_of_another_package_is_an_option_while_that_is_installed(anoth
 def test_an_unknown_backend_is_refused():
     with pytest.raises(OptionError, match="backend='own': must be one of auto, gloo, shm"):
         Options(backend="own")
+    its = Rendezvous(job="a", generation=1, rank=0, size=2, store=("", 0), bind="", backend="own")
     with pytest.raises(ValueError, match=r"backend must be one of .*'auto', 'gloo'.* not 'own'"):
-        backends.maker_of("own")
+        connect(its)
 
 
 def test_a_transport_is_a_page():

@@ -1,6 +1,6 @@
 """Communicator over CUDA IPC inside hosts, and another kind between them.
 
-As :mod:`nbelastic.collectives.gloo.hierarchical`, with GPUs: the ranks of a host reduce a slice
+As :mod:`nbelastic.collectives.hierarchical`, with GPUs: the ranks of a host reduce a slice
 each in the exchange buffers, then the ranks with one slice reduce it over the hosts, by NCCL or by
 Gloo from pinned memory, then the ranks of a host copy the slices of each other. So all ranks of a
 host use the network at once, and each byte crosses it once a host.
