@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from nbelastic.collectives import Communicator
 from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.nccl import library as nccl
@@ -64,6 +65,27 @@ def kinds(ranks):
 
 def reasons(ranks):
     return {each.fallback_reason for each in ranks.communicators}
+
+
+def test_many_tensors_are_one_operation(monkeypatch):
+    """Which the ranks compare once."""
+    compared = []
+    original = Communicator.agree
+
+    def noted(communicator, text):
+        compared.append(text)
+        return original(communicator, text)
+
+    monkeypatch.setattr(Communicator, "agree", noted)
+
+    def rank_main(communicator):
+        tensors = [torch.ones(count) for count in (3, 0, 5000)]
+        communicator.allreduce_coalesced(tensors)
+        return [each.unique().tolist() for each in tensors]
+
+    with world(2) as ranks:
+        assert ranks.run(rank_main) == [[[2.0], [], [2.0]]] * 2
+    assert compared == ["allreduce (sum) of 3, 5000 values of torch.float32"] * 2
 
 
 # -- faults when a generation is formed ----------------------------------------------------------

@@ -11,6 +11,7 @@ import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.collectives.arguments import check_together
 from nbelastic.collectives.buffers import copying_back, on_host
 from nbelastic.collectives.operations import (
     AbortableTask,
@@ -151,6 +152,11 @@ class DeviceCommunicator(AsyncCommunicator):
             self.allreduce_async(tensor, op).wait()
         else:
             self._perform(lambda: self._host.allreduce(tensor, op))
+
+    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
+        """Reduce `tensors` as one operation, also where ranks must split them alike."""
+        check_together(tensors, op)
+        return self._allreduce(tensors, op)
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
         """Reduce tensors in place, as one operation."""
