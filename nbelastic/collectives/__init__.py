@@ -9,7 +9,6 @@ An entry point of the group ``nbelastic.backends`` brings a backend: it names wh
 from __future__ import annotations
 
 import functools
-import importlib.util
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
@@ -92,10 +91,8 @@ def missing_native_part() -> str:
 def nccl_version() -> int:
     """Return the version of NCCL that a job here would use, such as 22105; 0 where it would not.
 
-    It would with a backend for it, a torch that is linked with NCCL, and a GPU.
+    It would with a torch that is linked with NCCL, and a GPU.
     """
-    if not _has_nccl_backend():
-        return 0
     import torch
 
     if not (torch.distributed.is_nccl_available() and torch.cuda.is_available()):
@@ -103,7 +100,3 @@ def nccl_version() -> int:
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     major, minor, patch, *_ = version
     return major * 10_000 + minor * 100 + patch
-
-
-def _has_nccl_backend() -> bool:
-    return importlib.util.find_spec("nbelastic.collectives.nccl") is not None

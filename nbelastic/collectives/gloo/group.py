@@ -294,12 +294,10 @@ class GlooGroupOwner:
         writing to this rank.
         """
         end = time.monotonic() + DRAIN_LIMIT_S
-        while time.monotonic() < end and not all(_succeeded(each) for each in self.operations()):
+        while time.monotonic() < end and not all(
+            each.done() and each.failure() is None for each in self.operations()
+        ):
             time.sleep(0.005)
-
-
-def _succeeded(operation: GlooOperation | QueuedOperation) -> bool:
-    return operation.done() and operation.failure() is None
 
 
 def _make_group(store: GlooStore, rendezvous: Rendezvous) -> ProcessGroup:
