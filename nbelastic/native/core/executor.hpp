@@ -1,7 +1,7 @@
 // Collectives in the order in which they were begun, performed by one thread at a time.
 //
 // An operation that is begun is queued. A thread that waits for one takes the operations up to it
-// from the queue and performs them, unless the executor's own thread is doing so; that thread starts
+// from the queue and performs them, unless the executor's own thread is doing so; that one starts
 // with the first operation that is not waited for at once. One that is waited for at once, with
 // nothing before it, is performed without a queue. An
 // operation that fails breaks the segment, so nothing after it can succeed.
