@@ -11,6 +11,8 @@ from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.staging import Staging
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from nbelastic.collectives import Communicator
@@ -38,6 +40,9 @@ class TwinCommunicator(SoloCommunicator):
         self.events.append("launch")
         tensor.mul_(2)
         return handle
+
+    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
+        return [self.allreduce_async(tensor, op) for tensor in tensors][-1]
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         self.events.append("broadcast")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbelastic.collectives.arguments import check_together
 from nbelastic.collectives.buffers import copying_back, on_host
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
     from nbelastic.collectives.transport import Handle
 
-    Host = SharedMemoryCommunicator | GlooCommunicator
+    Host: TypeAlias = SharedMemoryCommunicator | GlooCommunicator
 
 
 class DeviceCommunicator(AsyncCommunicator):
