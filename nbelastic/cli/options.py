@@ -26,6 +26,7 @@ HOROVODS: dict[str, tuple[str, ...]] = {
     "reset_limit": ("--max-resets",),
     "timeline": ("--timeline-filename",),
     "blacklist_cooldown": ("--blacklist-cooldown-range",),
+    "env": ("-x",),
 }
 """Horovod's names of options of a job, older and newer ones."""
 
@@ -69,9 +70,6 @@ TERMINAL: tuple[LineOption, ...] = (
     _own("--alias/--no-alias", "", _SCRIPT,
          "have 'import horovod' find nbelastic; by default, where Horovod is not installed",
          default=None),
-    _own("-x --env", "NAME[=VALUE]", _SCRIPT,
-         "pass a variable of the environment to all ranks; several times for several",
-         multiple=True),
     _own("--name", "NAME", _SCRIPT, "name of the job; made up by default"),
     _own("--plain", "", _VIEW, "a line for each event, also on a terminal"),
     _own("--json", "", _VIEW, "a JSON object for each event and each output"),

@@ -119,13 +119,12 @@ def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
 def _call(options: Mapping[str, Any]) -> tuple[ScriptCall, str]:
     """Return the script as it travels, and a line on what is sent; empty for nothing."""
     command = script_command(options["command"], os.getcwd())
-    variables = _variables(options["env"])
     packed, words = None, ""
     if not options["shared_fs"] and not _all_here(options):
         bundle = bundle_of(command.folder, command.file)
         packed, words = bundle.packed, bundle.describe(command.folder)
     mark = mark_of(command.file)
-    call = ScriptCall(command, os.getcwd(), mark, packed, options["alias"], variables)
+    call = ScriptCall(command, os.getcwd(), mark, packed, options["alias"])
     return call, words
 
 
@@ -134,19 +133,6 @@ def _all_here(options: Mapping[str, Any]) -> bool:
     if options.get("hosts"):
         return all(is_local(host) for host in parse_hosts(options["hosts"]))
     return not any(options.get(name) for name in clusters.NAMING)
-
-
-def _variables(given: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables of ``-x NAME`` and ``-x NAME=VALUE``."""
-    found = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not name or "\0" in each:
-            raise OptionError(f"-x {each!r}: must be NAME or NAME=VALUE")
-        if not equals and name not in os.environ:
-            raise OptionError(f"-x {name}: this variable is not set here; give -x {name}=VALUE")
-        found[name] = value if equals else os.environ[name]
-    return found
 
 
 def _set_logging(*, verbose: bool) -> None:

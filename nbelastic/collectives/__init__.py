@@ -1,35 +1,66 @@
 """Collective operations on tensors, between the ranks of one generation.
 
 Importing this package does not import torch; :func:`connect` does.
+
+An entry point of the group ``nbelastic.backends`` brings a backend: it names what makes a
+:class:`Communicator` of a :class:`Rendezvous`, once a generation of two ranks or more.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
-from nbelastic.collectives.communicator import (
-    BACKENDS,
-    Communicator,
-    Handle,
-    Op,
-    Rendezvous,
-    connectors,
-)
+from nbelastic.collectives.communicator import Communicator, Rendezvous, connectors
 from nbelastic.collectives.rendezvous.server import RendezvousServer
 from nbelastic.collectives.solo import SoloCommunicator
+from nbelastic.collectives.transport import Capabilities, Handle, Op
 
 __all__ = [
     "BACKENDS",
+    "Capabilities",
     "Communicator",
     "Handle",
     "Op",
     "Rendezvous",
     "RendezvousServer",
     "SoloCommunicator",
+    "backend_names",
     "connect",
     "missing_native_part",
     "nccl_version",
 ]
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GROUP = "nbelastic.backends"
+BACKENDS = ("auto", "gloo", "shm", "cuda_ipc", "nccl", "pygloo")
+_NEGOTIATED = ("auto", "shm", "cuda_ipc", "nccl")
+_OWN = (
+    EntryPoint("gloo", "nbelastic.collectives.gloo.communicator:GlooCommunicator", GROUP),
+    EntryPoint("pygloo", "nbelastic.collectives.gloo.with_pygloo:PyglooCommunicator", GROUP),
+)
+
+
+@functools.cache
+def _brought() -> tuple[EntryPoint, ...]:
+    return tuple(each for each in entry_points(group=GROUP) if each.name not in BACKENDS)
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return all backends of this environment, those of other packages among them."""
+    return (*BACKENDS, *sorted({each.name for each in _brought()}))
+
+
+def _maker_of(name: str) -> Callable[[Rendezvous], Communicator]:
+    for each in (*_OWN, *_brought()):
+        if each.name == name:
+            maker: Callable[[Rendezvous], Communicator] = each.load()
+            return maker
+    raise ValueError(f"backend must be one of {backend_names()}, not {name!r}")
 
 
 def connect(rendezvous: Rendezvous) -> Communicator:
@@ -40,19 +71,11 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     """
     if rendezvous.size == 1:
         return SoloCommunicator(generation=rendezvous.generation)
-    if rendezvous.backend in ("auto", "shm", "cuda_ipc", "nccl"):
-        from nbelastic.collectives.negotiation import NegotiatingCommunicator
+    if rendezvous.backend not in _NEGOTIATED:
+        return _maker_of(rendezvous.backend)(rendezvous)
+    from nbelastic.collectives.negotiation import NegotiatingCommunicator
 
-        return NegotiatingCommunicator(rendezvous)
-    if rendezvous.backend == "pygloo":
-        from nbelastic.collectives.gloo.with_pygloo import PyglooCommunicator
-
-        return PyglooCommunicator(rendezvous)
-    if rendezvous.backend != "gloo":
-        raise ValueError(f"backend must be one of {BACKENDS}, not {rendezvous.backend!r}")
-    from nbelastic.collectives.gloo.communicator import GlooCommunicator
-
-    return GlooCommunicator(rendezvous)
+    return NegotiatingCommunicator(rendezvous)
 
 
 connectors.append(connect)
@@ -68,10 +91,8 @@ def missing_native_part() -> str:
 def nccl_version() -> int:
     """Return the version of NCCL that a job here would use, such as 22105; 0 where it would not.
 
-    It would with a backend for it, a torch that is linked with NCCL, and a GPU.
+    It would with a torch that is linked with NCCL, and a GPU.
     """
-    if not _has_nccl_backend():
-        return 0
     import torch
 
     if not (torch.distributed.is_nccl_available() and torch.cuda.is_available()):
@@ -79,7 +100,3 @@ def nccl_version() -> int:
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     major, minor, patch, *_ = version
     return major * 10_000 + minor * 100 + patch
-
-
-def _has_nccl_backend() -> bool:
-    return importlib.util.find_spec("nbelastic.collectives.nccl") is not None

@@ -28,12 +28,7 @@ Wakeup = SimpleQueue
 class AbortSignal:
     """The reason why a communicator is broken, once it is.
 
-    Attributes
-    ----------
-    orderly : bool
-        Whether the communicator was closed with no operation under way.
-    forked : bool
-        Whether this process is a fork of the communicator's.
+    It is `orderly` if it was closed with no operation under way, `forked` in a fork of its process.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives.communicator import Op
+from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

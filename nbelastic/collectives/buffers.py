@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
+
+    from nbelastic.collectives.transport import Handle
 
 
 def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
     """Return `tensor` itself if it lies in host memory, else a staging buffer for it.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        A contiguous tensor on any device.
-    load : bool, default True
-        Whether to copy its values. On an accelerator that waits for the kernels that compute them.
+    To `load` its values waits for an accelerator's kernels that compute them.
     """
     plain = tensor.detach()
-    if _is_on_host(plain):
+    if is_on_host(plain):
         return plain
+    import torch
+
     pinned = plain.device.type == "cuda"
     staged = torch.empty(plain.shape, dtype=plain.dtype, device="cpu", pin_memory=pinned)
     if load:
@@ -37,9 +36,38 @@ def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
 
 def copy_back(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
     """Copy `buffer`, which :func:`on_host` returned for `tensor`, to the tensor."""
-    if not _is_on_host(tensor):
+    if not is_on_host(tensor):
         # The allocator of pinned memory keeps it until the stream has passed the copy.
         tensor.detach().copy_(buffer, non_blocking=True)
+
+
+def delivered(
+    handle: Handle, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+) -> Handle:
+    """Return a handle that copies `buffers` back to their tensors, where they are not the same."""
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        if tensor.data_ptr() != buffer.data_ptr():
+            return Delivered(handle, copying_back(tensors, buffers))
+    return handle
+
+
+class Delivered:
+    """A handle on an operation whose outcome is then copied to the caller's tensors."""
+
+    def __init__(self, handle: Handle, deliver: Callable[[], None]) -> None:
+        self._handle = handle
+        self._deliver: Callable[[], None] | None = deliver
+
+    def done(self) -> bool:
+        """Return whether the operation has ended."""
+        return self._handle.done()
+
+    def wait(self) -> None:
+        """Wait for it, and copy."""
+        self._handle.wait()
+        if self._deliver is not None:
+            self._deliver()
+            self._deliver = None
 
 
 def copying_back(
@@ -56,13 +84,18 @@ def copying_back(
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a contiguous `tensor` as bytes."""
+    import torch
+
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a flat copy of all `tensors`, one after the other, in host memory."""
+    import torch
+
     return on_host(torch.cat([tensor.detach().view(-1) for tensor in tensors]))
 
 
-def _is_on_host(tensor: torch.Tensor) -> bool:
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor needs no staging."""
     return tensor.device.type == "cpu"

@@ -12,9 +12,23 @@ call at any time. All ranks issue the same operations in the same order.
 from __future__ import annotations
 
 import abc
-import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
+
+from nbelastic.collectives import buffers
+from nbelastic.collectives.arguments import (
+    check_contiguous,
+    check_exchange,
+    check_gather,
+    check_op,
+    check_peer,
+    check_rank,
+    check_scatter,
+    check_together,
+    check_tree,
+)
+from nbelastic.collectives.buffers import delivered, on_host
+from nbelastic.collectives.transport import Handle, Op, TensorTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,24 +36,11 @@ if TYPE_CHECKING:
     import torch
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.matching import MatchingClient
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.rendezvous.matching import MatchingClient
 
 connectors: list[Callable[[Rendezvous], Communicator]] = []
 """What makes a communicator of any kind; the package, which knows all kinds, adds it."""
-
-BACKENDS = ("auto", "gloo", "shm", "cuda_ipc", "nccl", "pygloo")
-"""Values of :attr:`Rendezvous.backend`."""
-
-
-class Op(enum.Enum):
-    """How to reduce the values of all ranks."""
-
-    SUM = "sum"
-    AVERAGE = "average"
-    MIN = "min"
-    MAX = "max"
-    PRODUCT = "product"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Rendezvous:
     timeout_s : float
         Limit for connecting and for each operation.
     backend : str
-        The transport that the job asks for: one of :data:`BACKENDS`.
+        The transport that the job asks for: one of ``backend_names()``.
     secret : bytes
         Shared by the ranks of the job; peers that do not know it are refused.
     """
@@ -77,23 +78,7 @@ class Rendezvous:
     secret: bytes = field(default=b"", repr=False)
 
 
-class Handle(Protocol):
-    """An operation under way."""
-
-    def done(self) -> bool:
-        """Return whether the operation has succeeded, failed or been aborted."""
-
-    def wait(self) -> None:
-        """Wait for the operation.
-
-        Raises
-        ------
-        CollectiveError
-            It failed or was aborted. Its tensors are given away (see the module's docstring).
-        """
-
-
-class Communicator(abc.ABC):
+class Communicator(TensorTransport):
     """Operations between the ranks of one generation.
 
     All tensors are contiguous. Operations work in place or fill a given output, and either
@@ -106,20 +91,11 @@ class Communicator(abc.ABC):
     precedes users' operations. Without it, Gloo may end the process on a difference.
     """
 
-    name: ClassVar[str]
+    name: str
     """``gloo``, ``shm``, ``hierarchical``, ``cuda_ipc``, ``nccl``, ``pygloo`` or ``solo``."""
 
     fallback_reason: str = ""
     """Why the ranks could not use a faster kind, in words; empty if this is the fastest."""
-
-    overlaps: bool = True
-    """Whether operations proceed while the rank computes.
-
-    If not, they take its processor's time, and are best begun together when computing has ended.
-    """
-
-    reduces_in_place: bool = True
-    """Whether large tensors are reduced in place, not copied to the communicator's memory first."""
 
     current_operation: str = ""
     """Description of the operation under way, where known. Read by other threads."""
@@ -127,23 +103,6 @@ class Communicator(abc.ABC):
     waits_apart: bool = False
     """Whether the rank's thread waits for other ranks by other means. Read by other threads."""
 
-    carries_descriptions: bool = False
-    """Whether a rank in another operation can read the description that precedes a record."""
-
-    coalesces: bool = False
-    """Whether many tensors are reduced in place at the cost of one."""
-
-    stops_sending_on_failure: bool = False
-    """Whether no peer receives anything from a lent tensor once an operation has failed.
-
-    If not, a tensor that is changed then may arrive half changed on ranks that have not failed yet.
-    """
-
-    devices: frozenset[str] = frozenset()
-    """Types of accelerators whose tensors it reduces where they are, as torch calls them."""
-
-    rank: int
-    size: int
     generation: int
 
     _abort_signal: AbortSignal  # of all kinds but that of a single rank
@@ -211,19 +170,31 @@ class Communicator(abc.ABC):
         self.allgather(everyone, mine)
         return [each.numpy().tobytes() for each in everyone]
 
-    @abc.abstractmethod
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
         """Reduce `tensor` over all ranks, in place, with the same result on all of them.
 
         ``Op.AVERAGE`` is for floating point only.
         """
+        check_contiguous(tensor)
+        check_op(tensor, op)
+        if tensor.numel() == 0:
+            return self.begin_nothing()
+        if buffers.is_on_host(tensor):  # as most: without what several tensors cost
+            return self.begin_allreduce([tensor.detach()], op)
+        return self._allreduce([tensor], op)
 
     def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
-        """Reduce `tensors`, at least one and all of one type, over all ranks, in place.
-
-        Where :attr:`coalesces`, ranks may split the values into tensors differently.
-        """
+        """Reduce `tensors`, at least one and all of one type, over all ranks, in place."""
+        check_together(tensors, op)
+        if self.capabilities.coalesces:
+            return self._allreduce(tensors, op)
         return _Handles([self.allreduce_async(tensor, op) for tensor in tensors])
+
+    def _allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        if not any(tensor.numel() for tensor in tensors):
+            return self.begin_nothing()
+        near = self._near(tensors)
+        return delivered(self.begin_allreduce(near, op), tensors, near)
 
     def allreduce_tree_async(
         self,
@@ -236,7 +207,7 @@ class Communicator(abc.ABC):
         The sum has the same bits for any number of ranks and any `blocks` of as many leaves (see
         :mod:`nbelastic.collectives.reduction_tree`), on all communicators. Each addition is rounded
         to the tensors' type. Signed zeros, infinities and subnormal numbers are as in numpy; of a
-        sum that is not a number, only that is the same.
+        result that is NaN, the payload may differ.
 
         Presence does not travel: a rank without a value for a leaf leaves the leaf out of its
         node's sum. Where it has none for the whole node, it gives
@@ -256,47 +227,85 @@ class Communicator(abc.ABC):
             rank with an empty block must give them. They may be tensors of the first node, and
             share no memory with those of other nodes.
         """
-        from nbelastic.collectives.tree_exchange import allreduce_tree
+        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
+        if not any(tensor.numel() for tensor in found):
+            return self.begin_nothing()
+        in_place = bool(nodes) and found is nodes[0]
+        near = self._near(found, load=in_place)
+        ours = [near if node is found else self._near(node) for node in nodes]
+        return delivered(self.begin_allreduce_tree(ours, blocks, near), found, near)
 
-        return allreduce_tree(self, nodes, blocks, outputs)
-
-    @abc.abstractmethod
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         """Copy the `tensor` of rank `root` into that of all others."""
+        check_contiguous(tensor)
+        check_rank(root, self.size, "root")
+        if tensor.numel() == 0:
+            return self.begin_nothing()
+        near = self._near([tensor], load=self.rank == root)
+        handle = self.begin_broadcast(near[0], root)
+        return handle if self.rank == root else delivered(handle, [tensor], near)
 
-    @abc.abstractmethod
     def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
         """Collect every rank's `tensor`, of one shape, into `outputs`, a tensor per rank."""
+        check_gather(outputs, tensor, self.size)
+        if tensor.numel() == 0:
+            return self.begin_nothing()
+        near, (source,) = self._near(outputs, load=False), self._near([tensor])
+        return delivered(self.begin_allgather(near, source), outputs, near)
 
-    @abc.abstractmethod
     def reduce_scatter_async(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
     ) -> Handle:
         """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
+        check_scatter(output, inputs, self.rank, self.size, op)
+        if not any(tensor.numel() for tensor in inputs):
+            return self.begin_nothing()
+        near = self._near([output], load=False)
+        handle = self.begin_reduce_scatter(near[0], self._near(inputs), op)
+        return delivered(handle, [output], near)
 
-    @abc.abstractmethod
     def all_to_all_async(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
         """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it. Shapes may differ."""
+        check_exchange(outputs, inputs, self.rank, self.size)
+        near = self._near(outputs, load=False)
+        return delivered(self.begin_all_to_all(near, self._near(inputs)), outputs, near)
 
-    @abc.abstractmethod
     def barrier_async(self) -> Handle:
         """Complete when all ranks have arrived."""
+        return self.begin_barrier()
 
-    @abc.abstractmethod
     def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
         """Send `tensor` to rank `to`."""
+        check_contiguous(tensor)
+        return self.send_parts_async([tensor.view(-1)], to)
 
     def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
         """Send `parts`, vectors of one type, to be received as one tensor."""
-        import torch
+        check_peer(to, self.rank, self.size, "to")
+        if not any(part.numel() for part in parts):
+            return self.begin_nothing()
+        return self.begin_send([on_host(part) for part in parts], to)
 
-        return self.send_async(torch.cat(list(parts)), to)
-
-    @abc.abstractmethod
     def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
         """Receive `tensor` from rank `source`."""
+        check_contiguous(tensor)
+        check_peer(source, self.rank, self.size, "source")
+        if tensor.numel() == 0:
+            return self.begin_nothing()
+        buffer = on_host(tensor, load=False)
+        return delivered(self.begin_receive(buffer, source), [tensor], [buffer])
+
+    def _near(self, tensors: Sequence[torch.Tensor], *, load: bool = True) -> list[torch.Tensor]:
+        """Return tensors, or staging buffers for those that the transport does not work on."""
+        devices = self.capabilities.devices
+        return [
+            tensor.detach()
+            if devices and tensor.device.type in devices
+            else on_host(tensor, load=load)
+            for tensor in tensors
+        ]
 
     def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
         """Reduce `tensor` over all ranks and wait for it."""
@@ -397,13 +406,13 @@ class Communicator(abc.ABC):
         """
         raise NotImplementedError(f"a communicator of kind {self.name!r} has no subgroups")
 
-    def close_subgroup(self, name: str) -> None:  # noqa: B027 - those without subgroups have none
+    def close_subgroup(self, name: str) -> None:
         """Close a communicator that :meth:`subgroup` has made, if there is one."""
 
     def matching_client(self) -> MatchingClient | None:
         """Return a new client of the generation's matching of operations; None for a rank alone.
 
-        See :mod:`nbelastic.collectives.matching`.
+        See :mod:`nbelastic.collectives.rendezvous.matching`.
         """
         return None
 

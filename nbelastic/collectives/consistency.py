@@ -41,7 +41,7 @@ def check_consistency(communicator: Communicator, text: str, number: int = 0) ->
     describe = _described if len(text) < _LONG else _described.__wrapped__
     communicator.current_operation, headline, digest, length = describe(text)
     record = digest + _NUMBERS.pack(length, number)
-    if communicator.carries_descriptions:
+    if communicator.capabilities.carries_descriptions:
         record = headline + record
     records = communicator.allgather_bytes(record)
     if records.count(record) == len(records):  # as most are

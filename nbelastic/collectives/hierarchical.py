@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.arguments import check_contiguous, check_op, check_tree
-from nbelastic.collectives.communicator import Handle, Op, Rendezvous
+from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
 from nbelastic.collectives.operations import AbortableTask, OperationHandle, OrderedExecutor
-from nbelastic.collectives.reduction_tree import Blocks, additions
+from nbelastic.collectives.reduction_tree import additions
+from nbelastic.collectives.transport import Capabilities, Handle, Op
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.abort_signal import AbortSignal
+    from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.topology import Topology
     from nbelastic.native._core import Group, Tree
 
@@ -39,18 +40,9 @@ _LINE = 16
 class HierarchicalCommunicator(GlooCommunicator):
     """A communicator of ranks on two or more hosts.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    topology : Topology
-        The ranks of each host.
-    group : Group or None
-        The segment that the ranks of this host share; None for a rank that is alone on its host.
-        The communicator owns it from here on.
-    abort_signal : AbortSignal
-        Ends all parts. A stage that fails gives it: that breaks the host's segment and cuts the
-        connections to other hosts, whose stages fail in turn.
+    It owns `group`, the segment that the ranks of this host share; None for a rank that is alone on
+    its host. A stage that fails gives the abort signal: that breaks the segment and cuts the
+    connections to other hosts, whose stages fail in turn.
     """
 
     # The rank's thread uses the flat group, and allocates memory in the segment. The executor's
@@ -58,7 +50,7 @@ class HierarchicalCommunicator(GlooCommunicator):
     # so it alone uses the segment's operations and the group of the slice.
 
     name = "hierarchical"
-    reduces_in_place = False
+    capabilities = Capabilities(reduces_in_place=False, averages=True)
 
     def __init__(
         self,
@@ -91,53 +83,41 @@ class HierarchicalCommunicator(GlooCommunicator):
         self._abort_signal.check()
         return self._stages.empty(count, dtype)
 
-    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Reduce `tensor` over all ranks, in place."""
-        check_contiguous(tensor)
-        check_op(tensor, op)
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        """Reduce a tensor in place."""
         self.check()
-        own = tensor.detach().view(-1)
-        buffer = own
-        if not self._stages.holds(own):
-            buffer = self._stages.empty(own.numel(), own.dtype)
-            buffer.copy_(own)
+        own = tensors[0].view(-1)
+        if self._stages.holds(own):
+            return self._submit(lambda: self._stages.perform(own, op), None)
+        buffer = self._stages.empty(own.numel(), own.dtype)
+        buffer.copy_(own)
+        return self._submit(lambda: self._stages.perform(buffer, op), lambda: own.copy_(buffer))
 
-        def deliver() -> None:
-            if buffer is not own:
-                own.copy_(buffer)
-
-        return self._submit(lambda: self._stages.perform(buffer, op), deliver)
-
-    def allreduce_tree_async(
+    def begin_allreduce_tree(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
         blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
+        outputs: Sequence[torch.Tensor],
     ) -> Handle:
         """Sum tensors along a tree: first within each host, then over the hosts."""
         if not self._stages.in_order:
-            return super().allreduce_tree_async(nodes, blocks, outputs)
-        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
-        lengths = [tensor.numel() for tensor in found]
-        count = sum(lengths)
-        if count == 0:
-            return self._nothing_to_do()
+            return super().begin_allreduce_tree(nodes, blocks, outputs)
         self.check()
+        lengths = [tensor.numel() for tensor in outputs]
+        count = sum(lengths)
         # Nodes lie one after the other. The first gives way to the sum.
-        memory = self._stages.empty(max(len(nodes), 1) * count, found[0].dtype).view(-1, count)
+        memory = self._stages.empty(max(len(nodes), 1) * count, outputs[0].dtype).view(-1, count)
         for row, tensors in zip(memory, nodes, strict=False):
             for part, tensor in zip(torch.split(row, lengths), tensors, strict=True):
-                part.copy_(tensor.detach().view(-1))
+                part.copy_(tensor.view(-1))
 
         def deliver() -> None:
-            for part, tensor in zip(torch.split(memory[0], lengths), found, strict=True):
-                tensor.detach().view(-1).copy_(part)
+            for part, tensor in zip(torch.split(memory[0], lengths), outputs, strict=True):
+                tensor.view(-1).copy_(part)
 
         return self._submit(lambda: self._stages.perform_along(memory, blocks), deliver)
 
-    def _submit(self, perform: Callable[[], None], deliver: Callable[[], None]) -> Handle:
+    def _submit(self, perform: Callable[[], None], deliver: Callable[[], object] | None) -> Handle:
         operation = self._executor.submit(AbortableTask(self._abort_signal, perform, _kind_of))
         return OperationHandle(self, operation, deliver)
 
@@ -189,13 +169,7 @@ def _cross_communicator(
 
 
 class _Stages:
-    """The three stages of an allreduce.
-
-    Attributes
-    ----------
-    in_order : bool
-        Whether the ranks of each host, and the hosts, follow each other.
-    """
+    """The three stages of an allreduce."""
 
     def __init__(
         self,
@@ -211,7 +185,7 @@ class _Stages:
         self._slices = topology.slices
         self._hosts = topology.hosts
         self._host = topology.hosts.index(local_ranks)
-        self.in_order = [*itertools.chain(*topology.hosts)] == [*range(rendezvous.size)]
+        self.in_order = topology.in_order
         self._group = group
         self._cross = cross
 
@@ -226,8 +200,6 @@ class _Stages:
             raise CollectiveError(f"shared memory is full: {error}") from None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        if not tensor.is_cpu:
-            return False
         return self._group is None or self._group.holds(tensor.data_ptr(), tensor.nbytes)
 
     def perform(self, buffer: torch.Tensor, op: Op) -> None:
@@ -251,7 +223,7 @@ class _Stages:
 
     def perform_along(self, memory: torch.Tensor, blocks: Blocks) -> None:
         """Sum the rows of `memory`, this rank's nodes in the segment, along a tree to its first."""
-        of_hosts = _blocks_of_hosts(blocks, self._hosts)
+        of_hosts = blocks.merged(self._hosts)
         nodes = len(of_hosts.covers[self._host])
         count = memory.shape[1]
         counts = self._counts(count)
@@ -282,12 +254,6 @@ class _Stages:
         bounds = [min(lines * i // self._slices * _LINE, total) for i in range(self._slices + 1)]
         counts = [end - begin for begin, end in itertools.pairwise(bounds)]
         return counts + [0] * (self._ranks - self._slices)
-
-
-@functools.lru_cache(maxsize=64)
-def _blocks_of_hosts(blocks: Blocks, hosts: tuple[tuple[int, ...], ...]) -> Blocks:
-    """Return the leaves of each host."""
-    return Blocks(tuple(sum(blocks.quotas[rank] for rank in ranks) for ranks in hosts))
 
 
 @functools.lru_cache(maxsize=64)

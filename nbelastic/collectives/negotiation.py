@@ -9,7 +9,9 @@ are on one host, both transports if some are, else Gloo. Where something is in t
 back to Gloo, unless the job demands shared memory.
 
 If the job asks for it, ranks of one host then open each other's memory on GPUs, over the segment,
-or ranks on any hosts form a communicator of NCCL in front of the one that was chosen.
+or ranks on any hosts form a communicator of NCCL in front of the one that was chosen. On several
+hosts with GPUs of which some are shared, each host opens its memory, and the ranks with one slice
+negotiate what is between the hosts: NCCL, or Gloo.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.communicator import Communicator, Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
 from nbelastic.collectives.hierarchical import HierarchicalCommunicator
+from nbelastic.collectives.operations import connect_part
 from nbelastic.collectives.rendezvous.client import RendezvousClient
 from nbelastic.collectives.shm.handshake import FORMING_LIMIT_S, SegmentError, SegmentSocket
 from nbelastic.collectives.topology import (
-    Capabilities,
+    RankCapabilities,
     Topology,
     nccl_obstacle,
     shared_memory_obstacle,
@@ -47,30 +50,33 @@ logger = logging.getLogger(__name__)
 
 ON_HOST = "tensors of GPUs are reduced in the memory of the host"
 
+_MOST_SAID = 1000
+
 _logged: set[str] = set()
 
 
 class NegotiatingCommunicator(Communicator):
     """Negotiates a communicator, and stands in for it until it is connected.
 
-    Afterwards aborting, closing and querying this one does the same to the chosen one.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation, its ranks, and the backend that the job asks for.
-    host : str, optional
-        The host that this rank claims to be on, if not its own.
+    Afterwards aborting, closing and querying this one does the same to the chosen one. `host` is
+    the host that the rank claims to be on, if not its own. As a part of the negotiation `whole` it
+    uses the device and the library of that.
     """
 
     name = "auto"
 
-    def __init__(self, rendezvous: Rendezvous, host: str | None = None) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        host: str | None = None,
+        whole: NegotiatingCommunicator | None = None,
+    ) -> None:
         self.rank = rendezvous.rank
         self.size = rendezvous.size
         self.generation = rendezvous.generation
         self._rendezvous = rendezvous
         self._host = host
+        self._whole = whole
         self._abort_signal: AbortSignal = AbortSignal()
         self._begun = False
         self._chosen: Communicator | None = None
@@ -113,9 +119,9 @@ class NegotiatingCommunicator(Communicator):
 
     def _negotiate(self, segment_socket: SegmentSocket | None, obstacle: str) -> Communicator:
         name = segment_socket.name if segment_socket else ""
-        own = Capabilities(obstacle, self._host or sharing_host(), name, *self._own_gpu())
+        own = RankCapabilities(obstacle, self._host or sharing_host(), name, *self._own_gpu())
         values = self._exchange("capabilities", own.encode())
-        capabilities = [Capabilities.decode(value, rank) for rank, value in enumerate(values)]
+        capabilities = [RankCapabilities.decode(value, rank) for rank, value in enumerate(values)]
         topology = Topology.of(capabilities)
         host = self._choose_host(topology, segment_socket, capabilities)
         if not self._uses_gpus:
@@ -130,7 +136,7 @@ class NegotiatingCommunicator(Communicator):
         self,
         topology: Topology,
         segment_socket: SegmentSocket | None,
-        capabilities: Sequence[Capabilities],
+        capabilities: Sequence[RankCapabilities],
     ) -> Host:
         """Return a communicator that reduces on the hosts."""
         if not topology.any_host_shared:
@@ -196,18 +202,22 @@ class NegotiatingCommunicator(Communicator):
 
     def _own_device(self) -> Device | None:
         """Return the GPU that this rank computes on."""
+        if self._whole is not None:
+            return self._whole._own_device()
         from nbelastic.collectives.gpu.device import present_device
 
         return present_device()
 
     def _own_library(self) -> NcclLibrary:
         """Return the NCCL of this process."""
+        if self._whole is not None:
+            return self._whole._own_library()
         from nbelastic.collectives.nccl.library import present_library
 
         return present_library()
 
     def _with_devices(
-        self, host: Host, topology: Topology, capabilities: Sequence[Capabilities]
+        self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
     ) -> Communicator:
         """Return a communicator that reduces on GPUs, if all ranks can, else that of the host."""
         if self._rendezvous.backend == "nccl":
@@ -221,30 +231,88 @@ class NegotiatingCommunicator(Communicator):
         return host
 
     def _over_cuda_ipc(
-        self, host: Host, topology: Topology, capabilities: Sequence[Capabilities]
+        self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
     ) -> tuple[Communicator | None, str]:
         """Return a communicator over CUDA IPC, or why there is none."""
         from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
 
         if not topology.any_host_shared:
             return None, "no two ranks share a host"
-        if not isinstance(host, SharedMemoryCommunicator):
-            return None, "the ranks are on several hosts"
+        if host.fallback_reason:  # without shared memory there are no meetings
+            return None, host.fallback_reason
         missing = [rank for rank, each in enumerate(capabilities) if not each.gpu]
         if self._device is None or missing:
             return None, f"rank {missing[0]} has used no GPU"
+        if not isinstance(host, SharedMemoryCommunicator):
+            return self._over_hosts(host, topology, self._device)
         from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 
         exchange, reason = open_exchange(
-            host, self._device, lambda said: self._exchange("devices", said)
+            host,
+            self._device,
+            lambda said: self._exchange("devices", said),
+            topology.local_ranks(self.rank),
         )
         host.restart_count()
         if exchange is None:
             return None, reason
         return CudaIpcCommunicator(self._rendezvous, host, exchange, self._abort_signal), ""
 
+    def _over_hosts(
+        self, host: Host, topology: Topology, device: Device
+    ) -> tuple[Communicator | None, str]:
+        """Return a communicator over CUDA IPC inside hosts, or why there is none."""
+        from nbelastic.collectives.cuda_ipc.communicator import open_exchange
+        from nbelastic.collectives.cuda_ipc.hosts import CudaIpcHostsCommunicator
+
+        ranks = topology.local_ranks(self.rank)
+        peers = topology.cross_ranks(self.rank)
+        with contextlib.ExitStack() as stack:
+            local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "auto")
+            stack.callback(local.close)
+            exchange, reason = open_exchange(
+                local, device, lambda said: _padded_exchange(host, said), ranks
+            )
+            host.restart_count()
+            if exchange is None:
+                return None, reason
+            stack.callback(exchange.close)
+            across = None
+            if peers:
+                across = self._part(host, f"slice-{ranks.index(self.rank)}", peers, "nccl")
+                stack.callback(across.close)
+            said = _padded_exchange(host, b"" if across is None else across.name.encode())
+            between = "gloo" if b"gloo" in said else "nccl"
+            chosen = CudaIpcHostsCommunicator(
+                self._rendezvous,
+                host,
+                exchange,
+                self._abort_signal,
+                topology,
+                local,
+                across,
+                between,
+            )
+            stack.pop_all()
+            return chosen, ""
+
+    def _part(self, host: Host, name: str, ranks: Sequence[int], backend: str) -> Communicator:
+        """Return a connected communicator of some of the ranks, which ends with the host's."""
+        from nbelastic.collectives.solo import SoloCommunicator
+
+        if len(ranks) == 1:
+            return SoloCommunicator(self.generation)
+        its = dataclasses.replace(
+            self._rendezvous,
+            job=f"{self._rendezvous.job}/{name}",
+            rank=ranks.index(self.rank),
+            size=len(ranks),
+            backend=backend,
+        )
+        return connect_part(host, NegotiatingCommunicator(its, self._host, self))
+
     def _over_nccl(
-        self, host: Host, capabilities: Sequence[Capabilities]
+        self, host: Host, capabilities: Sequence[RankCapabilities]
     ) -> tuple[Communicator | None, str]:
         """Return a communicator over NCCL, or why there is none."""
         reason = nccl_obstacle(capabilities)
@@ -335,18 +403,21 @@ class NegotiatingCommunicator(Communicator):
         self._abort_signal.check()
         raise RuntimeError("connect() comes before any operation; use what it returns")
 
-    empty = allgather_bytes = _not_connected
-    allreduce_async = allreduce_tree_async = _not_connected
-    broadcast_async = allgather_async = _not_connected
-    reduce_scatter_async = all_to_all_async = barrier_async = _not_connected
-    send_async = receive_async = _not_connected
+    empty = allgather_bytes = begin_nothing = begin_barrier = _not_connected
+    begin_allreduce = begin_allreduce_tree = begin_broadcast = begin_allgather = _not_connected
+    begin_reduce_scatter = begin_all_to_all = begin_send = begin_receive = _not_connected
+
+
+def _padded_exchange(host: Host, said: bytes) -> list[bytes]:
+    """Return what all ranks say, over connections that tell of a rank that dies."""
+    return [each.rstrip(b"\0") for each in host.allgather_bytes(said.ljust(_MOST_SAID, b"\0"))]
 
 
 def _share(
     segment_socket: SegmentSocket,
     ranks: Sequence[int],
     rank: int,
-    capabilities: Sequence[Capabilities],
+    capabilities: Sequence[RankCapabilities],
 ) -> SharedSegment | None:
     """Form a segment with the other ranks of this host, if there are any."""
     local_rank, size = ranks.index(rank), len(ranks)

@@ -25,18 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Handle, Rendezvous
-    from nbelastic.collectives.matching import MatchingClient
+    from nbelastic.collectives.communicator import Rendezvous
+    from nbelastic.collectives.rendezvous.matching import MatchingClient
+    from nbelastic.collectives.transport import Handle
 
 
 class OperationFailed(Exception):
-    """The transport's message for an operation that failed.
-
-    Attributes
-    ----------
-    kind : type
-        The error to raise for it.
-    """
+    """The transport's message for an operation that failed; `kind` is the error to raise."""
 
     kind: type[CollectiveError] = CollectiveError
 
@@ -50,22 +45,14 @@ class Operation(Protocol):
     def wait(self, abort_signal: AbortSignal) -> bool:
         """Wait for its end or an abort; return whether it has succeeded.
 
-        Raises
-        ------
-        OperationFailed
-            It has failed.
+        Raises :class:`OperationFailed` if it has failed.
         """
 
 
 class AsyncCommunicator(Communicator):
     """A communicator whose operations are begun, and completed later.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    abort_signal : AbortSignal
-        Ends the communicator; given by it when an operation fails.
+    The abort signal ends it, and is given by it when an operation fails.
     """
 
     def __init__(self, rendezvous: Rendezvous, abort_signal: AbortSignal) -> None:
@@ -92,6 +79,10 @@ class AsyncCommunicator(Communicator):
         """Number of operations completed, in subgroups as well."""
         return self._completed + sum(each.completed for each in list(self._subgroups.values()))
 
+    def restart_count(self) -> None:
+        """Count operations from here on: those of a negotiation are no progress of the rank."""
+        self._completed = 0
+
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
         """Return a connected communicator of some of the ranks, of the same backend."""
         known = self._subgroups.get(name)
@@ -104,28 +95,12 @@ class AsyncCommunicator(Communicator):
                 its, job=f"{its.job}/{name}", rank=ranks.index(self.rank), size=len(ranks)
             )
         )
-        # Weak references, because each signal keeps its callbacks as long as it lives.
-        parent, child = weakref.ref(self), weakref.ref(made)
-
-        def end_child(reason: str, _orderly: bool) -> None:
-            if (alive := child()) is not None:
-                alive.abort(reason)
-
-        def end_parent(reason: str, orderly: bool) -> None:
-            if not orderly and (alive := parent()) is not None:
-                alive.abort(reason)
-
         self._subgroups[name] = made
-        self.on_abort(end_child)
         try:
-            connected = made.connect()
+            connected = connect_part(self, made)
         except BaseException:
             del self._subgroups[name]
-            made.close()
             raise
-        if connected is not made:
-            child = weakref.ref(connected)
-        connected.on_abort(end_parent)
         self._subgroups[name] = connected
         return connected
 
@@ -144,7 +119,7 @@ class AsyncCommunicator(Communicator):
 
     def matching_client(self) -> MatchingClient | None:
         """Return a client of the matching at the generation's rendezvous server."""
-        from nbelastic.collectives.matching import MatchingClient
+        from nbelastic.collectives.rendezvous.matching import MatchingClient
 
         return MatchingClient(self._rendezvous)
 
@@ -156,12 +131,12 @@ class AsyncCommunicator(Communicator):
         """Break the communicator and free the waiting threads."""
         self._abort_signal.abort(reason)
 
-    def _nothing_to_do(self) -> Handle:
+    def begin_nothing(self) -> Handle:
         """Begin an operation that moves no data on any rank."""
-        self._abort_signal.check()
+        self.check()
         return OperationHandle(self, _NoOperation())
 
-    def _complete(self, operation: Operation, deliver: Callable[[], None] | None) -> None:
+    def _complete(self, operation: Operation, deliver: Callable[[], object] | None) -> None:
         """Wait for an operation and deliver its outcome."""
         self._abort_signal.check()
         failure, kind = None, CollectiveError
@@ -192,24 +167,42 @@ class AsyncCommunicator(Communicator):
         self._abort_signal.check()
 
 
-class OperationHandle:
-    """A handle on an operation of a communicator. Refers to both until it is completed.
+def connect_part(whole: Communicator, made: Communicator) -> Communicator:
+    """Connect a communicator of some of the ranks of `whole`; what ends or fails one ends both.
 
-    Parameters
-    ----------
-    communicator : AsyncCommunicator
-        The operation's communicator.
-    operation : Operation
-        The operation.
-    deliver : callable, optional
-        Copies the outcome to the caller's tensors.
+    Closed in an orderly way, it leaves `whole` as it is.
     """
+    # Weak references, because each signal keeps its callbacks as long as it lives.
+    parent, child = weakref.ref(whole), weakref.ref(made)
+
+    def end_child(reason: str, _orderly: bool) -> None:
+        if (alive := child()) is not None:
+            alive.abort(reason)
+
+    def end_parent(reason: str, orderly: bool) -> None:
+        if not orderly and (alive := parent()) is not None:
+            alive.abort(reason)
+
+    whole.on_abort(end_child)
+    try:
+        connected = made.connect()
+    except BaseException:
+        made.close()
+        raise
+    if connected is not made:
+        child = weakref.ref(connected)
+    connected.on_abort(end_parent)
+    return connected
+
+
+class OperationHandle:
+    """A handle on an operation of a communicator. Refers to both until it is completed."""
 
     def __init__(
         self,
         communicator: AsyncCommunicator,
         operation: Operation,
-        deliver: Callable[[], None] | None = None,
+        deliver: Callable[[], object] | None = None,
     ) -> None:
         self._communicator: AsyncCommunicator | None = communicator
         self._operation: Operation | None = operation
@@ -251,14 +244,7 @@ class BlockingTask(Protocol):
 class AbortableTask:
     """Work of a communicator in an executor. What fails in it breaks the communicator.
 
-    Parameters
-    ----------
-    abort_signal : AbortSignal
-        That of the communicator.
-    perform : callable
-        The work.
-    kind_of : callable, optional
-        From an error of the work to the type of the one to raise.
+    `kind_of` leads from an error of the work to the type of the one to raise.
     """
 
     def __init__(
@@ -332,14 +318,7 @@ class OrderedExecutor:
     The thread ends when no task is left, and a new one starts with the next task. The lock guards
     that decision; it is held for a few instructions only. When a group's connections are cut, the
     task under way fails, and so do all behind it: the group's owner joins the executors before it
-    drops the group.
-
-    Parameters
-    ----------
-    name : str
-        The thread's name.
-    timeout_s : float
-        Limit for one task, counted from the end of the task before it.
+    drops the group. The limit of a task counts from the end of the task before it.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:

@@ -48,12 +48,7 @@ class Node(NamedTuple):
 def cover(begin: int, end: int, leaves: int) -> tuple[Node, ...]:
     """Return the largest nodes of a tree that together are the leaves ``[begin, end)``, in order.
 
-    Parameters
-    ----------
-    begin, end : int
-        A range of leaves; an empty one has no nodes.
-    leaves : int
-        Number of leaves of the tree.
+    An empty range has none. The tree has so many `leaves`.
     """
 
     def within(node: Node) -> tuple[Node, ...]:
@@ -70,12 +65,8 @@ def cover(begin: int, end: int, leaves: int) -> tuple[Node, ...]:
 def additions(nodes: Sequence[Node], leaves: int) -> tuple[int, ...]:
     """Return the order in which consecutive `nodes` of a tree are added.
 
-    Returns
-    -------
-    tuple of int
-        For each node the number of additions once its value is on top of a stack, see
-        :func:`fold`. What then remains on the stack are the values of the largest nodes that
-        cover them all.
+    That is for each node the number of additions once its value is on top of a stack, see
+    :func:`fold`. What then remains are the values of the largest nodes that cover them all.
     """
     counts = []
     stack: list[Node] = []
@@ -97,21 +88,9 @@ def _are_halves(left: Node, right: Node, leaves: int) -> bool:
 
 
 def fold(values: Iterable[T], order: Iterable[int], add: Callable[[T, T], T]) -> list[T]:
-    """Add `values` in an order that :func:`additions` returned.
+    """Add values of nodes, from left to right, in an order that :func:`additions` returned.
 
-    Parameters
-    ----------
-    values : iterable
-        The values of nodes, from left to right.
-    order : iterable of int
-        For each value, the number of additions once it is on top of the stack.
-    add : callable
-        Returns the sum of a left and a right value.
-
-    Returns
-    -------
-    list
-        What remains on the stack: one value if the nodes are the whole tree.
+    What remains on the stack is returned: one value if the nodes are the whole tree.
     """
     stack: list[T] = []
     for value, count in zip(values, order, strict=True):
@@ -126,15 +105,7 @@ def fold(values: Iterable[T], order: Iterable[int], add: Callable[[T, T], T]) ->
 class Blocks:
     """The leaves of each rank, in the order of ranks. Equal on all ranks.
 
-    Parameters
-    ----------
-    quotas : tuple of int
-        Number of leaves of each rank. Some may be zero, not all.
-
-    Raises
-    ------
-    ValueError
-        A quota is negative, or there are no leaves.
+    Some of the quotas, the numbers of leaves, may be zero, not all.
     """
 
     quotas: tuple[int, ...]
@@ -168,6 +139,10 @@ class Blocks:
         """First leaf of each rank, and V."""
         return tuple(itertools.accumulate(self.quotas, initial=0))
 
+    def merged(self, groups: tuple[tuple[int, ...], ...]) -> Blocks:
+        """Return the leaves of groups of consecutive ranks, such as those of one host."""
+        return _merged(self, groups)
+
     def block(self, rank: int) -> range:
         """Return the leaves of a rank."""
         return range(self.bounds[rank], self.bounds[rank + 1])
@@ -181,6 +156,11 @@ class Blocks:
     def order(self) -> tuple[int, ...]:
         """Order in which the nodes of all ranks are added; see :func:`fold`."""
         return additions([node for nodes in self.covers for node in nodes], self.leaves)
+
+
+@functools.lru_cache(maxsize=64)
+def _merged(blocks: Blocks, groups: tuple[tuple[int, ...], ...]) -> Blocks:
+    return Blocks(tuple(sum(blocks.quotas[rank] for rank in ranks) for ranks in groups))
 
 
 @functools.lru_cache(maxsize=64)

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives.arguments import (
-    check_contiguous,
-    check_exchange,
-    check_gather,
-    check_op,
-    check_peer,
-    check_rank,
-    check_scatter,
-    check_tree,
-)
-from nbelastic.collectives.communicator import Communicator, Handle, Op
+from nbelastic.collectives.communicator import Communicator
+from nbelastic.collectives.transport import Handle, Op
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -29,11 +20,6 @@ class SoloCommunicator(Communicator):
     """The communicator of a generation with one rank.
 
     Every operation has ended when its call returns. Connecting is optional.
-
-    Parameters
-    ----------
-    generation : int
-        Number of the generation.
     """
 
     name = "solo"
@@ -55,72 +41,78 @@ class SoloCommunicator(Communicator):
         self._begun()
         return [number] * self.size
 
-    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Leave `tensor` as it is."""
-        check_contiguous(tensor)
-        check_op(tensor, op)
+    def allgather_bytes(self, record: bytes) -> list[bytes]:
+        """Return the `record` of the only rank."""
+        self._begun().wait()
+        return [record]
+
+    def begin_nothing(self) -> Handle:
+        """Begin an operation that has ended."""
         return self._begun()
 
-    def allreduce_tree_async(
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:  # noqa: ARG002
+        """Leave `tensors` as they are."""
+        return self._begun()
+
+    def begin_allreduce_tree(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
+        blocks: Blocks,  # noqa: ARG002 - one rank has all leaves
+        outputs: Sequence[torch.Tensor],
     ) -> Handle:
         """Copy the tensors of the root, the only node, to `outputs`."""
-        found = check_tree(nodes, blocks, outputs, 0, 1)
-        handle = self._begun()
-        for output, tensor in zip(found, nodes[0], strict=True):
-            if output is not tensor:
-                output.detach().copy_(tensor)
-        return handle
+        return self._copied(outputs, nodes[0])
 
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:  # noqa: ARG002
         """Leave `tensor` as it is."""
-        check_contiguous(tensor)
-        check_rank(root, 1, "root")
         return self._begun()
 
-    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
         """Copy `tensor` into the only output."""
-        check_gather(outputs, tensor, 1)
-        handle = self._begun()
-        outputs[0].detach().copy_(tensor)
-        return handle
+        return self._copied(outputs, [tensor])
 
-    def reduce_scatter_async(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    def begin_reduce_scatter(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Op,  # noqa: ARG002
     ) -> Handle:
         """Copy the only input into `output`."""
-        check_scatter(output, inputs, 0, 1, op)
-        handle = self._begun()
-        output.detach().copy_(inputs[0])
-        return handle
+        return self._copied([output], inputs)
 
-    def all_to_all_async(
+    def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
         """Copy the only input into the only output."""
-        check_exchange(outputs, inputs, 0, 1)
-        handle = self._begun()
-        outputs[0].detach().copy_(inputs[0])
-        return handle
+        return self._copied(outputs, inputs)
 
-    def barrier_async(self) -> Handle:
+    def begin_barrier(self) -> Handle:
         """Return at once."""
         return self._begun()
 
-    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
+    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:  # noqa: ARG002
         """Raise: there is no other rank."""
-        check_contiguous(tensor)
-        check_peer(to, 0, 1, "to")
-        return self._begun()
+        raise CollectiveError(f"there is no rank {to}")
 
-    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
+    def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:  # noqa: ARG002
         """Raise: there is no other rank."""
-        check_contiguous(tensor)
-        check_peer(source, 0, 1, "source")
-        return self._begun()
+        raise CollectiveError(f"there is no rank {source}")
+
+    def _near(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        load: bool = True,  # noqa: ARG002
+    ) -> list[torch.Tensor]:
+        """Return the tensors: one rank works on any device."""
+        return list(tensors)
+
+    def _copied(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Handle:
+        handle = self._begun()
+        for output, tensor in zip(outputs, inputs, strict=True):
+            if output is not tensor:
+                output.detach().copy_(tensor)
+        return handle
 
     @property
     def waiting(self) -> bool:

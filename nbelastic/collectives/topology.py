@@ -1,4 +1,4 @@
-"""Capabilities of the ranks, and the topology that follows from them.
+"""RankCapabilities of the ranks, and the topology that follows from them.
 
 Each rank announces its capabilities. All ranks see those of all, and derive the same topology:
 which ranks claim to be on one host, and whether they can share memory. That they are on one host is
@@ -8,6 +8,7 @@ proved later (:mod:`nbelastic.collectives.shm.handshake`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -68,47 +69,26 @@ def shared_memory_obstacle() -> str:
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """Capabilities of one rank.
+class RankCapabilities:
+    """Capabilities of one rank."""
 
-    Attributes
-    ----------
-    obstacle : str
-        Why it cannot share memory; empty if it can.
-    host : str
-        The host that it claims to be on.
-    socket_name : str
-        Name of the socket at which it shares a segment.
-    gpu : str
-        Kind of the accelerator that it computes on; empty if it has used none.
-    nccl : str
-        Version of its NCCL; empty if the job does not ask for NCCL, or it has none.
-    nccl_obstacle : str
-        Why it cannot use NCCL; empty if it can.
-    card : str
-        Its GPU, as NCCL tells GPUs apart.
-    """
-
-    obstacle: str
-    host: str
-    socket_name: str
-    gpu: str = ""
-    nccl: str = ""
-    nccl_obstacle: str = ""
-    card: str = ""
+    obstacle: str  # why it cannot share memory; empty if it can
+    host: str  # that it claims to be on
+    socket_name: str  # at which it shares a segment
+    gpu: str = ""  # kind of the accelerator that it computes on; empty if it has used none
+    nccl: str = ""  # version; empty if the job does not ask for NCCL, or the rank has none
+    nccl_obstacle: str = ""  # why it cannot use NCCL; empty if it can
+    card: str = ""  # its GPU, as NCCL tells GPUs apart
 
     def encode(self) -> bytes:
         """Return them as bytes."""
         return json.dumps([VERSION, *astuple(self)]).encode()
 
     @classmethod
-    def decode(cls, data: bytes, rank: int) -> Capabilities:
+    def decode(cls, data: bytes, rank: int) -> RankCapabilities:
         """Read the capabilities of `rank`.
 
-        Raises
-        ------
-        CollectiveError
-            They are not of this version.
+        Raises ``CollectiveError`` if they are not of this version.
         """
         try:
             version, *values = json.loads(data)
@@ -122,7 +102,7 @@ class Capabilities:
         return cls(*values)
 
 
-def nccl_obstacle(capabilities: Sequence[Capabilities]) -> str:
+def nccl_obstacle(capabilities: Sequence[RankCapabilities]) -> str:
     """Return why ranks with these capabilities cannot use NCCL; empty if they can."""
     first_of: dict[str, int] = {}
     for rank, each in enumerate(capabilities):
@@ -140,21 +120,13 @@ def nccl_obstacle(capabilities: Sequence[Capabilities]) -> str:
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of each host, by the ranks' own claims.
+    """The ranks of each host, by the ranks' own claims."""
 
-    Attributes
-    ----------
-    hosts : tuple of tuple of int
-        The ranks of each host in order; hosts in the order of their first rank.
-    obstacle : str
-        Why ranks of one host cannot share memory; empty if all that share a host can.
-    """
-
-    hosts: tuple[tuple[int, ...], ...]
-    obstacle: str
+    hosts: tuple[tuple[int, ...], ...]  # in order; hosts in the order of their first rank
+    obstacle: str  # why ranks of one host cannot share memory; empty if all that share one can
 
     @classmethod
-    def of(cls, capabilities: Sequence[Capabilities]) -> Topology:
+    def of(cls, capabilities: Sequence[RankCapabilities]) -> Topology:
         """Return the topology of ranks with these capabilities."""
         by_host: dict[str, list[int]] = {}
         for rank, each in enumerate(capabilities):
@@ -168,6 +140,11 @@ class Topology:
     def any_host_shared(self) -> bool:
         """Whether any host has more than one rank."""
         return any(len(ranks) > 1 for ranks in self.hosts)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks of each host, and the hosts, follow each other."""
+        return [*itertools.chain(*self.hosts)] == [*range(sum(map(len, self.hosts)))]
 
     def local_ranks(self, rank: int) -> tuple[int, ...]:
         """Return the ranks on the host of `rank`, itself included."""

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.arguments import check_tree
-from nbelastic.collectives.buffers import on_host
+from nbelastic.collectives.buffers import Delivered, on_host
 from nbelastic.collectives.reduction_tree import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
-    from nbelastic.collectives.communicator import Communicator, Handle
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.transport import Handle, TensorTransport
 
 _LINE = 16
 """Shares begin at multiples of so many elements."""
@@ -43,16 +42,8 @@ def sum_along_tree(
 ) -> None:
     """Add `values` in an order of ``reduction_tree.additions`` to one sum.
 
-    Parameters
-    ----------
-    values : sequence of torch.Tensor
-        Vectors of one length, in host memory.
-    order : sequence of int
-        The order, which leaves one sum.
-    output : torch.Tensor
-        Vector for the sum; may be one of `values`, and shares no memory with others.
-    scratch : collection of int
-        Indices of values that may be overwritten.
+    They are vectors of one length in host memory, of which those with an index in `scratch` may be
+    overwritten. `output` may be one of them, and shares no memory with others.
     """
     for begin in range(0, output.numel(), _SERIAL):
         end = begin + _SERIAL
@@ -84,19 +75,9 @@ def _sum_parts(
 
 
 class FlatTensors:
-    """Tensors as one vector in host memory: their own memory if there is one tensor.
+    """Tensors of one type as one `vector` in host memory: their own memory if there is one tensor.
 
-    Parameters
-    ----------
-    tensors : sequence of torch.Tensor
-        Contiguous, of one type.
-    load : bool, default True
-        Whether the vector has their values from the beginning.
-
-    Attributes
-    ----------
-    vector : torch.Tensor
-        The values of all, one after the other.
+    To `load` is to have their values there from the beginning.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, load: bool = True) -> None:
@@ -118,21 +99,15 @@ class FlatTensors:
 
 
 def allreduce_tree(
-    communicator: Communicator,
+    transport: TensorTransport,
     nodes: Sequence[Sequence[torch.Tensor]],
     blocks: Blocks,
-    outputs: Sequence[torch.Tensor] | None,
+    outputs: Sequence[torch.Tensor],
 ) -> Handle:
-    """Sum along a tree by two operations of `communicator`; see its ``allreduce_tree_async``.
-
-    For communicators without one of their own. It waits for the first of the two.
-    """
-    rank, size = communicator.rank, communicator.size
-    found = check_tree(nodes, blocks, outputs, rank, size)
-    target = FlatTensors(found, load=False)
+    """Sum along a tree by two exchanges of `transport`, the first of which it waits for."""
+    rank, size = transport.rank, transport.size
+    target = FlatTensors(outputs, load=False)
     count = target.vector.numel()
-    if count == 0:
-        return communicator.allreduce_async(target.vector)
     bounds = list(itertools.pairwise(share_bounds(count, size)))
     vectors = [FlatTensors(tensors).vector for tensors in nodes]
     sent = [
@@ -141,26 +116,9 @@ def allreduce_tree(
     ]
     own = bounds[rank][1] - bounds[rank][0]
     received = [target.vector.new_empty(len(cover) * own) for cover in blocks.covers]
-    communicator.all_to_all(received, sent)
+    transport.begin_all_to_all(received, sent).wait()
     pieces = [piece for each in received if each.numel() for piece in torch.split(each, own)]
     total = target.vector.new_empty(own)
     sum_along_tree(pieces, blocks.order, total, range(len(pieces)))
     shares = [target.vector[begin:end] for begin, end in bounds]
-    return _Delivered(communicator.all_to_all_async(shares, [total] * size), target.deliver)
-
-
-class _Delivered:
-    """A handle on an operation whose outcome is then copied to the caller's tensors."""
-
-    def __init__(self, handle: Handle, deliver: Callable[[], None]) -> None:
-        self._handle = handle
-        self._deliver: Callable[[], None] | None = deliver
-
-    def done(self) -> bool:
-        return self._handle.done()
-
-    def wait(self) -> None:
-        self._handle.wait()
-        if self._deliver is not None:
-            self._deliver()
-            self._deliver = None
+    return Delivered(transport.begin_all_to_all(shares, [total] * size), target.deliver)

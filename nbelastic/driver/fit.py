@@ -69,6 +69,7 @@ def fit(
     checkpoint_every: int | None = None,
     resume: bool | None = None,
     backend: str | None = None,
+    env: Mapping[str, str] | None = None,
     timeline: str | os.PathLike[str] | None = None,
     name: str | None = None,
     block: bool = True,
@@ -143,10 +144,14 @@ def fit(
     backend : str, default "auto"
         How tensors travel between ranks: ``shm`` through shared memory within a host and Gloo
         across hosts, or not at all; ``gloo`` by Gloo alone; ``auto`` the best of both that all
-        ranks can do; ``cuda_ipc`` the same, but ranks of one host sum tensors of GPUs there;
+        ranks can do; ``cuda_ipc`` the same, but the ranks of a host sum tensors of GPUs there;
         ``nccl`` the same, but ranks with a GPU each sum tensors of GPUs by NCCL, on any hosts
         (both are experimental); ``pygloo`` by the package of that name. :attr:`JobStatus.backend`
         says what it has become.
+    env : mapping of str to str, optional
+        Environment variables of the ranks' processes, such as ``{"NCCL_DEBUG": "INFO"}``, added
+        to those of their workers. They are set before the function runs, and too late for what
+        Python and torch read when they start. They travel with the job, in plain text.
     timeline : str or path-like, optional
         A file, on a path that all workers and the kernel see, for a timeline in Chrome's trace
         format, which https://ui.perfetto.dev opens: operations, steps, commits and resets, with a

@@ -15,6 +15,7 @@ from typing import Any, cast
 from dask.utils import parse_timedelta
 
 from nbelastic.elastic.redaction import without_secrets
+from nbelastic.elastic.runtime import OWN_VARIABLES
 from nbelastic.errors import OptionError
 
 MOST_SHOWN = 200
@@ -41,6 +42,7 @@ class Kind:
     from_words: Callable[[tuple[str, ...]], Any] = operator.itemgetter(0)
     as_words: str = ""  # `expects` for the words of a line, where it differs
     words: int = 1  # of a line; -1 for one or more
+    commas: bool = True  # whether they are between several values of a line, too
     choices: tuple[str, ...] = ()
 
     def check(self, name: str, value: Any) -> Any:
@@ -163,11 +165,11 @@ RANGE = Kind(
 # -- words -------------------------------------------------------------------------------------
 
 
-def choice(*choices: str) -> Kind:
-    """Return the kind of one of several words."""
+def choice(*choices: str, more: Callable[[], tuple[str, ...]] = tuple) -> Kind:
+    """Return the kind of one of several words, or of what a function finds."""
 
     def convert(value: Any) -> str:
-        if not isinstance(value, str) or value not in choices:
+        if not isinstance(value, str) or value not in (*choices, *more()):
             raise ValueError
         return str(value)
 
@@ -227,6 +229,43 @@ AMOUNTS = Kind(
     words=-1,
 )
 """Amounts of Dask's resources by name; empty for none."""
+
+
+def _variables(value: Any) -> dict[str, str]:
+    """Return environment variables. Errors do not show their values, which may be secret."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise OptionError(": must be a dict of text, as in {'NCCL_DEBUG': 'INFO'}")
+    for key, text in value.items():
+        if not isinstance(key, str) or not key or "=" in key or "\0" in key:
+            raise OptionError(f": {shown(key)} must be the name of a variable")
+        if not isinstance(text, str) or "\0" in text:
+            raise OptionError(f": {key!r} must be text, not {type(text).__name__}")
+        if key in OWN_VARIABLES:
+            raise OptionError(f": {key!r} is a variable that nbelastic sets itself")
+    return {str(key): str(text) for key, text in value.items()}
+
+
+def _variables_of(words: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals and key not in os.environ:
+            raise OptionError(f": {key!r} is not set here; give {key}=VALUE")
+        found[key] = text if equals else os.environ[key]
+    return found
+
+
+VARIABLES = Kind(
+    _variables,
+    "a dict of text, as in {'NCCL_DEBUG': 'INFO'}",
+    "NAME[=VALUE] …",
+    from_words=_variables_of,
+    words=-1,
+    commas=False,
+)
+"""Environment variables by name; empty for none."""
 
 
 # -- places ------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ class LineOption(click.Option):
             if not kind.metavar:
                 how |= {"is_flag": True, "default": None}
             elif kind.words < 0:
-                how |= {"multiple": True, "metavar": f"{kind.metavar.partition(' ')[0]},…"}
+                one = kind.metavar.partition(" ")[0]
+                how |= {"multiple": True, "metavar": f"{one},…" if kind.commas else one}
             else:
                 how |= {"nargs": kind.words}
         super().__init__(list(flags), **how | settings)
@@ -60,13 +61,13 @@ class LineOption(click.Option):
             return value
         kind: Any = self.kind
         words = value if isinstance(value, tuple) else (value,)
-        if self.multiple:
+        if self.multiple and kind.commas:
             words = tuple(word for each in words for word in each.split(",") if word)
         try:
             return kind.read(words)
         except OptionError as error:
             hint = did_you_mean(words[0], kind.choices) if kind.choices else ""
-            raise click.BadParameter(f"{error}{hint}", ctx, self) from None
+            raise click.BadParameter(f"{error}{hint}".removeprefix(": "), ctx, self) from None
 
 
 class LineCommand(click.Command):

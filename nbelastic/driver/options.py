@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 import yaml
 
-from nbelastic.collectives import BACKENDS
+from nbelastic.collectives import BACKENDS, backend_names
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.runtime import RankSpec
 from nbelastic.elastic.timeline import part_of
@@ -40,6 +40,7 @@ from .option_kinds import (
     NAMES,
     NUMBER,
     RANGE,
+    VARIABLES,
     Kind,
     choice,
     count,
@@ -86,7 +87,7 @@ class OptionRow:
 
 
 def _option(kind: Kind, group: str, meaning: str, example: str) -> Any:
-    shown = kind is not LOCATION  # a URL may have a password in it
+    shown = kind not in (LOCATION, VARIABLES)  # they may have passwords in them
     return field(default=_UNSET, repr=shown, metadata={"row": (kind, group, meaning, example)})
 
 
@@ -168,10 +169,17 @@ class Options:
         "--min-np 4 --preemptible",
     )
     backend: str = _option(
-        choice(*BACKENDS),
+        choice(*BACKENDS, more=backend_names),
         _WAY,
-        f"how tensors travel between ranks: one of {', '.join(BACKENDS)}",
+        f"how tensors travel between ranks: one of {', '.join(BACKENDS)}, "
+        "or what an installed package brings",
         "--np 4 --backend gloo",
+    )
+    env: dict[str, str] = _option(
+        VARIABLES,
+        _WAY,
+        "environment variables of the ranks' processes, added to those of their workers",
+        "--env NCCL_DEBUG=INFO",
     )
     reset_limit: int | None = _option(
         count(0),
@@ -316,6 +324,7 @@ class Options:
             max_np=self.limits().max_np,
             timeline=None if self.timeline is None else part_of(self.timeline, run, start),
             heeded=tuple(name for name in HOROVODS if name in os.environ),
+            env=self.env,
         )
 
     def pack(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.collectives import Rendezvous, RendezvousServer, connect
@@ -16,7 +16,7 @@ from nbelastic.collectives.rendezvous.client import unreachable
 from nbelastic.elastic.warmup import form_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from nbelastic.collectives import Communicator
@@ -103,6 +103,14 @@ class DriverPort(Protocol):
         """
 
 
+OWN_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    "KERAS_BACKEND",
+)
+"""Environment variables of a rank that nbelastic sets itself."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
     """Properties of a rank that are known when it starts.
@@ -134,6 +142,8 @@ class RankSpec:
         File for this rank's part of the job's timeline; None for none.
     heeded : tuple of str
         Horovod's environment variables that the job's options come from.
+    env : mapping of str to str
+        Variables that the job adds to those of the rank's worker.
     """
 
     job: str
@@ -148,6 +158,7 @@ class RankSpec:
     max_np: int | None = None
     timeline: str | None = None
     heeded: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
 
     def alone(self, store: tuple[str, int], secret: bytes) -> Rendezvous:
         """Return a rendezvous of this rank alone, at its own store."""

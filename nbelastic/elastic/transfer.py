@@ -141,7 +141,7 @@ def _serve(communicator: Communicator, children: Sequence[int], payload: StatePa
     sends = _Sends(communicator, children)
     sends.send([torch.tensor([length, total], dtype=torch.int64)])
     buffers: list[torch.Tensor] = []
-    if not communicator.stops_sending_on_failure:
+    if not communicator.capabilities.stops_sending_on_failure:
         most = min(total, CHUNK_BYTES)
         buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(_Sends.limit + 1)]
     for number, parts in enumerate(_chunks(pieces, total)):

@@ -95,7 +95,7 @@ def test_every_option_of_fit_is_an_option_or_made_of_the_command():
         ("--hosts a:2 x", {"hosts": "a:2"}),
         ("-p 2222 x", {"ssh_port": 2222}),
         ("--output-filename out --verbose x", {"output_filename": "out", "verbose": True}),
-        ("-x A -x B=1 x", {"env": ("A", "B=1")}),
+        ("-x PATH -x B=1 x", {"env": {"PATH": os.environ["PATH"], "B": "1"}}),
     ],
 )
 def test_names_of_horovodrun_are_read(line, found):
@@ -103,11 +103,13 @@ def test_names_of_horovodrun_are_read(line, found):
 
 
 def test_options_of_fit_are_read_as_fit_takes_them():
-    line = "--stall-timeout 2m --resources GPU=1,MEM=2 --workers a,b --workers c --resume x"
+    line = "--stall-timeout 2m --resources GPU=1,MEM=2 --workers a,b --workers c --resume "
+    line += "-x A=b,c --env D= x"
     assert parse(line) == {
         "stall_timeout": 120.0,
         "resources": {"GPU": 1.0, "MEM": 2.0},
         "workers": ("a", "b", "c"),
+        "env": {"A": "b,c", "D": ""},
         "resume": True,
         "command": ("x",),
     }
@@ -130,6 +132,8 @@ def test_everything_from_the_first_word_on_is_the_command():
         ("--blacklist-cooldown 9 1 x", "'9 1' must be LO HI"),
         ("--backend glo x", "must be one of auto"),
         ("--resources GPU x", "'GPU' must be NAME=AMOUNT"),
+        ("-x =1 x", "env: '' must be the name of a variable"),
+        ("-x RANK=1 x", "env['RANK']: nbelastic sets this variable itself"),
     ],
 )
 def test_a_wrong_option_is_an_error_that_says_what_to_write(line, says):
@@ -209,12 +213,6 @@ def test_a_hostfile_of_other_bytes_is_a_line(tmp_path):
 def test_a_hostfile_without_an_end_is_refused():
     with pytest.raises(OptionError, match="--hostfile /dev/zero: is longer than"):
         clusters.opened({"hostfile": "/dev/zero"}, print).__enter__()
-
-
-@pytest.mark.parametrize("given", ["", "=1", "A\0=1"])
-def test_a_variable_needs_a_name(given):
-    with pytest.raises(OptionError, match="-x"):
-        running._variables((given,))
 
 
 def test_letters_that_a_terminal_lacks_are_no_error(monkeypatch):

@@ -98,7 +98,7 @@ def test_B1_a_run_without_updates_whose_discovery_fails_later(stage: Stage):
         (("-H", "a:1", "--scheduler", "tcp://b:1"), "give one of them"),
         (("--cluster", "nowhere.Cluster"), "must be MODULE.CLASS"),
         (("--hosts-from", "nowhere"), "there is no source 'nowhere'"),
-        (("-x", "NO_SUCH_VARIABLE"), "give -x NO_SUCH_VARIABLE=VALUE"),
+        (("-x", "NO_SUCH_VARIABLE"), "give NO_SUCH_VARIABLE=VALUE"),
     ],
 )
 def test_wrong_options_start_nothing(stage: Stage, options, says):

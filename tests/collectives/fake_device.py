@@ -114,7 +114,8 @@ class FakeDevice:
 
     def __init__(self, refuses: str = "", *, garbles: bool = False, dies_at: int = 0) -> None:
         self.refuses, self._garbles, self._dies_at = refuses, garbles, dies_at
-        self.stream = Stream()
+        self.stream: Any = Stream()
+        self._work: Stream = self.stream
         self.drains = 0
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -142,11 +143,11 @@ class FakeDevice:
     @contextlib.contextmanager
     def after(self, mark: Any) -> Iterator[None]:
         assert mark is not None
-        with _Late(self.stream):
+        with _Late(self._work):
             yield
 
     def end(self, _mark: Any) -> object:
-        return self.stream
+        return self._work
 
     def follow(self, end: Any) -> None:
         assert end.flush()
@@ -158,5 +159,5 @@ class FakeDevice:
             os.kill(os.getpid(), signal.SIGKILL)
         # The host waits outside of what is put off.
         with torch.utils._python_dispatch._disable_current_modes():
-            if not self.stream.flush(limit_s):
+            if not self._work.flush(limit_s):
                 raise DeviceError(f"its GPU has not ended its work within {limit_s:g} s")

@@ -14,7 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
 from nbelastic.collectives.nccl.library import NcclLibrary
+from tests.collectives.fake_device import FakeDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -89,3 +92,30 @@ class NcclDevice:
 
     def follow(self, end: int) -> None:
         assert self.reached(end)
+
+
+class LateNcclDevice(FakeDevice):
+    """A device for CUDA IPC, on which the fake of NCCL has a stream as well."""
+
+    def __init__(self, refuses: str = "", *, dies_at: int = 0) -> None:
+        super().__init__(refuses, dies_at=dies_at)
+        self._nccl = NcclDevice()
+        self.identity, self.stream = self._nccl.identity, self._nccl.stream
+        self.near, self.using = self._nccl.near, self._nccl.using
+
+    def mark(self, tensors: Iterable[torch.Tensor] = ()) -> object:
+        # What is marked from within the stream is for NCCL, whose thread also calls the host.
+        return [_get_current_dispatch_mode() is not None, *tensors]
+
+    def after(self, mark: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if mark[0] else super().after(mark)
+
+    def end(self, mark: Any) -> object:
+        return super().end(mark), self._nccl.end(mark)
+
+    def reached(self, end: Any) -> bool:
+        return self._nccl.reached(end[1])
+
+    def follow(self, end: Any) -> None:
+        super().follow(end[0])
+        self._nccl.follow(end[1])

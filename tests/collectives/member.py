@@ -21,6 +21,7 @@ from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.collectives.shm import handshake
 from tests.collectives import worlds
 from tests.collectives.fake_device import FakeDevice
+from tests.collectives.fake_nccl import LateNcclDevice
 from tests.collectives.worlds import MAKERS
 
 
@@ -66,6 +67,7 @@ class Member:
     def die_at(self, drain):
         """Be killed, in time to come, when the host waits for the device for that time."""
         worlds.fake_device = lambda _rank: FakeDevice(dies_at=drain)
+        worlds.hosts_device = lambda _rank: LateNcclDevice(dies_at=drain)
 
     def fail_nccl(self, what):
         """Have the fake of NCCL fail."""

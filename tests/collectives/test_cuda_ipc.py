@@ -16,7 +16,14 @@ from nbelastic.errors import CollectiveError
 from tests.collectives import fake_device, worlds
 from tests.collectives.fake_device import FakeDevice
 from tests.collectives.test_processes import Crew, error, fork_server, ok  # noqa: F401
-from tests.collectives.worlds import MAKERS, PATIENCE_S, World, eventually, needs_core
+from tests.collectives.worlds import (
+    MAKERS,
+    PATIENCE_S,
+    World,
+    eventually,
+    needs_compiler,
+    needs_core,
+)
 from tests.support.bits import bits
 
 pytestmark = needs_core
@@ -111,6 +118,74 @@ def test_ranks_that_disagree_are_told():
             said = str(future.exception(PATIENCE_S))
             assert "disagree" in said
             assert "rank 2: allreduce (sum) of 4 values of torch.float32" in said
+
+
+# -- several hosts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["cuda_ipc+gloo", pytest.param("cuda_ipc+nccl", marks=needs_compiler)]
+)
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.usefixtures("in_small_rounds")
+def test_on_several_hosts_each_host_adds_then_slices_cross(kind, size):
+    """In many rounds; sums along a tree have the bits of one host."""
+
+    def along_tree(communicator):
+        found = []
+        for blocks in (Blocks.even(7, size), Blocks((6, *[0] * (size - 2), 1))):
+            nodes = [[noise(sum(node), 5000)] for node in blocks.covers[communicator.rank]]
+            output = torch.zeros(5000)
+            communicator.allreduce_tree(nodes, blocks, [output])
+            found.append(bits(output))
+        return found
+
+    def rank_main(communicator):
+        assert communicator.name == kind
+        summed = torch.arange(10_000.0) + communicator.rank
+        handle = communicator.allreduce_async(summed)
+        averaged = torch.full((3000,), float(communicator.rank), dtype=torch.bfloat16)
+        communicator.allreduce(averaged, Op.AVERAGE)
+        handle.wait()
+        sent = torch.arange(20_000.0) * communicator.rank
+        communicator.broadcast(sent, root=size - 1)
+        return [summed, averaged, sent], along_tree(communicator)
+
+    with World(MAKERS["shm"], size) as ranks:
+        on_one_host = ranks.run(along_tree)
+    with World(MAKERS[kind], size) as ranks:
+        outcomes = ranks.run(rank_main)
+    assert [exact for _, exact in outcomes] == on_one_host
+    for (summed, averaged, sent), _ in outcomes:
+        assert summed.equal(torch.arange(10_000.0) * size + sum(range(size)))
+        assert averaged.eq((size - 1) / 2).all()
+        assert sent.equal(torch.arange(20_000.0) * (size - 1))
+
+
+@pytest.mark.parametrize("switches", [{"refuses": "open"}, None], ids=str)
+def test_without_memory_on_one_host_all_hosts_reduce_on_the_host(devices, switches):
+    def make(rank):
+        if rank != 3:
+            return FakeDevice()
+        return None if switches is None else FakeDevice(**switches)
+
+    devices(make)
+    said = "rank 3 has used no GPU" if switches is None else "rank 3: it cannot open the memory"
+    with World(MAKERS["cuda_ipc+gloo"], 4) as ranks:
+        for communicator in ranks.communicators:
+            assert communicator.name == "hierarchical"
+            assert said in communicator.fallback_reason
+        assert fake_device.living == []
+        ranks.run(lambda c: c.allreduce(torch.ones(3)))
+
+
+def test_a_death_between_hosts_frees_the_ranks_that_meet_inside_them():
+    with World(MAKERS["cuda_ipc+gloo"], 4) as ranks:
+        waiting = [ranks.start(rank, lambda c: c.allreduce(torch.ones(999))) for rank in range(3)]
+        ranks.wait_until_waiting([0, 1, 2])
+        ranks[3].abort("it has died")
+        for future in waiting:
+            assert isinstance(future.exception(PATIENCE_S), CollectiveError)
 
 
 # -- devices that fail ---------------------------------------------------------------------------
@@ -224,13 +299,22 @@ def test_memory_is_bounded_whatever_ends_a_generation():
     eventually(lambda: opened() <= before + 3, "the end of all that was open")
 
 
-# The host waits twice for a stream when memory is opened, then once before each meeting.
-@pytest.mark.parametrize("drain", [1, 2, 3, 4])
+# The host waits twice for a stream when memory is opened, then once before each meeting, and before
+# a slice crosses to other hosts.
+@pytest.mark.parametrize(
+    ("kind", "drain"),
+    [
+        *(("cuda_ipc", drain) for drain in range(1, 5)),
+        *(("cuda_ipc+gloo", drain) for drain in range(1, 6)),
+        *(pytest.param("cuda_ipc+nccl", drain, marks=needs_compiler) for drain in (3, 4, 5)),
+    ],
+)
 def test_a_rank_that_dies_at_any_point_fails_the_others_and_they_form_anew(
     fork_server,  # noqa: F811
+    kind,
     drain,
 ):
-    crew = Crew("cuda_ipc", 3, fork_server)
+    crew = Crew(kind, 3, fork_server)
     try:
         victim = crew.members[1]
         ok(victim.ask("die_at", drain=drain))
@@ -241,6 +325,8 @@ def test_a_rank_that_dies_at_any_point_fails_the_others_and_they_form_anew(
                 ok(answer)
             answers = [member.ask("allreduce", length=400_000) for member in crew.members]
             answers.pop(1)
+            if drain == 5:
+                ok(answers.pop(0))  # alone on its host, it has all slices
         else:
             answers = [connecting[0], connecting[2]]
         for answer in answers:

@@ -132,7 +132,7 @@ def test_addresses_of_an_unknown_kind_are_not_severed(value):
 
 def test_memory_that_gloo_cannot_reach_is_staged(monkeypatch):
     """As on an accelerator: everything passes through new memory, and back on success only."""
-    monkeypatch.setattr(buffers, "_is_on_host", lambda tensor: False)
+    monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
     with World(MAKERS["gloo"], 2) as world:
         for tensors in world.run(_one_of_each):
             assert [tensor.tolist() for tensor in tensors] == [[1.5], [1.0], [1.0], [2.0], [3.0]]

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from nbelastic.collectives import Rendezvous, RendezvousServer
-from nbelastic.collectives.matching import MatchingClient
+from nbelastic.collectives.rendezvous.matching import MatchingClient
 from nbelastic.errors import CollectiveError
 from tests.collectives.worlds import BIND
 

@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 
+from nbelastic.collectives import Communicator
 from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.nccl import library as nccl
-from nbelastic.collectives.topology import Capabilities, nccl_obstacle
+from nbelastic.collectives.topology import RankCapabilities, nccl_obstacle
 from tests.collectives import worlds
 from tests.collectives.fake_nccl import NcclDevice, fake_library, library_path
 from tests.collectives.test_processes import Crew, error, fork_server, ok  # noqa: F401
@@ -64,6 +65,27 @@ def kinds(ranks):
 
 def reasons(ranks):
     return {each.fallback_reason for each in ranks.communicators}
+
+
+def test_many_tensors_are_one_operation(monkeypatch):
+    """Which the ranks compare once."""
+    compared = []
+    original = Communicator.agree
+
+    def noted(communicator, text):
+        compared.append(text)
+        return original(communicator, text)
+
+    monkeypatch.setattr(Communicator, "agree", noted)
+
+    def rank_main(communicator):
+        tensors = [torch.ones(count) for count in (3, 0, 5000)]
+        communicator.allreduce_coalesced(tensors)
+        return [each.unique().tolist() for each in tensors]
+
+    with world(2) as ranks:
+        assert ranks.run(rank_main) == [[[2.0], [], [2.0]]] * 2
+    assert compared == ["allreduce (sum) of 3, 5000 values of torch.float32"] * 2
 
 
 # -- faults when a generation is formed ----------------------------------------------------------
@@ -222,7 +244,7 @@ def test_ranks_that_disagree_are_told_before_nccl_begins():
 
 
 def _can(**others):
-    return Capabilities("", "host", "", **{"gpu": "cuda", "nccl": "2.28.9", **others})
+    return RankCapabilities("", "host", "", **{"gpu": "cuda", "nccl": "2.28.9", **others})
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_what_is_chosen_follows_from_where_the_ranks_are(hosts, kind, backend, c
     ("hosts", "kind", "reason"),
     [
         ("aa", "shm", "rank 0 has used no GPU"),
-        ("aab", "hierarchical", "the ranks are on several hosts"),
+        ("aab", "hierarchical", "rank 0 has used no GPU"),
         ("ab", "gloo", "no two ranks share a host"),
     ],
 )

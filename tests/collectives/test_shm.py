@@ -224,7 +224,7 @@ def test_nothing_is_left_of_many_generations(kind):
 
 def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
     """As on an accelerator: everything passes through new memory, and back on success only."""
-    monkeypatch.setattr(buffers, "_is_on_host", lambda tensor: False)
+    monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
 
     def rank_main(communicator):
         mine = 1.0 + communicator.rank

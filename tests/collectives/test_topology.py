@@ -1,4 +1,4 @@
-"""Capabilities of ranks, and the topology that follows."""
+"""RankCapabilities of ranks, and the topology that follows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from nbelastic.collectives import topology as topology_module
 from nbelastic.collectives.topology import (
-    Capabilities,
+    RankCapabilities,
     Topology,
     host_identity,
     shared_memory_obstacle,
@@ -21,7 +21,7 @@ def topology_of(hosts, unable=()):
     """Return what ranks on hosts named by letters conclude."""
     return Topology.of(
         [
-            Capabilities("is too old" if rank in unable else "", host, "")
+            RankCapabilities("is too old" if rank in unable else "", host, "")
             for rank, host in enumerate(hosts)
         ]
     )
@@ -56,8 +56,8 @@ def test_only_who_has_neighbours_must_be_able_to_share():
 
 
 def test_capabilities_are_read_as_they_were_written():
-    its = Capabilities("", sharing_host(), "a-socket")
-    assert Capabilities.decode(its.encode(), 0) == its
+    its = RankCapabilities("", sharing_host(), "a-socket")
+    assert RankCapabilities.decode(its.encode(), 0) == its
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_capabilities_are_read_as_they_were_written():
 )
 def test_another_version_is_an_error(value):
     with pytest.raises(CollectiveError, match="rank 3 runs another version"):
-        Capabilities.decode(value, 3)
+        RankCapabilities.decode(value, 3)
 
 
 def test_a_host_has_one_name_until_it_is_split_for_a_test(monkeypatch):

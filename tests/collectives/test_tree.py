@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.collectives import Communicator, RendezvousServer, buffers
+from nbelastic.collectives import RendezvousServer, buffers, tree_exchange
 from nbelastic.collectives.gloo import tree
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.reduction_tree import IDENTITY, Blocks, Node, additions, fold
@@ -261,7 +261,9 @@ def test_an_absent_value_changes_no_bit_of_the_others(world):
 
 def test_tensors_in_other_memory_are_summed_through_a_copy(world, monkeypatch):
     """As on an accelerator: see test_shm."""
-    monkeypatch.setattr(buffers, "_is_on_host", lambda tensor: False)
+    if "+" in world[0].name:
+        pytest.skip("the fake device puts off copies, also those to the host")
+    monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
     blocks = Blocks.even(3, world.size)
 
     def rank_main(communicator):
@@ -312,7 +314,7 @@ def test_a_transport_without_an_operation_of_its_own(world):
     def rank_main(communicator):
         nodes = [node_sum(node, 5, make) for node in blocks.covers[communicator.rank]]
         outputs = make(0)
-        Communicator.allreduce_tree_async(communicator, nodes, blocks, outputs).wait()
+        tree_exchange.allreduce_tree(communicator, nodes, blocks, outputs).wait()
         return bits(outputs)
 
     expected = bits(node_sum(Node(0, 5), 5, make))

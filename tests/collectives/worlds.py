@@ -20,7 +20,7 @@ from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.topology import Topology
 from nbelastic.native import core, missing
 from tests.collectives.fake_device import FakeDevice
-from tests.collectives.fake_nccl import COMPILER, NcclDevice, fake_library
+from tests.collectives.fake_nccl import COMPILER, LateNcclDevice, NcclDevice, fake_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -72,6 +72,46 @@ def faked(rendezvous: Rendezvous) -> Communicator:
     return connect(its) if its.size == 1 else _Faked(its)
 
 
+class _HostsFaked(_Faked):
+    """The same, with half of the ranks on another host."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        first = rendezvous.rank < rendezvous.size // 2
+        super().__init__(rendezvous, host="one" if first else "other")
+
+    def _with_devices(self, host: Any, topology: Topology, capabilities: Any) -> Communicator:
+        if topology.any_host_shared:
+            return super()._with_devices(host, topology, capabilities)
+        # Nothing to gain, but the operations are the same.
+        chosen, _ = self._over_hosts(host, topology, self._device)
+        return chosen
+
+
+def hosts_faked(rendezvous: Rendezvous) -> Communicator:
+    """Make a communicator over CUDA IPC on two hosts, as :func:`apart`, and Gloo between them."""
+    its = dataclasses.replace(rendezvous, backend="cuda_ipc")
+    return connect(its) if its.size == 1 else _HostsFaked(its)
+
+
+class _HostsOverNccl(_HostsFaked):
+    def _own_library(self) -> NcclLibrary:
+        return nccl_library(self.rank)
+
+    def _own_device(self) -> Device | None:
+        return hosts_device(self.rank)
+
+
+def hosts_device(_rank: int) -> Device | None:
+    """Return the device of a rank; tests put others in place of this function."""
+    return LateNcclDevice()
+
+
+def hosts_over_nccl(rendezvous: Rendezvous) -> Communicator:
+    """Make a communicator over CUDA IPC on two hosts, and a fake of NCCL between them."""
+    its = dataclasses.replace(rendezvous, backend="cuda_ipc")
+    return connect(its) if its.size == 1 else _HostsOverNccl(its)
+
+
 class _OverNccl(NegotiatingCommunicator):
     """A communicator that negotiates as if each rank had a GPU, with a library that fakes NCCL."""
 
@@ -106,13 +146,19 @@ MAKERS: dict[str, Maker] = {
     "hierarchical": apart,
     "cuda_ipc": faked,
     "nccl": over_nccl,
+    "cuda_ipc+gloo": hosts_faked,
+    "cuda_ipc+nccl": hosts_over_nccl,
     "gpu": of("cuda_ipc"),
     "gpu_nccl": of("nccl"),
 }
 
 needs_core = pytest.mark.skipif(core is None, reason=f"no part in C++: {missing}")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no compiler for C")
-_NEEDS = {"gloo": [], "nccl": [needs_core, needs_compiler]}
+_NEEDS = {
+    "gloo": [],
+    "nccl": [needs_core, needs_compiler],
+    "cuda_ipc+nccl": [needs_core, needs_compiler],
+}
 # What "auto" is connected to is one of the others, and without a GPU, so are the last two.
 KINDS = [
     pytest.param(kind, marks=_NEEDS.get(kind, [needs_core]))

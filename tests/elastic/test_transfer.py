@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nbelastic.collectives import Capabilities
 from nbelastic.elastic import transfer
 from nbelastic.elastic.state_payload import StatePayload
 from nbelastic.elastic.transfer import allgather_object, spread, tree
@@ -65,7 +66,7 @@ def test_memory_is_copied_for_a_communicator_that_keeps_it() -> None:
 
     class Spy:
         rank = 0
-        stops_sending_on_failure = False
+        capabilities = Capabilities(stops_sending_on_failure=False)
 
         def send_async(self, tensor: torch.Tensor, to: int) -> Done:
             lent.append(tensor)

@@ -42,6 +42,22 @@ def test_a_job_finds_the_workers_as_they_were(crew):
     assert second.results() == first.results()
 
 
+def variables():
+    import os
+
+    return os.environ.get("NCCL_DEBUG"), os.environ.get("OF_A_JOB"), os.environ["WORLD_SIZE"]
+
+
+def test_a_job_gives_its_ranks_variables_and_the_next_job_has_none(crew):
+    workers = sorted(crew.workers())[:2]
+    env = {"NCCL_DEBUG": "INFO", "OF_A_JOB": "a=b, c"}
+    assert (
+        crew.fit(variables, np=2, workers=workers, env=env).results()
+        == [("INFO", "a=b, c", "2")] * 2
+    )
+    assert crew.fit(variables, np=2, workers=workers).results() == [(None, None, "2")] * 2
+
+
 def evaluated_when_a_peer_fails():
     import torch
 

@@ -11,7 +11,7 @@ import pytest
 import nbelastic
 from nbelastic.cli.options import run_command
 from nbelastic.driver.option_parser import ROWS
-from nbelastic.driver.options import TABLE
+from nbelastic.driver.options import TABLE, Options
 from nbelastic.errors import OptionError
 from nbelastic.notebook.commands import _written
 from nbelastic.notebook.magics import ElasticMagics
@@ -115,6 +115,8 @@ def test_the_options_of_the_cell_itself(line, found):
         ("--backend glo", ["--backend", "'glo'", "auto, gloo, shm", "did you mean gloo or"]),
         ("--resources GPU", ["--resources", "'GPU'", "GPU=1"]),
         ("--resources GPU=none", ["--resources", "'GPU=none'"]),
+        ("--env RANK=secret", ["--env", "'RANK' is a variable that nbelastic sets itself"]),
+        ("--env A B", ["--env", "'A' is not set here; give A=VALUE"]),
         ("--blacklist-cooldown 10", ["--blacklist-cooldown", "2"]),
         ("--blacklist-cooldown 100 10", ["--blacklist-cooldown", "100 10", "LO <= HI"]),
         ("--stream rank", ["--stream", "'rank'", "rank0, all, none", "did you mean rank0?"]),
@@ -173,3 +175,10 @@ def test_a_default_is_read_as_the_option_is(text, found):
 def test_a_wrong_default_is_an_error_that_says_what_to_write(text, says):
     with pytest.raises(MagicOptionError, match=says):
         parse_setting(text)
+
+
+def test_variables_of_ranks_may_have_commas_and_are_not_shown():
+    found = {"A": "b,c", "B": "x=y"}
+    assert parse("--env A=b,c B=x=y")["env"] == found
+    assert parse_terminal("-x A=b,c --env B=x=y")["env"] == found
+    assert "b,c" not in repr(Options(env=found))

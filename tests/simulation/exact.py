@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.collectives.arguments import check_tree
 from nbelastic.collectives.gloo.tree import TreeSum
 from nbelastic.collectives.tree_exchange import FlatTensors
 from nbelastic.driver.options import Options
@@ -235,15 +234,14 @@ class _OverMessages(SimCommunicator):
         self.use_lock = threading.Lock()
         self.group = _Messages(self)
 
-    def allreduce_tree_async(
+    def begin_allreduce_tree(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
         blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
+        outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
-        target = FlatTensors(found)
-        vectors = [target.vector if node is found else FlatTensors(node).vector for node in nodes]
+        target = FlatTensors(outputs)
+        vectors = [target.vector if node is outputs else FlatTensors(node).vector for node in nodes]
         owner: Any = self
         TreeSum(owner, owner, self.rank, vectors, target.vector, blocks).wait(None)  # type: ignore[arg-type]
         target.deliver()
@@ -257,10 +255,10 @@ class _Messages:
         self._member = member
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> _Message:
-        return _Message(self._member.send_async(tensors[0], to, tag))
+        return _Message(self._member.send_tagged(tensors[0], to, tag))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _Message:
-        return _Message(self._member.receive_async(tensors[0], source, tag))
+        return _Message(self._member.receive_tagged(tensors[0], source, tag))
 
 
 class _Message:

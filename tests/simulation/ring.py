@@ -196,33 +196,39 @@ class SimCommunicator(Communicator):
         operation.bring(handle, kind, part)
         return handle
 
-    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
+    def begin_nothing(self) -> Handle:
+        self.check()
+        return SimHandle.ended(self)
+
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        (tensor,) = tensors
+
         def fill(operation: Operation) -> None:
             tensor.copy_(operation.result(lambda parts: _reduce(list(parts.values()), op)))
 
         return self._begin(f"allreduce {op.value} of {tuple(tensor.shape)}", tensor.clone(), fill)
 
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         kind = f"broadcast from {root} of {tuple(tensor.shape)}"
         part = tensor.clone() if root == self.rank else None
         return self._begin(kind, part, lambda operation: _copy(tensor, operation.parts[root]))
 
-    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
         def fill(operation: Operation) -> None:
             for rank, output in enumerate(outputs):
                 output.copy_(operation.parts[rank])
 
         return self._begin(f"allgather of {tuple(tensor.shape)}", tensor.clone(), fill)
 
-    def reduce_scatter_async(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    def begin_reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
         def fill(operation: Operation) -> None:
             output.copy_(_reduce([part[self.rank] for part in operation.parts.values()], op))
 
         return self._begin(f"reduce_scatter {op.value}", [t.clone() for t in inputs], fill)
 
-    def all_to_all_async(
+    def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
         def fill(operation: Operation) -> None:
@@ -231,10 +237,15 @@ class SimCommunicator(Communicator):
 
         return self._begin("all_to_all", [t.clone() for t in inputs], fill)
 
-    def barrier_async(self) -> Handle:
+    def begin_barrier(self) -> Handle:
         return self._begin("barrier", None, lambda _: None)
 
-    def send_async(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Handle:
+    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        import torch
+
+        return self.send_tagged(torch.cat(list(parts)), to, 0)
+
+    def send_tagged(self, tensor: torch.Tensor, to: int, tag: int) -> Handle:
         self.check()
         assert self._group is not None
         receiver = self._group.members[to]
@@ -256,7 +267,10 @@ class SimCommunicator(Communicator):
         self.later(handle.land)
         return handle
 
-    def receive_async(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Handle:
+    def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
+        return self.receive_tagged(tensor, source, 0)
+
+    def receive_tagged(self, tensor: torch.Tensor, source: int, tag: int) -> Handle:
         self.check()
         assert self._group is not None
         number = self._received[source, tag] = self._received.get((source, tag), -1) + 1
@@ -281,7 +295,7 @@ class _Receipt:
 
     def wait(self) -> None:
         self._member.wait_for(lambda: self._number in self._box)
-        self._tensor.copy_(self._box[self._number])
+        self._tensor.view(-1).copy_(self._box[self._number].view(-1))
         self._member._completed += 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import Handle, Op, SoloCommunicator
@@ -10,6 +11,8 @@ from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.staging import Staging
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from nbelastic.collectives import Communicator
@@ -38,6 +41,9 @@ class TwinCommunicator(SoloCommunicator):
         tensor.mul_(2)
         return handle
 
+    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
+        return [self.allreduce_async(tensor, op) for tensor in tensors][-1]
+
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         self.events.append("broadcast")
         return super().broadcast_async(tensor, root)
@@ -48,9 +54,12 @@ class LendingCommunicator(TwinCommunicator):
 
     strict = True  # whether only what lies there may be reduced
 
-    def __init__(self, generation: int, name: str = "solo", fail_at: int | None = None) -> None:
+    def __init__(
+        self, generation: int, *, averages: bool = False, fail_at: int | None = None
+    ) -> None:
         super().__init__(generation, fail_at)
-        self.name = name  # type: ignore[misc]
+        if averages:
+            self.capabilities = dataclasses.replace(self.capabilities, averages=True)
         self.made: list[torch.Tensor] = []
         self.ops: list[Op] = []
 
@@ -64,7 +73,7 @@ class LendingCommunicator(TwinCommunicator):
         return tensor.untyped_storage().data_ptr() in memory
 
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        if self.devices:  # buffers there are torch's
+        if self.capabilities.devices:  # buffers there are torch's
             self.made.append(tensor)
         assert not self.strict or any(tensor is made for made in self.made)
         self.ops.append(op)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from nbelastic.collectives import Communicator
+from nbelastic.collectives import Capabilities, Communicator
 from nbelastic.torch.gradients import groups, layout, layout_agreement
 from tests.torch.fakes import LendingCommunicator, NotedStaging
 
@@ -30,22 +32,23 @@ def set_mode(
     """Have buckets of so many bytes, and gradients go as `mode` says."""
     monkeypatch.setattr(layout, "FIRST_BUCKET_BYTES", first_bytes)
     monkeypatch.setattr(layout, "BUCKET_BYTES", bucket_bytes)
-    monkeypatch.setattr(Communicator, "overlaps", "late" not in mode)
+    changes: dict[str, Any] = {"overlaps": "late" not in mode}
     if "staged" in mode:
         monkeypatch.setattr(groups, "Staging", NotedStaging)
     if "staged" in mode or "device" in mode:
         monkeypatch.setattr(groups, "is_accelerator", lambda device: True)
         monkeypatch.setattr(layout, "is_accelerator", lambda device: True)
     if "device" in mode:
-        monkeypatch.setattr(Communicator, "devices", frozenset({"cpu"}))
+        changes["devices"] = frozenset({"cpu"})
     if "coalesced" in mode:
-        monkeypatch.setattr(Communicator, "coalesces", True)
+        changes["coalesces"] = True
         monkeypatch.setattr(layout_agreement, "SMALL_MODEL_BYTES", 0)
         monkeypatch.setattr(layout_agreement, "PIECE_BYTES", 64)
         monkeypatch.setattr(LendingCommunicator, "strict", False)
     if "large" in mode:
         monkeypatch.setattr(layout_agreement, "LARGE_BYTES", 512)
         monkeypatch.setattr(LendingCommunicator, "strict", False)
+    monkeypatch.setattr(Communicator, "capabilities", Capabilities(**changes))
 
 
 def only(mode: str) -> pytest.MarkDecorator:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic import collectives
 
 
 @pytest.mark.parametrize(
@@ -28,9 +27,8 @@ def test_questions_are_answered_without_init(name, answer):
     assert getattr(hvd, name)() is answer
 
 
-@pytest.mark.parametrize("missing", [None, "backend", "NCCL", "GPU"])
+@pytest.mark.parametrize("missing", [None, "NCCL", "GPU"])
 def test_nccl_is_what_a_job_here_would_use(monkeypatch, missing):
-    monkeypatch.setattr(collectives, "_has_nccl_backend", lambda: missing != "backend")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: missing != "NCCL")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: missing != "GPU")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))

@@ -71,9 +71,9 @@ def test_other_operations_raise_on_the_ranks_that_call_them(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_joined_ranks_take_part_in_steps(kind, overlaps, monkeypatch):
-    from nbelastic.collectives import Communicator
+    from nbelastic.collectives import Capabilities, Communicator
 
-    monkeypatch.setattr(Communicator, "overlaps", overlaps)
+    monkeypatch.setattr(Communicator, "capabilities", Capabilities(overlaps=overlaps))
     batches = [1, 3, 2]
 
     def rank_main(context):

@@ -135,7 +135,7 @@ def test_gradients_never_visit_the_host(ranks):
             optimizer.zero_grad()
         for group in optimizer._reducer._agreement.layout.groups:
             assert group._staging is None
-        assert communicator.devices == {"cuda"}
+        assert communicator.capabilities.devices == {"cuda"}
         return [each.cpu() for each in parameters_of(model)]
 
     results = ranks.run(2, rank_main)

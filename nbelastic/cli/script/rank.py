@@ -13,7 +13,7 @@ import os
 import sys
 import types
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nbelastic.elastic.context import current
@@ -22,7 +22,6 @@ from nbelastic.errors import NbelasticError
 from .alias import alias_horovod
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from types import CodeType, TracebackType
 
     from .command import ScriptCommand
@@ -59,7 +58,6 @@ class ScriptCall:
     mark: FileMark | None = None  # a worker that has this file there uses its folder
     packed: bytes | None = None  # the folder as a ZIP file; None where hosts share its file system
     alias: bool | None = None  # None: where Horovod is not installed
-    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment
 
 
 def run_script(call: ScriptCall) -> None:
@@ -67,7 +65,6 @@ def run_script(call: ScriptCall) -> None:
     command, process = call.command, os.getpid()
     folder, cwd = _place(call)
     script = os.path.join(folder, os.path.basename(command.script)) if command.script else ""
-    os.environ.update(call.variables)
     os.chdir(cwd)
     sys.argv = [script or command.module, *command.arguments]
     sys.path.insert(0, folder)

@@ -20,23 +20,24 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
 from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.reduction_tree import fold
+from nbelastic.collectives.transport import Capabilities, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Communicator, Handle, Rendezvous
+    from nbelastic.collectives.communicator import Communicator, Rendezvous
+    from nbelastic.collectives.gpu.communicator import Host
     from nbelastic.collectives.gpu.device import Device, Memory
     from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
+    from nbelastic.collectives.transport import Handle
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +61,7 @@ _PROBE_BYTES = 64
 
 
 class Exchange:
-    """The exchange buffers of all ranks: this rank's own, and the others', opened.
-
-    Parameters
-    ----------
-    device : Device
-        The device of this rank.
-    memories : sequence of Memory
-        By rank.
-    """
+    """The exchange buffers of a host's ranks, in their order: the own one, and opened ones."""
 
     def __init__(self, device: Device, memories: Sequence[Memory]) -> None:
         self.device = device
@@ -92,25 +85,16 @@ class Exchange:
 
 
 def open_exchange(
-    host: Communicator, device: Device, compare: Callable[[bytes], list[bytes]]
+    local: Communicator,
+    device: Device,
+    compare: Callable[[bytes], list[bytes]],
+    ranks: Sequence[int],
 ) -> tuple[Exchange | None, str]:
-    """Open exchange buffers between all ranks; all ranks call this together.
+    """Open exchange buffers between the ranks of a host; all ranks of all hosts call this.
 
-    Parameters
-    ----------
-    host : Communicator
-        Carries handles.
-    device : Device
-        That of this rank.
-    compare : callable
-        Returns what every rank gives to it. A rank that leaves after that fails no other.
-
-    Returns
-    -------
-    exchange : Exchange or None
-        None on all ranks, or on none.
-    reason : str
-        Why there is none, for people.
+    `local` carries handles between the host's ranks, whose numbers in the generation are `ranks`.
+    `compare` returns what every rank of all hosts gives to it; a rank that leaves after that fails
+    no other. The exchange is None on all ranks, or on none; the text says why, for people.
     """
     with contextlib.ExitStack() as stack:
         own: Memory | None = None
@@ -122,11 +106,11 @@ def open_exchange(
             stack.callback(own.close)
         except (DeviceError, RuntimeError) as error:
             problem = str(error)
-        offers = host.allgather_bytes(b"" if own is None else own.handle)
+        offers = local.allgather_bytes(b"" if own is None else own.handle)
         if own is not None and all(offers):
-            problem = _mark_own(host.rank, device, own, offers)
-            host.barrier()
-            problem = problem or _open_others(host.rank, device, own, offers, memories)
+            problem = _mark_own(local.rank, device, own, offers)
+            local.barrier()
+            problem = problem or _open_others(local.rank, device, own, offers, memories, ranks)
             for memory in memories:
                 stack.callback(memory.close)
         said = compare(problem.encode()[:1000])
@@ -155,7 +139,12 @@ def _mark_own(rank: int, device: Device, own: Memory, offers: Sequence[bytes]) -
 
 
 def _open_others(
-    rank: int, device: Device, own: Memory, offers: Sequence[bytes], memories: list[Memory]
+    rank: int,
+    device: Device,
+    own: Memory,
+    offers: Sequence[bytes],
+    memories: list[Memory],
+    ranks: Sequence[int],
 ) -> str:
     """Open the buffers of all others, and read what they have written; return what has failed."""
     try:
@@ -164,41 +153,79 @@ def _open_others(
             with device.after(device.mark()):
                 found = bytes(memories[-1].tensor[:_PROBE_BYTES].cpu().tolist())
             if found != _probe_of(offer):
-                return f"it reads something else in the memory of the GPU of rank {peer}"
+                return f"it reads something else in the memory of the GPU of rank {ranks[peer]}"
     except (DeviceError, RuntimeError) as error:
-        return f"it cannot open the memory of the GPU of rank {peer}: {error}"
+        return f"it cannot open the memory of the GPU of rank {ranks[peer]}: {error}"
     return ""
+
+
+class RoundPart(NamedTuple):
+    """A piece of a tensor, and where it lies in a round."""
+
+    values: torch.Tensor
+    at: int
+
+
+Combine = Callable[[Sequence[Sequence[torch.Tensor]], "torch.Tensor | None"], list[torch.Tensor]]
+"""Combines the nodes of ranks, by rank, and returns what remains: one, if the ranks are all.
+
+That is in `out`, if it is given and the result fits there.
+"""
+
+Finish = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+"""Puts the result of a slice in the first of its places, of a row each, from what remains."""
+
+
+def put_total(places: torch.Tensor, sums: Sequence[torch.Tensor]) -> None:
+    """Put what the ranks of one host have combined."""
+    (total,) = sums
+    places[0].copy_(total)
+
+
+def reducing(op: Op) -> Combine:
+    """Return what combines a value of each rank."""
+    return lambda slices, out: [_combined([each for (each,) in slices], op, out)]
+
+
+def adding_along(order: Sequence[int]) -> Combine:
+    """Return what adds nodes in an order of ``reduction_tree.additions``."""
+
+    def combine(
+        slices: Sequence[Sequence[torch.Tensor]], out: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        remaining = sum(order)
+
+        def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            nonlocal remaining
+            remaining -= 1
+            return torch.add(first, second, out=out if remaining == 0 else None)
+
+        return fold([each for of_rank in slices for each in of_rank], order, add)
+
+    return combine
 
 
 class CudaIpcCommunicator(DeviceCommunicator):
     """A communicator of ranks that share a host and can read each other's GPUs.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    host : SharedMemoryCommunicator
-        That of the same ranks, owned from here on.
-    exchange : Exchange
-        The buffers, owned from here on.
-    abort_signal : AbortSignal
-        That of `host`.
+    It owns `host`, the communicator of the same ranks, and the exchange.
     """
 
     name = "cuda_ipc"
-    coalesces = True
-    overlaps = True
-    stops_sending_on_failure = True
+    capabilities = Capabilities(coalesces=True, averages=True, stops_sending_on_failure=True)
 
     def __init__(
         self,
         rendezvous: Rendezvous,
-        host: SharedMemoryCommunicator,
+        host: Host,
         exchange: Exchange,
         abort_signal: AbortSignal,
     ) -> None:
         super().__init__(rendezvous, host, exchange.device, abort_signal)
         self._exchange = exchange
+        # The ranks of this host, which meet; ranks on other hosts see nothing of this one's memory.
+        self._local: Communicator = host
+        self._ranks: Sequence[int] = range(rendezvous.size)
 
     # -- operations on devices -------------------------------------------------------------------
 
@@ -220,25 +247,18 @@ class CudaIpcCommunicator(DeviceCommunicator):
     # -- in the executor's thread ----------------------------------------------------------------
 
     def _meet(self, what: str) -> None:
-        """Wait for the own stream, then for all ranks to have done so, in the same operation."""
+        """Wait for the own stream, then until this host's ranks have, in the same operation."""
         self._device.drain()
-        records = self._host.allgather_bytes(what.encode())
+        records = self._local.allgather_bytes(what.encode())
         if len(set(records)) > 1:
-            said = ", ".join(f"rank {rank}: {each.decode()}" for rank, each in enumerate(records))
+            pairs = zip(self._ranks, records, strict=True)
+            said = ", ".join(f"rank {rank}: {each.decode()}" for rank, each in pairs)
             raise RuntimeError(f"ranks disagree on the operation ({said})")
 
     def _reduce_now(self, tensors: Sequence[torch.Tensor], op: Op) -> None:
-        dtype = tensors[0].dtype
-        if dtype is torch.bool:  # whether any is true, or all are; bytes would overflow
-            dtype = torch.uint8
-            op = Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
-        values = [tensor.detach().view(-1).view(dtype) for tensor in tensors]
-
-        def combine(slices: Sequence[Sequence[torch.Tensor]], out: torch.Tensor | None) -> Any:
-            return _combined([each for (each,) in slices], op, out)
-
+        values, op = as_reducible(tensors, op)
         what = f"allreduce ({op.value})"
-        self._exchange_rounds(what, [values], values, [1] * self.size, combine)
+        self._exchange_rounds(what, [values], values, [1] * self.size, 1, reducing(op))
 
     def _sum_along_now(
         self,
@@ -246,25 +266,10 @@ class CudaIpcCommunicator(DeviceCommunicator):
         blocks: Blocks,
         outputs: Sequence[torch.Tensor],
     ) -> None:
-        left = sum(blocks.order)
-
-        def combine(slices: Sequence[Sequence[torch.Tensor]], out: torch.Tensor | None) -> Any:
-            values = [each for of_rank in slices for each in of_rank]
-            remaining = left
-
-            def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-                nonlocal remaining
-                remaining -= 1
-                return torch.add(first, second, out=out if remaining == 0 else None)
-
-            (total,) = fold(values, blocks.order, add)
-            return total
-
-        flat = [[tensor.detach().view(-1) for tensor in node] for node in nodes]
         counts = [len(cover) for cover in blocks.covers]
-        sums = [each.detach().view(-1) for each in outputs]
         what = f"sum along the tree of {blocks.quotas}"
-        self._exchange_rounds(what, flat, sums, counts, combine)
+        combine = adding_along(blocks.order)
+        self._exchange_rounds(what, nodes, outputs, counts, max(counts), combine)
 
     def _exchange_rounds(
         self,
@@ -272,41 +277,55 @@ class CudaIpcCommunicator(DeviceCommunicator):
         nodes: Sequence[Sequence[torch.Tensor]],
         outputs: Sequence[torch.Tensor],
         counts: Sequence[int],
-        combine: _Combine,
+        rows: int,
+        combine: Combine,
+        finish: Finish = put_total,
     ) -> None:
-        """Combine the nodes of all ranks, of which each has as many as `counts` says."""
-        dtype, rows = outputs[0].dtype, max(counts)
+        """Combine the nodes of this host's ranks, each of which has as many as `counts` says.
+
+        There is room for `rows` nodes, the same number on all hosts: their rounds are the same.
+        """
+        nodes = [[tensor.detach().view(-1) for tensor in node] for node in nodes]
+        outputs = [each.detach().view(-1) for each in outputs]
+        dtype = outputs[0].dtype
         what = f"{what} of {sum(each.numel() for each in outputs)} values of {dtype}"
         width = self._exchange.capacity(dtype) // rows // _LINE * _LINE
-        pieces = [_rounds(node, width) for node in nodes]
-        for parts in _rounds(outputs, width):
+        pieces = [rounds(node, width) for node in nodes]
+        for parts in rounds(outputs, width):
             halves = [each[: rows * width].view(rows, width) for each in self._exchange.next(dtype)]
-            mine, count = halves[self.rank], sum(part.values.numel() for part in parts)
+            mine, count = halves[self._local.rank], sum(part.values.numel() for part in parts)
             for row, its in zip(mine, pieces, strict=False):
-                _copy_in(row, next(its))
+                copy_in(row, next(its))
             self._meet(what)
             by_rank = [[*half[:nodes_of]] for half, nodes_of in zip(halves, counts, strict=True)]
-            if self.size == 2 or sum(counts) * count * dtype.itemsize <= AT_ONCE_BYTES:
+            if self._each_adds_all(sum(counts) * count * dtype.itemsize):
                 _combine_to(parts, by_rank, combine)
                 continue
-            bounds = _bounds(count, self.size)
-            low, high = bounds[self.rank], bounds[self.rank + 1]
+            bounds = self._bounds(count)
+            low, high = bounds[self._local.rank], bounds[self._local.rank + 1]
             if low < high:
                 slices = [[row[low:high] for row in of_rank] for of_rank in by_rank]
-                mine[0, low:high].copy_(combine(slices, None))
+                finish(mine[:, low:high], combine(slices, None))
             self._meet(what)
             for rank, half in enumerate(halves):
-                _copy_out(half[0], bounds[rank], bounds[rank + 1], parts)
+                copy_out(half[0], bounds[rank], bounds[rank + 1], parts)
+
+    def _each_adds_all(self, nbytes: int) -> bool:
+        return self.size == 2 or nbytes <= AT_ONCE_BYTES
+
+    def _bounds(self, count: int) -> list[int]:
+        """Return where the slice of each of this host's ranks begins, and the end."""
+        return slice_bounds(count, self.size)
 
     def _broadcast_now(self, tensor: torch.Tensor, root: int) -> None:
         flat = tensor.detach().view(-1).view(torch.uint8)
-        for parts in _rounds([flat], self._exchange.capacity(torch.uint8)):
+        for parts in rounds([flat], self._exchange.capacity(torch.uint8)):
             buffer = self._exchange.next(torch.uint8)[root]
             if self.rank == root:
-                _copy_in(buffer, parts)
+                copy_in(buffer, parts)
             self._meet(f"broadcast of {flat.numel()} bytes from rank {root}")
             if self.rank != root:
-                _copy_out(buffer, 0, len(buffer), parts)
+                copy_out(buffer, 0, len(buffer), parts)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -329,26 +348,15 @@ class CudaIpcCommunicator(DeviceCommunicator):
             self._exchange.close()
 
 
-class _Part(NamedTuple):
-    """A piece of a tensor, and where it lies in a round."""
-
-    values: torch.Tensor
-    at: int
-
-
-_Combine = Callable[[Sequence[Sequence[torch.Tensor]], "torch.Tensor | None"], torch.Tensor]
-"""Combines the nodes of all ranks, by rank; in `out`, if it is given and the result fits there."""
-
-
-def _rounds(tensors: Sequence[torch.Tensor], capacity: int) -> Iterator[list[_Part]]:
+def rounds(tensors: Sequence[torch.Tensor], capacity: int) -> Iterator[list[RoundPart]]:
     """Yield the pieces that fit into a buffer at a time. Ranks may split values differently."""
-    parts: list[_Part] = []
+    parts: list[RoundPart] = []
     used = 0
     for tensor in tensors:
         start = 0
         while start < tensor.numel():
             length = min(tensor.numel() - start, capacity - used)
-            parts.append(_Part(tensor[start : start + length], used))
+            parts.append(RoundPart(tensor[start : start + length], used))
             start += length
             used += length
             if used == capacity:
@@ -358,11 +366,20 @@ def _rounds(tensors: Sequence[torch.Tensor], capacity: int) -> Iterator[list[_Pa
         yield parts
 
 
-def _bounds(count: int, size: int) -> list[int]:
-    """Return where the slice of each rank begins, and the end."""
-    each = -(-count // size)
+def slice_bounds(count: int, slices: int) -> list[int]:
+    """Return where each slice begins, and the end."""
+    each = -(-count // slices)
     each += -each % _LINE
-    return [min(rank * each, count) for rank in range(size + 1)]
+    return [min(index * each, count) for index in range(slices + 1)]
+
+
+def as_reducible(tensors: Sequence[torch.Tensor], op: Op) -> tuple[list[torch.Tensor], Op]:
+    """Return vectors that can be reduced, and how: booleans as bytes, which must not overflow."""
+    dtype = tensors[0].dtype
+    if dtype is torch.bool:  # whether any is true, or all are
+        dtype = torch.uint8
+        op = Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
+    return [tensor.detach().view(-1).view(dtype) for tensor in tensors], op
 
 
 def _combined(
@@ -390,13 +407,14 @@ def _combined(
     return total
 
 
-def _copy_in(buffer: torch.Tensor, parts: Sequence[_Part]) -> None:
+def copy_in(buffer: torch.Tensor, parts: Sequence[RoundPart]) -> None:
+    """Copy pieces to where they lie in a round."""
     places = [buffer[part.at : part.at + part.values.numel()] for part in parts]
     torch._foreach_copy_(places, [part.values for part in parts])
 
 
 def _combine_to(
-    parts: Sequence[_Part], by_rank: Sequence[Sequence[torch.Tensor]], combine: _Combine
+    parts: Sequence[RoundPart], by_rank: Sequence[Sequence[torch.Tensor]], combine: Combine
 ) -> None:
     """Combine all values of a round, to the pieces."""
     count = sum(part.values.numel() for part in parts)
@@ -404,12 +422,12 @@ def _combine_to(
     out = parts[0].values if len(parts) == 1 else None
     if out is not None and any(row.device != out.device for row in itertools.chain(*slices)):
         out = None  # it lies on another GPU of this process
-    total = combine(slices, out)
+    (total,) = combine(slices, out)
     if out is None or total.data_ptr() != out.data_ptr():
-        _copy_out(total, 0, count, parts)
+        copy_out(total, 0, count, parts)
 
 
-def _copy_out(buffer: torch.Tensor, low: int, high: int, parts: Sequence[_Part]) -> None:
+def copy_out(buffer: torch.Tensor, low: int, high: int, parts: Sequence[RoundPart]) -> None:
     """Copy a slice of a buffer to the pieces that lie there."""
     places, values = [], []
     for part, at in parts:

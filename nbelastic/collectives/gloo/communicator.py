@@ -21,21 +21,12 @@ from torch._C._distributed_c10d import (
 )
 
 from nbelastic.collectives.abort_signal import AbortSignal
-from nbelastic.collectives.arguments import (
-    check_contiguous,
-    check_exchange,
-    check_gather,
-    check_op,
-    check_peer,
-    check_rank,
-    check_scatter,
-    check_tree,
-)
-from nbelastic.collectives.buffers import as_bytes, concatenate, copy_back, on_host
-from nbelastic.collectives.communicator import Handle, Op, Rendezvous
+from nbelastic.collectives.buffers import as_bytes, concatenate
+from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.group import GlooGroupOwner, GlooOperation
 from nbelastic.collectives.gloo.tree import TreeSum
 from nbelastic.collectives.operations import AsyncCommunicator, OperationHandle, first_sentence
+from nbelastic.collectives.transport import Handle, Op
 from nbelastic.collectives.tree_exchange import FlatTensors
 
 if TYPE_CHECKING:
@@ -50,12 +41,7 @@ if TYPE_CHECKING:
 class GlooCommunicator(AsyncCommunicator):
     """A communicator of two or more ranks.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    abort_signal : AbortSignal, optional
-        The signal of the communicator that this one is a part of.
+    As a part of another communicator it has that one's abort signal.
     """
 
     name = "gloo"
@@ -72,77 +58,39 @@ class GlooCommunicator(AsyncCommunicator):
 
     # -- operations ------------------------------------------------------------------------------
 
-    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Reduce `tensor` over all ranks, in place."""
-        check_contiguous(tensor)
-        check_op(tensor, op)
-        buffer = on_host(tensor)
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        """Reduce a tensor in place."""
+        (tensor,) = tensors
+        average = op is Op.AVERAGE
+        return self._reduce(tensor, op, (lambda: tensor.div_(self.size)) if average else None)
 
-        def deliver() -> None:
-            if op is Op.AVERAGE:
-                buffer.div_(self.size)
-            copy_back(tensor, buffer)
-
-        return self._reduce(buffer, op, deliver)
-
-    def allreduce_tree_async(
+    def begin_allreduce_tree(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
         blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
+        outputs: Sequence[torch.Tensor],
     ) -> Handle:
         """Sum tensors along a tree, by messages."""
-        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
-        in_place = bool(nodes) and found is nodes[0]
-        target = FlatTensors(found, load=in_place)
-        if target.vector.numel() == 0:
-            return self._nothing_to_do()
-        vectors = [target.vector if node is found else FlatTensors(node).vector for node in nodes]
+        target = FlatTensors(outputs, load=bool(nodes) and outputs is nodes[0])
+        vectors = [target.vector if node is outputs else FlatTensors(node).vector for node in nodes]
         task = TreeSum(self._owner, self._abort_signal, self.rank, vectors, target.vector, blocks)
         return self._begin(lambda: task, target.deliver, direction="tree")
 
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
-        """Copy the `tensor` of rank `root` into that of all others."""
-        check_contiguous(tensor)
-        check_rank(root, self.size, "root")
-        buffer = on_host(tensor, load=self.rank == root)
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        """Fill a tensor with that of rank `root`."""
         options = BroadcastOptions()
         options.rootRank = root
+        return self._begin(lambda: self._owner.group.broadcast([as_bytes(tensor)], options))
 
-        def deliver() -> None:
-            if self.rank != root:
-                copy_back(tensor, buffer)
+    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        """Fill each of `outputs` with a rank's tensor."""
+        filled, source = [list(map(as_bytes, outputs))], [as_bytes(tensor)]
+        return self._begin(lambda: self._owner.group.allgather(filled, source))
 
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        return self._begin(
-            lambda: self._owner.group.broadcast([as_bytes(buffer)], options), deliver
-        )
-
-    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Collect every rank's `tensor` into `outputs`."""
-        check_gather(outputs, tensor, self.size)
-        source = on_host(tensor)
-        buffers = [on_host(output, load=False) for output in outputs]
-
-        def deliver() -> None:
-            for output, buffer in zip(outputs, buffers, strict=True):
-                copy_back(output, buffer)
-
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        return self._begin(
-            lambda: self._owner.group.allgather(
-                [[as_bytes(buffer) for buffer in buffers]], [as_bytes(source)]
-            ),
-            deliver,
-        )
-
-    def reduce_scatter_async(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    def begin_reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
-        check_scatter(output, inputs, self.rank, self.size, op)
+        """Fill `output` with the reduction of all ranks' inputs for this one."""
         buffer = concatenate(inputs)
         start = sum(tensor.numel() for tensor in inputs[: self.rank])
 
@@ -150,15 +98,14 @@ class GlooCommunicator(AsyncCommunicator):
             own = buffer[start : start + output.numel()].view(output.shape)
             if op is Op.AVERAGE:
                 own.div_(self.size)
-            output.detach().copy_(own)
+            output.copy_(own)
 
         return self._reduce(buffer, op, deliver)
 
-    def all_to_all_async(
+    def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it."""
-        check_exchange(outputs, inputs, self.rank, self.size)
+        """Send each input to a rank, and fill each output by one."""
         sent = concatenate([as_bytes(tensor) for tensor in inputs])
         sent_bytes = [tensor.nbytes for tensor in inputs]
         received_bytes = [tensor.nbytes for tensor in outputs]
@@ -173,33 +120,21 @@ class GlooCommunicator(AsyncCommunicator):
             deliver,
         )
 
-    def barrier_async(self) -> Handle:
-        """Complete when all ranks have arrived."""
+    def begin_barrier(self) -> Handle:
+        """Wait until all ranks have begun it."""
         options = BarrierOptions()
         return self._begin(lambda: self._owner.group.barrier(options))
 
-    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
-        """Send `tensor` to rank `to`."""
-        check_contiguous(tensor)
-        check_peer(to, self.rank, self.size, "to")
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        buffer = on_host(tensor)
-        return self._begin(
-            lambda: self._owner.group.send([as_bytes(buffer)], to, 0), direction=f"to-{to}"
-        )
+    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        """Send vectors as one message."""
+        message = as_bytes(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+        return self._begin(lambda: self._owner.group.send([message], to, 0), direction=f"to-{to}")
 
-    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill `tensor` with what rank `source` sends."""
-        check_contiguous(tensor)
-        check_peer(source, self.rank, self.size, "source")
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        buffer = on_host(tensor, load=False)
+    def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Fill a tensor with a message."""
+        message = as_bytes(tensor)
         return self._begin(
-            lambda: self._owner.group.recv([as_bytes(buffer)], source, 0),
-            lambda: copy_back(tensor, buffer),
-            direction=f"from-{source}",
+            lambda: self._owner.group.recv([message], source, 0), direction=f"from-{source}"
         )
 
     # -- state -----------------------------------------------------------------------------------
@@ -231,16 +166,14 @@ class GlooCommunicator(AsyncCommunicator):
 
     # -- from beginning to end -------------------------------------------------------------------
 
-    def _reduce(self, buffer: torch.Tensor, op: Op, deliver: Callable[[], None]) -> Handle:
-        if buffer.numel() == 0:
-            return self._nothing_to_do()
+    def _reduce(self, buffer: torch.Tensor, op: Op, deliver: Callable[[], object] | None) -> Handle:
         flat, options = _as_reducible(buffer, op)
         return self._begin(lambda: self._owner.group.allreduce([flat], options), deliver)
 
     def _begin(
         self,
         start: Callable[[], Work | BlockingTask],
-        deliver: Callable[[], None] | None = None,
+        deliver: Callable[[], object] | None = None,
         direction: str | None = None,
     ) -> Handle:
         """Begin an operation, unless one under way turns out to have failed."""
@@ -273,10 +206,6 @@ class GlooCommunicator(AsyncCommunicator):
             operation = self._owner.executor(direction).submit(start())
         self._owner.track(operation)
         return operation
-
-    def _nothing_to_do(self) -> Handle:
-        self.check()
-        return super()._nothing_to_do()
 
     def _release(self, operation: Operation) -> None:
         self._owner.release(operation)

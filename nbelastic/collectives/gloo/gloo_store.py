@@ -21,18 +21,8 @@ class GlooStore(Store):
 
     The constructor sets one key, this rank's address, then waits for those of the other ranks. The
     thread that constructs the group uses the store; any thread may call :meth:`abort`.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its rendezvous server.
-
-    Attributes
-    ----------
-    addresses : list of bytes
-        Address of each rank in Gloo's encoding; empty until all ranks have arrived.
-    failure : str or None
-        Why the exchange failed. Gloo's own exception hides the message.
+    `addresses`, by rank in Gloo's encoding, is empty until all ranks have arrived. `failure` is why
+    the exchange failed, which Gloo's own exception hides.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:

@@ -59,15 +59,7 @@ _TIMEOUT_CAN_CHANGE = hasattr(ProcessGroupGloo, "set_timeout")
 
 
 class GlooOperation:
-    """A collective operation under way in Gloo.
-
-    Parameters
-    ----------
-    work : Work
-        Gloo's handle on it.
-    use_lock : threading.Lock
-        The group's; see :class:`GlooGroupOwner`.
-    """
+    """A collective operation under way in Gloo."""
 
     def __init__(self, work: Work, use_lock: threading.Lock) -> None:
         self._work: Work | None = work
@@ -141,18 +133,6 @@ class GlooGroupOwner:
     The rank's thread must never drop the last reference to anything of Gloo's, because a destructor
     may wait for operations that are stuck. So it holds ``use_lock`` wherever it has a reference on
     its stack, for a moment only, and the owner takes the lock before it drops the group.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    abort_signal : AbortSignal
-        Ends the group.
-
-    Attributes
-    ----------
-    use_lock : threading.Lock
-        Held by the rank's thread while it uses the group.
     """
 
     def __init__(self, rendezvous: Rendezvous, abort_signal: AbortSignal) -> None:
@@ -314,12 +294,10 @@ class GlooGroupOwner:
         writing to this rank.
         """
         end = time.monotonic() + DRAIN_LIMIT_S
-        while time.monotonic() < end and not all(_succeeded(each) for each in self.operations()):
+        while time.monotonic() < end and not all(
+            each.done() and each.failure() is None for each in self.operations()
+        ):
             time.sleep(0.005)
-
-
-def _succeeded(operation: GlooOperation | QueuedOperation) -> bool:
-    return operation.done() and operation.failure() is None
 
 
 def _make_group(store: GlooStore, rendezvous: Rendezvous) -> ProcessGroup:

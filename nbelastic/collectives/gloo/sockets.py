@@ -30,12 +30,8 @@ _DESCRIPTORS = "/proc/self/fd"
 class Endpoints:
     """Listening addresses of a group.
 
-    Attributes
-    ----------
-    own : tuple of (str, int)
-        This rank's: the local end of connections that peers have made.
-    peers : frozenset of (str, int)
-        The peers': the remote end of connections that this rank has made.
+    `own` is the local end of connections that peers have made, `peers` are the remote ends of those
+    that this rank has made.
     """
 
     own: _Address

@@ -45,20 +45,7 @@ _LEAST_BYTES = 64 << 10
 class TreeSum:
     """A sum along a tree, for an executor.
 
-    Parameters
-    ----------
-    owner : GlooGroupOwner
-        The group.
-    abort_signal : AbortSignal
-        The group's.
-    rank : int
-        This rank.
-    vectors : sequence of torch.Tensor
-        The values of this rank's nodes, in host memory.
-    output : torch.Tensor
-        Vector for the sum; may be the first of `vectors`.
-    blocks : Blocks
-        The leaves of each rank.
+    `vectors` are the values of this rank's nodes, in host memory; `output` may be the first.
     """
 
     def __init__(

@@ -18,20 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.collectives.abort_signal import AbortSignal
-from nbelastic.collectives.arguments import (
-    check_contiguous,
-    check_exchange,
-    check_gather,
-    check_op,
-    check_peer,
-    check_rank,
-    check_scatter,
-)
-from nbelastic.collectives.buffers import as_bytes, concatenate, copy_back, on_host
-from nbelastic.collectives.communicator import Handle, Op, Rendezvous
+from nbelastic.collectives.buffers import as_bytes, concatenate
+from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator, first_sentence
 from nbelastic.collectives.rendezvous.client import RendezvousClient
 from nbelastic.collectives.rendezvous.handshake import GREETING, PROOF_BYTES, peer_token, read
+from nbelastic.collectives.transport import Handle, Op
 from nbelastic.errors import CollectiveError
 
 try:
@@ -73,10 +65,7 @@ _OPS_ON_BOOL = {**_OPS, Op.SUM: pygloo.ReduceOp.MAX, Op.PRODUCT: pygloo.ReduceOp
 class PyglooCommunicator(AsyncCommunicator):
     """A communicator of two or more ranks, each in a process of its own.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks. Its timeout limits connecting only.
+    The rendezvous' timeout limits connecting only.
     """
 
     name = "pygloo"
@@ -109,83 +98,67 @@ class PyglooCommunicator(AsyncCommunicator):
 
     # -- operations ------------------------------------------------------------------------------
 
-    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Reduce `tensor` over all ranks, in place. A ``bfloat16`` is summed as ``float32``."""
-        check_contiguous(tensor)
-        check_op(tensor, op)
-        buffer = on_host(tensor)
-        self._reduce(buffer, op)
-        copy_back(tensor, buffer)
-        return self._nothing_to_do()
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        """Reduce a tensor in place. A ``bfloat16`` is summed as ``float32``."""
+        self._reduce(tensors[0], op)
+        return self.begin_nothing()
 
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
-        """Copy the `tensor` of rank `root` into that of all others."""
-        check_contiguous(tensor)
-        check_rank(root, self.size, "root")
-        buffer = on_host(tensor, load=self.rank == root)
-        where = buffer.data_ptr()
-        self._do(buffer.nbytes, pygloo.broadcast, where, where, buffer.nbytes, _BYTES, root)
-        if self.rank != root:
-            copy_back(tensor, buffer)
-        return self._nothing_to_do()
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        """Fill a tensor with that of rank `root`."""
+        where, count = tensor.data_ptr(), tensor.nbytes
+        self._do(count, pygloo.broadcast, where, where, count, _BYTES, root)
+        return self.begin_nothing()
 
-    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Collect every rank's `tensor` into `outputs`."""
-        check_gather(outputs, tensor, self.size)
-        source = on_host(tensor)
-        gathered = torch.empty((self.size, source.nbytes), dtype=torch.uint8)
-        ends = source.data_ptr(), gathered.data_ptr()
-        self._do(source.nbytes, pygloo.allgather, *ends, source.nbytes, _BYTES)
+    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        """Fill each of `outputs` with a rank's tensor."""
+        gathered = torch.empty((self.size, tensor.nbytes), dtype=torch.uint8)
+        ends = tensor.data_ptr(), gathered.data_ptr()
+        self._do(tensor.nbytes, pygloo.allgather, *ends, tensor.nbytes, _BYTES)
         for output, piece in zip(outputs, gathered, strict=True):
             as_bytes(output).copy_(piece)
-        return self._nothing_to_do()
+        return self.begin_nothing()
 
-    def reduce_scatter_async(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    def begin_reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
-        check_scatter(output, inputs, self.rank, self.size, op)
+        """Fill `output` with the reduction of all ranks' inputs for this one."""
         buffer = concatenate(inputs)
         self._reduce(buffer, op)
         parts = torch.split(buffer, [tensor.numel() for tensor in inputs])
-        output.detach().copy_(parts[self.rank].view(output.shape))
-        return self._nothing_to_do()
+        output.copy_(parts[self.rank].view(output.shape))
+        return self.begin_nothing()
 
-    def all_to_all_async(
+    def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it, one after the other."""
-        check_exchange(outputs, inputs, self.rank, self.size)
-        outputs[self.rank].detach().copy_(inputs[self.rank])
+        """Send each input to a rank, and fill each output by one, one after the other."""
+        outputs[self.rank].copy_(inputs[self.rank])
         # In each round the ranks are in pairs, of which the lower one sends first.
         for turn in range(1, 1 << (self.size - 1).bit_length()):
             peer = self.rank ^ turn
             if self.rank < peer < self.size:
-                self._send(inputs[peer], peer)
-                self._receive(outputs[peer], peer)
+                self.begin_send([inputs[peer]], peer)
+                self.begin_receive(outputs[peer], peer)
             elif peer < self.rank:
-                self._receive(outputs[peer], peer)
-                self._send(inputs[peer], peer)
-        return self._nothing_to_do()
+                self.begin_receive(outputs[peer], peer)
+                self.begin_send([inputs[peer]], peer)
+        return self.begin_nothing()
 
-    def barrier_async(self) -> Handle:
-        """Complete when all ranks have arrived."""
+    def begin_barrier(self) -> Handle:
+        """Wait until all ranks have begun it."""
         self._do(1, pygloo.barrier)
-        return self._nothing_to_do()
+        return self.begin_nothing()
 
-    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
-        """Send `tensor` to rank `to` and wait until it receives it."""
-        check_contiguous(tensor)
-        check_peer(to, self.rank, self.size, "to")
-        self._send(tensor, to)
-        return self._nothing_to_do()
+    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        """Send vectors as one message, and wait until the other rank receives it."""
+        message = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        self._do(message.nbytes, pygloo.send, message.data_ptr(), message.nbytes, _BYTES, to)
+        return self.begin_nothing()
 
-    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill `tensor` with what rank `source` sends."""
-        check_contiguous(tensor)
-        check_peer(source, self.rank, self.size, "source")
-        self._receive(tensor, source)
-        return self._nothing_to_do()
+    def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Fill a tensor with a message."""
+        self._do(tensor.nbytes, pygloo.recv, tensor.data_ptr(), tensor.nbytes, _BYTES, source)
+        return self.begin_nothing()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -218,15 +191,6 @@ class PyglooCommunicator(AsyncCommunicator):
         if wide is not buffer:
             buffer.copy_(wide)
 
-    def _send(self, tensor: torch.Tensor, to: int) -> None:
-        buffer = on_host(tensor)
-        self._do(buffer.nbytes, pygloo.send, buffer.data_ptr(), buffer.nbytes, _BYTES, to)
-
-    def _receive(self, tensor: torch.Tensor, source: int) -> None:
-        buffer = on_host(tensor, load=False)
-        self._do(buffer.nbytes, pygloo.recv, buffer.data_ptr(), buffer.nbytes, _BYTES, source)
-        copy_back(tensor, buffer)
-
     def _do(self, count: int, act: Callable[..., None], *arguments: object) -> None:
         """Call a function of pygloo, unless there are no elements."""
         self._abort_signal.check()
@@ -249,20 +213,14 @@ class PyglooCommunicator(AsyncCommunicator):
         own = torch.frombuffer(
             bytearray(peer_token(self._rendezvous, self.rank)), dtype=torch.uint8
         )
-        self.allgather_async(tokens, own)
+        self.begin_allgather(tokens, own)
         for rank, token in enumerate(tokens):
             if bytes(token.tolist()) != peer_token(self._rendezvous, rank):
                 self._fail(f"the peer for rank {rank} belongs to another generation or another job")
 
 
 class _Mesh:
-    """A rank's connections to all others.
-
-    Attributes
-    ----------
-    context : pygloo.Context or None
-        pygloo's handle on them, once they are made.
-    """
+    """A rank's connections to all others; `context` is pygloo's handle, once they are made."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.context: Any = None

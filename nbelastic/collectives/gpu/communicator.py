@@ -8,26 +8,18 @@ One executor performs all operations but messages, in the order of the rank's ca
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nbelastic.collectives.arguments import (
-    check_contiguous,
-    check_exchange,
-    check_gather,
-    check_op,
-    check_rank,
-    check_scatter,
-    check_together,
-    check_tree,
-)
+from nbelastic.collectives.arguments import check_together
 from nbelastic.collectives.buffers import copying_back, on_host
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.operations import (
     AbortableTask,
     AsyncCommunicator,
     OperationHandle,
     OrderedExecutor,
 )
+from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,37 +27,32 @@ if TYPE_CHECKING:
     import torch
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Communicator, Handle, Rendezvous
+    from nbelastic.collectives.communicator import Communicator, Rendezvous
     from nbelastic.collectives.gloo.communicator import GlooCommunicator
     from nbelastic.collectives.gpu.device import Device
-    from nbelastic.collectives.matching import MatchingClient
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.rendezvous.matching import MatchingClient
     from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
+    from nbelastic.collectives.transport import Handle
 
-    Host = SharedMemoryCommunicator | GlooCommunicator
+    Host: TypeAlias = SharedMemoryCommunicator | GlooCommunicator
 
 
 class DeviceCommunicator(AsyncCommunicator):
     """A communicator that reduces tensors of devices where they are.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    host : SharedMemoryCommunicator or GlooCommunicator
-        That of the same ranks, connected. Owned from here on.
-    device : Device
-        That of this rank.
-    abort_signal : AbortSignal
-        That of `host`.
+    It owns `host`, the connected communicator of the same ranks, and has that one's abort signal.
     """
 
     def __init__(
         self, rendezvous: Rendezvous, host: Host, device: Device, abort_signal: AbortSignal
     ) -> None:
         super().__init__(rendezvous, abort_signal)
-        self.devices = frozenset({device.kind})
-        self.carries_descriptions = host.carries_descriptions
+        self.capabilities = dataclasses.replace(
+            self.capabilities,
+            devices=frozenset({device.kind}),
+            carries_descriptions=host.capabilities.carries_descriptions,
+        )
         self._host = host
         self._device = device
         name = f"nbelastic-{self.name}-{self.generation}-{self.rank}"
@@ -108,6 +95,9 @@ class DeviceCommunicator(AsyncCommunicator):
     @abc.abstractmethod
     def _leave_device(self) -> None:
         """Let go of the device, as a part of closing, after the abort."""
+
+    def _leave_parts(self) -> None:
+        """Close communicators that only the executor uses, which is idle. Called twice."""
 
     def _reached(self, _end: Any) -> None:
         """Wait on the host, in the executor, for an operation that the stream has begun."""
@@ -163,94 +153,67 @@ class DeviceCommunicator(AsyncCommunicator):
         else:
             self._perform(lambda: self._host.allreduce(tensor, op))
 
-    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Reduce `tensor` over all ranks, in place."""
-        check_contiguous(tensor)
-        check_op(tensor, op)
-        return self._reduce([tensor], op)
-
     def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
-        """Reduce `tensors` over all ranks, in place, as one operation."""
+        """Reduce `tensors` as one operation, also where ranks must split them alike."""
         check_together(tensors, op)
-        return self._reduce(tensors, op)
+        return self._allreduce(tensors, op)
 
-    def _reduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        if not any(tensor.numel() for tensor in tensors):
-            return self._nothing_to_do()
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        """Reduce tensors in place, as one operation."""
         if self._device.holds(tensors[0]):
             return self._reduce_there(tensors, op)
-        staged = list(map(on_host, tensors))
-        return self._submit(
-            lambda: self._host.allreduce_coalesced(staged, op), copying_back(tensors, staged)
-        )
+        return self._submit(lambda: self._host.allreduce_coalesced(tensors, op))
 
-    def allreduce_tree_async(
+    def begin_allreduce_tree(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
         blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
+        outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        """Sum tensors along a tree."""
-        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
-        if not any(tensor.numel() for tensor in found):
-            return self._nothing_to_do()
-        if self._device.holds(found[0]):
-            return self._sum_along_there(nodes, blocks, found)
+        """Fill `outputs` with a sum along a tree."""
+        if self._device.holds(outputs[0]):
+            return self._sum_along_there(nodes, blocks, outputs)
         return self._submit(lambda: self._host.allreduce_tree(nodes, blocks, outputs))
 
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
-        """Copy the `tensor` of rank `root` into that of all others."""
-        check_contiguous(tensor)
-        check_rank(root, self.size, "root")
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        """Fill a tensor with that of rank `root`."""
         if self._device.holds(tensor):
             return self._broadcast_there(tensor, root)
-        staged = on_host(tensor)
-        return self._submit(
-            lambda: self._host.broadcast(staged, root), copying_back([tensor], [staged])
-        )
+        return self._submit(lambda: self._host.broadcast(tensor, root))
 
-    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Collect every rank's `tensor` into `outputs`."""
-        check_gather(outputs, tensor, self.size)
-        if tensor.numel() and self._device.holds(tensor):
+    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        """Fill each of `outputs` with a rank's tensor."""
+        if self._device.holds(tensor):
             return self._gather_there(outputs, tensor)
         return self._submit(lambda: self._host.allgather(outputs, tensor))
 
-    def reduce_scatter_async(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    def begin_reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
-        check_scatter(output, inputs, self.rank, self.size, op)
-        if any(each.numel() for each in inputs) and self._device.holds(output):
+        """Fill `output` with the reduction of all ranks' inputs for this one."""
+        if self._device.holds(output):
             return self._scatter_there(output, inputs, op)
         return self._submit(lambda: self._host.reduce_scatter(output, inputs, op))
 
-    def all_to_all_async(
+    def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it."""
-        check_exchange(outputs, inputs, self.rank, self.size)
+        """Send each input to a rank, and fill each output by one."""
         if self._device.holds(inputs[0]):
             return self._exchange_there(outputs, inputs)
         return self._submit(lambda: self._host.all_to_all(outputs, inputs))
 
-    def barrier_async(self) -> Handle:
-        """Complete when all ranks have arrived."""
+    def begin_barrier(self) -> Handle:
+        """Wait until all ranks have begun it."""
         return self._submit(self._host.barrier)
 
-    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
-        """Send `tensor` to rank `to`, through the host."""
-        return self._message(self._host.send_async(tensor, to))
+    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        """Send vectors as one message, through the host."""
+        return self._message(self._host.begin_send(parts, to))
 
-    def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send `parts` as one message, through the host."""
-        return self._message(self._host.send_parts_async(parts, to))
-
-    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill `tensor` with what rank `source` sends."""
-        return self._message(self._host.receive_async(tensor, source))
+    def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Fill a tensor with a message, through the host."""
+        return self._message(self._host.begin_receive(tensor, source))
 
     def _message(self, handle: Handle) -> Handle:
         return OperationHandle(self, _OnHost(handle))
@@ -319,8 +282,11 @@ class DeviceCommunicator(AsyncCommunicator):
         self._closed = True
         self._host.close_subgroups()
         idle = self._executor.idle and self._host.idle
+        if idle:
+            self._leave_parts()  # before the abort, which would fail their peers
         self._abort_signal.abort("the communicator is closed", orderly=idle)
         self._leave_device()
+        self._leave_parts()
         self._host.close()
 
     def __del__(self) -> None:

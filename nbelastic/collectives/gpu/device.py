@@ -27,12 +27,7 @@ class DeviceError(Exception):
 class Memory(Protocol):
     """Memory of a device, this process's own or opened.
 
-    Attributes
-    ----------
-    tensor : torch.Tensor
-        Its bytes; not to be used after :meth:`close`.
-    handle : bytes
-        By which other processes of the host open it.
+    `tensor` has its bytes, until :meth:`close`; other processes of the host open it by `handle`.
     """
 
     tensor: torch.Tensor
@@ -45,12 +40,8 @@ class Memory(Protocol):
 class Device(Protocol):
     """What a communicator needs of the device of its rank.
 
-    It has one stream of its own, on which :meth:`after` and :meth:`drain` work.
-
-    Attributes
-    ----------
-    kind : str
-        Type of the tensors that lie there, as torch calls it.
+    It has one stream of its own, on which :meth:`after` and :meth:`drain` work. `kind` is the type
+    of the tensors that lie there, as torch calls it.
     """
 
     kind: str
@@ -99,21 +90,12 @@ class Device(Protocol):
     def drain(self, limit_s: float | None = None) -> None:
         """Wait on the host until the own stream has done all its work.
 
-        Raises
-        ------
-        DeviceError
-            It has not done so within the limit, if there is one.
+        Raises :class:`DeviceError` if it has not done so within the limit.
         """
 
 
 class CudaDevice:
-    """A GPU as one process sees it. It has one such object, with one stream.
-
-    Parameters
-    ----------
-    index : int
-        Its number in this process.
-    """
+    """A GPU as one process sees it. It has one such object, with one stream."""
 
     kind = "cuda"
 

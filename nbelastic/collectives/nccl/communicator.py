@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
 from nbelastic.collectives.gpu.device import DeviceError
+from nbelastic.collectives.transport import Capabilities, Op
 from nbelastic.errors import RanksDisagree
 
 if TYPE_CHECKING:
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Handle, Rendezvous
+    from nbelastic.collectives.communicator import Rendezvous
     from nbelastic.collectives.gpu.communicator import Host
     from nbelastic.collectives.gpu.device import Device
     from nbelastic.collectives.nccl.group import NcclGroup
     from nbelastic.collectives.nccl.library import NcclLibrary
+    from nbelastic.collectives.transport import Handle
 
     Calls = Callable[[NcclLibrary, int, int], None]
 
@@ -42,21 +43,11 @@ CLOSE_LIMIT_S = 2.0
 class NcclCommunicator(DeviceCommunicator):
     """A communicator of ranks with a GPU each.
 
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    host : SharedMemoryCommunicator or GlooCommunicator
-        That of the same ranks, owned from here on.
-    device : Device
-        That of this rank.
-    group : NcclGroup
-        NCCL's communicator, formed. It ends itself.
-    abort_signal : AbortSignal
-        That of `host` and `group`.
+    It owns `host`, the communicator of the same ranks. `group`, which is formed, ends itself.
     """
 
     name = "nccl"
+    capabilities = Capabilities(averages=True)
 
     def __init__(
         self,

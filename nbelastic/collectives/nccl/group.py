@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.gpu.device import DeviceError
+from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,24 +58,7 @@ _POLL_S = 0.0001
 
 
 class NcclGroup:
-    """A communicator of NCCL, for one generation.
-
-    Parameters
-    ----------
-    library : NcclLibrary
-        The functions.
-    device : Device
-        The device of this rank.
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    abort_signal : AbortSignal
-        Ends it.
-
-    Attributes
-    ----------
-    limit_s : float
-        Limit of :meth:`form`.
-    """
+    """A communicator of NCCL, for one generation. The abort signal ends it."""
 
     def __init__(
         self,
@@ -101,10 +84,7 @@ class NcclGroup:
     def form(self, unique_id: bytes) -> str:
         """Make the communicator with all other ranks; return what has failed.
 
-        Raises
-        ------
-        CollectiveError
-            There was an abort.
+        Raises ``CollectiveError`` for an abort.
         """
         name = f"nbelastic-nccl-owner-{self._its.generation}-{self._its.rank}"
         with self._abort_signal.listen() as wakeup:
@@ -129,18 +109,10 @@ class NcclGroup:
         self._leave()
 
     def give_up_with(self, problems: Sequence[str]) -> str:
-        """End it because it has not formed on all ranks.
+        """End it because of `problems`, one a rank or empty; return the cause.
 
-        Parameters
-        ----------
-        problems : sequence of str
-            What has failed on each rank, or an empty string.
-
-        Returns
-        -------
-        str
-            The cause. A rank that has waited in vain is none, unless there is no other: then this
-            process does not try it again.
+        A rank that has waited in vain is no cause, unless there is no other: then this process does
+        not try it again.
         """
         found = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
         causes = [each for each in found if _NEVER not in each]
@@ -157,12 +129,8 @@ class NcclGroup:
     ) -> None:
         """Begin operations as one, in the device's stream, and wait until they are queued there.
 
-        Parameters
-        ----------
-        calls : callable
-            Begins each, with ``(library, comm, stream)``.
-        tensors : list of torch.Tensor
-            Kept until :meth:`wait_for` has succeeded, or the communicator has ended.
+        `calls` begins each, with ``(library, comm, stream)``. The tensors are kept until
+        :meth:`wait_for` has succeeded, or the communicator has ended.
         """
         self._lent = [*tensors]
         with self._in_use:

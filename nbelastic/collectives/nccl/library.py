@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.topology import host_identity
+from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,19 +80,9 @@ def _config() -> _Config:
 
 
 class NcclLibrary:
-    """The functions of NCCL that a communicator needs.
+    """The functions of NCCL that a communicator needs, in the file at `path`.
 
-    A communicator of NCCL, ``comm``, is the address of one.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-
-    Attributes
-    ----------
-    version : tuple of int
-        Such as ``(2, 28, 9)``.
+    A communicator of NCCL, ``comm``, is the address of one. The `version` is ``(2, 28, 9)`` or so.
     """
 
     def __init__(self, path: str) -> None:
@@ -129,10 +119,7 @@ class NcclLibrary:
     def in_progress(self, comm: int) -> bool:
         """Return whether what was begun last is still being prepared.
 
-        Raises
-        ------
-        DeviceError
-            It has failed, or the communicator has.
+        Raises :class:`DeviceError` if that has failed, or the communicator has.
         """
         state = ctypes.c_int()
         self._call("ncclCommGetAsyncError", ctypes.c_void_p(comm), ctypes.byref(state))
@@ -249,10 +236,7 @@ _present: list[NcclLibrary] = []
 def present_library() -> NcclLibrary:
     """Return the NCCL that torch has loaded, or would load.
 
-    Raises
-    ------
-    DeviceError
-        There is none, or one that is too old.
+    Raises :class:`DeviceError` if there is none, or one that is too old.
     """
     if not _present:
         _stand_apart()

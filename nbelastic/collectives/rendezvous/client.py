@@ -31,15 +31,7 @@ _PROBE_LIMIT_S = 1.5
 
 
 class RendezvousClient:
-    """One exchange of values between the ranks of a generation.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its rendezvous server.
-    subject : str, optional
-        Tells apart several exchanges of one generation.
-    """
+    """One exchange of values between the ranks of a generation; each has a subject of its own."""
 
     def __init__(self, rendezvous: Rendezvous, subject: str = "") -> None:
         self._rendezvous = rendezvous
@@ -50,17 +42,8 @@ class RendezvousClient:
     def exchange(self, value: bytes, limit_s: float | None = None) -> list[bytes]:
         """Send `value`, wait for all ranks, and return the value of each.
 
-        Parameters
-        ----------
-        value : bytes
-            This rank's value.
-        limit_s : float, optional
-            Limit for waiting for the other ranks; by default that of the rendezvous.
-
-        Raises
-        ------
-        CollectiveError
-            A rank or the server is missing, or this rank has aborted.
+        By default the rendezvous' limit holds for that. Raises ``CollectiveError`` if a rank or the
+        server is missing, or this rank has aborted.
         """
         its = self._rendezvous
         host, port = its.store

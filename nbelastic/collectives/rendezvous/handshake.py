@@ -87,14 +87,7 @@ def read(connection: socket.socket, length: int) -> bytes:
 class MessageChannel:
     """Messages over a connection after its handshake, numbered in each direction.
 
-    Parameters
-    ----------
-    secret, purpose : bytes, str
-        Those of the handshake.
-    nonces : bytes
-        The nonces of both sides, which no other connection has.
-    serves : bool
-        Whether this is the server's end.
+    The nonces of both sides are those that no other connection has. The server's end `serves`.
     """
 
     def __init__(self, secret: bytes, purpose: str, nonces: bytes, *, serves: bool) -> None:
@@ -113,10 +106,7 @@ class MessageChannel:
     def take(self, data: bytes) -> list[bytes]:
         """Return the messages that are complete with `data`.
 
-        Raises
-        ------
-        PermissionError
-            One is malformed, or its sender does not know the secret.
+        Raises ``PermissionError`` if one is malformed, or its sender does not know the secret.
         """
         self._received += data
         bodies: list[bytes] = []
@@ -204,10 +194,7 @@ class ServerConnection:
     def take(self, data: bytes) -> bytes | None:
         """Return the request's body once it is complete.
 
-        Raises
-        ------
-        PermissionError
-            It is malformed, or its sender does not know the secret.
+        Raises ``PermissionError`` if it is malformed, or its sender does not know the secret.
         """
         self.received += data
         if len(self.received) < HEADER.size:
@@ -232,20 +219,8 @@ class AuthenticatingListener:
 
     A client that does not know the secret gets no reply but the end of its connection, and changes
     nothing. Slow ones cost a connection each, for :data:`REQUEST_LIMIT_S`. Beyond
-    :data:`MAX_UNAUTHENTICATED` of them the slowest is dropped.
-
-    Parameters
-    ----------
-    listener : socket
-        Bound and listening.
-    secret : bytes
-        The job's.
-    purpose : str
-        What the server is for.
-    stop : socket, optional
-        Ends :meth:`poll` when it becomes readable.
-    accepts : callable, optional
-        Whether to greet the process at the other end of a socket.
+    :data:`MAX_UNAUTHENTICATED` of them the slowest is dropped. The socket `stop` ends :meth:`poll`
+    when it becomes readable. `accepts` is whether to greet the process at the other end.
     """
 
     def __init__(
@@ -282,10 +257,7 @@ class AuthenticatingListener:
     ) -> list[tuple[ServerConnection, bytes | None]] | None:
         """Wait for events, and return those of authenticated clients.
 
-        Returns
-        -------
-        list of (ServerConnection, bytes or None), or None
-            Requests, and None for the end of a connection. None alone means to stop.
+        These are requests, and None for the end of a connection. None alone means to stop.
         """
         events = self._selector.select(self._patience(timeout))
         self._drop_slow_clients()

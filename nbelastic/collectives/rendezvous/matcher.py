@@ -53,13 +53,7 @@ class _Offers:
 
 
 class Matcher:
-    """Decisions for the ranks of a generation.
-
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    """
+    """Decisions for the ranks of a generation."""
 
     def __init__(self, size: int) -> None:
         self._size = size

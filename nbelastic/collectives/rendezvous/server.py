@@ -42,22 +42,11 @@ def encode_body(key: str, rank: int, size: int, value: bytes) -> bytes:
 
 
 class RendezvousServer:
-    """A rendezvous server, open until :meth:`close`.
+    """A rendezvous server at the interface `bind`, open until :meth:`close`.
 
     One thread serves all connections. It shares nothing with this object but the other end of a
     socket pair, whose closing ends it. So there are no locks, and closing waits for no connection.
-
-    Parameters
-    ----------
-    bind : str
-        Address of the one interface to listen on.
-    secret : bytes
-        The job's; ranks that do not know it are refused.
-
-    Attributes
-    ----------
-    address : tuple of (str, int)
-        Where it listens.
+    Ranks that do not know the secret are refused.
     """
 
     def __init__(self, bind: str, secret: bytes = b"") -> None:
@@ -112,14 +101,8 @@ def _serve(listener: socket.socket, stop: socket.socket, secret: bytes) -> None:
 class _Exchange:
     """The values sent under one key, until all ranks have sent theirs.
 
-    Attributes
-    ----------
-    size : int
-        Number of ranks.
-    values : dict of {int: (ServerConnection, bytes)}
-        Connection and value of each rank that waits.
-    over : str or None
-        Why no more ranks can join.
+    `values` has the connection and value of each rank that waits; `over` is why no more ranks can
+    join.
     """
 
     size: int

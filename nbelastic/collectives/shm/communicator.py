@@ -18,19 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbelastic.collectives.arguments import (
-    check_contiguous,
-    check_exchange,
-    check_gather,
-    check_op,
-    check_peer,
-    check_rank,
-    check_scatter,
-    check_together,
-    check_tree,
-)
-from nbelastic.collectives.buffers import copy_back, copying_back, on_host
-from nbelastic.collectives.communicator import Handle, Op, Rendezvous
+from nbelastic.collectives.arguments import check_together, check_tree
+from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator, OperationHandle, OrderedExecutor
 from nbelastic.collectives.shm.segment import (
     OPS,
@@ -47,13 +36,13 @@ from nbelastic.collectives.shm.segment import (
     tree_arguments,
     usable_processors,
 )
+from nbelastic.collectives.transport import Capabilities, Handle, Op
 from nbelastic.native import core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.operations import QueuedOperation
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.native._core import Group
 
@@ -63,27 +52,20 @@ _AVERAGE = Op.AVERAGE
 
 
 class SharedMemoryCommunicator(AsyncCommunicator):
-    """A communicator of ranks that share a segment.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its ranks.
-    group : Group
-        The segment, open on all ranks. The communicator owns it from here on.
-    abort_signal : AbortSignal
-        Ends the communicator.
-    """
+    """A communicator of ranks that share a segment, `group`, which it owns."""
 
     name = "shm"
-    coalesces = True
-    carries_descriptions = True
-    stops_sending_on_failure = True
 
     def __init__(self, rendezvous: Rendezvous, group: Group, abort_signal: AbortSignal) -> None:
         super().__init__(rendezvous, abort_signal)
-        # Sums take processor time: they overlap with backward only on spare processors.
-        self.overlaps = usable_processors() >= 2 * self.size
+        self.capabilities = Capabilities(
+            # Sums take processor time: they overlap with backward only on spare processors.
+            overlaps=usable_processors() >= 2 * self.size,
+            coalesces=True,
+            averages=True,
+            carries_descriptions=True,
+            stops_sending_on_failure=True,
+        )
         self._timeout_s = rendezvous.timeout_s
         self._group = group
         self._reduce = group.allreduce
@@ -141,19 +123,15 @@ class SharedMemoryCommunicator(AsyncCommunicator):
             self._fail(str(error), error_type(error))
         self._completed += 1
 
-    def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        """Reduce `tensor` over all ranks, in place."""
-        check_contiguous(tensor)
-        check_op(tensor, op)
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        buffer = on_host(tensor)
-        return self._begin(
-            self._group.allreduce_async,
-            (buffer.data_ptr(), buffer.numel(), *reduction_codes(buffer.dtype, op)),
-            buffer,
-            lambda: copy_back(tensor, buffer),
-        )
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        """Reduce tensors, as one operation."""
+        if len(tensors) > 1:
+            together = reduction_arguments(tensors, op)
+            return self._begin(self._group.allreduce_coalesced_async, together, tensors)
+        (tensor,) = tensors
+        how = reduction_codes(tensor.dtype, op)
+        arguments = (tensor.data_ptr(), tensor.numel(), *how)
+        return self._begin(self._group.allreduce_async, arguments, tensor)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
         """Reduce `tensors` over all ranks and wait for it, without a handle where possible."""
@@ -166,17 +144,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         except core.Broken as error:
             self._fail(str(error), error_type(error))
         self._completed += 1
-
-    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
-        """Reduce `tensors` over all ranks, in place, as one operation."""
-        check_together(tensors, op)
-        buffers = [on_host(tensor) for tensor in tensors]
-        return self._begin(
-            self._group.allreduce_coalesced_async,
-            reduction_arguments(buffers, op),
-            buffers,
-            copying_back(tensors, buffers),
-        )
 
     def allreduce_tree(
         self,
@@ -195,121 +162,57 @@ class SharedMemoryCommunicator(AsyncCommunicator):
             self._fail(str(error), error_type(error))
         self._completed += 1
 
-    def allreduce_tree_async(
+    def begin_allreduce_tree(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
         blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
+        outputs: Sequence[torch.Tensor],
     ) -> Handle:
         """Sum tensors along a tree, as one operation."""
-        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
-        buffers = [on_host(tensor, load=found is nodes[0] if nodes else False) for tensor in found]
-        sources = [
-            buffers if node is found else [on_host(tensor) for tensor in node] for node in nodes
-        ]
-        return self._begin(
-            self._group.allreduce_tree_async,
-            tree_arguments(sources, buffers, blocks),
-            (sources, buffers),
-            copying_back(found, buffers),
-        )
+        arguments = tree_arguments(nodes, outputs, blocks)
+        return self._begin(self._group.allreduce_tree_async, arguments, (nodes, outputs))
 
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
-        """Copy the `tensor` of rank `root` into that of all others."""
-        check_contiguous(tensor)
-        check_rank(root, self.size, "root")
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        buffer = on_host(tensor, load=self.rank == root)
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        """Fill a tensor with that of rank `root`."""
+        return self._begin(self._group.broadcast_async, (*memory_of(tensor), root), tensor)
 
-        def deliver() -> None:
-            if self.rank != root:
-                copy_back(tensor, buffer)
+    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        """Fill each of `outputs` with a rank's tensor."""
+        arguments = ([output.data_ptr() for output in outputs], *memory_of(tensor))
+        return self._begin(self._group.allgather_async, arguments, (tensor, outputs))
 
-        return self._begin(self._group.broadcast_async, (*memory_of(buffer), root), buffer, deliver)
-
-    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Collect every rank's `tensor` into `outputs`."""
-        check_gather(outputs, tensor, self.size)
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        source = on_host(tensor)
-        buffers = [on_host(output, load=False) for output in outputs]
-        return self._begin(
-            self._group.allgather_async,
-            ([buffer.data_ptr() for buffer in buffers], *memory_of(source)),
-            (source, buffers),
-            copying_back(outputs, buffers),
-        )
-
-    def reduce_scatter_async(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+    def begin_reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
-        check_scatter(output, inputs, self.rank, self.size, op)
-        counts = [tensor.numel() for tensor in inputs]
-        if not any(counts):
-            return self._nothing_to_do()
+        """Fill `output` with the reduction of all ranks' inputs for this one."""
         self._abort_signal.check()
         try:
             source = concatenate_in(self._group, inputs)
         except MemoryError as error:
             self._fail(f"shared memory is full: {error}")
-        buffer = on_host(output, load=False)
-        return self._begin(
-            self._group.reduce_scatter_async,
-            (buffer.data_ptr(), source.data_ptr(), counts, *reduction_codes(output.dtype, op)),
-            (source, buffer),
-            lambda: copy_back(output, buffer),
-        )
+        counts, how = [each.numel() for each in inputs], reduction_codes(output.dtype, op)
+        arguments = (output.data_ptr(), source.data_ptr(), counts, *how)
+        return self._begin(self._group.reduce_scatter_async, arguments, (source, output))
 
-    def all_to_all_async(
+    def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it."""
-        check_exchange(outputs, inputs, self.rank, self.size)
-        sources = [on_host(tensor) for tensor in inputs]
-        buffers = [on_host(output, load=False) for output in outputs]
-        return self._begin(
-            self._group.all_to_all_async,
-            ([memory_of(buffer) for buffer in buffers], [memory_of(source) for source in sources]),
-            (sources, buffers),
-            copying_back(outputs, buffers),
-        )
+        """Send each input to a rank, and fill each output by one."""
+        arguments = (list(map(memory_of, outputs)), list(map(memory_of, inputs)))
+        return self._begin(self._group.all_to_all_async, arguments, (inputs, outputs))
 
-    def barrier_async(self) -> Handle:
-        """Complete when all ranks have arrived."""
-        return self._begin(self._group.barrier_async, (), None, None)
+    def begin_barrier(self) -> Handle:
+        """Wait until all ranks have begun it."""
+        return self._begin(self._group.barrier_async, (), None)
 
-    def send_async(self, tensor: torch.Tensor, to: int) -> Handle:
-        """Send `tensor` to rank `to`."""
-        check_contiguous(tensor)
-        check_peer(to, self.rank, self.size, "to")
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        return self._send([tensor], to)
+    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        """Send vectors as one message, without concatenating them."""
+        return self._post(f"to-{to}", self._group.send, (list(map(memory_of, parts)), to), parts)
 
-    def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send `parts` as one message, without concatenating them."""
-        check_peer(to, self.rank, self.size, "to")
-        return self._send(parts, to)
-
-    def _send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        buffers = [on_host(part) for part in parts]
-        arguments = ([memory_of(buffer) for buffer in buffers], to)
-        operation = self._post(f"to-{to}", self._group.send, arguments, buffers)
-        return OperationHandle(self, operation, None)
-
-    def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill `tensor` with what rank `source` sends."""
-        check_contiguous(tensor)
-        check_peer(source, self.rank, self.size, "source")
-        if tensor.numel() == 0:
-            return self._nothing_to_do()
-        buffer = on_host(tensor, load=False)
-        arguments = (*memory_of(buffer), source)
-        operation = self._post(f"from-{source}", self._group.receive, arguments, buffer)
-        return OperationHandle(self, operation, lambda: copy_back(tensor, buffer))
+    def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Fill a tensor with a message."""
+        arguments = (*memory_of(tensor), source)
+        return self._post(f"from-{source}", self._group.receive, arguments, tensor)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -317,10 +220,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
     def waiting(self) -> bool:
         """Whether the rank's thread is waiting for an operation."""
         return super().waiting or self._group.waiting
-
-    def restart_count(self) -> None:
-        """Count operations from here on: those of a negotiation are no progress of the rank."""
-        self._completed = 0
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
@@ -364,7 +263,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         start: Callable[..., int],
         arguments: tuple[Any, ...],
         lent: object,
-        deliver: Callable[[], None] | None,
     ) -> Handle:
         self._abort_signal.check()
         self._drop_lent()
@@ -373,7 +271,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         except core.Broken as error:
             self._fail(str(error), error_type(error))
         self._lent.append((operation, lent))
-        return OperationHandle(self, operation, deliver)
+        return OperationHandle(self, operation)
 
     def _drop_lent(self) -> None:
         """Drop memory that was lent to operations that have ended. They end in order."""
@@ -387,13 +285,14 @@ class SharedMemoryCommunicator(AsyncCommunicator):
 
     def _post(
         self, direction: str, move: Callable[..., None], arguments: tuple[object, ...], lent: object
-    ) -> QueuedOperation:
+    ) -> Handle:
         """Send or receive by the executor of a direction."""
         self._abort_signal.check()
         if direction not in self._executors:
             name = f"nbelastic-shm-{self.generation}-{self.rank}-{direction}"
             self._executors[direction] = OrderedExecutor(name, self._timeout_s)
-        return self._executors[direction].submit(Transfer(move, arguments, lent))
+        operation = self._executors[direction].submit(Transfer(move, arguments, lent))
+        return OperationHandle(self, operation)
 
 
 _living: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()

@@ -40,13 +40,7 @@ class SegmentError(Exception):
 
 
 class SharedSegment:
-    """A segment, mapped, and this rank's connections to the other ranks of its host.
-
-    Attributes
-    ----------
-    group : Group
-        The segment.
-    """
+    """A segment, mapped, and this rank's connections to the other ranks of its host."""
 
     def __init__(self, group: Group, peers: dict[int, socket.socket]) -> None:
         self.group = group
@@ -66,18 +60,7 @@ class SharedSegment:
 
 
 class SegmentSocket:
-    """The socket at which a rank shares a segment with the others of its host.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its secret.
-
-    Attributes
-    ----------
-    name : str
-        The socket's name, for the other ranks.
-    """
+    """The socket at which a rank shares a segment with the others of its host, by its `name`."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.name = f"nbelastic-{secrets.token_hex(16)}"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from nbelastic.collectives.communicator import Op
 from nbelastic.collectives.operations import OperationFailed
+from nbelastic.collectives.transport import Op
 from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.native import core
 
@@ -99,15 +99,7 @@ def error_type(error: Exception) -> type[CollectiveError]:
 
 
 class SegmentOperation:
-    """A collective operation under way in a segment.
-
-    Parameters
-    ----------
-    group : Group
-        The segment.
-    number : int
-        The operation's number in it.
-    """
+    """A collective operation under way in a segment, with its number there."""
 
     def __init__(self, group: Group, number: int) -> None:
         self._group = group
@@ -131,16 +123,9 @@ class SegmentOperation:
 
 
 class Transfer:
-    """A message to send or receive, for an executor.
+    """A message to send or receive, for an executor, which keeps lent memory alive until then.
 
-    Parameters
-    ----------
-    move : callable
-        Moves it; the segment limits its time.
-    arguments : tuple
-        Arguments of `move`.
-    lent : object
-        Keeps the message's memory alive until then.
+    The segment limits its time.
     """
 
     def __init__(

@@ -308,8 +308,8 @@ void Collectives::allreduce_in_place(const Operation& operation) {
 }
 
 // One window after the other. Between two meetings of all ranks each reduces its share of a window,
-// takes home what became of the one before, and brings what others need of the next: the two halves
-// of the staging memory are used in turn.
+// copies the result of the one before to its place, and stages what peers need of the next: the two
+// halves of the staging memory are used in turn.
 void Collectives::allreduce_staged(const Operation& operation, Parts& from, std::size_t bytes) {
     Parts own(operation.values());
     Parts home(operation.values());
@@ -368,7 +368,7 @@ void Collectives::stage(const Operation& operation, Parts& from, std::size_t byt
               [&from](std::byte* to, std::size_t length) { from.read(to, length); });
 }
 
-// Takes what others have reduced of the next `bytes` to where it belongs.
+// Copies what peers have reduced of the next `bytes` to its place.
 void Collectives::take_home(const Operation& operation, Parts& to, std::size_t bytes,
                             std::uint32_t turn) {
     others_of(operation, to, bytes, staged(team_.rank(), turn),

@@ -1,14 +1,14 @@
 // Collectives over a segment: what each does, step by step.
 //
 // Each begins with a post, by which a rank says what it is about to do and where its buffer is,
-// and a step. After it everybody knows that all ranks do the same; if not, the segment is broken.
+// and a step. After it each rank knows that all do the same; if not, the segment is broken.
 //
 // Small buffers travel with the post: each rank reads all of them, and nothing follows. The slots
-// are used in turns: who writes one again has seen all others arrive at the collective between.
-// Others are reduced where they are, if they are in the segment: each rank reduces its share of all
-// buffers, and writes it to all of them; a step says that all have. What is not in the segment goes
-// through the rank's staging memory, window by window, in the same way: of an allreduce, which may
-// be of values in many places, only what is others' share; the rank's own is reduced where it is.
+// are used in turns: a rank that writes one again has seen all arrive at the collective between.
+// Larger ones are reduced where they are, if they are in the segment: each rank reduces its share of
+// all buffers, and writes it to all of them; a step says that all have. What is not in the segment
+// goes through the rank's staging memory, window by window, in the same way: of an allreduce, which
+// may be of values in many places, only the share of peers; the rank's own is reduced where it is.
 #pragma once
 
 #include <memory>

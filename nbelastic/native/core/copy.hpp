@@ -1,4 +1,4 @@
-// Copying memory at the speed of memory, wherever source and target begin and whoever has had them.
+// Copying at the speed of memory, whatever the alignment and whichever caches hold the data.
 #pragma once
 
 #include <cstddef>

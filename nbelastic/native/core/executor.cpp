@@ -103,12 +103,12 @@ void Executor::perform(const Operation& operation, std::unique_lock<std::mutex>&
     try {
         collectives_.perform(operation, patience);
     } catch (const Broken&) {
-        // whoever waits for it finds the segment broken
+        // the thread that waits for it finds the segment broken
     }
     lock.lock();
     performing_ = false;
     ended_.fetch_add(1);
-    // Whoever sleeps without need is not woken: that takes longer than a small operation.
+    // No thread is woken without need: that takes longer than a small operation.
     if (waiters_ > 0 || !queue_.empty()) changed_.notify_all();
 }
 

@@ -1,9 +1,9 @@
-// Collectives in the order in which they were asked for, by whichever thread there is for it.
+// Collectives in the order in which they were begun, performed by one thread at a time.
 //
-// An operation that is begun goes to a queue. Whoever waits for one takes the operations before it,
-// and it, from the queue and performs them, unless the executor's own thread is at it already; that
-// thread is started with the first operation that is not waited for at once. One that is waited for
-// at once, with nothing before it, is performed without a queue. One thread performs at a time. An
+// An operation that is begun is queued. A thread that waits for one takes the operations up to it
+// from the queue and performs them, unless the executor's own thread is doing so; that one starts
+// with the first operation that is not waited for at once. One that is waited for at once, with
+// nothing before it, is performed without a queue. An
 // operation that fails breaks the segment, so nothing after it can succeed.
 #pragma once
 

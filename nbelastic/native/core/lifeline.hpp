@@ -1,9 +1,9 @@
-// Word of a process's death before its memory is given back.
+// Detection of a process's death before its memory is freed.
 //
-// The system closes a dead process's sockets, and tells whoever watches it, only when it has given
-// back its memory, the later the more it had. What its threads held locked it lets go before (robust
+// The system closes a dead process's sockets, and reports its end, only when it has freed its
+// memory, the later the more there was. It unlocks what the threads held locked before (robust
 // futexes). So each rank has a thread that holds a word of its seat, and waits for that of the next
-// rank. Which ranks are dead anybody can read there.
+// rank. All ranks can read there which are dead.
 // See https://www.kernel.org/doc/html/latest/locking/robust-futexes.html.
 #pragma once
 

@@ -46,7 +46,7 @@ struct Offsets {
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
-// As much as the machine has: nobody can use more, and what is not used costs nothing.
+// As much as the machine has: no process can use more, and what is not used costs nothing.
 std::size_t room() {
     const auto memory = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * kPage;
     return std::max(up(memory, kGiB), 4 * kGiB);

@@ -4,7 +4,7 @@
 //   arenas
 //
 // The file is sparse and has no name: only pages that were touched exist, and all of it is gone
-// with the last process that has it. Nobody can make it smaller or larger.
+// with the last process that has it. No process can make it smaller or larger.
 //
 // In a fork of a process that has one, the memory becomes the fork's own when it is written to: what
 // the fork does, whatever it is, does not show in its parent or on other ranks.
@@ -21,8 +21,8 @@ namespace nbelastic {
 inline constexpr std::size_t kLine = 64;
 inline constexpr std::size_t kSmallBytes = 16 << 10;
 inline constexpr std::size_t kStagingBytes = 1 << 20;
-// How much is reduced at a time in staging memory: what stays in a processor's own cache beside
-// where it comes from and goes to.
+// How much is reduced at a time in staging memory: what stays in a processor's own cache with
+// its source and its target.
 inline constexpr std::size_t kWindowBytes = kStagingBytes / 2;
 // A sum along a tree has a window for each node of a rank: four whole ones, or more that are smaller.
 // They are one page further apart than they are long, as arenas are.

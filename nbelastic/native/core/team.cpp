@@ -11,15 +11,15 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// Nobody misses a word that was changed; this is for what changes without one.
+// No thread misses a word that was changed; this is for what changes without one.
 constexpr auto kNap = std::chrono::milliseconds(100);
 
 constexpr int kSpins = 100;   // a microsecond or two; more, if the other waits for this processor, is lost
-constexpr int kYields = 100;  // costs little where nobody else wants it
+constexpr int kYields = 100;  // costs little where no other process wants it
 constexpr int kBackground = 20;
 
-// Whoever was given the processor for so long is no rank that is about to arrive. To go on giving it
-// away would count against this one: Linux (since 6.6) puts off who yields again and again.
+// A process that has had the processor for so long is no rank that is about to arrive. To go on
+// yielding would count against this one: Linux (since 6.6) puts off threads that yield repeatedly.
 constexpr auto kTaken = std::chrono::microseconds(200);
 
 int processors() {

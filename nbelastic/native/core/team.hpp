@@ -1,12 +1,12 @@
-// A rank among the others: steps that all take together, and the end of it all.
+// Barriers of all ranks of a segment, and its end.
 //
-// A step is a barrier. Each rank adds one to `arrived`; who makes it complete moves `phase` on,
-// and wakes those who sleep on the word that it is part of. The same word says that the segment is
-// broken, so whoever waits for one hears of the other. Waiting is in three parts: some turns of a
-// loop, some turns given to other processes, then sleep.
+// A step is a barrier. Each rank adds one to `arrived`; the last one moves `phase` on, and wakes
+// the threads that sleep on the word with it. The same word says that the segment is broken, so a
+// thread that waits for one sees the other. Waiting is in three parts: some turns of a loop, some
+// yields to other processes, then sleep.
 //
-// A rank that leaves in good order says so and stirs the word: who waits for it at a later step
-// looks up, and breaks the segment.
+// A rank that leaves in good order says so and changes the word: a thread that waits for that rank
+// at a later step wakes, and breaks the segment.
 #pragma once
 
 #include <chrono>

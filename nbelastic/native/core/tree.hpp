@@ -44,8 +44,8 @@ private:
     std::uint64_t digest_ = 0;
 };
 
-// How a thread treats subnormal numbers, which its user may have changed. Whoever adds for another
-// thread must do it as that thread would.
+// How a thread treats subnormal numbers, which its user may have changed. A thread that adds for
+// another one must do it as that one would.
 class FloatMode {
 public:
     static FloatMode of_this_thread() noexcept {

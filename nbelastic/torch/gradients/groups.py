@@ -106,7 +106,7 @@ class GradientGroup(abc.ABC):
     def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
         """Begin the reduction of :meth:`values`.
 
-        Where ``communicator.overlaps`` is false, this waits for its end as well.
+        Where ``communicator.capabilities.overlaps`` is false, this waits for its end as well.
         """
 
     def wait(self) -> None:
@@ -293,7 +293,7 @@ class Bucket(GradientGroup):
             width = wire.numel() // (self._starts[-1] + self._tail_length)
             lengths = [length * width for length in self._lengths]
             self._handle = adasum_async(communicator, wire, lengths)
-        elif communicator.overlaps:
+        elif communicator.capabilities.overlaps:
             self._handle = communicator.allreduce_async(wire, op)
             if self._tail_wire is not None:
                 self._tail_handle = communicator.allreduce_async(self._tail_wire, op)
@@ -468,7 +468,7 @@ class InPlaceGroup(GradientGroup):
         # Their `data` counts changes in place by itself: the sum is no change by the user.
         values = [each.data for each in self.values(trailer)]
         assert isinstance(self.scaling.op, Op)
-        if communicator.overlaps:
+        if communicator.capabilities.overlaps:
             self._handle = communicator.allreduce_coalesced_async(values, self.scaling.op)
         else:
             communicator.allreduce_coalesced(values, self.scaling.op)

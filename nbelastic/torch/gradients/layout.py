@@ -40,8 +40,6 @@ PIECE_BYTES = 16 << 10
 # Presence of a sparse gradient, which no number of dense ones makes up for.
 SPARSE = -1000.0
 N_FLAGS = len(StepFlags._fields)
-# Communicators that average as they add, at no cost.
-_AVERAGING = ("shm", "hierarchical", "cuda_ipc", "nccl")
 # Types in which a gradient divided by the number of ranks loses nothing.
 _ROOMY = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -147,7 +145,7 @@ class Layout:
         """Return when sums run on this rank. They are the same, in the same order, on all."""
         if self.staged:
             return SumTiming.STAGED
-        if self.coalesced or not communicator.overlaps:
+        if self.coalesced or not communicator.capabilities.overlaps:
             return SumTiming.AFTER_BACKWARD
         return SumTiming.DURING_BACKWARD
 
@@ -246,7 +244,7 @@ def _scaling(options: ReduceOptions, communicator: Communicator, group: Gradient
     if options.op is not Op.AVERAGE:
         return Scaling(op=options.op)
     if options.predivide == 1.0:
-        if communicator.name in _AVERAGING:
+        if communicator.capabilities.averages:
             return Scaling(op=Op.AVERAGE)
         if group.plain and group.dtype in _ROOMY:
             return Scaling(before=communicator.size)

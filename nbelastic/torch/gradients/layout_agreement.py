@@ -99,9 +99,9 @@ class LayoutAgreement:
         manifest = Manifest(
             order,
             _in_place_bytes(communicator, parameters, self._after_backward),
-            communicator.coalesces,
-            communicator.coalesces and self._after_backward,
-            communicator.devices,
+            communicator.capabilities.coalesces,
+            communicator.capabilities.coalesces and self._after_backward,
+            communicator.capabilities.devices,
             self._bucket_bytes,
         )
         if self.layout is None or self.layout.manifest != manifest:
@@ -162,7 +162,7 @@ class LayoutAgreement:
             groups,
         )
         checksum, has_order = zlib.crc32(repr(what).encode()), self._observed is not None
-        overlaps = communicator.overlaps
+        overlaps = communicator.capabilities.overlaps
         mine = [len(parameters), checksum, has_order, not overlaps, fusion_threshold()]
         message = torch.tensor(mine, dtype=torch.int64)
         communicator.broadcast(message, 0)
@@ -190,9 +190,9 @@ def _in_place_bytes(
     communicator: Communicator, parameters: Sequence[torch.Tensor], after_backward: bool
 ) -> float:
     """Return from how many bytes on gradients are reduced where they are."""
-    if not communicator.reduces_in_place:
+    if not communicator.capabilities.reduces_in_place:
         return math.inf
-    if not communicator.coalesces:
+    if not communicator.capabilities.coalesces:
         return LARGE_BYTES
     if sum(parameter.nbytes for parameter in parameters) <= SMALL_MODEL_BYTES:
         return math.inf

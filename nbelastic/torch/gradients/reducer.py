@@ -228,7 +228,9 @@ class Reducer:
         if communicator.size == 1:
             if self._agreement.layout is not None:
                 self._agreement.layout.release()
-        elif communicator.overlaps or self._agreement.holds_in(communicator.generation):
+        elif communicator.capabilities.overlaps or self._agreement.holds_in(
+            communicator.generation
+        ):
             step.prepare()
         # Else agreement waits for the end of backward, in which nothing is launched: to wait here
         # for a newcomer's first batch would take time from this rank's own.

@@ -193,7 +193,7 @@ def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def wire_device(communicator: Communicator, device: torch.device) -> torch.device:
     """Return where the values of a device are summed."""
-    return device if device.type in communicator.devices else torch.device("cpu")
+    return device if device.type in communicator.capabilities.devices else torch.device("cpu")
 
 
 def _on_wire(value: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:

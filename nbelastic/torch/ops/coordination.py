@@ -1,7 +1,8 @@
 """Coordination of named operations, and of ranks that have joined.
 
 Each rank of a generation has a thread that listens to the matching of operations
-(:mod:`nbelastic.collectives.matching`). It starts with the rank's first operation and sleeps.
+(:mod:`nbelastic.collectives.rendezvous.matching`). It starts with the rank's first operation and
+sleeps.
 
 *Names.* A rank offers a named operation. When all have, each thread launches it, over a
 communicator for these operations, in the order in which the matching has decided. So the order in
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.collectives.matching import MatchingClient
+    from nbelastic.collectives.rendezvous.matching import MatchingClient
     from nbelastic.torch.ops.operation import TensorOperation, Waitable
 
 T = TypeVar("T")

@@ -584,7 +584,7 @@ class ElasticProcessGroup(Base):
     def _overlaps(self) -> bool:
         if self._alone is not None or not self.queue.in_backward or not self.context.generation:
             return True
-        return self.communicator().overlaps
+        return self.communicator().capabilities.overlaps
 
     def _messages(self) -> Mailbox:
         return mailbox_of(self.communicator())

@@ -97,6 +97,7 @@ def _take_environment(setup: RankSetup) -> None:
     """Give this process what the worker's has, and fresh random numbers."""
     os.environ.clear()
     os.environ.update(setup.environment)
+    os.environ.update(setup.spec.env)
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.threads)))
     with contextlib.suppress(OSError):
         os.chdir(setup.directory)

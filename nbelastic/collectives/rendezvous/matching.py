@@ -25,11 +25,6 @@ class MatchingClient:
     """A rank's connection to the matching of its generation.
 
     One thread receives; any thread sends, also before there is a connection, and aborts.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        The generation and its rendezvous server.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -45,10 +40,7 @@ class MatchingClient:
     def connect(self) -> None:
         """Connect, and send what has been sent so far.
 
-        Raises
-        ------
-        CollectiveError
-            The server cannot be reached, or there has been an abort.
+        Raises ``CollectiveError`` if the server cannot be reached, or there has been an abort.
         """
         its = self._its
         key = f"{its.job}/{its.generation}{MATCHING}"
@@ -83,13 +75,7 @@ class MatchingClient:
                 pass  # the receiving thread finds out
 
     def receive(self) -> Message:
-        """Wait for a message.
-
-        Raises
-        ------
-        CollectiveError
-            The connection has ended.
-        """
+        """Wait for a message. Raises ``CollectiveError`` if the connection has ended."""
         assert self._socket is not None
         assert self._channel is not None
         while not self._received:
