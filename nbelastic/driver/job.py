@@ -14,7 +14,6 @@ from nbelastic.errors import JobInterrupted, JobStopped, OptionError
 from nbelastic.membership import StopReason, StopRequested
 
 from . import display
-from .describe import in_words
 from .hints import with_hints
 from .options import changed_limits, count_option
 from .report import save_report
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbelastic.cluster import Modules
-    from nbelastic.membership import RankView, Reason
+    from nbelastic.membership import RankView
 
     from .status import HistoryEvent, Output
     from .thread import Driver
@@ -293,7 +292,9 @@ class Job:
             resets=view.resets,
             commits=view.commits,
             elapsed=elapsed,
-            reason=AWAY if self._driver.away else _sentence(view.reason, view.sharing),
+            reason=AWAY
+            if self._driver.away
+            else "; ".join(str(each) for each in (view.reason, view.sharing) if each is not None),
             ranks=tuple(self._rank_status(rank) for rank in view.ranks),
             samples_per_s=metrics.total(members),
             progress=metrics.progress(elapsed, members, finished=state == "finished"),
@@ -407,7 +408,3 @@ class Job:
         if free < count:
             return f"{free} of its {count} workers are free, the others are gone or still busy"
         return "its worker is free" if count == 1 else f"its {count} workers are free"
-
-
-def _sentence(*reasons: Reason | None) -> str:
-    return "; ".join(filter(None, map(in_words, reasons)))
