@@ -150,10 +150,12 @@ class Exclusion(Reason):
     kind: str
     name: str
     seconds: float | None  # None: for good
+    times: int = 1  # how often it was excluded, in a row; each time for longer
 
     def __str__(self) -> str:
         length = "for good" if self.seconds is None else f"for {self.seconds:.1f} s"
-        return f"{self.kind} {self.name} is excluded {length}"
+        again = f", {self.times} times in a row" if self.times > 1 else ""
+        return f"{self.kind} {self.name} is excluded {length}{again}"
 
 
 @dataclass(frozen=True)
@@ -213,17 +215,14 @@ class Unreachable(Reason):
 
 @dataclass(frozen=True)
 class AllWaited(Reason):
-    """All ranks waited for each other, so many times in a row, or after their loop."""
+    """All ranks waited for each other, in their loop or after it."""
 
     seconds: float
-    times: int = 1
     after_loop: bool = False
 
     def __str__(self) -> str:
         words = f"all ranks waited for each other for {self.seconds:g} s (stall_timeout)"
-        if self.after_loop:
-            return f"{words} after their elastic loop"
-        return words if self.times == 1 else f"{words}, {self.times} times in a row"
+        return f"{words} after their elastic loop" if self.after_loop else words
 
 
 @dataclass(frozen=True)
@@ -234,15 +233,49 @@ class StepsDiffer(Reason):
         return "the ranks left their elastic loop at different steps"
 
 
-@dataclass(frozen=True)
-class Reset(Reason):
-    """Change of membership: its causes, none for a planned change, and the new size."""
+class Counted(str, enum.Enum):
+    """What is counted until a job ends, in words."""
 
-    causes: tuple[Reason, ...]
-    size: int
+    SAME_ERROR = "ranks ended their generation with the same error"
+    ERRORS = "ranks ended their generation with an error"
+    SAME_WORKER = "the same worker was lost"
+    STATE = "the job's state was lost"
+    WAITS = "all ranks waited for each other"
+    UNFORMED = "the ranks could not connect"
+    ANY = "ranks failed without a commit"
+
+
+@dataclass(frozen=True)
+class Count(Reason):
+    """How many times in a row something set the job back, and the limit that ends it."""
+
+    counted: Counted
+    times: int
+    limit: int
+    commit: int  # below 0: before the first generation
+
+    @property
+    def reached(self) -> bool:
+        """Whether the job ends."""
+        return self.times >= self.limit
 
     def __str__(self) -> str:
-        return f"{_causes(self.causes)} → {_ranks(self.size)}"
+        place = "before the first generation" if self.commit < 0 else f"at commit {self.commit}"
+        times = f"{self.times} times in a row {place}"
+        return f"{self.counted.value} {times}; the limit is {self.limit}"
+
+
+@dataclass(frozen=True)
+class Reset(Reason):
+    """Change of membership, and the new size."""
+
+    causes: tuple[Reason, ...]  # none: a planned change
+    size: int
+    count: Count | None = None  # of the setbacks so far, the one closest to its limit
+
+    def __str__(self) -> str:
+        again = f" ({self.count})" if self.count is not None and self.count.times > 1 else ""
+        return f"{_causes(self.causes)} → {_ranks(self.size)}{again}"
 
 
 @dataclass(frozen=True)
@@ -306,62 +339,16 @@ class RepeatedError(Reason):
 
 
 @dataclass(frozen=True)
-class OwnFailures(Reason):
-    """Generations in a row that ranks ended themselves, without progress."""
-
-    last: GenerationLeft
-    times: int
-    commit: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.last} ({self.times} generations in a row ended with this at commit "
-            f"{self.commit}, without progress)"
-        )
-
-
-@dataclass(frozen=True)
-class RepeatedLoss(Reason):
-    """The same loss, of a worker or of the state, several times without progress."""
-
-    losses: tuple[Lost, ...]
-    times: int
-    commit: int  # below 0: before the first generation
-    state_lost: bool
-    last_death: str = ""
-
-    def __str__(self) -> str:
-        place = f" at commit {self.commit}"
-        if self.commit < 0:
-            place = ", before the first generation"
-        if self.state_lost:
-            newest = f" (newest known commit: {self.commit})" if self.commit else ""
-            place = f", each time with the job's state{newest}"
-        known = {lost.detail for lost in self.losses}
-        death = f"; before that, {self.last_death}" if self.last_death not in {"", *known} else ""
-        times = f"{self.times} times in a row{place}, without progress"
-        return f"{_listed(self.losses)} ({times}{death})"
-
-
-@dataclass(frozen=True)
-class NoCommit(Reason):
-    """Failures in a row without a commit."""
-
-    times: int
-    causes: tuple[Reason, ...]
-
-    def __str__(self) -> str:
-        return f"ranks failed {self.times} times in a row without a commit: {_causes(self.causes)}"
-
-
-@dataclass(frozen=True)
-class CannotForm(Reason):
-    """Plans in a row did not form."""
+class NoNewCommit(Reason):
+    """Resets in a row led to no progress, up to a limit of the failure policy."""
 
     causes: tuple[Reason, ...]
+    count: Count
+    last_death: str = ""  # what the last process died of, if it is not among the causes
 
     def __str__(self) -> str:
-        return f"the ranks could not connect: {_listed(self.causes)}"
+        death = "" if self.last_death in str(self.causes) else f"; before that, {self.last_death}"
+        return f"{_causes(self.causes)} ({self.count}, without progress{death})"
 
 
 @dataclass(frozen=True)

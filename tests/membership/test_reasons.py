@@ -13,6 +13,7 @@ GONE = why.Lost(ONE, LossReason.WORKER_GONE)
 STALLED = why.Lost(ONE, LossReason.STALLED, seconds=20.0)
 RAISED = why.Lost(TWO, LossReason.RAISED, "ValueError: x")
 GAVE_UP = why.GenerationLeft(ONE, True, "loss is nan")
+SAME = why.Count(why.Counted.SAME_WORKER, 4, 4, 5)
 TAKEN = why.UnusedGroup(UnusedReason.TAKEN, "other", 5, ("a", "b", "c"))
 FULL = why.UnusedGroup(UnusedReason.HOST_FULL, "1", 1, ("d",))
 SHORT = why.Presence(1, 3, 1, (TAKEN, FULL))
@@ -27,6 +28,7 @@ SENTENCES = [
     (RAISED, "start 5 on tcp://B0: ValueError: x"),
     (why.Exclusion("worker", "tcp://A0", None), "worker tcp://A0 is excluded for good"),
     (why.Exclusion("host", "A", 10.24), "host A is excluded for 10.2 s"),
+    (why.Exclusion("host", "A", 40.0, 3), "host A is excluded for 40.0 s, 3 times in a row"),
     (GAVE_UP, "rank 0 on tcp://A0: loss is nan"),
     (why.GenerationLeft(ONE, False), "rank 0 on tcp://A0: left its generation unasked"),
     (
@@ -36,10 +38,6 @@ SENTENCES = [
     (why.Unreachable(ONE, TWO), "rank 0 on tcp://A0 cannot reach start 5 on tcp://B0"),
     (why.AllWaited(20.0), "all ranks waited for each other for 20 s (stall_timeout)"),
     (
-        why.AllWaited(20.0, times=3),
-        "all ranks waited for each other for 20 s (stall_timeout), 3 times in a row",
-    ),
-    (
         why.AllWaited(20.0, after_loop=True),
         "all ranks waited for each other for 20 s (stall_timeout) after their elastic loop",
     ),
@@ -48,6 +46,7 @@ SENTENCES = [
         why.Reset((GONE, GONE), 1),
         "rank 0 on tcp://A0: its worker left the cluster → 1 rank",
     ),
+    (why.Reset((GONE,), 2, SAME), f"{GONE} → 2 ranks ({SAME})"),
     (
         why.NoticeRevoked("w3", why.NoticeSource.AZURE),
         "worker w3 stays: Azure has revoked its notice",
@@ -100,28 +99,16 @@ SENTENCES = [
     (why.UserErrors(("a",), why.Presence(1, 2)), "a; 1 of at least 2 workers"),
     (why.RepeatedError("E: x", 3, True), "E: x (raised on 3 workers, in one generation)"),
     (why.RepeatedError("E: x", 3, False), "E: x (raised on 3 workers, one after another)"),
+    (SAME, "the same worker was lost 4 times in a row at commit 5; the limit is 4"),
     (
-        why.OwnFailures(GAVE_UP, 2, 5),
-        "rank 0 on tcp://A0: loss is nan (2 generations in a row ended with this at commit 5, "
-        "without progress)",
+        why.NoNewCommit((GONE,), SAME, "B0 was killed by signal 11 (SIGSEGV)"),
+        f"{GONE} ({SAME}, without progress; before that, B0 was killed by signal 11 (SIGSEGV))",
     ),
+    (why.NoNewCommit((GAVE_UP,), SAME, "loss is nan"), f"{GAVE_UP} ({SAME}, without progress)"),
     (
-        why.RepeatedLoss((GONE,), 4, 5, False, "B0 was killed by signal 11 (SIGSEGV)"),
-        "rank 0 on tcp://A0: its worker left the cluster (4 times in a row at commit 5, without "
-        "progress; before that, B0 was killed by signal 11 (SIGSEGV))",
+        why.Count(why.Counted.SAME_WORKER, 4, 4, FRESH),
+        "the same worker was lost 4 times in a row before the first generation; the limit is 4",
     ),
-    (
-        why.RepeatedLoss((GONE,), 4, FRESH, False),
-        "rank 0 on tcp://A0: its worker left the cluster (4 times in a row, before the first "
-        "generation, without progress)",
-    ),
-    (
-        why.RepeatedLoss((GONE,), 4, 5, True),
-        "rank 0 on tcp://A0: its worker left the cluster (4 times in a row, each time with the "
-        "job's state (newest known commit: 5), without progress)",
-    ),
-    (why.NoCommit(10, (GAVE_UP,)), f"ranks failed 10 times in a row without a commit: {GAVE_UP}"),
-    (why.CannotForm((GAVE_UP,)), f"the ranks could not connect: {GAVE_UP}"),
     (why.ResetLimit(2, ()), "reset_limit=2 is reached; next reset: a planned change"),
     (
         why.ReturnedEarly((ONE,), waiting=False),
