@@ -6,7 +6,7 @@ to a job (a process dies, a connection breaks), not against what its function do
 
 `now` and `chance` are arguments, so the same events always lead to the same decisions. A decision
 is an :class:`~nbelastic.membership.reasons.Exclusion`, or a
-:class:`~nbelastic.membership.reasons.Count`: how often something came, and the limit at which the
+:class:`~nbelastic.membership.reasons.Tally`: how often something came, and the limit at which the
 job ends.
 """
 
@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .reasons import Count, Counted, Exclusion, RepeatedError
+from .reasons import Counted, Exclusion, RepeatedError, Tally
 
 if TYPE_CHECKING:
     from .model import Limits, Slot
@@ -268,7 +268,7 @@ class FailurePolicy:
         counted = self.resets - self.resets_by_share
         return limits.reset_limit is not None and counted >= limits.reset_limit
 
-    def count(self, setback: Setback) -> Count:
+    def count(self, setback: Setback) -> Tally:
         """Count a setback; return the count that is closest to its limit.
 
         Progress is more than one commit that no rank had reached before: it begins a new row. But
@@ -285,7 +285,7 @@ class FailurePolicy:
         del row[:-ANY_KIND]
         return max(self._counts(), key=lambda count: count.times / count.limit)
 
-    def _counts(self) -> list[Count]:
+    def _counts(self) -> list[Tally]:
         row, last = self.setbacks, self.setbacks[-1]
         begun = max((n for n, each in enumerate(row) if each.gained > REPEATED_COMMITS), default=0)
         here = row[begun:]
@@ -302,11 +302,11 @@ class FailurePolicy:
             found.append((Counted.STATE, sum(each.state_lost for each in here), SAME_KIND))
         if last.all_waited:
             found.append((Counted.WAITS, sum(each.all_waited for each in here), SAME_KIND))
-        return [Count(kind, times, limit, last.commit) for kind, times, limit in found]
+        return [Tally(kind, times, limit, last.commit) for kind, times, limit in found]
 
-    def count_unformed(self, commit: int) -> Count:
+    def count_unformed(self, commit: int) -> Tally:
         """Return how many plans in a row did not form."""
-        return Count(Counted.UNFORMED, self.forming_failures, SAME_KIND, commit)
+        return Tally(Counted.UNFORMED, self.forming_failures, SAME_KIND, commit)
 
     def note_resumed(self, generation: int, version: int) -> None:
         """Note that the job resumes from a commit on disk, made in `generation`.

@@ -760,7 +760,7 @@ class Machine:
         self._record("reset", reason=why.Reset(causes, len(order), count))
         return True
 
-    def _count_setback(self, order: list[Rank]) -> why.Count:
+    def _count_setback(self, order: list[Rank]) -> why.Tally:
         """Count the end of the generation that the members of `order` have left."""
         roster = self.roster
         newest = max(rank.version for rank in order)

@@ -246,7 +246,7 @@ class Counted(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Count(Reason):
+class Tally(Reason):
     """How many times in a row something set the job back, and the limit that ends it."""
 
     counted: Counted
@@ -271,7 +271,7 @@ class Reset(Reason):
 
     causes: tuple[Reason, ...]  # none: a planned change
     size: int
-    count: Count | None = None  # of the setbacks so far, the one closest to its limit
+    count: Tally | None = None  # of the setbacks so far, the one closest to its limit
 
     def __str__(self) -> str:
         again = f" ({self.count})" if self.count is not None and self.count.times > 1 else ""
@@ -343,7 +343,7 @@ class NoNewCommit(Reason):
     """Resets in a row led to no progress, up to a limit of the failure policy."""
 
     causes: tuple[Reason, ...]
-    count: Count
+    count: Tally
     last_death: str = ""  # what the last process died of, if it is not among the causes
 
     def __str__(self) -> str:

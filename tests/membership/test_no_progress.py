@@ -9,7 +9,6 @@ import pytest
 from nbelastic.membership import FRESH, Beat, Beats, LoopDone, Phase, RankNote, SlotDied, Tick
 from nbelastic.membership.failure_policy import ANY_KIND, SAME_ERROR, SAME_KIND
 from nbelastic.membership.reasons import (
-    Count,
     Counted,
     GenerationLeft,
     LoopsDiffer,
@@ -17,6 +16,7 @@ from nbelastic.membership.reasons import (
     OperationsDiffer,
     RankId,
     StateLost,
+    Tally,
 )
 
 from .ranks import Script
@@ -142,7 +142,7 @@ def test_failures_in_a_row(act, batches, counted: Counted | None, plans: int) ->
 def test_the_reason_has_the_cause_and_the_numbers() -> None:
     world = job("A0", "B0", np=2, script=LONG)
     in_each_generation(world, lambda n: give_up(world, n), lambda n: 5 if n == 1 else 1)
-    count = Count(Counted.SAME_ERROR, 2, SAME_ERROR, 6)
+    count = Tally(Counted.SAME_ERROR, 2, SAME_ERROR, 6)
     assert world.outcome.reason == NoNewCommit((GAVE_UP,), count)
 
 

@@ -13,7 +13,7 @@ GONE = why.Lost(ONE, LossReason.WORKER_GONE)
 STALLED = why.Lost(ONE, LossReason.STALLED, seconds=20.0)
 RAISED = why.Lost(TWO, LossReason.RAISED, "ValueError: x")
 GAVE_UP = why.GenerationLeft(ONE, True, "loss is nan")
-SAME = why.Count(why.Counted.SAME_WORKER, 4, 4, 5)
+SAME = why.Tally(why.Counted.SAME_WORKER, 4, 4, 5)
 TAKEN = why.UnusedGroup(UnusedReason.TAKEN, "other", 5, ("a", "b", "c"))
 FULL = why.UnusedGroup(UnusedReason.HOST_FULL, "1", 1, ("d",))
 SHORT = why.Presence(1, 3, 1, (TAKEN, FULL))
@@ -106,7 +106,7 @@ SENTENCES = [
     ),
     (why.NoNewCommit((GAVE_UP,), SAME, "loss is nan"), f"{GAVE_UP} ({SAME}, without progress)"),
     (
-        why.Count(why.Counted.SAME_WORKER, 4, 4, FRESH),
+        why.Tally(why.Counted.SAME_WORKER, 4, 4, FRESH),
         "the same worker was lost 4 times in a row before the first generation; the limit is 4",
     ),
     (why.ResetLimit(2, ()), "reset_limit=2 is reached; next reset: a planned change"),

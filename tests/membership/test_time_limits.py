@@ -16,12 +16,12 @@ from nbelastic.membership import (
 )
 from nbelastic.membership.reasons import (
     AllWaited,
-    Count,
     Counted,
     DidNotEnd,
     LossReason,
     Lost,
     RankId,
+    Tally,
 )
 
 from .ranks import Script
@@ -220,7 +220,7 @@ def test_ranks_that_can_never_connect_fail_the_job() -> None:
     never_connects(world, "A0")
     world.run()
     assert world.outcome.error == "no_progress"
-    assert world.outcome.reason.count == Count(Counted.UNFORMED, 4, 4, 0)
+    assert world.outcome.reason.count == Tally(Counted.UNFORMED, 4, 4, 0)
     assert len(world.plans) == 4
 
 
