@@ -9,7 +9,6 @@ from nbelastic.cluster import Modules, why_missing
 from nbelastic.membership import FailureKind
 
 from . import display
-from .describe import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,12 +43,12 @@ def exception_for(
     `failures` and `names` are by start of the function; `names` say its rank and worker.
     """
     if outcome.kind == "stopped":
-        return errors.JobStopped(f"job {job!r} was {in_words(outcome.reason)}")
+        return errors.JobStopped(f"job {job!r} was {outcome.reason or ''}")
     raised = {start: failures[start] for start in outcome.starts if start in failures}
     if outcome.error == FailureKind.RANK_FAILED and raised:
         return _rank_failed(job, raised, names, modules)
     kind = _KINDS.get(outcome.error, errors.JobError)
-    return kind(f"job {job!r} failed: {in_words(outcome.reason)}")
+    return kind(f"job {job!r} failed: {outcome.reason or ''}")
 
 
 def _rank_failed(

@@ -14,7 +14,6 @@ from nbelastic.errors import JobStopped, OptionError
 from nbelastic.membership import StopReason, StopRequested
 
 from . import display
-from .describe import in_words
 from .hints import with_hints
 from .option_kinds import count
 from .options import changed_limits
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbelastic.cluster import Modules
-    from nbelastic.membership import RankView, Reason
+    from nbelastic.membership import RankView
 
     from .status import HistoryEvent, Output
     from .thread import Driver
@@ -280,7 +279,9 @@ class Job:
             resets=view.resets,
             commits=view.commits,
             elapsed=elapsed,
-            reason=AWAY if self._driver.away else _sentence(view.reason, view.sharing),
+            reason=AWAY
+            if self._driver.away
+            else "; ".join(str(each) for each in (view.reason, view.sharing) if each is not None),
             ranks=tuple(self._rank_status(rank) for rank in view.ranks),
             samples_per_s=metrics.total(members),
             progress=metrics.progress(elapsed, members, finished=state == "finished"),
@@ -347,9 +348,6 @@ class Job:
         if not display.show(self):
             sys.stdout.write(f"{self!r}\n")
 
-
-def _sentence(*reasons: Reason | None) -> str:
-    return "; ".join(filter(None, map(in_words, reasons)))
 
 
 def driver_of(job: Job) -> Driver:

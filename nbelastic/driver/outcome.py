@@ -12,7 +12,6 @@ from nbelastic.cluster import summary_of, unpack_error
 from nbelastic.errors import Detached, JobError, JobStopped
 from nbelastic.membership.reasons import Stopping
 
-from .describe import in_words
 from .failure import exception_for
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def settle(
 
 def abandon(future: Future[list[Any]], name: str, stop: StopRequested) -> None:
     """End the wait for results or errors of an ended job that are still being read."""
-    reason = in_words(Stopping(stop.reason, seconds=stop.seconds))
+    reason = Stopping(stop.reason, seconds=stop.seconds)
     problem = f"job {name!r} was {reason} while its results or errors were being read"
     with contextlib.suppress(InvalidStateError):
         future.set_exception(JobStopped(problem))

@@ -52,11 +52,13 @@ from .placement import arrange, place_of
 from .ranks import Phase, Stage
 from .reasons import (
     LossReason,
+    Lost,
     NoticeGiven,
     NoticeSource,
     Reason,
     StopReason,
     UnusedReason,
+    over,
 )
 from .serial import from_dict, to_dict
 from .view import JobView, RankView, view
@@ -77,6 +79,7 @@ __all__ = [
     "LimitsChanged",
     "LoopDone",
     "LossReason",
+    "Lost",
     "Machine",
     "Member",
     "NoticeGiven",
@@ -121,6 +124,7 @@ __all__ = [
     "WorkersUnused",
     "arrange",
     "from_dict",
+    "over",
     "place_of",
     "rules",
     "to_dict",

@@ -30,7 +30,7 @@ from .effects import (
     SaveCommit,
     StartRank,
 )
-from .failure_policy import STALLS, ErrorReport, FailurePolicy, MemberLoss, OwnFailure
+from .failure_policy import ErrorReport, FailurePolicy, Setback
 from .model import FRESH, FailureKind, Limits, Member, Outcome, Plan, Slot
 from .placement import arrange, broken_pairs, choose_removed, places_of
 from .ranks import Phase, Rank, Stage
@@ -331,7 +331,7 @@ class Machine:
         if rank is not None:
             self._record(event.about, rank, why.Text(event.detail), event.figures)
             if event.resumed is not None:
-                self.roster.policy.progress.note_resumed(*event.resumed)
+                self.roster.policy.note_resumed(*event.resumed)
 
     def _on_weights_sampled(self, event: ev.WeightsSampled) -> None:
         if event.start in self.roster.ranks and event.generation == self.roster.generation:
@@ -423,11 +423,10 @@ class Machine:
         chain = policy.errors.note(report)
         for_good = policy.workers.bounds is None
         short = for_good and rules.within_reach(roster) < roster.limits.min_np
-        if policy.error_repeats(chain, roster.hosts(), short=short):
+        reason = policy.repeated_error(chain, roster.hosts(), short=short)
+        if reason is not None:
             roster.user_errors.update({each.start: each.error for each in chain})
-            workers = len({each.worker for each in chain})
-            at_once = len({each.generation for each in chain}) == 1
-            self._fail(FailureKind.RANK_FAILED, why.RepeatedError(error, workers, at_once))
+            self._fail(FailureKind.RANK_FAILED, reason)
 
     def _on_rank_died(self, event: ev.RankDied) -> None:
         roster = self.roster
@@ -687,8 +686,8 @@ class Machine:
             allowed = most is None or most >= low
             if len(ready) >= low and allowed and not roster.any_in(Stage.STARTING):
                 self._fail(FailureKind.NO_PROGRESS, why.PlacesDiffer())
-        elif roster.policy.cannot_form():
-            self._fail(FailureKind.NO_PROGRESS, why.CannotForm(roster.causes()))
+        elif (count := roster.policy.count_unformed(roster.version)).reached:
+            self._fail(FailureKind.NO_PROGRESS, why.NoNewCommit(roster.causes(), count))
         elif roster.plan is None or self._count_reset(order):
             chosen = set(order)
             for rank in ready:
@@ -746,43 +745,39 @@ class Machine:
             limit = roster.limits.reset_limit or 0
             self._fail(FailureKind.RESET_LIMIT, why.ResetLimit(limit, causes))
             return False
-        times = policy.count_reset(same_members=same, failed=bool(causes))
-        if times:
-            self._fail(FailureKind.NO_PROGRESS, why.NoCommit(times, causes))
-            return False
-        if not self._makes_progress(order):
+        count = self._count_setback(order) if causes or roster.lost else None
+        if count is not None and count.reached:
+            known = (*roster.lost.values(),) or causes
+            if count.counted in (why.Counted.SAME_ERROR, why.Counted.ERRORS) and roster.own_failure:
+                known = (roster.own_failure,)
+            raised = bool(roster.user_errors)
+            kind = FailureKind.RANK_FAILED if raised else FailureKind.NO_PROGRESS
+            self._fail(kind, why.NoNewCommit(known, count, roster.last_death))
             return False
         policy.resets += 1
         policy.resets_by_share += by_share
         roster.reset_causes.clear()
-        self._record("reset", reason=why.Reset(causes, len(order)))
+        self._record("reset", reason=why.Reset(causes, len(order), count))
         return True
 
-    def _makes_progress(self, order: list[Rank]) -> bool:
-        """Return whether another generation can get further than the last; else end the job."""
-        roster, plan, progress = self.roster, self.roster.plan, self.roster.policy.progress
+    def _count_setback(self, order: list[Rank]) -> why.Tally:
+        """Count the end of the generation that the members of `order` have left."""
+        roster = self.roster
         newest = max(rank.version for rank in order)
-        reached = math.ceil(max(newest, 0))
-        reason: why.Reason
-        if roster.own_failure is not None and not roster.lost and plan is not None:
-            gained = reached - math.ceil(max(plan.version, 0))
-            times = progress.note(OwnFailure(roster.own_failure.detail, reached, gained))
-            reason = why.OwnFailures(roster.own_failure, times, reached)
-        elif roster.lost:
-            state_lost = newest == FRESH and roster.ran
-            reached = roster.newest if state_lost else reached
-            times = progress.note_loss(MemberLoss(tuple(roster.lost), reached, state_lost))
-            if len(progress.losses) == 1:
-                roster.last_death = ""  # earlier deaths are no part of it
-            losses = tuple(roster.lost.values())
-            reason = why.RepeatedLoss(losses, times, reached, state_lost, roster.last_death)
-        else:
-            progress.clear()
-            return True
-        if times:
-            raised = bool(roster.user_errors)
-            self._fail(FailureKind.RANK_FAILED if raised else FailureKind.NO_PROGRESS, reason)
-        return not times
+        state_lost = newest == FRESH and roster.ran
+        own = roster.own_failure if not roster.lost else None
+        count = roster.policy.count(
+            Setback(
+                commit=roster.newest if state_lost else math.ceil(max(newest, 0)),
+                error="" if own is None else own.detail,
+                workers=tuple(roster.lost),
+                state_lost=state_lost,
+                all_waited=any(isinstance(each, why.AllWaited) for each in roster.reset_causes),
+            )
+        )
+        if len(roster.policy.setbacks) == 1:
+            roster.last_death = ""  # earlier deaths are no part of it
+        return count
 
     def _publish(self, order: Sequence[Rank]) -> None:
         """Make `order` the next generation."""
@@ -908,9 +903,7 @@ class Machine:
         if len(suspects) < len(awaited):
             self._evict(suspects, why.LossReason.STALLED, limit)
             return
-        if roster.policy.note_stall(roster.version):
-            self._fail(FailureKind.NO_PROGRESS, why.AllWaited(limit, STALLS))
-        elif roster.phase == Phase.FINISHING:
+        if roster.phase == Phase.FINISHING:
             self._fail(FailureKind.NO_PROGRESS, why.AllWaited(limit, after_loop=True))
         else:
             self._break(why.AllWaited(limit))
@@ -1022,9 +1015,9 @@ class Machine:
         roster = self.roster
         ended = lost.reason in (why.LossReason.PROCESS_ENDED, why.LossReason.WORKER_GONE)
         if roster.plan is None and ended:
-            times = roster.policy.note_start_death(rank.slot)
-            if times:
-                reason = why.RepeatedLoss((lost,), times, FRESH, False, roster.last_death)
+            count = roster.policy.count(Setback(FRESH, workers=(rank.slot.lasting,)))
+            if count.reached:
+                reason = why.NoNewCommit((lost,), count, roster.last_death)
                 self._fail(FailureKind.NO_PROGRESS, reason)
 
     def _note_lost(self, rank: Rank, lost: why.Lost) -> None:

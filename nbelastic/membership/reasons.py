@@ -1,14 +1,32 @@
-"""Reasons for what happens to a job, as codes and fields.
+"""Reasons for what happens to a job: fields for programs, sentences for people.
 
-History, outcomes, orders to ranks and the status carry reasons. ``driver/describe.py`` makes
-sentences of them for people. ``str(reason)`` is a short form for logs and for errors in ranks.
+History, outcomes, orders to ranks and the status carry them. ``str(reason)`` is the sentence,
+without a full stop.
 """
 
 from __future__ import annotations
 
 import enum
-import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_TRANSPORTS = {
+    "gloo": "Gloo",
+    "shm": "shared memory",
+    "hierarchical": "shared memory and Gloo",
+    "cuda_ipc": "CUDA IPC",
+    "cuda_ipc+gloo": "CUDA IPC and Gloo",
+    "cuda_ipc+nccl": "CUDA IPC and NCCL",
+    "nccl": "NCCL",
+}
+
+
+def over(backend: str) -> str:
+    """Return how tensors travel, such as ``over Gloo``; empty for one rank, or if not known."""
+    return "" if backend in ("", "solo") else f"over {_TRANSPORTS.get(backend, backend)}"
 
 
 @dataclass(frozen=True)
@@ -28,19 +46,6 @@ class RankId:
 class Reason:
     """Base of all reasons."""
 
-    def __str__(self) -> str:
-        name = re.sub("(?<!^)([A-Z])", r" \1", type(self).__name__).lower()
-        values = [_brief(getattr(self, each.name)) for each in fields(self)]
-        return ": ".join([name, *filter(None, values)])
-
-
-def _brief(value: object) -> str:
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    if isinstance(value, tuple):
-        return ", ".join(map(_brief, value))
-    return str(value) if value not in (None, 0, False) else ""
-
 
 @dataclass(frozen=True)
 class Text(Reason):
@@ -52,54 +57,61 @@ class Text(Reason):
         return self.text
 
 
+def _listed(reasons: Iterable[Reason]) -> str:
+    return "; ".join(dict.fromkeys(map(str, reasons)))
+
+
+def _causes(reasons: tuple[Reason, ...]) -> str:
+    return _listed(reasons) or "a planned change"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
 # -- ranks ---------------------------------------------------------------------------------------
 
 
 class LossReason(str, enum.Enum):
-    """Reason for which a rank is lost."""
+    """Why a rank is lost, in words with the fields of :class:`Lost`."""
 
-    RAISED = "raised"
-    PROCESS_ENDED = "process ended"
-    PROCESS_STOPPED = "process stopped"
-    WORKER_GONE = "worker gone"
-    WORKER_SILENT = "worker sends no heartbeat"
-    UNREADABLE = "unreadable message"
-    NOT_READY = "not ready in time"
-    NOT_CONNECTED = "not connected in time"
-    NOT_LEFT = "generation not left in time"
-    STALLED = "held up the others"
-    UNREACHABLE = "cannot be reached by the others"
-    LEFT = "left as planned"
-    ENDED = "ended"
+    RAISED = "{detail}"
+    PROCESS_ENDED = "its process has ended"
+    PROCESS_STOPPED = "its process is stopped"
+    WORKER_GONE = "its worker left the cluster"
+    WORKER_SILENT = "its worker has sent no heartbeat for {seconds:.0f} s"
+    UNREADABLE = "its worker has sent a message that cannot be read: {detail}"
+    NOT_READY = "not ready {seconds:g} s after its start (elastic_timeout)"
+    NOT_CONNECTED = "not connected to the other ranks after {seconds:g} s"
+    NOT_LEFT = "did not leave its generation within {seconds:g} s (stall_timeout)"
+    STALLED = "held up the others for {seconds:g} s (stall_timeout)"
+    UNREACHABLE = "the other ranks cannot connect to it"
+    LEFT = "as planned"
+    ENDED = "ended without an order"
 
 
 @dataclass(frozen=True)
 class Lost(Reason):
-    """Loss of a rank.
-
-    Attributes
-    ----------
-    rank : RankId
-        The rank.
-    reason : LossReason
-        The reason.
-    detail : str
-        The exception in one line for ``RAISED``, the problem for ``UNREADABLE``.
-    seconds : float
-        The time limit that the rank exceeded, or how long its worker was silent.
-    """
+    """Loss of a rank."""
 
     rank: RankId
     reason: LossReason
-    detail: str = ""
-    seconds: float = 0.0
+    detail: str = ""  # the exception in one line, the cause of death, or the problem
+    seconds: float = 0.0  # the time limit that it exceeded, or how long its worker was silent
 
     def __str__(self) -> str:
-        return f"{self.rank}: {self.detail or self.reason.value}"
+        return f"{self.rank}: {self.cause}"
+
+    @property
+    def cause(self) -> str:
+        """The cause, without the rank."""
+        if self.reason == LossReason.PROCESS_ENDED and self.detail:
+            return self.detail
+        return self.reason.value.format(detail=self.detail, seconds=self.seconds)
 
 
 class EndReason(str, enum.Enum):
-    """Reason for which a rank is ordered to end while its job goes on, or has finished."""
+    """Why a rank is ordered to end while its job goes on, or has finished."""
 
     WORKER_LEAVING = "its worker was asked to leave"
     WORKER_EXCLUDED = "its worker is excluded for a while"
@@ -121,19 +133,31 @@ class EndOrder(Reason):
 
 @dataclass(frozen=True)
 class DidNotEnd(Reason):
-    """A rank did not end in time after it was ordered to: its worker is restarted."""
+    """A rank did not end in time after it was ordered to."""
 
     rank: RankId
     seconds: float
 
+    def __str__(self) -> str:
+        return (
+            f"{self.rank} did not end within {self.seconds:g} s of the order to: its worker is "
+            "restarted, or closed if it has no nanny"
+        )
+
 
 @dataclass(frozen=True)
 class Exclusion(Reason):
-    """Exclusion of a ``worker`` or a ``host`` for some seconds, or None for good."""
+    """Exclusion of a ``worker`` or a ``host``."""
 
     kind: str
     name: str
-    seconds: float | None
+    seconds: float | None  # None: for good
+    times: int = 1  # how often it was excluded, in a row; each time for longer
+
+    def __str__(self) -> str:
+        length = "for good" if self.seconds is None else f"for {self.seconds:.1f} s"
+        again = f", {self.times} times in a row" if self.times > 1 else ""
+        return f"{self.kind} {self.name} is excluded {length}{again}"
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,15 @@ class CannotJoin(Reason):
 
     rank: RankId
     error: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rank} could not join: its function builds another state than the others have\n"
+            f"{self.error}\n"
+            "The others go on without it, and its worker is tried again later. Whatever training "
+            "adds to the model or the optimizer must be there, on each rank, before the state is "
+            "made."
+        )
 
 
 # -- the end of a generation -----------------------------------------------------------------------
@@ -167,6 +200,9 @@ class NotConnected(Reason):
     ranks: tuple[RankId, ...]
     seconds: float
 
+    def __str__(self) -> str:
+        return f"not connected after {self.seconds:g} s: {', '.join(map(str, self.ranks))}"
+
 
 @dataclass(frozen=True)
 class Unreachable(Reason):
@@ -175,27 +211,73 @@ class Unreachable(Reason):
     one: RankId
     other: RankId
 
+    def __str__(self) -> str:
+        return f"{self.one} cannot reach {self.other}"
+
 
 @dataclass(frozen=True)
 class AllWaited(Reason):
-    """All ranks waited for each other, so many times in a row, or after their loop."""
+    """All ranks waited for each other, in their loop or after it."""
 
     seconds: float
-    times: int = 1
     after_loop: bool = False
+
+    def __str__(self) -> str:
+        words = f"all ranks waited for each other for {self.seconds:g} s (stall_timeout)"
+        return f"{words} after their elastic loop" if self.after_loop else words
 
 
 @dataclass(frozen=True)
 class StepsDiffer(Reason):
     """Ranks left their loop at different steps."""
 
+    def __str__(self) -> str:
+        return "the ranks left their elastic loop at different steps"
+
+
+class Counted(str, enum.Enum):
+    """What is counted until a job ends, in words."""
+
+    SAME_ERROR = "ranks ended their generation with the same error"
+    ERRORS = "ranks ended their generation with an error"
+    SAME_WORKER = "the same worker was lost"
+    STATE = "the job's state was lost"
+    WAITS = "all ranks waited for each other"
+    UNFORMED = "the ranks could not connect"
+    ANY = "ranks failed without a commit"
+
+
+@dataclass(frozen=True)
+class Tally(Reason):
+    """How many times in a row something set the job back, and the limit that ends it."""
+
+    counted: Counted
+    times: int
+    limit: int
+    commit: int  # below 0: before the first generation
+
+    @property
+    def reached(self) -> bool:
+        """Whether the job ends."""
+        return self.times >= self.limit
+
+    def __str__(self) -> str:
+        place = "before the first generation" if self.commit < 0 else f"at commit {self.commit}"
+        times = f"{self.times} times in a row {place}"
+        return f"{self.counted.value} {times}; the limit is {self.limit}"
+
 
 @dataclass(frozen=True)
 class Reset(Reason):
-    """Change of membership: its causes, none for a planned change, and the new size."""
+    """Change of membership, and the new size."""
 
-    causes: tuple[Reason, ...]
+    causes: tuple[Reason, ...]  # none: a planned change
     size: int
+    count: Tally | None = None  # of the setbacks so far, the one closest to its limit
+
+    def __str__(self) -> str:
+        again = f" ({self.count})" if self.count is not None and self.count.times > 1 else ""
+        return f"{_causes(self.causes)} → {_ranks(self.size)}{again}"
 
 
 @dataclass(frozen=True)
@@ -205,6 +287,9 @@ class Connected(Reason):
     size: int
     backend: str
 
+    def __str__(self) -> str:
+        return f"{_ranks(self.size)} {over(self.backend)}".rstrip()
+
 
 @dataclass(frozen=True)
 class Transport(Reason):
@@ -213,12 +298,19 @@ class Transport(Reason):
     backend: str
     remark: str
 
+    def __str__(self) -> str:
+        return f"tensors go {over(self.backend)}: {self.remark}"
+
 
 @dataclass(frozen=True)
 class StateLost(Reason):
     """No rank is left that holds the state; its newest known commit, or 0."""
 
     commit: int
+
+    def __str__(self) -> str:
+        state = f"commit {self.commit}, the newest known one" if self.commit else "the state"
+        return f"no rank is left that holds {state}"
 
 
 # -- the end of a job ------------------------------------------------------------------------------
@@ -231,6 +323,9 @@ class UserErrors(Reason):
     errors: tuple[str, ...]
     presence: Presence | None = None
 
+    def __str__(self) -> str:
+        return "; ".join([*self.errors, *([str(self.presence)] if self.presence else [])])
+
 
 @dataclass(frozen=True)
 class RepeatedError(Reason):
@@ -240,43 +335,22 @@ class RepeatedError(Reason):
     workers: int
     one_generation: bool
 
-
-@dataclass(frozen=True)
-class OwnFailures(Reason):
-    """Generations in a row that ranks ended themselves, without progress."""
-
-    last: GenerationLeft
-    times: int
-    commit: int
+    def __str__(self) -> str:
+        how = "in one generation" if self.one_generation else "one after another"
+        return f"{self.error} (raised on {self.workers} workers, {how})"
 
 
 @dataclass(frozen=True)
-class RepeatedLoss(Reason):
-    """The same loss, of a worker or of the state, several times without progress.
-
-    `commit` is ``FRESH`` if it was before the first generation.
-    """
-
-    losses: tuple[Lost, ...]
-    times: int
-    commit: int
-    state_lost: bool
-    last_death: str = ""
-
-
-@dataclass(frozen=True)
-class NoCommit(Reason):
-    """Failures in a row without a commit."""
-
-    times: int
-    causes: tuple[Reason, ...]
-
-
-@dataclass(frozen=True)
-class CannotForm(Reason):
-    """Plans in a row did not form."""
+class NoNewCommit(Reason):
+    """Resets in a row led to no progress, up to a limit of the failure policy."""
 
     causes: tuple[Reason, ...]
+    count: Tally
+    last_death: str = ""  # what the last process died of, if it is not among the causes
+
+    def __str__(self) -> str:
+        death = "" if self.last_death in str(self.causes) else f"; before that, {self.last_death}"
+        return f"{_causes(self.causes)} ({self.count}, without progress{death})"
 
 
 @dataclass(frozen=True)
@@ -286,6 +360,9 @@ class ResetLimit(Reason):
     limit: int
     causes: tuple[Reason, ...]
 
+    def __str__(self) -> str:
+        return f"reset_limit={self.limit} is reached; next reset: {_causes(self.causes)}"
+
 
 @dataclass(frozen=True)
 class LoopsDiffer(Reason):
@@ -294,6 +371,15 @@ class LoopsDiffer(Reason):
     done: RankId
     waiting: RankId
 
+    def __str__(self) -> str:
+        return (
+            f"{self.done} has reached the end of its elastic loop, but {self.waiting} waits for it "
+            "in another operation, because it has more batches or commits. Give all ranks the same "
+            "number of batches (hvd.elastic.ElasticSampler does), and commit on all of them; or "
+            "end the loop over batches by hvd.join(), with which a rank waits for those that have "
+            "more"
+        )
+
 
 @dataclass(frozen=True)
 class OperationsDiffer(Reason):
@@ -301,6 +387,14 @@ class OperationsDiffer(Reason):
 
     ranks: tuple[RankId, ...]
     operations: tuple[str, ...]
+
+    def __str__(self) -> str:
+        sides = zip(self.ranks, self.operations, strict=True)
+        words = "; ".join(f"{rank}: {operation}" for rank, operation in sides)
+        return (
+            f"ranks wait for each other in different operations: {words}. All ranks must call the "
+            "same operations in the same order"
+        )
 
 
 @dataclass(frozen=True)
@@ -314,10 +408,26 @@ class PastFirstLoop(Reason):
     ranks: int | None = None
     low: int = 0
 
+    def __str__(self) -> str:
+        what = "no rank can join any more"
+        if self.ranks is not None:
+            what = f"{self.ranks} of at least {self.low} ranks are left, and none can join"
+        return (
+            f"{what}: the others are in elastic loop {self.loop} of the function, and a rank that "
+            "joins starts at its top, with the first loop. To let ranks join in all phases, put "
+            "the phases into one elastic loop, with the phase among the values of the state"
+        )
+
 
 @dataclass(frozen=True)
 class PlacesDiffer(Reason):
     """Ranks wait at different places of the function."""
+
+    def __str__(self) -> str:
+        return (
+            "ranks wait at different places of the function. All ranks must enter the same elastic "
+            "loops in the same order"
+        )
 
 
 @dataclass(frozen=True)
@@ -327,12 +437,21 @@ class ReturnedEarly(Reason):
     ranks: tuple[RankId, ...]
     waiting: bool
 
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        if self.waiting:
+            return f"ranks returned while others wait to train: {ranks}"
+        return f"{ranks} returned while others train"
+
 
 @dataclass(frozen=True)
 class NoLoop(Reason):
     """A fault in a function without an elastic loop."""
 
     cause: Reason
+
+    def __str__(self) -> str:
+        return f"{self.cause}; the function has no elastic loop, so it cannot go back to a commit"
 
 
 @dataclass(frozen=True)
@@ -343,12 +462,19 @@ class RanksMissing(Reason):
     expected: int
     causes: tuple[Reason, ...]
 
+    def __str__(self) -> str:
+        lost = f"{self.missing} of {self.expected} ranks ended before they returned"
+        return "; ".join(filter(None, [lost, _listed(self.causes)]))
+
 
 @dataclass(frozen=True)
 class SchedulerLost(Reason):
     """The scheduler cannot be reached any more."""
 
     detail: str
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 class StopReason(str, enum.Enum):
@@ -361,11 +487,16 @@ class StopReason(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Stopping(Reason):
-    """A job is stopped, now or at a commit; `seconds` is the lease of an unattended job."""
+    """A job is stopped, now or at a commit."""
 
     reason: StopReason
     at_commit: bool = False
-    seconds: float = 0.0
+    seconds: float = 0.0  # the lease of an unattended job
+
+    def __str__(self) -> str:
+        if self.reason == StopReason.UNATTENDED:
+            return f"ended, because no kernel attached to it within {self.seconds:g} s"
+        return f"{self.reason.value}{' at a commit' if self.at_commit else ''}"
 
 
 # -- warnings --------------------------------------------------------------------------------------
@@ -378,6 +509,19 @@ class NeverMet(Reason):
     ranks: int
     libraries: tuple[str, ...]
 
+    def __str__(self) -> str:
+        imported = (
+            f"Imported in the ranks: {', '.join(self.libraries)}. These libraries do not use "
+            "nbelastic's ranks.\n"
+        )
+        return (
+            f"ranks never met: {self.ranks} separate trainings\n"
+            "No rank used an operation between ranks or an elastic loop, so each ran the whole "
+            f"function alone.\n{imported if self.libraries else ''}"
+            "To train one model, wrap the optimizer with nbelastic.torch.DistributedOptimizer and "
+            "train in a function decorated with nbelastic.torch.elastic.run."
+        )
+
 
 @dataclass(frozen=True)
 class WeightsDiffer(Reason):
@@ -385,27 +529,44 @@ class WeightsDiffer(Reason):
 
     optimizers: tuple[str, ...]
 
+    def __str__(self) -> str:
+        if self.optimizers:
+            return (
+                f"ranks train different parameters\n{', '.join(self.optimizers)} is not wrapped by "
+                "nbelastic.torch.DistributedOptimizer, so that each rank steps with its own "
+                "gradients.\nWrap each optimizer before the state is made: "
+                "optimizer = hvd.DistributedOptimizer(optimizer)."
+            )
+        return (
+            "ranks train different parameters\n"
+            "They were never made equal, or something changes them on each rank by itself, or "
+            "changes gradients after they are averaged.\n"
+            "Give the model and its optimizer to the state, which makes them equal: "
+            "hvd.elastic.TorchState(model, optimizer). Without an elastic loop, call "
+            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) first."
+        )
+
 
 # -- too few workers, and the status ---------------------------------------------------------------
 
 
 class UnusedReason(str, enum.Enum):
-    """Reason for which a job does not use a worker."""
+    """Why a job does not use a worker, in words with the detail of the worker."""
 
     CLOSING = "closing"
     LEAVING = "asked to leave"
-    PAUSED = "paused"
-    NOT_IN_WORKERS = "not in workers"
-    LACKS_RESOURCES = "lacks resources"
-    TAKEN = "taken by another job"
-    RESERVED = "reserved for another job"
-    BEYOND_SHARE = "beyond the job's share"
-    BUSY = "busy with other tasks"
-    OTHER_VERSIONS = "other versions"
+    PAUSED = "paused by Dask because its memory is used up"
+    NOT_IN_WORKERS = "not among workers="
+    LACKS_RESOURCES = "without the resources ({detail})"
+    TAKEN = "taken by job {detail!r}"
+    RESERVED = "reserved for job {detail!r}"
+    BEYOND_SHARE = "beyond the share of this job"
+    BUSY = "busy with other tasks of Dask, which its rank waits for"
+    OTHER_VERSIONS = "with {detail}"
     BEING_PREPARED = "being prepared"
-    REFUSED = "refused"
-    HOST_FULL = "host full"
-    TOO_LATE = "too late"
+    REFUSED = "refused, because {detail}"
+    HOST_FULL = "on a host that has slots_per_host={detail} ranks already"
+    TOO_LATE = "too late: the ranks are past the point where others can join"
 
     @property
     def chosen(self) -> bool:
@@ -422,6 +583,11 @@ class UnusedGroup(Reason):
     number: int
     workers: tuple[str, ...]
 
+    def __str__(self) -> str:
+        more = self.number - len(self.workers)
+        names = ", ".join(self.workers) + (f", and {more} more" if more > 0 else "")
+        return f"{self.number} {self.reason.value.format(detail=self.detail)} ({names})"
+
 
 @dataclass(frozen=True)
 class Presence(Reason):
@@ -431,6 +597,12 @@ class Presence(Reason):
     needed: int
     excluded: int = 0
     unused: tuple[UnusedGroup, ...] = ()
+
+    def __str__(self) -> str:
+        words = f"{self.there} of at least {self.needed} workers"
+        if self.excluded:
+            words += f" ({self.excluded} more are there, but excluded because they failed)"
+        return f"{words} (not used: {_listed(self.unused)})" if self.unused else words
 
 
 @dataclass(frozen=True)
@@ -445,6 +617,17 @@ class Shortage(Reason):
     last_error: str = ""
     last_death: str = ""
 
+    def __str__(self) -> str:
+        words = (
+            f"{self.presence} (min_np={self.min_np}) after waiting {self.waited:.1f} s "
+            f"(elastic_timeout={self.timeout:g})"
+        )
+        if self.excluded:
+            words += f"; excluded after failures: {', '.join(self.excluded)}"
+        if self.last_death:
+            words += f"; the last process that died: {self.last_death}"
+        return f"{words}; last error: {self.last_error}" if self.last_error else words
+
 
 @dataclass(frozen=True)
 class Waiting(Reason):
@@ -454,6 +637,11 @@ class Waiting(Reason):
     waited: float
     timeout: float
 
+    def __str__(self) -> str:
+        missing = self.presence.needed - self.presence.there
+        left = f"{self.waited:.0f} s of {self.timeout:g} s"
+        return f"{self.presence}; waiting {left} for {missing} more"
+
 
 @dataclass(frozen=True)
 class NotUsed(Reason):
@@ -461,30 +649,33 @@ class NotUsed(Reason):
 
     groups: tuple[UnusedGroup, ...]
 
+    def __str__(self) -> str:
+        return f"not used: {_listed(self.groups)}"
+
+
+def _others(names: tuple[str, ...], number: int) -> str:
+    more = number - len(names)
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+
 
 @dataclass(frozen=True)
 class Sharing(Reason):
-    """A job shares its cluster.
+    """A job shares its cluster."""
 
-    Attributes
-    ----------
-    share : int
-        Most ranks that it may have now.
-    slots : int
-        Slots of the cluster that it could use.
-    others : tuple of str
-        Some of the jobs that it shares with, by name.
-    number : int
-        Number of all these jobs.
-    suspended : bool
-        Whether it waits with one rank, which keeps its state, for slots that others have.
-    """
+    share: int  # most ranks that it may have now
+    slots: int  # of the cluster that it could use
+    others: tuple[str, ...]  # some of the jobs that it shares with, by name
+    number: int  # of all these jobs
+    suspended: bool = False  # it waits with one rank, which keeps its state, for slots of others
 
-    share: int
-    slots: int
-    others: tuple[str, ...]
-    number: int
-    suspended: bool = False
+    def __str__(self) -> str:
+        slots = f"{self.share} of {self.slots} slots"
+        others = _others(self.others, self.number)
+        if self.suspended and not self.share:
+            return f"suspended: its state is in its checkpoint, while others go first: {others}"
+        if self.suspended:
+            return f"suspended: {slots} for its state, while others go first: {others}"
+        return f"{slots}: shares with {others}"
 
 
 @dataclass(frozen=True)
@@ -496,43 +687,39 @@ class ShareChanged(Reason):
     others: tuple[str, ...] = ()
     number: int = 0
 
+    def __str__(self) -> str:
+        before, after = ("all" if each is None else each for each in (self.before, self.after))
+        others = f": shares with {_others(self.others, self.number)}" if self.others else ""
+        return f"{before} → {after}{others}"
+
 
 class NoticeSource(str, enum.Enum):
-    """Who says that a machine, or a batch job on it, will end."""
+    """Source of a notice that a machine, or a batch job on it, will end."""
 
-    AWS = "aws"
-    GOOGLE = "google"
-    AZURE = "azure"
-    SLURM = "slurm"
-    PBS = "pbs"
+    AWS = "AWS spot"
+    GOOGLE = "Google Cloud"
+    AZURE = "Azure"
+    SLURM = "SLURM's time limit"
+    PBS = "PBS's time limit"
     SIGNAL = "signal"
-    CHAOS = "chaos"
+    CHAOS = "nbelastic.chaos"
 
 
 @dataclass(frozen=True)
 class NoticeGiven(Reason):
-    """A worker's machine, or its batch job, ends in some seconds, or is at risk.
-
-    Attributes
-    ----------
-    name : str
-        The worker's name.
-    source : NoticeSource
-        Who says so.
-    action : str
-        What will happen, in the source's own word.
-    seconds : float
-        Seconds until then.
-    soft : bool
-        Whether it is at risk only, for a time that is not known: it is left once another rank can
-        take its place.
-    """
+    """The machine or the batch job of the worker `name` ends in some seconds, or is at risk."""
 
     name: str
     source: NoticeSource
-    action: str
-    seconds: float
-    soft: bool = False
+    action: str  # what will happen, in the source's own word
+    seconds: float  # until then
+    soft: bool = False  # at risk only, for an unknown time: left once another rank is ready
+
+    def __str__(self) -> str:
+        minutes, seconds = divmod(max(round(self.seconds), 0), 60)
+        when = "once another is ready" if self.soft else f"in {minutes}:{seconds:02}"
+        action = "" if self.action in ("", "end") else f" ({self.action})"
+        return f"worker {self.name} leaves {when}: {self.source.value}{action}"
 
 
 @dataclass(frozen=True)
@@ -542,18 +729,35 @@ class NoticeRevoked(Reason):
     name: str
     source: NoticeSource
 
+    def __str__(self) -> str:
+        return f"worker {self.name} stays: {self.source.value} has revoked its notice"
+
 
 @dataclass(frozen=True)
 class GoneBeforeCommit(Reason):
-    """A worker has gone before its rank came to a commit, so many seconds after it was asked to."""
+    """A worker was gone before its rank came to a commit, so many seconds after the request."""
 
     name: str
     seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"worker {self.name} has gone before its rank came to a commit, "
+            f"{self.seconds:.0f} s after it was asked to leave: steps since the last commit are "
+            "done again. Call state.check_host_updates() after each batch, where ranks leave, too, "
+            "or commit more often"
+        )
 
 
 @dataclass(frozen=True)
 class NoneStays(Reason):
     """All workers with the state will go, and the job has no checkpoint."""
+
+    def __str__(self) -> str:
+        return (
+            "all workers with the state will go, and the job has no checkpoint: it starts over "
+            "unless another worker joins before. Pass checkpoint=, or add workers"
+        )
 
 
 @dataclass(frozen=True)
@@ -563,22 +767,32 @@ class Noticed(Reason):
     notices: tuple[NoticeGiven, ...]
     number: int
 
+    def __str__(self) -> str:
+        more = self.number - len(self.notices)
+        return _listed(self.notices) + (f"; and {more} more" if more > 0 else "")
+
 
 @dataclass(frozen=True)
 class StopPending(Reason):
     """A job stops at its next commit."""
 
+    def __str__(self) -> str:
+        return "stopping at the next commit"
+
 
 @dataclass(frozen=True)
 class WaitingForRanks(Reason):
-    """A job waits for ranks to leave a generation, or to be ready for the first time (0).
-
-    Workers may be what holds them up.
-    """
+    """A job waits for ranks to leave a generation, or to be ready for the first time (0)."""
 
     number: int
     generation: int
-    unused: tuple[UnusedGroup, ...] = ()
+    unused: tuple[UnusedGroup, ...] = ()  # workers that may be what holds them up
+
+    def __str__(self) -> str:
+        if self.generation:
+            return f"waiting for {_ranks(self.number)} to leave generation {self.generation}"
+        held_up = f" (not used: {_listed(self.unused)})" if self.unused else ""
+        return f"waiting for {_ranks(self.number)} to be ready{held_up}"
 
 
 @dataclass(frozen=True)
@@ -587,7 +801,13 @@ class KernelLost(Reason):
 
     seconds: float
 
+    def __str__(self) -> str:
+        return f"its kernel is gone; it goes on for up to {self.seconds:g} s"
+
 
 @dataclass(frozen=True)
 class KernelAttached(Reason):
     """A kernel has attached to a job."""
+
+    def __str__(self) -> str:
+        return "a kernel has attached to it"

@@ -238,7 +238,6 @@ class Roster:
         common = min(self.counted.versions, default=FRESH)
         if common >= self.version + 1:
             self.version = math.floor(common)
-            self.policy.note_commit(self.version)
 
     def causes(self) -> tuple[Reason, ...]:
         """Return the different faults since the last reset."""

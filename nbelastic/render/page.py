@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 
-from nbelastic.driver.describe import in_micro_batches, over, rows_in_words
+from nbelastic.driver.describe import in_micro_batches, rows_in_words
+from nbelastic.membership import over
 
 from .changes import newest_event, recent_changes
 from .curves import HEIGHT, WIDTH, shown_curves

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.driver.describe import over, rows_in_words
+from nbelastic.driver.describe import rows_in_words
+from nbelastic.membership import over
 
 from .formatting import abbreviate, count, duration, limits, rate, shorten
 

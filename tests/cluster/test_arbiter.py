@@ -89,7 +89,7 @@ def test_a_slot_that_only_one_job_can_use_is_left_for_it():
             assert cluster.sizes() == {"any": 1, "needs gpu": 1}
             (slot,) = cluster.plugin.jobs["needs gpu"].ranks.values()
             assert cluster.plugin._workers[slot].address == gpu
-            assert not cluster.roster("any").policy.progress.losses
+            assert not cluster.roster("any").policy.setbacks
 
     asyncio.run(scene())
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.membership import Abort, EndRank, Phase, RankRaised, RestartWorker, StartRank
-from nbelastic.membership.reasons import LossReason, Lost, RankId, RepeatedError, Reset, UserErrors
+from nbelastic.membership.failure_policy import SAME_KIND
+from nbelastic.membership.reasons import (
+    Counted,
+    LossReason,
+    Lost,
+    RankId,
+    RepeatedError,
+    Reset,
+    Tally,
+    UserErrors,
+)
 
 from .ranks import Script
 from .stories import batches, job, starts, trained, workers
@@ -48,7 +58,8 @@ def test_after_a_commit_the_rank_counts_as_failed() -> None:
     assert workers(world.plans[-1]) == ["A0", "C0"]
     lost = Lost(RankId(1, 1, "tcp://B0"), LossReason.RAISED, "ValueError: sample 7")
     assert world.records("lost")[0].reason == lost
-    assert world.records("reset")[0].reason == Reset((lost,), 2)
+    once = Tally(Counted.SAME_WORKER, 1, SAME_KIND, 20)
+    assert world.records("reset")[0].reason == Reset((lost,), 2, once)
 
 
 def test_an_error_of_all_ranks_at_one_point_ends_the_job() -> None:
@@ -139,7 +150,8 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
     assert [effect.starts for effect in world.of(Abort)] == [(0, 2, 3)]
     assert world.now - killed < 0.05
     cause = Lost(RankId(1, 1, "tcp://B0"), LossReason.WORKER_GONE)
-    assert [record.reason for record in world.records("reset")] == [Reset((cause,), 3)]
+    once = Tally(Counted.SAME_WORKER, 1, SAME_KIND, 10)
+    assert [record.reason for record in world.records("reset")] == [Reset((cause,), 3, once)]
     assert not world.of(RestartWorker)
 
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from nbelastic.membership import FRESH, Beat, Beats, LoopDone, Phase, RankNote, SlotDied, Tick
-from nbelastic.membership.failure_policy import (
-    ERROR_WORKERS,
-    LOSSES,
-    OWN_FAILURES,
-    OWN_FAILURES_WITH_COMMITS,
-    START_DEATHS,
-    MemberLoss,
-    OwnFailure,
-    ProgressCheck,
-)
+from nbelastic.membership.failure_policy import ANY_KIND, SAME_ERROR, SAME_KIND
 from nbelastic.membership.reasons import (
+    Counted,
     GenerationLeft,
     LoopsDiffer,
-    LossReason,
-    Lost,
+    NoNewCommit,
     OperationsDiffer,
-    OwnFailures,
     RankId,
-    RepeatedLoss,
     StateLost,
+    Tally,
 )
 
 from .ranks import Script
@@ -36,13 +25,14 @@ from .test_time_limits import stopped_beats
 from .world import World
 
 LONG = Script(batches=2000)
+MOST = 25
 CAUSE = "rank 0 called allreduce of float32 (3,), rank 1 broadcast of int64 (1,)"
 FIRST, SECOND = RankId(0, 0, "tcp://A0"), RankId(1, 1, "tcp://B0")
 GAVE_UP = GenerationLeft(SECOND, True, CAUSE)
 
 
 def in_each_generation(
-    world: World, act: Callable[[int], None], batches: Callable[[int], int], most: int = 40
+    world: World, act: Callable[[int], None], batches: Callable[[int], int], most: int = 25
 ) -> None:
     """Let each generation train some batches, the number of which is asked for, then act."""
     world.run(until=lambda: bool(world.plans))
@@ -55,82 +45,112 @@ def in_each_generation(
         world.run(until=lambda n=number: len(world.plans) > n)
 
 
+def always(number: int) -> Callable[[int], int]:
+    return lambda _: number
+
+
 def alternating(number: int) -> int:
     return 3 + 4 * (number % 2)
 
 
-# -- what the function does ----------------------------------------------------------------------
+# -- what ends a job, and what does not ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("redone", [0, 1])
-def test_the_same_cause_at_the_same_commit_ends_the_job(redone: int) -> None:
+def give_up(world: World, number: int, cause: str = CAUSE, rank: int = 1) -> None:
+    world.ranks[rank].give_up(cause)
+
+
+def in_words_of_its_own(world: World, number: int) -> None:
+    world.ranks[0].give_up("ValueError: loss " + "x" * number)
+
+
+def in_words_of_the_generation(world: World, number: int) -> None:
+    world.ranks[1].give_up(f"a step of generation {number} was left half-way")
+
+
+def of_whichever_rank(world: World, number: int) -> None:
+    world.ranks[number % 2].give_up(CAUSE)
+
+
+def after_its_consequence(world: World, number: int) -> None:
+    world.ranks[0].collective_failed()  # its connection to the other broke
+    world.ranks[1].give_up(CAUSE)
+
+
+def connection(world: World, number: int) -> None:
+    world.ranks[0].collective_failed()
+
+
+def all_wait(world: World, number: int) -> None:
+    world.rings[world.plans[-1].generation].broken = True
+
+
+def killed(world: World, number: int) -> None:
+    world.kill("B0")
+
+
+def by_turns(world: World, number: int) -> None:
+    world.kill("AB"[number % 2] + "0")
+
+
+def an_error_and_a_loss(world: World, number: int) -> None:
+    give_up(world, number, rank=0) if number % 2 else killed(world, number)
+
+
+FAILURES = [
+    # each generation trains so many batches, then this happens: the count, and the plans until then
+    (give_up, always(0), Counted.SAME_ERROR, 2),
+    (give_up, always(1), Counted.SAME_ERROR, 2),
+    (in_words_of_the_generation, always(1), Counted.SAME_ERROR, 2),
+    (of_whichever_rank, always(1), Counted.SAME_ERROR, 2),
+    (after_its_consequence, always(1), Counted.SAME_ERROR, 2),
+    (an_error_and_a_loss, always(0), Counted.SAME_ERROR, 3),
+    (in_words_of_its_own, always(1), Counted.ERRORS, SAME_KIND),
+    (give_up, always(7), Counted.ANY, ANY_KIND + 1),  # it may be the same work done again
+    (give_up, alternating, None, MOST),
+    (connection, always(0), Counted.ANY, ANY_KIND),
+    (connection, always(1), None, MOST),
+    (all_wait, always(0), Counted.WAITS, SAME_KIND),
+    (all_wait, always(7), None, MOST),
+    (killed, always(0), Counted.SAME_WORKER, SAME_KIND),
+    (killed, always(1), Counted.SAME_WORKER, SAME_KIND),
+    (killed, alternating, None, MOST),
+    (by_turns, always(0), Counted.SAME_WORKER, 2 * SAME_KIND - 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("act", "batches", "counted", "plans"),
+    FAILURES,
+    ids=lambda each: getattr(each, "__name__", getattr(each, "name", each)),
+)
+def test_failures_in_a_row(act, batches, counted: Counted | None, plans: int) -> None:
+    world = World(job(np=2, min_np=2, stall_timeout=20.0).machine.limits, LONG)
+    world.add("A0", "B0", nanny=True)
+    in_each_generation(world, lambda n: act(world, n), lambda n: 5 if n == 1 else batches(n), MOST)
+    assert len(world.plans) == plans
+    if counted is None:
+        assert world.outcome is None
+    else:
+        assert world.outcome.error == "no_progress"
+        count = world.outcome.reason.count
+        assert (count.counted, count.times >= count.limit) == (counted, True)
+        ends = [record.reason.count for record in world.records("reset")]
+        assert [each for each in ends if each is not None and each.reached] == []
+
+
+def test_the_reason_has_the_cause_and_the_numbers() -> None:
     world = job("A0", "B0", np=2, script=LONG)
-    in_each_generation(
-        world, lambda _: world.ranks[1].give_up(CAUSE), lambda n: 5 if n == 1 else redone
-    )
-    assert world.outcome.error == "no_progress"
-    assert len(world.plans) == 2
-    assert world.outcome.reason == OwnFailures(GAVE_UP, 2, 5 + redone)
-
-
-def test_causes_that_differ_in_their_generation_are_equal() -> None:
-    world = job("A0", "B0", np=2, script=LONG)
-    say = "a step of generation {} was left half-way"
-    in_each_generation(world, lambda n: world.ranks[1].give_up(say.format(n)), lambda _: 1)
-    assert len(world.plans) == 2
-
-
-def test_the_cause_is_the_same_whichever_rank_reports_it() -> None:
-    world = job("A0", "B0", np=2, script=LONG)
-    in_each_generation(world, lambda n: world.ranks[n % 2].give_up(CAUSE), lambda _: 1)
-    assert len(world.plans) == 2
-
-
-def test_a_cause_may_be_told_after_what_follows_from_it() -> None:
-    world = job("A0", "B0", np=2, script=LONG)
-
-    def act(_: int) -> None:
-        world.ranks[0].collective_failed()  # its connection to the other broke
-        world.ranks[1].give_up(CAUSE)
-
-    in_each_generation(world, act, lambda _: 1)
-    assert len(world.plans) == 2
-    assert world.outcome.reason.last == GAVE_UP
-
-
-def test_different_causes_without_progress_end_the_job() -> None:
-    world = job("A0", "B0", np=2, script=LONG)
-    say = "ValueError: loss {}"
-    in_each_generation(world, lambda n: world.ranks[0].give_up(say.format("x" * n)), lambda _: 1)
-    assert world.outcome.error == "no_progress"
-    assert len(world.plans) == OWN_FAILURES
-    assert world.outcome.reason.last.detail == say.format("x" * OWN_FAILURES)
-
-
-def test_repeating_several_commits_is_no_progress() -> None:
-    world = job("A0", "B0", np=2, script=LONG)
-    in_each_generation(world, lambda _: world.ranks[0].give_up(CAUSE), lambda _: 7)
-    assert world.outcome.error == "no_progress"
-    assert len(world.plans) == OWN_FAILURES_WITH_COMMITS
-
-
-def test_with_progress_a_function_may_fail_again_and_again() -> None:
-    world = job("A0", "B0", np=2, script=LONG)
-    in_each_generation(world, lambda _: world.ranks[0].give_up("loss is nan"), alternating, 20)
-    assert world.outcome is None
-
-
-def test_broken_connections_are_no_fault_of_the_function() -> None:
-    world = job("A0", "B0", np=2, script=LONG)
-    in_each_generation(world, lambda _: world.ranks[0].collective_failed(), lambda _: 1, 20)
-    assert world.outcome is None
+    in_each_generation(world, lambda n: give_up(world, n), lambda n: 5 if n == 1 else 1)
+    count = Tally(Counted.SAME_ERROR, 2, SAME_ERROR, 6)
+    assert world.outcome.reason == NoNewCommit((GAVE_UP,), count)
 
 
 def test_before_the_first_commit_it_is_the_same() -> None:
     world = job("A0", "B0", np=2, script=Script(batches=2000, commit_every=500))
     in_each_generation(world, lambda _: world.ranks[0].give_up(CAUSE), lambda _: 1)
     assert len(world.plans) == 2
-    assert world.outcome.reason.commit == 0
+    assert world.outcome.reason.count.commit == 0
 
 
 # -- a loop that has ended on one rank -----------------------------------------------------------
@@ -233,20 +253,7 @@ def restarting(np: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("redone", [0, 1])
-def test_a_worker_that_dies_at_the_same_commit_again_and_again(redone: int) -> None:
-    world = restarting(2)
-    in_each_generation(world, lambda _: world.kill("B0"), lambda n: 5 if n == 1 else redone)
-    assert world.outcome.error == "no_progress"
-    assert len(world.plans) == LOSSES
-    lost = Lost(
-        replace(SECOND, start=world.outcome.reason.losses[0].rank.start), LossReason.WORKER_GONE
-    )
-    place = 5 + (LOSSES - 1) * redone
-    assert world.outcome.reason == RepeatedLoss((lost,), LOSSES, place, state_lost=False)
-
-
-@pytest.mark.parametrize(("np", "deaths"), [(1, LOSSES), (3, ERROR_WORKERS * START_DEATHS)])
+@pytest.mark.parametrize(("np", "deaths"), [(1, SAME_KIND), (3, 3 * (SAME_KIND - 1) + 1)])
 def test_processes_that_die_before_the_first_generation(np: int, deaths: int) -> None:
     """The function's set-up crashes: the job does not wait for `elastic_timeout`."""
     world = World(job(np=np, min_np=np).machine.limits, LONG)
@@ -261,7 +268,7 @@ def test_processes_that_die_before_the_first_generation(np: int, deaths: int) ->
         world.run(until=lambda start=rank.start: start not in ranks)
     assert world.outcome.error == "no_progress"
     assert killed == deaths
-    assert world.outcome.reason.commit == FRESH
+    assert world.outcome.reason.count.commit == FRESH
 
 
 def test_what_it_has_died_of_is_said_where_a_nanny_knows() -> None:
@@ -292,8 +299,7 @@ def test_a_worker_that_takes_the_state_with_it_again_and_again() -> None:
     in_each_generation(world, lambda _: world.kill("A0"), lambda _: 30)
     assert world.outcome.error == "no_progress"
     assert len(world.records("restarted")) == len(world.plans) - 1
-    assert world.outcome.reason.state_lost
-    assert world.outcome.reason.commit == world.machine.roster.newest
+    assert world.outcome.reason.count.commit == world.machine.roster.newest
 
 
 def test_deaths_after_another_commit_on_disk_do_not_add_up() -> None:
@@ -306,12 +312,6 @@ def test_deaths_after_another_commit_on_disk_do_not_add_up() -> None:
         world.tell(RankNote(member.start, "checkpoint", "goes on", resumed=(number, 10)))
 
     in_each_generation(world, die, lambda _: 30, 10)
-    assert world.outcome is None
-
-
-def test_a_worker_killed_at_different_places_does_not_end_a_job() -> None:
-    world = restarting(2)
-    in_each_generation(world, lambda _: world.kill("B0"), alternating, 20)
     assert world.outcome is None
 
 
@@ -337,26 +337,6 @@ def test_where_no_commit_was_heard_of_none_is_named() -> None:
     world.kill("A0")
     world.run(until=lambda: bool(world.records("restarted")))
     assert world.records("restarted")[0].reason == StateLost(0)
-
-
-# -- the count itself ----------------------------------------------------------------------------
-
-
-def test_progress_ends_a_row() -> None:
-    progress = ProgressCheck()
-    assert progress.note(OwnFailure("a", 3, 3)) == 0
-    assert progress.note(OwnFailure("a", 9, 6)) == 0
-    assert progress.note(OwnFailure("b", 9, 0)) == 0
-    assert progress.own == [OwnFailure("b", 9, 0)]
-
-
-def test_a_loss_ends_a_row_of_causes_and_a_cause_one_of_losses() -> None:
-    progress = ProgressCheck()
-    progress.note(OwnFailure("a", 3, 0))
-    progress.note_loss(MemberLoss(("A/w",), 3, False))
-    assert not progress.own
-    assert progress.note(OwnFailure("a", 3, 0)) == 0
-    assert not progress.losses
 
 
 # -- ranks that wait for each other in different operations ----------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.membership import EndRank, Phase, RankDied, RestartWorker, SlotGone, StopRequested
-from nbelastic.membership.failure_policy import LOSSES
-from nbelastic.membership.reasons import LossReason, RepeatedLoss, Text
+from nbelastic.membership.failure_policy import SAME_KIND
+from nbelastic.membership.reasons import Counted, LossReason, Text
 
 from .ranks import KILLED_AFTER, Script
 from .stories import batches, job, trained, workers
@@ -94,21 +94,21 @@ def test_deaths_at_the_same_commit_again_and_again_end_the_job() -> None:
     world = trained(job("A0", "B0", np=2, min_np=2, script=LONG), 5)
     in_each_generation(world, lambda _: world.crash("B0", CAUSE), lambda _: 1)
     reason = world.outcome.reason
-    assert isinstance(reason, RepeatedLoss)
-    assert (reason.times, reason.last_death) == (LOSSES, CAUSE)
-    assert [lost.detail for lost in reason.losses] == [CAUSE]
+    assert (reason.count.counted, reason.count.times) == (Counted.SAME_WORKER, SAME_KIND)
+    assert [lost.detail for lost in reason.causes] == [CAUSE]
+    assert reason.last_death == CAUSE
     assert world.outcome.error == "no_progress"
 
 
 def test_deaths_before_the_first_generation_end_the_job_with_their_cause() -> None:
     world = job("A0", np=1, script=Script(setup=1.0))
-    for _ in range(LOSSES):
+    for _ in range(SAME_KIND):
         world.run(until=lambda: world.worker("A0").holder is not None)
         world.crash("A0", CAUSE)
         world.run_for(0.1)
     assert world.outcome.error == "no_progress"
     assert world.outcome.reason.last_death == CAUSE
-    assert world.outcome.reason.times == LOSSES
+    assert world.outcome.reason.count.times == SAME_KIND
 
 
 # -- evicted ranks ---------------------------------------------------------------------------------

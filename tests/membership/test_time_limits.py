@@ -16,12 +16,12 @@ from nbelastic.membership import (
 )
 from nbelastic.membership.reasons import (
     AllWaited,
-    CannotForm,
+    Counted,
     DidNotEnd,
     LossReason,
     Lost,
-    NoCommit,
     RankId,
+    Tally,
 )
 
 from .ranks import Script
@@ -89,28 +89,6 @@ def test_all_waiting_for_each_other_is_a_reset_without_a_culprit() -> None:
     assert restarted(world) == []
     assert world.records("reset")[0].reason.causes == (AllWaited(20.0),)
     assert len(world.plans[1].members) == 2
-
-
-def test_all_waiting_for_each_other_three_times_in_a_row_fails() -> None:
-    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
-    for plans in (1, 2, 3):
-        world.run(until=lambda n=plans: len(world.plans) == n and world.phase() == Phase.RUNNING)
-        everybody_waits(world)
-    world.run()
-    assert world.outcome.error == "no_progress"
-    assert world.outcome.reason == AllWaited(20.0, times=3)
-    assert len(world.plans) == 3
-
-
-def test_a_commit_in_between_forgives_a_stall() -> None:
-    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
-    for plans in range(1, 6):
-        world.run(until=lambda n=plans: len(world.plans) == n and world.phase() == Phase.RUNNING)
-        world.run_for(1.0)
-        everybody_waits(world)
-    world.run_for(25.0)
-    assert world.outcome is None
-    assert len(world.plans) == 6
 
 
 def test_late_messages_evict_no_rank() -> None:
@@ -242,8 +220,8 @@ def test_ranks_that_can_never_connect_fail_the_job() -> None:
     never_connects(world, "A0")
     world.run()
     assert world.outcome.error == "no_progress"
-    assert isinstance(world.outcome.reason, CannotForm)
-    assert len(world.plans) == 5
+    assert world.outcome.reason.count == Tally(Counted.UNFORMED, 4, 4, 0)
+    assert len(world.plans) == 4
 
 
 def test_a_rank_that_cannot_connect_says_so_itself() -> None:
@@ -283,21 +261,3 @@ def test_a_job_ends_even_if_its_ranks_do_not() -> None:
     world.run(seconds=700.0)
     assert world.outcome.kind == "failed"
     assert restarted(world) == ["A0"]
-
-
-# -- faults without end ----------------------------------------------------------------------------
-
-
-def test_the_same_members_failing_without_a_commit_end_the_job() -> None:
-    script = Script(batches=2000, commit_every=500)
-    world = trained(job("A0", "B0", np=2, script=script), 5)
-    while world.outcome is None and len(world.plans) < 50:
-        plans = len(world.plans)
-        world.run(until=lambda n=plans: len(world.plans) == n and world.phase() == Phase.RUNNING)
-        world.run_for(0.1)
-        world.ranks[0].collective_failed()
-        world.run(until=lambda n=plans: len(world.plans) > n)
-    assert world.outcome.error == "no_progress"
-    assert isinstance(world.outcome.reason, NoCommit)
-    assert world.outcome.reason.times == 10
-    assert len(world.plans) == 10

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nbelastic.driver.describe import in_words
 from nbelastic.driver.status import DataStatus, Progress
 from nbelastic.membership import reasons
 from nbelastic.render import PARTS, STYLE, JobSnapshot, page
@@ -86,7 +85,7 @@ def test_warnings_are_on_the_page_with_what_to_do(state):
 
 def test_a_worker_that_leaves_is_on_the_page_with_its_time():
     notice = reasons.NoticeGiven("w3", reasons.NoticeSource.AWS, "terminate", 114.2)
-    words = in_words(reasons.Noticed((notice,), 1))
+    words = str(reasons.Noticed((notice,), 1))
     shown = Page(page(full(state="running", reason=words)))
     assert "worker w3 leaves in 1:54: AWS spot (terminate)" in shown.text
 

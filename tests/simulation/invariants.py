@@ -16,7 +16,7 @@ from nbelastic.membership import (
     RestartWorker,
     Stage,
 )
-from nbelastic.membership.failure_policy import OWN_FAILURES
+from nbelastic.membership.failure_policy import SAME_KIND
 from tests.membership.invariants import Checked
 
 from .calm import check_end
@@ -73,9 +73,7 @@ class Progress:
             again = cause and known is not None and version <= known[1] + 1
             self.vain = self.vain + 1 if again else 0
             assert not again or known is None or cause != known[0], f"{cause} again at {version}"
-            assert self.vain < OWN_FAILURES, (
-                f"{self.vain} resets in a row without progress: {cause}"
-            )
+            assert self.vain < SAME_KIND, f"{self.vain} resets in a row without progress: {cause}"
             self.before = (cause, version) if cause else None
 
 

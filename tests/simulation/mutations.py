@@ -13,8 +13,7 @@ from nbelastic.elastic import loop as elastic_loop
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.session import Session
 from nbelastic.elastic.state import ObjectState
-from nbelastic.membership import Machine, Phase, RankReady, Stage, rules
-from nbelastic.membership.failure_policy import OwnFailure
+from nbelastic.membership import Machine, Phase, RankReady, Stage, failure_policy, rules
 from nbelastic.membership.roster import Roster
 
 if TYPE_CHECKING:
@@ -169,9 +168,9 @@ def _samples_that_were_not_committed_stay_done(_: Any) -> Any:
     return lambda self, to: None
 
 
-@_mutation(OwnFailure, "repeats")
-def _one_commit_more_is_progress(original: Any) -> Any:
-    return lambda self, earlier: original(self, earlier) and self.version <= earlier.version
+@_mutation(failure_policy, "REPEATED_COMMITS")
+def _one_commit_more_is_progress(_: Any) -> Any:
+    return 0
 
 
 @_mutation(rules, "waits_for_finished")

@@ -144,7 +144,7 @@ class Machine:
         self.watch = MachineWatch(self, self._tell, lambda: self.now, lambda: self.now)
 
     def _tell(self, source: Any, notice: Any, soft: Any) -> None:
-        assert source.value == self.service.cloud
+        assert source.name.lower() == self.service.cloud
         self.told.append((self.now, notice, soft))
 
     def pass_time(self, until: float) -> None:

@@ -529,7 +529,7 @@ class ElasticPlugin(SchedulerPlugin):
         holder = None if slot is None else self._workers[slot].holder
         if slot is not None and holder is not None:
             gone = SlotGone(slot, LossReason.UNREADABLE, problem)
-            self._evict(slot, *holder, f"{gone.reason.value}: {problem}")
+            self._evict(slot, *holder, f"unreadable message: {problem}")
             self._heartbeats.send_beats(holder[0])
             self._event(holder[0], gone)
 

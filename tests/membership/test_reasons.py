@@ -1,0 +1,213 @@
+"""Each reason is a sentence that says what failed, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.membership import FRESH, LossReason, StopReason, UnusedReason, over
+from nbelastic.membership import reasons as why
+from nbelastic.membership.serial import plain, typed
+
+ONE, TWO = why.RankId(0, 0, "tcp://A0"), why.RankId(5, None, "tcp://B0")
+GONE = why.Lost(ONE, LossReason.WORKER_GONE)
+STALLED = why.Lost(ONE, LossReason.STALLED, seconds=20.0)
+RAISED = why.Lost(TWO, LossReason.RAISED, "ValueError: x")
+GAVE_UP = why.GenerationLeft(ONE, True, "loss is nan")
+SAME = why.Tally(why.Counted.SAME_WORKER, 4, 4, 5)
+TAKEN = why.UnusedGroup(UnusedReason.TAKEN, "other", 5, ("a", "b", "c"))
+FULL = why.UnusedGroup(UnusedReason.HOST_FULL, "1", 1, ("d",))
+SHORT = why.Presence(1, 3, 1, (TAKEN, FULL))
+SHORT_WORDS = (
+    "1 of at least 3 workers (1 more are there, but excluded because they failed) "
+    "(not used: 5 taken by job 'other' (a, b, c, and 2 more); "
+    "1 on a host that has slots_per_host=1 ranks already (d))"
+)
+
+SENTENCES = [
+    (GONE, "rank 0 on tcp://A0: its worker left the cluster"),
+    (RAISED, "start 5 on tcp://B0: ValueError: x"),
+    (why.Exclusion("worker", "tcp://A0", None), "worker tcp://A0 is excluded for good"),
+    (why.Exclusion("host", "A", 10.24), "host A is excluded for 10.2 s"),
+    (why.Exclusion("host", "A", 40.0, 3), "host A is excluded for 40.0 s, 3 times in a row"),
+    (GAVE_UP, "rank 0 on tcp://A0: loss is nan"),
+    (why.GenerationLeft(ONE, False), "rank 0 on tcp://A0: left its generation unasked"),
+    (
+        why.NotConnected((ONE, TWO), 8.0),
+        "not connected after 8 s: rank 0 on tcp://A0, start 5 on tcp://B0",
+    ),
+    (why.Unreachable(ONE, TWO), "rank 0 on tcp://A0 cannot reach start 5 on tcp://B0"),
+    (why.AllWaited(20.0), "all ranks waited for each other for 20 s (stall_timeout)"),
+    (
+        why.AllWaited(20.0, after_loop=True),
+        "all ranks waited for each other for 20 s (stall_timeout) after their elastic loop",
+    ),
+    (why.Reset((), 3), "a planned change → 3 ranks"),
+    (
+        why.Reset((GONE, GONE), 1),
+        "rank 0 on tcp://A0: its worker left the cluster → 1 rank",
+    ),
+    (why.Reset((GONE,), 2, SAME), f"{GONE} → 2 ranks ({SAME})"),
+    (
+        why.NoticeRevoked("w3", why.NoticeSource.AZURE),
+        "worker w3 stays: Azure has revoked its notice",
+    ),
+    (
+        why.NoticeGiven("w3", why.NoticeSource.AWS, "terminate", 114.2),
+        "worker w3 leaves in 1:54: AWS spot (terminate)",
+    ),
+    (
+        why.NoticeGiven("w3", why.NoticeSource.SIGNAL, "SIGUSR1", 60.0),
+        "worker w3 leaves in 1:00: signal (SIGUSR1)",
+    ),
+    (
+        why.NoticeGiven("w3", why.NoticeSource.AWS, "rebalance", 0.0, soft=True),
+        "worker w3 leaves once another is ready: AWS spot (rebalance)",
+    ),
+    (
+        why.GoneBeforeCommit("w3", 109.7),
+        "worker w3 has gone before its rank came to a commit, 110 s after it was asked to leave: "
+        "steps since the last commit are done again. Call state.check_host_updates() after each "
+        "batch, where ranks leave, too, or commit more often",
+    ),
+    (
+        why.NoneStays(),
+        "all workers with the state will go, and the job has no checkpoint: it starts over unless "
+        "another worker joins before. Pass checkpoint=, or add workers",
+    ),
+    (
+        why.Noticed((why.NoticeGiven("w3", why.NoticeSource.SLURM, "end", 59.6),), 3),
+        "worker w3 leaves in 1:00: SLURM's time limit; and 2 more",
+    ),
+    (why.Sharing(3, 6, ("resnet", "bert"), 2), "3 of 6 slots: shares with resnet, bert"),
+    (why.Sharing(0, 6, ("a", "b", "c"), 5), "0 of 6 slots: shares with a, b, c and 2 more"),
+    (
+        why.Sharing(1, 6, ("bert",), 1, suspended=True),
+        "suspended: 1 of 6 slots for its state, while others go first: bert",
+    ),
+    (
+        why.Sharing(0, 6, ("bert",), 1, suspended=True),
+        "suspended: its state is in its checkpoint, while others go first: bert",
+    ),
+    (why.ShareChanged(6, 3, ("bert",), 1), "6 → 3: shares with bert"),
+    (why.ShareChanged(3, None), "3 → all"),
+    (why.Connected(2, "shm"), "2 ranks over shared memory"),
+    (why.Connected(1, "solo"), "1 rank"),
+    (why.Transport("gloo", "no native part"), "tensors go over Gloo: no native part"),
+    (why.StateLost(7), "no rank is left that holds commit 7, the newest known one"),
+    (why.StateLost(0), "no rank is left that holds the state"),
+    (why.UserErrors(("a", "b")), "a; b"),
+    (why.UserErrors(("a",), why.Presence(1, 2)), "a; 1 of at least 2 workers"),
+    (why.RepeatedError("E: x", 3, True), "E: x (raised on 3 workers, in one generation)"),
+    (why.RepeatedError("E: x", 3, False), "E: x (raised on 3 workers, one after another)"),
+    (SAME, "the same worker was lost 4 times in a row at commit 5; the limit is 4"),
+    (
+        why.NoNewCommit((GONE,), SAME, "B0 was killed by signal 11 (SIGSEGV)"),
+        f"{GONE} ({SAME}, without progress; before that, B0 was killed by signal 11 (SIGSEGV))",
+    ),
+    (why.NoNewCommit((GAVE_UP,), SAME, "loss is nan"), f"{GAVE_UP} ({SAME}, without progress)"),
+    (
+        why.Tally(why.Counted.SAME_WORKER, 4, 4, FRESH),
+        "the same worker was lost 4 times in a row before the first generation; the limit is 4",
+    ),
+    (why.ResetLimit(2, ()), "reset_limit=2 is reached; next reset: a planned change"),
+    (
+        why.ReturnedEarly((ONE,), waiting=False),
+        "rank 0 on tcp://A0 returned while others train",
+    ),
+    (
+        why.ReturnedEarly((ONE,), waiting=True),
+        "ranks returned while others wait to train: rank 0 on tcp://A0",
+    ),
+    (
+        why.NoLoop(GONE),
+        "rank 0 on tcp://A0: its worker left the cluster; the function has no elastic loop, so it "
+        "cannot go back to a commit",
+    ),
+    (
+        why.RanksMissing(1, 2, (GONE,)),
+        "1 of 2 ranks ended before they returned; rank 0 on tcp://A0: its worker left the cluster",
+    ),
+    (why.SchedulerLost("the client is closed"), "the client is closed"),
+    (why.Stopping(StopReason.STOPPED, at_commit=True), "stopped by its user at a commit"),
+    (why.Stopping(StopReason.CANCELLED), "cancelled by its user"),
+    (
+        why.Stopping(StopReason.UNATTENDED, seconds=60.0),
+        "ended, because no kernel attached to it within 60 s",
+    ),
+    (SHORT, SHORT_WORDS),
+    (
+        why.Shortage(SHORT, 3, 12.5, 12.5, ("e",), "E: x", "e was killed by signal 9"),
+        f"{SHORT_WORDS} (min_np=3) after waiting 12.5 s (elastic_timeout=12.5); excluded after "
+        "failures: e; the last process that died: e was killed by signal 9; last error: E: x",
+    ),
+    (
+        why.Waiting(why.Presence(1, 3), 10.2, 100.0),
+        "1 of at least 3 workers; waiting 10 s of 100 s for 2 more",
+    ),
+    (
+        why.NotUsed((TAKEN,)),
+        "not used: 5 taken by job 'other' (a, b, c, and 2 more)",
+    ),
+    (TAKEN, "5 taken by job 'other' (a, b, c, and 2 more)"),
+    (why.StopPending(), "stopping at the next commit"),
+    (why.WaitingForRanks(1, 4), "waiting for 1 rank to leave generation 4"),
+    (why.WaitingForRanks(2, 0), "waiting for 2 ranks to be ready"),
+    (
+        why.WaitingForRanks(1, 0, (why.UnusedGroup(UnusedReason.BUSY, "", 1, ("d",)),)),
+        "waiting for 1 rank to be ready "
+        "(not used: 1 busy with other tasks of Dask, which its rank waits for (d))",
+    ),
+    (why.KernelLost(60.0), "its kernel is gone; it goes on for up to 60 s"),
+    (why.KernelAttached(), "a kernel has attached to it"),
+    (why.Text("commit 3 is in a file"), "commit 3 is in a file"),
+    (why.EndOrder(why.EndReason.SCALED_DOWN), "the job was scaled down"),
+    (why.StepsDiffer(), "the ranks left their elastic loop at different steps"),
+]
+
+LONG = [
+    (why.DidNotEnd(ONE, 10.0), ["did not end within 10 s", "restarted"]),
+    (why.CannotJoin(ONE, "StateMismatch: x"), ["rank 0 on tcp://A0", "StateMismatch: x"]),
+    (why.LoopsDiffer(ONE, TWO), ["tcp://A0 has reached the end", "ElasticSampler"]),
+    (why.OperationsDiffer((ONE, TWO), ("a", "b")), ["tcp://A0: a", "tcp://B0: b", "same order"]),
+    (why.PlacesDiffer(), ["different places", "same order"]),
+    (why.PastFirstLoop(2), ["no rank can join any more", "elastic loop 2", "into one"]),
+    (why.PastFirstLoop(2, 1, 3), ["1 of at least 3 ranks are left, and none can join"]),
+    (why.NeverMet(3, ("Lightning",)), ["3 separate trainings\n", "Imported in the ranks: Light"]),
+    (why.WeightsDiffer(("SGD",)), ["different parameters\n", "SGD is not wrapped"]),
+    (why.WeightsDiffer(()), ["different parameters\n", "by itself"]),
+]
+
+
+@pytest.mark.parametrize(("reason", "sentence"), SENTENCES, ids=lambda each: type(each).__name__)
+def test_a_reason_as_a_sentence(reason: why.Reason, sentence: str) -> None:
+    assert str(reason) == sentence
+
+
+@pytest.mark.parametrize(("reason", "facts"), LONG, ids=lambda each: type(each).__name__)
+def test_a_long_sentence_has_the_facts(reason: why.Reason, facts: list[str]) -> None:
+    assert [fact for fact in facts if fact not in str(reason)] == []
+
+
+def test_all_reasons_are_here_and_survive_a_message() -> None:
+    reasons = [reason for reason, _ in [*SENTENCES, *LONG]]
+    assert set(why.Reason.__subclasses__()) == {*map(type, reasons)}
+    assert [typed(why.Reason, plain(reason)) for reason in reasons] == reasons
+
+
+@pytest.mark.parametrize("loss", LossReason)
+def test_each_loss_has_words(loss: LossReason) -> None:
+    words = str(why.Lost(ONE, loss, "detail", 3.0))
+    assert words.startswith("rank 0 on tcp://A0: ")
+    assert "{" not in words
+
+
+@pytest.mark.parametrize("unused", UnusedReason)
+def test_each_unused_worker_has_words(unused: UnusedReason) -> None:
+    assert str(why.UnusedGroup(unused, "detail", 1, ("a",))).endswith(" (a)")
+
+
+def test_ways_of_tensors() -> None:
+    assert [over(backend) for backend in ("", "solo", "pygloo")] == ["", "", "over pygloo"]
+    assert over("hierarchical") == "over shared memory and Gloo"
+    assert over("cuda_ipc") == "over CUDA IPC"
+    assert over("nccl") == "over NCCL"
