@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nbelastic.elastic.checkpoint.manager import CheckpointManager
-    from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
-    from nbelastic.elastic.shards import Deal
+    from nbelastic.elastic.sampler import SamplerProgress, SamplerSnapshot, ShardSampler
     from nbelastic.elastic.supervision import Supervision
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -449,7 +448,7 @@ class ObjectState(State):
     def sync(self) -> None:
         """Make all ranks equal to rank ``current().source``, and save.
 
-        The samples that each rank has recorded are added up. All ranks call this together.
+        Ranks agree on the samples that are done. All ranks call this together.
         """
         context = current()
         context.communicator()
@@ -471,7 +470,7 @@ class ObjectState(State):
         """Add to the last commit what a checkpoint needs of other ranks. All ranks call this."""
 
     def leave(self) -> None:
-        """Add up the samples that ranks have recorded, before some of them leave."""
+        """Agree on the samples that are done, before some ranks leave."""
         self._come_together(behind=(), receivers=(), resumed=True)
 
     def _come_together(
@@ -480,11 +479,11 @@ class ObjectState(State):
         """Exchange everything, then take it over."""
         context = current()
         samplers = self._samplers()
-        deals: Sequence[Deal] = ()
+        agreed: Sequence[SamplerProgress] = ()
         if samplers:
-            from nbelastic.elastic.progress_agreement import agree_on_progress
+            from nbelastic.elastic.sampler import agree_on_progress
 
-            deals = agree_on_progress(samplers, context, behind)
+            agreed = agree_on_progress([each.progress() for each in samplers], context, behind)
         if context.rank in receivers or (receivers and context.rank == context.source):
             members = [context.source, *receivers]
             payload = self._pack() if context.rank == context.source else None
@@ -492,8 +491,8 @@ class ObjectState(State):
             payload = spread(context.communicator(), members, payload, buffer)
             if context.rank != context.source:
                 self._take_over(payload, context.source)
-        for sampler, deal in zip(samplers, deals, strict=True):
-            sampler.install(deal, context.rank, resumed=resumed)
+        for sampler, progress in zip(samplers, agreed, strict=True):
+            sampler.install(progress, context.rank, context.size, resumed=resumed)
         self._aligned = True
 
     def _take_over(self, payload: StatePayload, source: int) -> None:

@@ -159,9 +159,9 @@ def _a_driver_that_was_away_keeps_its_epoch(original: Any) -> Any:
     return attach
 
 
-@_mutation(ShardSampler, "merge_claims")
+@_mutation(ShardSampler, "progress")
 def _samples_are_dealt_without_settling_what_was_done(original: Any) -> Any:
-    return lambda self, claims, size: original(self, [], size)
+    return lambda self: original(self)._replace(done=self._deal.done)
 
 
 @_mutation(ShardSampler, "go_back")

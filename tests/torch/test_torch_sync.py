@@ -276,7 +276,7 @@ def test_a_step_that_was_left_half_way_is_dropped_by_a_restore() -> None:
     assert first == second
 
 
-def test_a_planned_leave_adds_up_what_all_have_done() -> None:
+def test_at_a_planned_leave_what_all_have_done_counts() -> None:
     def main(context: StaticContext) -> object:
         first, second = ShardSampler(range(30)), ShardSampler(range(9))
         state = TorchState(samplers=[first, second])
@@ -285,7 +285,7 @@ def test_a_planned_leave_adds_up_what_all_have_done() -> None:
         state.leave()
         return first.processed_num, second.processed_num
 
-    assert run_ranks(3, main) == [(9, 3)] * 3
+    assert run_ranks(3, main) == [(6, 3)] * 3
 
 
 def test_sparse_tensors_are_kept_and_sent() -> None:

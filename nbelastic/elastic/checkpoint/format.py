@@ -24,7 +24,7 @@ from nbelastic.errors import NbelasticError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-FORMAT = 4
+FORMAT = 5
 CHECKSUM = "nbelastic.checksum"
 """Name of the tensor that holds the digest."""
 

@@ -12,7 +12,6 @@ source loads it, and the others receive the state as newcomers do.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import time
 from dataclasses import dataclass, field
@@ -33,9 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.elastic.checkpoint.format import Checkpoint, StoredTensor
-    from nbelastic.elastic.sampler import ShardSampler
+    from nbelastic.elastic.sampler import SamplerProgress
     from nbelastic.elastic.session import Session
-    from nbelastic.elastic.shards import Deal
     from nbelastic.elastic.state import State
     from nbelastic.membership import Plan
 
@@ -263,9 +261,9 @@ class CheckpointManager:
 
     def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
         session, state, header = self._session, self._state, checkpoint.header
-        payload, (_, wires) = unstored(checkpoint.tensors)
+        payload, (_, progress) = unstored(checkpoint.tensors)
         samplers = state._samplers()
-        lengths = [wire[0] for wire in wires]
+        lengths = [each.length for each in progress]
         if lengths != [len(sampler.dataset) for sampler in samplers]:
             raise StateMismatch(
                 f"{path} was made with samplers of {lengths} samples; "
@@ -280,9 +278,8 @@ class CheckpointManager:
             ) from None
         except Exception as error:  # whatever the user's classes raise: it must not pass as theirs
             raise NbelasticError(f"{path} does not fit the state: {error}") from error
-        for sampler, wire in zip(samplers, wires, strict=True):
-            deal = sampler.unpack(wire, session.size)
-            sampler.install(deal, session.rank, resumed=True)
+        for sampler, each in zip(samplers, progress, strict=True):
+            sampler.install(each, session.rank, session.size, resumed=True)
         state.save()
         detail = f"goes on from {path} (commit {header.version} of job {header.job})"
         self._report(detail, (header.generation, header.version))
@@ -301,18 +298,20 @@ class CheckpointManager:
             A peer has failed.
         """
         if self._session.version % self._spec.every == 0:
-            from nbelastic.elastic.progress_agreement import agree_on_progress
+            progress = self._progress()
+            if progress:
+                from nbelastic.elastic.sampler import agree_on_progress
 
-            deals = agree_on_progress(self._samplers_at_commit(), self._session)
+                progress = agree_on_progress(progress, self._session)
             self._state._complete_commit()
             if self._session.rank == 0 and not self._writer.busy:
-                self._begin(deals)
+                self._begin(progress)
 
     def save(self) -> None:
         """Begin to write the last commit: the job is suspended, and this rank has its state."""
         present = (self._session.generation, self._session.version)
         if self._writer.written != present and not self._writer.busy:
-            self._begin(self._progress_alone())
+            self._begin(self._progress())
 
     def left(self) -> None:
         """Record that the generation was left as planned, at the last commit."""
@@ -351,42 +350,29 @@ class CheckpointManager:
         self._writer.wait(deadline, self._on_progress)
         present = (self._session.generation, self._session.version)
         if self._writer.written != present and not self._writer.busy:
-            self._begin(self._progress_alone())
+            self._begin(self._progress())
             self._writer.wait(deadline, self._on_progress)
         if self._writer.busy:
             self._report(f"the last one was given up after {longest:g} s")
             self._writer.abandon()
 
-    def _samplers_at_commit(self) -> list[ShardSampler]:
-        """Return copies of the samplers as they were at the last commit."""
-        twins = []
-        for sampler, snapshot in self._state._samplers_at_commit():
-            twin = copy.copy(sampler)
-            twin.go_back(snapshot)
-            twins.append(twin)
-        return twins
+    def _progress(self) -> list[SamplerProgress]:
+        """Return the progress of the samplers at the last commit, exact in lockstep."""
+        return [snapshot.progress for _, snapshot in self._state._samplers_at_commit()]
 
-    def _progress_alone(self) -> list[Deal]:
-        """Return the deals at the last commit without an exchange between ranks.
-
-        They assume that the others have done the same positions as this rank: exact in lockstep.
-        """
-        size = self._session.size
-        return [twin.merge_claims([twin.claim()], size) for twin in self._samplers_at_commit()]
-
-    def _begin(self, deals: Sequence[Deal]) -> None:
+    def _begin(self, progress: Sequence[SamplerProgress]) -> None:
         """Copy the last commit, and begin to write it."""
         try:
-            self._writer.begin(*self._copy(deals))
+            self._writer.begin(*self._copy(progress))
         except (
             Exception
         ) as error:  # pickling runs code of any class; memory or threads may be short
             known = isinstance(error, NbelasticError)
             self._report(f"the state cannot be copied: {error if known else repr(error)}")
 
-    def _copy(self, deals: Sequence[Deal]) -> tuple[Header, dict[str, StoredTensor]]:
+    def _copy(self, progress: Sequence[SamplerProgress]) -> tuple[Header, dict[str, StoredTensor]]:
         session = self._session
-        more = (type(self._state)._as_dict, [deal.pack() for deal in deals])
+        more = (type(self._state)._as_dict, list(progress))
         tensors = stored(self._state._pack_commit(), more)
         header = Header(
             job=session.spec.job,
