@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 from nbelastic.elastic.checkpoint.manager import checkpointing
 from nbelastic.elastic.context import current
 from nbelastic.elastic.session import Session
+from nbelastic.elastic.state import hooks_of
 from nbelastic.elastic.supervision import Supervision
 from nbelastic.elastic.timeline import timeline
 from nbelastic.elastic.torch_modes import TorchModes
@@ -67,13 +68,14 @@ UNASKED = (
 
 def _train(session: Session, state: State, call: Callable[[], object]) -> object:
     loop = session.next_loop()
-    supervision = state._supervision = Supervision(session, state)
+    supervision, on_commit = Supervision(session, state), hooks_of(state).on_commit
     try:
         with checkpointing(session, state, loop) as checkpoints:
+            on_commit.append(supervision.committed)
             return _train_on(session, state, call, loop, checkpoints, supervision)
     finally:
         supervision.close()
-        state._supervision = None
+        on_commit.clear()
 
 
 def _train_on(
@@ -106,7 +108,7 @@ def _train_on(
             checkpoints.begun()
             supervision.begun(resumed=checkpoints.resumed)
             try:
-                state._run_due()
+                hooks_of(state).run_due()
                 result = call()
             except BaseException:  # perhaps in an evaluation without gradients
                 modes.restore()

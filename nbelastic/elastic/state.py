@@ -20,6 +20,7 @@ import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nbelastic.elastic.commit_store import CommitStore, StateHooks
 from nbelastic.elastic.context import current, zero_is_source
 from nbelastic.elastic.in_place import Originals, adopt
 from nbelastic.elastic.state_payload import StatePayload
@@ -36,9 +37,7 @@ from nbelastic.pickling import dumps, failing_part
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from nbelastic.elastic.checkpoint.manager import CheckpointManager
-    from nbelastic.elastic.sampler import SamplerProgress, SamplerSnapshot, ShardSampler
-    from nbelastic.elastic.supervision import Supervision
+    from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -57,8 +56,7 @@ class State:
     the elastic loop.
     """
 
-    _checkpoints: CheckpointManager | None = None  # while the elastic loop runs, if the job has any
-    _supervision: Supervision | None = None  # while it runs in a job
+    _on_commit: Sequence[Callable[[], None]] = ()  # of the elastic loop, while it runs in a job
 
     def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
         del bcast_object, get_rank  # Horovod's signature; the loop knows both
@@ -105,10 +103,8 @@ class State:
         with timeline.span("COMMIT"):
             self.save()
         current().committed()
-        if self._checkpoints is not None:
-            self._checkpoints.committed()
-        if self._supervision is not None:
-            self._supervision.committed()
+        for call in self._on_commit:
+            call()
         self.check_host_updates()
 
     def set_total(self, *, epoch: int, batch: int = 0) -> None:
@@ -157,7 +153,7 @@ class State:
         """Do what takes time only once, before other ranks wait. Called on newcomers."""
 
     def _run_due(self) -> None:
-        """Call functions that are due at the last commit. Called by the elastic loop."""
+        """Call functions that are due at the last commit."""
 
     def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Return values of trained parameters, and optimizers that do not average gradients."""
@@ -294,7 +290,7 @@ class ObjectState(State):
         if not callable(function):
             raise OptionError(f"every({commits}, {function!r}): must be a function")
         key = name or str(getattr(function, "__qualname__", type(function).__qualname__))
-        if self._supervision is not None:
+        if self._on_commit:
             raise OptionError(
                 f"every({commits}, {key}): call it before the elastic loop, after the state is made"
             )
@@ -385,9 +381,9 @@ class ObjectState(State):
         """Return names of values that a checkpoint cannot have."""
         return []
 
-    def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
-        """Return the samplers with their snapshots of the last commit."""
-        return self._saved_samplers
+    def _progress_at_commit(self) -> list[SamplerProgress]:
+        """Return the progress of the samplers at the last commit."""
+        return [snapshot.progress for _, snapshot in self._saved_samplers]
 
     def _unpack(self, payload: StatePayload) -> None:
         """Take over values that another rank has packed.
@@ -503,6 +499,26 @@ class ObjectState(State):
                 f"the state of rank {source} does not fit the one that this rank has built: "
                 f"{error}. All ranks must build the same state"
             ) from None
+
+
+def hooks_of(state: State) -> StateHooks:
+    """Return what the elastic loop needs of a state."""
+    on_commit = state.__dict__.setdefault("_on_commit", [])
+    return StateHooks(on_commit, state._run_due, state._sample, state._moving_values)
+
+
+def store_of(state: ObjectState) -> CommitStore:
+    """Return what checkpoints need of a state."""
+    return CommitStore(
+        pack=state._pack_commit,
+        progress=state._progress_at_commit,
+        complete=state._complete_commit,
+        unwritable=state._unwritable,
+        as_dict=type(state)._as_dict,
+        unpack=state._unpack,
+        samplers=state._samplers,
+        adopt_settings=state._adopt_settings,
+    )
 
 
 def refuse_by_name(

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nbelastic.elastic.session import Session, warn
+from nbelastic.elastic.state import hooks_of
 from nbelastic.membership import FRESH, WeightsSampled
 
 if TYPE_CHECKING:
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from nbelastic.elastic.commit_store import Sample
     from nbelastic.elastic.context import Context
     from nbelastic.elastic.state import State
-
-Sample = tuple[float, ...]
 
 MOMENTS = (1, 10, 100)
 """Commits of a generation after which parameters are sampled, in addition to the loop's end.
@@ -98,6 +98,7 @@ class Supervision:
     def __init__(self, session: Session, state: State) -> None:
         self._session = session
         self._state = state
+        self._hooks = hooks_of(state)
         self._began = time.monotonic()
         self._exchanges = 0
         self._commits = 0  # of the present generation
@@ -147,7 +148,7 @@ class Supervision:
         if before is None or session.size == 1 or session.rank != 0:
             return
         try:
-            self._moving = now = self._state._moving_values()
+            self._moving = now = self._hooks.moving_values()
         except Exception:  # attributes of users' classes raise what they like
             return
         names = [name for name, token in now.items() if before.get(name, token) != token]
@@ -184,7 +185,7 @@ class Supervision:
 
     def _sample_of_state(self) -> tuple[Sample, tuple[str, ...]]:
         """Return what the state trains; if it has no parameters, what optimizers have stepped."""
-        values, plain = self._state._sample()
+        values, plain = self._hooks.sample()
         stepped = self._session.stepped
         if stepped is None:
             return values, plain

@@ -12,6 +12,7 @@ from nbelastic.elastic import supervision
 from nbelastic.elastic.context import LocalContext
 from nbelastic.elastic.runtime import RankSpec
 from nbelastic.elastic.session import Session
+from nbelastic.elastic.state import State
 from nbelastic.elastic.supervision import (
     NEVER_COMMITTED,
     NO_COMMIT,
@@ -33,7 +34,7 @@ class Notes(list):
         return [note.moment for note in self if isinstance(note, WeightsSampled)]
 
 
-class Sampled:
+class Sampled(State):
     """A state of which only its sample is known."""
 
     values = (1.0, 2.0)

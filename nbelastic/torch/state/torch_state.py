@@ -47,7 +47,7 @@ from nbelastic.torch.state.structure import changes, check_fit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from nbelastic.elastic.sampler import SamplerSnapshot
+    from nbelastic.elastic.sampler import SamplerProgress
     from nbelastic.torch.state.commit import Commit
     from nbelastic.torch.state.flatten import Node
     from nbelastic.torch.state.handlers import StateHandler
@@ -463,8 +463,8 @@ class TorchState(ObjectState):
             obj.update(sampler)
         return {name: unflattener.unflatten(node) for name, node in nodes.items()}
 
-    def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
-        return self._commit.samplers
+    def _progress_at_commit(self) -> list[SamplerProgress]:
+        return [snapshot.progress for _, snapshot in self._commit.samplers]
 
     def _unpack(self, payload: StatePayload) -> None:
         values = self._values()
