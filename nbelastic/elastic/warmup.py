@@ -37,21 +37,8 @@ def warm_up(
 ) -> ReceiveBuffer | None:
     """Prepare to join ranks that train, or to be joined where a rank is to train alone.
 
-    Parameters
-    ----------
-    spec : RankSpec
-        The rank as the driver foresees it.
-    alone : Rendezvous
-        A rendezvous of this rank alone.
-    runtime : RankRuntime
-        What the rank forms generations with.
-    prepare_to_join : callable or None
-        Takes the memory that the first step will take. Called where other ranks train already.
-
-    Returns
-    -------
-    ReceiveBuffer or None
-        Memory for the state that the rank will receive, if it will receive one.
+    Returns memory for the state that the rank will receive, if it will receive one. Then other
+    ranks train already, and `prepare_to_join` touches the memory of the first step.
     """
     runtime.on_set_up()
     buffer = None
@@ -68,11 +55,6 @@ def form_alone(rendezvous: Rendezvous) -> None:
     """Form a generation of two ranks, both this one, and close it.
 
     Errors are ignored, because the next generation that is formed will report them.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        Its job name, store and backend are used.
     """
     terms = replace(rendezvous, generation=1, size=2, timeout_s=LIMIT_S)
     if terms.backend in ("cuda_ipc", "nccl"):  # ranks of one process share a GPU
