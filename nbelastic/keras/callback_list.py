@@ -37,12 +37,12 @@ class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
         self._epoch: int | None = None
 
     def set_params(self, params: Any) -> None:
-        """Give it the parameters of the training."""
+        """Pass on the parameters of the training."""
         super().set_params(params)
         self.callback.set_params(params)
 
     def set_model(self, model: Any) -> None:
-        """Give it the model."""
+        """Pass on the model."""
         super().set_model(model)
         self.callback.set_model(model)
 
@@ -76,45 +76,26 @@ class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
             self.callback.on_epoch_begin(epoch, logs)
         self._epoch = epoch
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """End an epoch."""
-        if self._ready():
-            self.callback.on_epoch_end(epoch, logs)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begin a batch."""
+def _forwarded(name: str) -> Any:
+    def method(self: OnRankZero, *args: Any, **kwargs: Any) -> None:
         if self._ready():
-            self.callback.on_train_batch_begin(batch, logs)
+            getattr(self.callback, name)(*args, **kwargs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """End a batch."""
-        if self._ready():
-            self.callback.on_train_batch_end(batch, logs)
+    return method
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Begin a validation."""
-        if self._ready():
-            self.callback.on_test_begin(logs)
 
-    def on_test_end(self, logs: Any = None) -> None:
-        """End a validation."""
-        if self._ready():
-            self.callback.on_test_end(logs)
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begin a batch of a validation."""
-        if self._ready():
-            self.callback.on_test_batch_begin(batch, logs)
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """End a batch of a validation."""
-        if self._ready():
-            self.callback.on_test_batch_end(batch, logs)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """End."""
-        if self._ready():
-            self.callback.on_train_end(logs)
+for _name in (
+    "on_epoch_end",
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_test_begin",
+    "on_test_end",
+    "on_test_batch_begin",
+    "on_test_batch_end",
+    "on_train_end",
+):
+    setattr(OnRankZero, _name, _forwarded(_name))
 
 
 class RankZeroModel:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from nbelastic.elastic.context import current, current_or_none
+from nbelastic.keras.backends import Backend, Reduction
 from nbelastic.keras.reduce import reduce
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
 
@@ -93,7 +94,7 @@ def rates_of(optimizer: Any) -> list[Any]:
     return [each for each in rates if hasattr(each, "assign")]
 
 
-class TorchReduction:
+class TorchReduction(Reduction):
     """Gradients that are reduced during backward, and an update that waits for them.
 
     Attributes
@@ -234,10 +235,6 @@ class TorchReduction:
                 gradients = [g / size if id(v) in self._local else g for g, v in pairs]
             apply(gradients, variables)
 
-    def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Refuse: there is no need of it on this back end."""
-        raise RuntimeError("stateless_apply() does not reduce gradients on the torch back end")
-
     def synchronize(self, optimizer: Any) -> None:
         """Wait for the reduced gradients, which are then in ``variable.value.grad``."""
         if not optimizer.built:
@@ -258,7 +255,7 @@ class TorchReduction:
         self._update = self._given = None
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Adapter of the back end torch."""
 
     name = "torch"
@@ -273,13 +270,6 @@ class TorchBackend:
         """Copy values into variables."""
         for variable, value in zip(variables, values, strict=True):
             variable.value.copy_(value)
-
-    def prepare(self, model: Any) -> str:
-        """Do nothing."""
-        return ""
-
-    def settle(self, model: Any) -> None:
-        """Do nothing: variables always hold their values."""
 
     def reduction(self, options: KerasOptions) -> TorchReduction:
         """Return a new reduction of gradients."""
@@ -298,6 +288,3 @@ class TorchBackend:
     def from_torch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself."""
         return tensor
-
-    def raised(self) -> None:
-        """Return None: PyTorch hides no errors."""
