@@ -21,26 +21,11 @@ if TYPE_CHECKING:
 
 
 class Balancer:
-    """Quotas of the present generation, even or by the speed of ranks.
-
-    Parameters
-    ----------
-    micro_batches : int
-        Micro-batches of a step: V.
-    by_speed : bool
-        Whether quotas follow the speed of ranks.
-
-    Attributes
-    ----------
-    timed : StepShare or None
-        The last step of the present quotas.
-    watch : Stopwatch
-        Of the micro-batch that this rank computes.
-    """
+    """Quotas of the present generation, even or by the speed of ranks."""
 
     def __init__(self, micro_batches: int, *, by_speed: bool) -> None:
-        self.timed: StepShare | None = None
-        self.watch = Stopwatch()
+        self.timed: StepShare | None = None  # the last step of the present quotas
+        self.watch = Stopwatch()  # of the micro-batch that this rank computes
         self._micro_batches = micro_batches
         self._by_speed = by_speed
         self._pace = Pace()

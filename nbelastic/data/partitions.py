@@ -140,19 +140,8 @@ class Dask(UnitSource):
     def hold(self, keys: Sequence[Sequence[str]], rows: Sequence[Sequence[int]], size: int) -> None:
         """Take the keys of partitions in the cluster's memory; ``fit`` calls this.
 
-        Parameters
-        ----------
-        keys : sequence
-            For each partition a key for each collection.
-        rows : sequence
-            For each partition its rows in each collection.
-        size : int
-            Bytes of all.
-
-        Raises
-        ------
-        OptionError
-            Collections have partitions of differing sizes.
+        `keys` and `rows` have for each partition a key, and a number of rows, for each collection.
+        `size` is in bytes, of all.
         """
         self._take_sizes(rows, size)
         self._keys = [tuple(each) for each in keys]

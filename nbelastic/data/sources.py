@@ -28,35 +28,20 @@ _FETCHING = 1
 
 
 class WorkItem(NamedTuple):
-    """A micro-batch to be fetched.
+    """A micro-batch to be fetched."""
 
-    Attributes
-    ----------
-    seed : int
-        Seed of the epoch, from which those of its rows are made.
-    rows : list of int
-        Rows of the micro-batch, by their indices in the source.
-    """
-
-    seed: int
-    rows: list[int]
+    seed: int  # of the epoch, from which those of its rows are made
+    rows: list[int]  # by their indices in the source
 
 
 class RowSource(Protocol):
     """Rows that a loader deals to micro-batches.
 
     Which rows make up a micro-batch is decided by the loader alone. A source may fetch ahead.
-
-    Attributes
-    ----------
-    name : str
-        What the user calls it.
-    is_open : bool
-        Whether the end of an epoch is not known before it has come.
     """
 
-    name: str
-    is_open: bool = False
+    name: str  # what the user calls it
+    is_open: bool = False  # the end of an epoch is not known before it has come
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -94,7 +79,7 @@ class RowSource(Protocol):
         return
 
     def exchange_states(self, dealing: Dealing, step: int, context: Context | None) -> bool:
-        """Have all ranks know from where others can go on in a step; return whether that is more.
+        """Tell all ranks from where others can go on in a step; return whether that is more.
 
         All ranks call this together, between two steps.
         """
@@ -116,29 +101,14 @@ class RowSource(Protocol):
         """Return what the order depends on, apart from the deal, in the source's own words."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over an order.
-
-        Raises
-        ------
-        StateMismatch
-            It is that of other rows. Nothing has changed.
-        """
+        """Take over an order; StateMismatch, and no change, if it is that of other rows."""
 
 
 class MapSource(RowSource):
     """Map-style dataset, read by a ``DataLoader`` whose unit of work is one micro-batch.
 
     Random generators are seeded before each row, so what a dataset draws for it does not depend on
-    the number of ranks or of workers.
-
-    Parameters
-    ----------
-    dataset : torch.utils.data.Dataset
-        Anything with ``len()`` and ``[]``.
-    collate_fn : callable, optional
-        Makes a batch of a list of rows.
-    **options
-        Further options of ``DataLoader``, such as ``num_workers``.
+    the number of ranks or of workers. `options` are those of ``DataLoader``.
     """
 
     def __init__(

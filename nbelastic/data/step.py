@@ -120,14 +120,10 @@ class Step:
 
     @contextlib.contextmanager
     def _outside_of_loop(self) -> Iterator[None]:
-        """Have a backward() find this step, and be refused, if the loop has left it.
+        """Make a backward() find this step, and be refused, if the loop has left it.
 
-        ``next(iter(loader))`` ends its loop at once. Its batches can be looked at.
-
-        Raises
-        ------
-        RuntimeError
-            The loop has gone on to the next step.
+        ``next(iter(loader))`` ends its loop at once. Its batches can be looked at. If the loop has
+        gone on to the next step, they cannot.
         """
         share, context = self._share, current_or_none()
         if share.over and self._ended:

@@ -44,31 +44,15 @@ WITHOUT_STATES = (
 
 
 class StreamSource(abc.ABC):
-    """Units of unknown length, each read by one stream from its start.
+    """Units of unknown length, each read by one stream from its start."""
 
-    Attributes
-    ----------
-    name : str
-        What the user calls it, for errors.
-    in_order : bool
-        Whether units are never permuted.
-    states_every : int or None
-        Steps from one exchange of marks to the next; None for no marks.
-    """
-
-    name: str
-    in_order = False
-    states_every: int | None = None
+    name: str  # what the user calls it, for errors
+    in_order = False  # units are never permuted
+    states_every: int | None = None  # steps from one exchange of marks to the next; None: no marks
 
     @abc.abstractmethod
     def count(self, streams: int) -> int:
-        """Return the number of units for so many streams.
-
-        Raises
-        ------
-        OptionError
-            There are fewer units than streams.
-        """
+        """Return the number of units for so many streams, which must not be fewer."""
 
     @abc.abstractmethod
     def open(self, unit: int, streams: int, epoch: int) -> Iterable[Any]:
@@ -241,16 +225,7 @@ class Shards(StreamSource):
 
 
 class StreamRows(RowSource):
-    """Micro-batches of streams; see :mod:`nbelastic.data.leases` for what is in a commit.
-
-    Parameters
-    ----------
-    source : StreamSource
-    micro_batches : int
-        Number of streams: V.
-    collate_fn : callable, optional
-        Makes a batch of a list of rows.
-    """
+    """Micro-batches of streams; see :mod:`nbelastic.data.leases` for what is in a commit."""
 
     is_open = True
 
@@ -408,7 +383,7 @@ class StreamRows(RowSource):
                 raise DataError(f"{self.name}: no unit has a row")
 
     def exchange_states(self, dealing: Dealing, step: int, context: Context | None) -> bool:
-        """Have all ranks know the states of streams before a step; return whether one is newer.
+        """Tell all ranks the states of streams before a step; return whether one is newer.
 
         All ranks call this together, between two steps.
 
@@ -454,13 +429,7 @@ class StreamRows(RowSource):
         return self._state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over table and marks.
-
-        Raises
-        ------
-        StateMismatch
-            They are those of other units.
-        """
+        """Take over table and marks, unless they are those of other units."""
         units = state_dict.get("units", self._state["units"])
         if units != self._state["units"]:
             raise StateMismatch(

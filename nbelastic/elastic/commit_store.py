@@ -1,4 +1,4 @@
-"""What the elastic loop and checkpoints need of a state.
+"""Interface of a state to the elastic loop and to checkpoints.
 
 Users choose the names of a state's attributes. So these functions are kept apart from them;
 :func:`~nbelastic.elastic.state.hooks_of` and :func:`~nbelastic.elastic.state.store_of` return them.

@@ -358,13 +358,6 @@ def agree_on_progress(
 
     It is the least of the ranks with the newest state: all but those `behind`, which are the same
     on all ranks.
-
-    Raises
-    ------
-    NbelasticError
-        Ranks have other numbers of samplers.
-    StateMismatch
-        This rank's dataset has another length than the source's.
     """
     if not mine:
         return []

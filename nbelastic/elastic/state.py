@@ -388,10 +388,7 @@ class ObjectState(State):
     def _unpack(self, payload: StatePayload) -> None:
         """Take over values that another rank has packed.
 
-        Raises
-        ------
-        StateMismatch
-            They do not fit this state, which has not changed.
+        If they do not fit, StateMismatch is raised, and nothing has changed.
         """
         values, _, *more = pickle.loads(payload.head)
         samplers = self._samplers()
@@ -528,23 +525,10 @@ def refuse_by_name(
     done: str = "copied at each commit",
     use: Callable[[Any], object] | None = None,
 ) -> None:
-    """Raise a better error, if one of the values alone raises, too.
+    """Raise a better error, if one of the values alone raises, too: with the place of its part.
 
-    Parameters
-    ----------
-    error : Exception
-        The error.
-    values : mapping of str to object
-        The values of a state by name.
-    known : iterable of object
-        Values that are kept in another way.
-    done, use
-        What is done with all others, as text and as function; by default a deep copy.
-
-    Raises
-    ------
-    NbelasticError
-        With the place of the part that cannot be copied or sent.
+    `known` are values that are kept in another way. `done` and `use` are what is done with all
+    others, as text and as function; by default a deep copy.
     """
     memo = {id(each): each for each in known}
     for name, value in values.items():

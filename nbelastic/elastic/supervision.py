@@ -85,15 +85,7 @@ MOST_NAMES = 5
 
 
 class Supervision:
-    """Supervises one elastic loop on one rank.
-
-    Parameters
-    ----------
-    session : Session
-        The rank.
-    state : State
-        The state that the loop trains.
-    """
+    """Checks of one elastic loop on one rank."""
 
     def __init__(self, session: Session, state: State) -> None:
         self._session = session
@@ -195,12 +187,7 @@ class Supervision:
 def watch(context: Context, sample: Callable[[], Sample]) -> None:
     """Compare parameters that were broadcast to all ranks, in a job without an elastic loop.
 
-    Parameters
-    ----------
-    context : Context
-        That of the rank; outside a job, nothing is done.
-    sample : callable
-        Returns values of the parameters. It replaces an earlier one.
+    `sample` returns values of the parameters. It replaces an earlier one.
     """
     if isinstance(context, Session):
         if isinstance(context.before_return, _Watch):
@@ -251,10 +238,7 @@ class SteppedOptimizers:
     def sample_regular(self, steps: int) -> tuple[Sample, tuple[str, ...]]:
         """Return the same of those that are not distributed and train parameters of models.
 
-        Parameters
-        ----------
-        steps : int
-            Fewest steps of such an optimizer in the present generation.
+        They must have made so many steps in the present generation.
         """
         from nbelastic.elastic.sampling import sample_of_parameters
 

@@ -128,10 +128,7 @@ def _nothing(*_: object, **__: object) -> None:
 def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
     """Return the callbacks of a training, with those of Keras' own that it always has.
 
-    Raises
-    ------
-    OptionError
-        One of them does what the state does.
+    One that does what the state does is refused.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise OptionError("elastic.fit(callbacks=…): pass a list of callbacks, not a CallbackList")
@@ -167,19 +164,8 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
     Keras' ``fit`` is called for each part of an epoch. What it says of beginnings and ends of
     trainings and epochs is not passed on; :mod:`nbelastic.keras.fit` says it.
 
-    Parameters
-    ----------
-    callbacks : sequence of keras.callbacks.Callback
-        The callbacks.
-    model : keras.Model
-        The model.
-    progress : FitProgress
-        The position of the training.
-    params : dict
-        What callbacks are told of the training.
-    after_batch : callable
-        Called after each batch with its number in this call, the number of batches that it stands
-        for, and its logs.
+    `after_batch` is called after each batch with its number in this call, the number of batches
+    that it stands for, and its logs.
     """
 
     def __init__(
@@ -218,7 +204,7 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._on_end()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Have metrics go on from where they were: ``fit`` has set them to zero."""
+        """Set metrics to what they were, because ``fit`` has set them to zero."""
         del logs
         self.begin_epoch(epoch)
 

@@ -21,13 +21,6 @@ class MetricSums:
     rank adds what it has added since the last exchange. So an epoch's metrics are those of all
     samples, whichever ranks have seen them, and are lost with none of them. Variables that declare
     no sum stay a rank's own.
-
-    Parameters
-    ----------
-    model : keras.Model
-        The model.
-    backend : Backend
-        Reads and writes its variables.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:

@@ -129,9 +129,6 @@ class KerasState(TorchState):
         seeds = [each for each in self._keras["model"].variables if each.name == SEED]
         own = [each.clone() for each in self._back.read(seeds)]
         super()._unpack(payload)
-        self._flush_seeds(seeds, own)
-
-    def _flush_seeds(self, seeds: Sequence[Any], own: Sequence[torch.Tensor]) -> None:
         if seeds:
             self._back.write(seeds, own)
 

@@ -21,6 +21,7 @@ import posixpath
 import re
 import stat
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbelastic.elastic.checkpoint.format import decode, encode
@@ -227,8 +228,8 @@ class CheckpointFiles:
         path = posixpath.join(directory, header.file)
         temporary = path + ".tmp"
         try:
-            if local:
-                _clear(temporary)
+            if local:  # what is there may be a pipe
+                Path(temporary).unlink(missing_ok=True)
             with open(temporary, "xb") if local else system.open(temporary, "wb") as file:
                 for chunk in encode(header, tensors):
                     on_progress()
@@ -326,12 +327,6 @@ def _open_file(path: str, flags: int) -> int:
     if kind := _kind_of(path):
         raise NotAFile(kind)
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def _clear(path: str) -> None:
-    """Delete what is at a path, unless it is a directory."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _sync_directory(path: str) -> None:

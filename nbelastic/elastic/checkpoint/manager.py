@@ -135,15 +135,13 @@ class CheckpointManager:
         """
         self._has_left = False
         is_source = self._session.rank == plan.source
-        if not (self._active and is_source and self._beginning(plan)):
+        begins = plan.version == FRESH if self._loop == 1 else not self._begun
+        if not (self._active and is_source and begins):
             return False
         if not self._looked:
             self._found = self._load_newest()
             self._looked = True
         return self._found is not None and self._found.size != self._session.size
-
-    def _beginning(self, plan: Plan) -> bool:
-        return plan.version == FRESH if self._loop == 1 else not self._begun
 
     def behind(self, plan: Plan) -> Sequence[int]:
         """Return the ranks that must receive the state; all ranks call this together.

@@ -124,13 +124,7 @@ def _backend(name: str) -> Backend:
 
 
 def backend() -> Backend:
-    """Return the adapter of Keras' back end.
-
-    Raises
-    ------
-    OptionError
-        It is none of torch, tensorflow and jax; or a distribution of Keras is set.
-    """
+    """Return the adapter of Keras' back end, unless a distribution of Keras is set."""
     if keras.distribution.distribution() is not None:
         raise OptionError(
             "keras.distribution is set: Keras would distribute the model over devices by itself, "

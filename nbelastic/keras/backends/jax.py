@@ -54,13 +54,7 @@ class JaxReduction(CallbackReduction):
             variable.assign(jax.numpy.where(ready, variable.value, value))
 
     def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Return reduced gradients, where Keras has no variables at hand.
-
-        Raises
-        ------
-        ValueError
-            An option cannot be used with a ``LossScaleOptimizer`` on this back end.
-        """
+        """Return reduced gradients, where Keras has no variables at hand."""
         if self.options.passes > 1 or self.options.local:
             raise ValueError(
                 "backward_passes_per_step and local layers cannot be used with a "

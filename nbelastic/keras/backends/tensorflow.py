@@ -75,13 +75,7 @@ def reduce_tensors(tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, l
 
 
 def densified(gradients: Sequence[Any], *, sparse_as_dense: bool) -> list[Any]:
-    """Return gradients as dense tensors.
-
-    Raises
-    ------
-    ValueError
-        One is sparse, and may not be made dense.
-    """
+    """Return gradients as dense tensors; refuse sparse ones, unless they may be made dense."""
     found = []
     for each in gradients:
         if isinstance(each, tf.IndexedSlices):
@@ -137,7 +131,7 @@ class TensorFlowBackend(Backend):
             native.assign(tf.cast(from_torch(value.clone()), native.dtype))
 
     def prepare(self, model: Any) -> str:
-        """Have the model not be compiled by XLA, from which there is no way back into Python."""
+        """Turn off XLA, whose code cannot call back into Python."""
         if not getattr(model, "compiled", False) or not model.jit_compile:
             return ""
         model.jit_compile = False

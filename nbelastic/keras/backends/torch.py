@@ -34,14 +34,8 @@ NOT_THOSE_OF_BACKWARD = (
 class VariableStep(torch.optim.Optimizer):
     """Optimizer of PyTorch whose step is the update of a Keras optimizer.
 
-    Its first groups are what is trained, its last one the variables of the Keras optimizer.
-
-    Parameters
-    ----------
-    trained, local, own : sequence of Tensor
-        Trained with reduced gradients, with the rank's own ones, and the optimizer's variables.
-    update : callable or None
-        Makes the update. A weak reference is kept.
+    Its groups are what is trained with reduced gradients, what with the rank's own ones, and the
+    variables of the Keras optimizer.
     """
 
     def __init__(
@@ -95,17 +89,11 @@ def rates_of(optimizer: Any) -> list[Any]:
 
 
 class TorchReduction(Reduction):
-    """Gradients that are reduced during backward, and an update that waits for them.
-
-    Attributes
-    ----------
-    step : VariableStep or None
-        The distributed step, once the optimizer is built.
-    """
+    """Gradients that are reduced during backward, and an update that waits for them."""
 
     def __init__(self, options: KerasOptions) -> None:
         self.options = options
-        self.step: Any = None
+        self.step: Any = None  # the distributed step, once the optimizer is built
         self.defers = False
         self.keeps_final = self.dry = False
         self._waits = False
@@ -148,7 +136,7 @@ class TorchReduction(Reduction):
         )
 
     def before_backward(self) -> None:
-        """Have backward add to the gradients of earlier passes, which Keras has set to None."""
+        """Put back the gradients of earlier passes, which Keras has set to None."""
         for value, gradient in self._kept:
             value.grad = gradient
         self._kept = []
@@ -163,11 +151,6 @@ class TorchReduction(Reduction):
         """Wait for the reduced gradients and apply them.
 
         In a step of a loader, and between the passes of one step, nothing is applied.
-
-        Raises
-        ------
-        RuntimeError
-            The gradients are not those that backward has left in the variables.
         """
         if not gradients:
             return
@@ -217,7 +200,7 @@ class TorchReduction(Reduction):
             self.step.step()
 
     def _make_update(self) -> None:
-        """Have Keras apply the reduced gradients; called by the distributed step."""
+        """Make Keras apply the reduced gradients; called by the distributed step."""
         update, self._update = self._update, None
         if update is None:
             return
