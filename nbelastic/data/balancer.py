@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from nbelastic.data.quotas import Balance, Pace, is_straggler, slowness
 from nbelastic.data.stopwatch import Stopwatch
-from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import note
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.elastic.context import Context
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.context import Context
+    from nbelastic.elastic.ranks.step_share import StepShare
 
 
 class Balancer:

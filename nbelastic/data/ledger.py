@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.step_share import StepShare
 
 Place = tuple[int, int]
 

@@ -25,10 +25,10 @@ from nbelastic.data.sources import MapSource
 from nbelastic.data.step import Step
 from nbelastic.data.streams import StreamRows, StreamSource
 from nbelastic.data.units import UnitSource, WindowedRows
-from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import warn
-from nbelastic.elastic.step_share import StepShare
-from nbelastic.elastic.telemetry import DataProgress
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.ranks.step_share import StepShare
+from nbelastic.elastic.ranks.telemetry import DataProgress
 from nbelastic.errors import OptionError, StateMismatch
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nbelastic.data.comparison import DataSample
     from nbelastic.data.sources import RowSource
     from nbelastic.data.step import StepParticipant
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 _WORTH_A_WORD = 1.3
 _ORDERS = 1 << 52  # what a float64 holds

@@ -15,7 +15,7 @@ import numpy as np
 from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
 from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
-from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nbelastic.data.comparison import DataSample
     from nbelastic.data.dealing import BlockSchedule, Dealing
     from nbelastic.data.permutation import Rows
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 COLLATING = -1
 """Number that takes the place of a row in the seed of ``collate_fn``."""

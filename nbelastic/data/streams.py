@@ -17,7 +17,7 @@ from nbelastic.data.permutation import Permutation, mix
 from nbelastic.data.seeding import generators_kept, seed_generators
 from nbelastic.data.sources import COLLATING, RowSource
 from nbelastic.data.stream_reader import StreamReader
-from nbelastic.elastic.transfer import allgather_object
+from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import DataError, OptionError, StateMismatch
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nbelastic.data.dealing import BlockSchedule, Dealing
     from nbelastic.data.permutation import Rows
     from nbelastic.data.stream_reader import Mark
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 # Kinds of seeds, apart from those of the loader and of units.
 _READING, _ORDER, _STEP = 21, 22, 23

@@ -6,12 +6,12 @@ import functools
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from nbelastic.elastic.checkpoint.manager import checkpointing
-from nbelastic.elastic.context import current
-from nbelastic.elastic.session import Session
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.session import Session
+from nbelastic.elastic.ranks.timeline import timeline
+from nbelastic.elastic.ranks.torch_modes import TorchModes
 from nbelastic.elastic.state import hooks_of
 from nbelastic.elastic.supervision import Supervision
-from nbelastic.elastic.timeline import timeline
-from nbelastic.elastic.torch_modes import TorchModes
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
 from nbelastic.membership import FRESH
 

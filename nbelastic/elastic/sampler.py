@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import Session, warn
-from nbelastic.elastic.transfer import allgather_object
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 NOT_IN_STATE = (
     "a sampler that records batches is in no state\n"

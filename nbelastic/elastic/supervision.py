@@ -10,7 +10,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from nbelastic.elastic.session import Session, warn
+from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.state import hooks_of
 from nbelastic.membership import FRESH, WeightsSampled
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nbelastic.elastic.commit_store import Sample
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
     from nbelastic.elastic.state import State
+    from nbelastic.elastic.state.commit_store import Sample
 
 MOMENTS = (1, 10, 100)
 """Commits of a generation after which parameters are sampled, in addition to the loop's end.

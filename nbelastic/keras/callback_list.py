@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from nbelastic.elastic.ranks import rank
+from nbelastic.elastic.ranks.ranks import rank
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.data import Loader
-from nbelastic.elastic.ranks import rank, size
+from nbelastic.elastic.ranks.ranks import rank, size
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import OptionError
 from nbelastic.keras.dataset import ElasticDataset

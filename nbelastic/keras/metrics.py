@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 
 if TYPE_CHECKING:
     from nbelastic.keras.backends import Backend

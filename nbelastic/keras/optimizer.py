@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import backend
 from nbelastic.keras.options import KerasOptions
 from nbelastic.keras.process_sets import check_process_set

@@ -8,9 +8,9 @@ import keras
 import torch
 
 from nbelastic.data import Loader
-from nbelastic.elastic.context import current, current_or_none
+from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.sampling import sampler_of
-from nbelastic.elastic.session import warn
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
 from nbelastic.keras.backends.torch import rates_of, variable_step
@@ -23,7 +23,7 @@ from nbelastic.torch.state.torch_state import TorchState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from nbelastic.elastic.state_payload import StatePayload
+    from nbelastic.elastic.state.state_payload import StatePayload
 
 SEED = "seed_generator_state"
 """Name that Keras gives to the state of a seed generator."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler, agree_on_progress
 from nbelastic.errors import NbelasticError
 from tests.elastic.worlds import sampler_at, settle_all, world_of

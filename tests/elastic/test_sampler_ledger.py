@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
 from tests.elastic.worlds import progress_of_all, sampler_at, settle_all, world_of
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nbelastic.elastic import supervision
-from nbelastic.elastic.context import LocalContext
-from nbelastic.elastic.runtime import RankSpec
-from nbelastic.elastic.session import Session
+from nbelastic.elastic.ranks.context import LocalContext
+from nbelastic.elastic.ranks.runtime import RankSpec
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.state import State
 from nbelastic.elastic.supervision import (
     NEVER_COMMITTED,

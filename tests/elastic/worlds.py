@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.sampler import ShardSampler, least_progress
 from tests.support.world import StaticContext
 

@@ -10,8 +10,8 @@ from nbelastic.cluster.scheduler.controller import JobController
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.driver.thread import Driver
 from nbelastic.elastic import loop as elastic_loop
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.elastic.session import Session
 from nbelastic.elastic.state import ObjectState
 from nbelastic.membership import Machine, Phase, RankReady, Stage, rules
 from nbelastic.membership.failure_policy import OwnFailure

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch.gradients import layout
 from tests.torch.fakes import ChangingContext, TwinCommunicator
 from tests.torch.training import loss_of, make_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbelastic.elastic import transfer
 from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.elastic.state import transfer
 from nbelastic.errors import CollectiveError, NbelasticError
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer
 from nbelastic.torch.state.torch_state import TorchState

@@ -11,7 +11,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.checkpoint.format import CHECKSUM, StoredTensor, printable
-from nbelastic.elastic.state_payload import StatePayload
+from nbelastic.elastic.state.state_payload import StatePayload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -24,7 +24,7 @@ from nbelastic.elastic.checkpoint.reader import Reader
 from nbelastic.elastic.checkpoint.writer import Writer
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.elastic.state import ObjectState, hooks_of, store_of
-from nbelastic.elastic.transfer import allgather_object
+from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
 from nbelastic.membership import FRESH, RankNote
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.elastic.checkpoint.format import Checkpoint, StoredTensor
+    from nbelastic.elastic.ranks.session import Session
     from nbelastic.elastic.sampler import SamplerProgress
-    from nbelastic.elastic.session import Session
     from nbelastic.elastic.state import State
     from nbelastic.membership import Plan
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbelastic.elastic.context import Acting, current
+from nbelastic.elastic.ranks.context import Acting, current
 from nbelastic.keras.backends import Reduction
 from nbelastic.keras.reduce import reduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
     from nbelastic.keras.options import KerasOptions
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbelastic.elastic.context import current, current_or_none
+from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.keras.backends import Backend, Reduction
 from nbelastic.keras.reduce import reduce
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending

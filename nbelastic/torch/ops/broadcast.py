@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.sampling import sampler_of
 from nbelastic.elastic.supervision import watch
 from nbelastic.pickling import dumps

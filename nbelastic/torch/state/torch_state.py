@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from nbelastic.data import Loader
 from nbelastic.data.comparison import USUAL_CAUSES, DataSample, difference, sample_of
-from nbelastic.elastic.context import current_or_none, zero_is_source
+from nbelastic.elastic.ranks.context import current_or_none, zero_is_source
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
-from nbelastic.elastic.state_payload import StatePayload
+from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import NbelasticError, OptionError, StateMismatch
 from nbelastic.pickling import Pickler
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending

@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from nbelastic.elastic.stack import user_line
+from nbelastic.elastic.ranks.stack import user_line
 
 _EXACT = 2**53
 

@@ -17,7 +17,7 @@ Line = list[str | int]
 """``[file, line, function]``; empty if there is none."""
 
 NOT_THE_USERS = (
-    str(Path(__file__).parent.parent),
+    str(Path(__file__).parents[2]),
     *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")),
     "<frozen ",
 )

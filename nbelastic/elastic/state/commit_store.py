@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
-    from nbelastic.elastic.state_payload import StatePayload
+    from nbelastic.elastic.state.state_payload import StatePayload
 
 Sample = tuple[float, ...]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.collectives import Rendezvous, RendezvousServer, connect
 from nbelastic.collectives.rendezvous.client import unreachable
-from nbelastic.elastic.warmup import form_alone
+from nbelastic.elastic.ranks.warmup import form_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

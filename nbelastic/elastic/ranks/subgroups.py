@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 
 class Members:

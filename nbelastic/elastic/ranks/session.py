@@ -13,12 +13,12 @@ import os
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import connect
-from nbelastic.elastic.context import Context, one_of_all
-from nbelastic.elastic.reset_timings import ResetTimings
-from nbelastic.elastic.runtime import DEFAULT_RUNTIME
-from nbelastic.elastic.telemetry import Telemetry
-from nbelastic.elastic.unreachable import UnreachablePeers
-from nbelastic.elastic.warmup import warm_up
+from nbelastic.elastic.ranks.context import Context, one_of_all
+from nbelastic.elastic.ranks.reset_timings import ResetTimings
+from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.ranks.telemetry import Telemetry
+from nbelastic.elastic.ranks.unreachable import UnreachablePeers
+from nbelastic.elastic.ranks.warmup import warm_up
 from nbelastic.errors import (
     CollectiveError,
     Evicted,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from nbelastic.collectives import Communicator, RendezvousServer
-    from nbelastic.elastic.runtime import DriverPort, RankRuntime, RankSpec
+    from nbelastic.elastic.ranks.runtime import DriverPort, RankRuntime, RankSpec
 
 _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 

@@ -18,8 +18,8 @@ import pickle
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.receive_buffer import ReceiveBuffer
-from nbelastic.elastic.state_payload import StatePayload, flatten, unflatten
+from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
+from nbelastic.elastic.state.state_payload import StatePayload, flatten, unflatten
 from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:

@@ -16,15 +16,15 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.telemetry import Telemetry
+from nbelastic.elastic.ranks.telemetry import Telemetry
 from nbelastic.errors import NotInitialized, NotTheRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.receive_buffer import ReceiveBuffer
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.step_share import StepShare
+    from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
     from nbelastic.elastic.supervision import SteppedOptimizers
 
 # Ranks leave a generation at the same step, without a collective of their own. Each rank learns of

@@ -20,12 +20,12 @@ import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbelastic.elastic.commit_store import CommitStore, StateHooks
-from nbelastic.elastic.context import current, zero_is_source
-from nbelastic.elastic.in_place import Originals, adopt
-from nbelastic.elastic.state_payload import StatePayload
-from nbelastic.elastic.timeline import timeline
-from nbelastic.elastic.transfer import spread
+from nbelastic.elastic.ranks.context import current, zero_is_source
+from nbelastic.elastic.ranks.timeline import timeline
+from nbelastic.elastic.state.commit_store import CommitStore, StateHooks
+from nbelastic.elastic.state.in_place import Originals, adopt
+from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import (
     HostsUpdatedInterrupt,
     NbelasticError,

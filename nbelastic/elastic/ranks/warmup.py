@@ -14,16 +14,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import connect
-from nbelastic.elastic.receive_buffer import ReceiveBuffer
-from nbelastic.elastic.state_payload import StatePayload
-from nbelastic.elastic.transfer import spread
+from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
+from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbelastic.collectives import Rendezvous
-    from nbelastic.elastic.runtime import RankRuntime, RankSpec
+    from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
 
 LIMIT_S = 5.0
 """Seconds that an operation may take in a generation that a rank forms alone."""

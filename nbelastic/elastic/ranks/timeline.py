@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

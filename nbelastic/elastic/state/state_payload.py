@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nbelastic.elastic.receive_buffer import ReceiveBuffer
+    from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
 
 _ALIGNMENT = 64
 """A cache line, because received tensors are used in place."""
