@@ -11,7 +11,7 @@ from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.elastic.ranks.torch_modes import TorchModes
 from nbelastic.elastic.state import hooks_of
-from nbelastic.elastic.supervision import Supervision
+from nbelastic.elastic.training_checks import TrainingChecks
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
 from nbelastic.membership import FRESH
 
@@ -68,13 +68,13 @@ UNASKED = (
 
 def _train(session: Session, state: State, call: Callable[[], object]) -> object:
     loop = session.next_loop()
-    supervision, on_commit = Supervision(session, state), hooks_of(state).on_commit
+    checks, on_commit = TrainingChecks(session, state), hooks_of(state).on_commit
     try:
         with checkpointing(session, state, loop) as checkpoints:
-            on_commit.append(supervision.committed)
-            return _train_on(session, state, call, loop, checkpoints, supervision)
+            on_commit.append(checks.committed)
+            return _train_on(session, state, call, loop, checkpoints, checks)
     finally:
-        supervision.close()
+        checks.close()
         on_commit.clear()
 
 
@@ -84,7 +84,7 @@ def _train_on(
     call: Callable[[], object],
     loop: int,
     checkpoints: CheckpointManager,
-    supervision: Supervision,
+    checks: TrainingChecks,
 ) -> object:
     session.prepare_to_join = state.prepare_to_join
     foreseen = (session.rank, session.size)
@@ -106,14 +106,14 @@ def _train_on(
             state.save()
             session.synchronized(plan)
             checkpoints.begun()
-            supervision.begun(resumed=checkpoints.resumed)
+            checks.begun(resumed=checkpoints.resumed)
             try:
                 hooks_of(state).run_due()
                 result = call()
             except BaseException:  # perhaps in an evaluation without gradients
                 modes.restore()
                 raise
-            supervision.ended()
+            checks.ended()
             session.finish_loop()
             checkpoints.finish()
             return result

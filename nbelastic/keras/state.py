@@ -8,9 +8,9 @@ import keras
 import torch
 
 from nbelastic.data import Loader
+from nbelastic.elastic.parameter_samples import sampler_of
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import warn
-from nbelastic.elastic.sampling import sampler_of
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
 from nbelastic.keras.backends.torch import rates_of, variable_step

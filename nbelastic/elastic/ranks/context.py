@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.step_share import StepShare
     from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
-    from nbelastic.elastic.supervision import SteppedOptimizers
+    from nbelastic.elastic.training_checks import SteppedOptimizers
 
 # Ranks leave a generation at the same step, without a collective of their own. Each rank learns of
 # a coming change at its own moment (`change_flag`). The flag rides on a reduction that takes place

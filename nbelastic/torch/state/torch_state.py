@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from nbelastic.data import Loader
 from nbelastic.data.comparison import USUAL_CAUSES, DataSample, difference, sample_of
+from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import current_or_none, zero_is_source
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import NbelasticError, OptionError, StateMismatch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.sampling import COUNT, sample, sampler_of
+from nbelastic.elastic.parameter_samples import COUNT, sample, sampler_of
 from nbelastic.elastic.state import hooks_of
 from nbelastic.torch.elastic import TorchState
 from tests.support.world import run_ranks

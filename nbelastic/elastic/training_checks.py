@@ -84,7 +84,7 @@ MOST_NAMES = 5
 """Most names in that warning."""
 
 
-class Supervision:
+class TrainingChecks:
     """Checks of one elastic loop on one rank."""
 
     def __init__(self, session: Session, state: State) -> None:
@@ -225,7 +225,7 @@ class SteppedOptimizers:
 
     def sample(self) -> tuple[Sample, tuple[str, ...]]:
         """Return values of their parameters, and the kinds of those that are not distributed."""
-        from nbelastic.elastic.sampling import sample
+        from nbelastic.elastic.parameter_samples import sample
 
         return sample(self._optimizers.values()), self.plain()
 
@@ -240,7 +240,7 @@ class SteppedOptimizers:
 
         They must have made so many steps in the present generation.
         """
-        from nbelastic.elastic.sampling import sample_of_parameters
+        from nbelastic.elastic.parameter_samples import sample_of_parameters
 
         found = [
             each
