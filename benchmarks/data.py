@@ -44,7 +44,7 @@ from benchmarks.command import options_of, run
 from benchmarks.figures import Target, bootstrap, quartiles, table
 from benchmarks.side_by_side import ROOT, Failed
 from nbelastic.data import Batch, Loader, Parquet
-from nbelastic.elastic.context import LocalContext, activate
+from nbelastic.elastic.ranks.context import LocalContext, activate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ from benchmarks.training_models import CLASSES, parameters_of, perceptron
 from benchmarks.training_rank import Member
 from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
 from nbelastic.data import Batch, Loader
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError
 from nbelastic.torch import DistributedOptimizer
 from nbelastic.torch.elastic import TorchState

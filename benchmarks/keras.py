@@ -147,7 +147,7 @@ def train_by_turns(rounds: int, batches: int) -> list[dict[str, float]]:
 
     def fit() -> None:
         rows = hvd.ElasticDataset(x[: batches * BATCH], y[: batches * BATCH], batch_size=BATCH)
-        rows.sampler.install(_whole(rows), 0)
+        rows.sampler.install(rows.sampler.progress(), 0, 1)  # all samples to one rank
         alone.fit(rows, callbacks=[Clock()], verbose=0, shuffle=False)
 
     def elastic_fit() -> None:
@@ -170,13 +170,6 @@ def train_by_turns(rounds: int, batches: int) -> list[dict[str, float]]:
             took[way] = 1e3 * statistics.median(gaps)
         found.append(took)
     return found[1:]
-
-
-def _whole(rows: Any) -> Any:
-    """Return a deal of all samples to one rank."""
-    from nbelastic.elastic.shards import Deal, Order
-
-    return Deal.new(Order(len(rows.sampler.dataset), 0, 0, True), 1)
 
 
 # -- killed workers ------------------------------------------------------------------------------

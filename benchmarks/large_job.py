@@ -29,7 +29,7 @@ from nbelastic.cluster.wire import (
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
-from nbelastic.elastic.telemetry import MetricsReport, TelemetrySnapshot
+from nbelastic.elastic.ranks.telemetry import MetricsReport, TelemetrySnapshot
 from nbelastic.membership import (
     Beat,
     Beats,
@@ -41,7 +41,7 @@ from nbelastic.membership import (
 )
 
 if TYPE_CHECKING:
-    from nbelastic.elastic.runtime import RankSpec
+    from nbelastic.elastic.ranks.runtime import RankSpec
 
 SECONDS = 20
 STEPS_PER_SECOND = 10

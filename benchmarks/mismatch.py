@@ -55,7 +55,7 @@ class Peers:
         import torch
 
         import nbelastic.torch as hvd
-        from nbelastic.elastic.context import LocalContext, activate
+        from nbelastic.elastic.ranks.context import LocalContext, activate
 
         torch.set_num_threads(1)
         self._torch: Any = torch

@@ -29,8 +29,8 @@ from torch import nn
 from benchmarks.figures import Target, machine, table
 from nbelastic.collectives.reduction_tree import Blocks, cover, fold
 from nbelastic.data.dealing import Dealing, block_of
-from nbelastic.elastic.context import LocalContext, activate
-from nbelastic.elastic.step_share import StepShare
+from nbelastic.elastic.ranks.context import LocalContext, activate
+from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.torch.elastic import LRScaler, by_samples
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum
 

@@ -1,9 +1,9 @@
 """Time of a reset of an ``ElasticSampler``, relative to a new epoch of torch's sampler, in one run.
 
-Four ranks have done a tenth of an epoch of 10 M samples each, and one of them is lost. The others
-add up what was done, deal the rest, pack it for a newcomer, and look up their first samples. The
-peer is ``DistributedSampler``, which has no resets: its shares are made anew for each epoch, and a
-reset by means of it cannot take less. Exits with 1 if the target is missed.
+Four ranks have done a tenth of an epoch of 10 M samples, and one of them is lost. Timed is what the
+others do: deal the rest, and look up their first samples. The peer is ``DistributedSampler``, which
+has no resets: its shares are made anew for each epoch, and a reset by means of it cannot take less.
+Exits with 1 if the target is missed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, quartiles, table
-from nbelastic.elastic.shards import Claim, Deal, Order, merge_claims
+from nbelastic.elastic.sampler import ShardSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,17 +41,15 @@ def main() -> int:
 def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Return the milliseconds of each, by round."""
     samples = QUICK if options.quick else SAMPLES
-    order = Order(samples, 0, 0, True)
-    order.indices  # noqa: B018 - the order of an epoch is made once in it, resets or none
-    before = Deal.new(order, ranks)
-    done = ((0, samples // 10 // ranks),)
+    sampler = ShardSampler(range(samples))
+    sampler.get_indices(0, 1)  # the order of an epoch is made once in it, resets or none
+    done = sampler.progress()._replace(done=samples // 10)
 
     def reset() -> None:
-        deal = Deal(order, before.rest, ranks)
-        claims = [Claim(deal.key, deal.merges, rank, done) for rank in range(ranks - 1)]
-        rest = merge_claims(deal, claims, max(ranks - 1, 1))
-        rest.pack()
-        rest.shard(0, 0, BATCH).tolist()
+        before = sampler.snapshot()
+        sampler.install(done, 0, max(ranks - 1, 1))
+        sampler.get_indices(0, BATCH)
+        sampler.go_back(before)
 
     peer = DistributedSampler(range(samples), ranks, 0)  # type: ignore[arg-type,var-annotated]
 

@@ -18,7 +18,7 @@ from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.training_models import CLASSES, parameters_of, perceptron
 from benchmarks.training_rank import Member
 from nbelastic.data import Batch, Loader
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch import DistributedOptimizer
 from nbelastic.torch.elastic import TorchState
 

@@ -69,13 +69,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def dumps(value: object) -> bytes:
-    """Return `value` as cloudpickle writes it, the names of source files kept.
-
-    Raises
-    ------
-    Exception
-        Whatever the parts of `value` raise that cannot be pickled.
-    """
+    """Return `value` as cloudpickle writes it, the names of source files kept."""
     file = io.BytesIO()
     Pickler(file).dump(value)
     return file.getvalue()
@@ -88,14 +82,8 @@ def failing_part(
 ) -> tuple[str, object]:
     """Return the innermost part of a value with which `use` raises, and where it is.
 
-    Parameters
-    ----------
-    value : object
-        The value with which it raises.
-    use : callable
-        Such as :func:`dumps`.
-    parts : callable, optional
-        Returns further parts of a value, with what they are called.
+    `use` is a function such as :func:`dumps`. `parts` returns further parts of a value, with what
+    they are called.
     """
     where = ""
     seen = {id(value)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.accelerate.loaders import deal, obstacle, share_anew, shuffles
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
 from nbelastic.torch.elastic import TorchState
 from nbelastic.trainers import not_dealt

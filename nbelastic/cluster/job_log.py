@@ -17,7 +17,7 @@ from .wire import HistoryRecord, LogContents, RankTelemetry
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbelastic.elastic.telemetry import MetricsReport, TelemetrySnapshot
+    from nbelastic.elastic.ranks.telemetry import MetricsReport, TelemetrySnapshot
     from nbelastic.membership import Effect, Event, Reason
 
     from .rank_error import PackedError

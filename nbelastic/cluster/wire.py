@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from nbelastic.elastic.telemetry import AnyFloat, CodeLine, MetricsReport, TelemetrySnapshot
+from nbelastic.elastic.ranks.telemetry import AnyFloat, CodeLine, MetricsReport, TelemetrySnapshot
 from nbelastic.errors import VersionMismatch
 from nbelastic.membership import (
     Beat,

@@ -10,37 +10,22 @@ from typing import TYPE_CHECKING
 
 from nbelastic.data.quotas import Balance, Pace, is_straggler, slowness
 from nbelastic.data.stopwatch import Stopwatch
-from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import note
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.elastic.context import Context
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.context import Context
+    from nbelastic.elastic.ranks.step_share import StepShare
 
 
 class Balancer:
-    """Quotas of the present generation, even or by the speed of ranks.
-
-    Parameters
-    ----------
-    micro_batches : int
-        Micro-batches of a step: V.
-    by_speed : bool
-        Whether quotas follow the speed of ranks.
-
-    Attributes
-    ----------
-    timed : StepShare or None
-        The last step of the present quotas.
-    watch : Stopwatch
-        Of the micro-batch that this rank computes.
-    """
+    """Quotas of the present generation, even or by the speed of ranks."""
 
     def __init__(self, micro_batches: int, *, by_speed: bool) -> None:
-        self.timed: StepShare | None = None
-        self.watch = Stopwatch()
+        self.timed: StepShare | None = None  # the last step of the present quotas
+        self.watch = Stopwatch()  # of the micro-batch that this rank computes
         self._micro_batches = micro_batches
         self._by_speed = by_speed
         self._pace = Pace()

@@ -26,18 +26,11 @@ NEEDS_TRANSFORM = (
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """Columns that batches have.
+    """Columns that batches have."""
 
-    Attributes
-    ----------
-    parts : tuple
-        For each part of a batch its key, the columns in it, and whether they are stacked.
-    named : bool
-        Whether batches are dicts and not tuples.
-    """
-
+    # For each part of a batch its key, the columns in it, and whether they are stacked.
     parts: tuple[tuple[Any, tuple[str, ...], bool], ...]
-    named: bool
+    named: bool  # batches are dicts and not tuples
 
     @property
     def names(self) -> list[str]:
@@ -46,21 +39,10 @@ class ColumnChoice:
 
 
 def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
-    """Find the columns that `columns` asks for.
+    """Find the columns that `columns` asks for among those that are `available`.
 
-    Parameters
-    ----------
-    columns : sequence of str, mapping of str, or None
-        Names, and patterns such as ``"x*"``; with keys for batches that are dicts. None for all.
-    available : sequence of str
-        Names of the columns.
-    where : str
-        Whose columns they are, for the error.
-
-    Raises
-    ------
-    OptionError
-        A column is missing, or there are several of a name.
+    They are names, and patterns such as ``"x*"``, with keys for batches that are dicts; None for
+    all. `where` says whose columns they are, for the error.
     """
     if isinstance(columns, str):
         columns = [columns]
@@ -101,13 +83,7 @@ def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
 def row_block(choice: ColumnChoice, array_of: Callable[[str], Array], where: str) -> RowBlock:
     """Return the chosen columns as arrays, stacked where a pattern has found them.
 
-    Parameters
-    ----------
-    choice : ColumnChoice
-    array_of : callable
-        Returns the array of a column.
-    where : str
-        What is read, for the error.
+    `where` says what is read, for the error.
     """
     arrays = {}
     for key, names, stacked in choice.parts:
@@ -138,13 +114,7 @@ def arrow_kind(kind: Any) -> np.dtype[Any] | None:
 
 
 def arrow_array(column: Any, name: str, fill: Any, where: str) -> Array:
-    """Return the array of an Arrow column; of two dimensions if it holds lists.
-
-    Raises
-    ------
-    DataError
-        It has nulls and there is no `fill`, lists of differing lengths, or a type without numbers.
-    """
+    """Return the array of an Arrow column; of two dimensions if it holds lists."""
     import pyarrow as pa  # noqa: PLC0415 - an extra
     from pyarrow import types  # noqa: PLC0415
 

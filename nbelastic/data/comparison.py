@@ -35,36 +35,19 @@ USUAL_CAUSES = (
 
 @dataclass(frozen=True)
 class DataSample:
-    """Digests of a dataset.
+    """Digests of a dataset."""
 
-    Attributes
-    ----------
-    length : int
-        Its rows.
-    subsets : tuple of bytes
-        Of the indices of each subset in it.
-    rows : dict of int to bytes
-        Of some rows, by their indices.
-    """
-
-    length: int
-    subsets: tuple[bytes, ...] = ()
-    rows: Mapping[int, bytes] = field(default_factory=dict)
+    length: int  # its rows
+    subsets: tuple[bytes, ...] = ()  # of the indices of each subset in it
+    rows: Mapping[int, bytes] = field(default_factory=dict)  # of some rows, by their indices
 
 
 def sample_of(dataset: Any, *, fetches: bool) -> DataSample:
     """Return digests of a dataset.
 
     Rows that are slow, that differ from call to call, or whose dataset draws from generators of its
-    own are left out.
-
-    Parameters
-    ----------
-    dataset : object
-        A map-style dataset.
-    fetches : bool
-        Whether rows may be fetched. If worker processes fetch them, those of the rank's own process
-        could open files there that workers would share. Rows of tensors and lists are in memory.
+    own are left out. `fetches` says whether rows may be fetched that are not in memory. If worker
+    processes fetch them, the rank's own process could open files there that workers would share.
     """
     subsets, inner = [], []
     for part in _parts_of(dataset):

@@ -36,20 +36,10 @@ def imbalance(size: int, micro_batches: int) -> float:
 
 @dataclass(frozen=True)
 class BlockSchedule:
-    """Micro-batches of a rank in each step: one block, and from a step on perhaps another.
-
-    Attributes
-    ----------
-    now : range
-        The block.
-    change : int or None
-        The step from which on it is another; None for none.
-    later : range
-        That one.
-    """
+    """Micro-batches of a rank in each step: one block, and from a step on perhaps another."""
 
     now: range
-    change: int | None = None
+    change: int | None = None  # the step from which on it is another; None for none
     later: range = range(0)
 
     def at(self, step: int) -> range:
@@ -70,37 +60,17 @@ _DRAWING = 3
 
 @dataclass(frozen=True)
 class Dealing:
-    """Rows of an epoch, dealt to the micro-batches of its steps.
+    """Rows of an epoch, dealt to the micro-batches of its steps."""
 
-    Attributes
-    ----------
-    length : int
-        Number of rows in the source.
-    micro : int
-        Rows of a micro-batch.
-    micro_batches : int
-        Micro-batches of a step: V.
-    epoch, seed : int
-        What the order depends on.
-    shuffle : bool
-        Whether to permute the rows.
-    drop_last : bool
-        Whether to leave out the rows that do not fill a step.
-    limit : int or None
-        Most steps of an epoch; None for all that its rows make.
-    draws : Draws or None
-        By which rows are drawn with replacement; None where each is dealt once.
-    """
-
-    length: int
-    micro: int
-    micro_batches: int
+    length: int  # rows in the source
+    micro: int  # rows of a micro-batch
+    micro_batches: int  # of a step: V
     epoch: int = 0
     seed: int = 0
     shuffle: bool = True
-    drop_last: bool = False
-    limit: int | None = None
-    draws: Draws | None = None
+    drop_last: bool = False  # leave out the rows that do not fill a step
+    limit: int | None = None  # most steps of an epoch; None for all that its rows make
+    draws: Draws | None = None  # of rows with replacement; None where each is dealt once
 
     @property
     def global_batch(self) -> int:

@@ -22,16 +22,6 @@ class Draws:
 
     The draw at a place depends on key, place and weights, in whole numbers, so it is the same on
     all machines. Two of equal weights are equal.
-
-    Parameters
-    ----------
-    weights : array_like
-        A number for each row, at least 0.
-
-    Raises
-    ------
-    OptionError
-        The weights cannot be used.
     """
 
     def __init__(self, weights: Any, rows: int) -> None:

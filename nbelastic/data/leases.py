@@ -34,43 +34,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lease:
-    """A unit that a stream reads.
+    """A unit that a stream reads."""
 
-    Attributes
-    ----------
-    unit : int
-        Place of the unit in the order of the epoch.
-    begun : int
-        Step in which the stream has its first rows of it.
-    """
-
-    unit: int
-    begun: int
+    unit: int  # its place in the order of the epoch
+    begun: int  # step in which the stream has its first rows of it
 
 
 @dataclass(frozen=True)
 class LeaseTable:
-    """Leases of all streams between two steps.
-
-    Attributes
-    ----------
-    epoch : int
-        Its epoch.
-    units : int
-        Units of the epoch.
-    leases : tuple of Lease or None
-        The lease of each stream.
-    next : int
-        The unit that is leased next, if there is one.
-    finished : int
-        Rows of the units that have ended.
-    """
+    """Leases of all streams between two steps."""
 
     epoch: int
-    units: int
-    leases: tuple[Lease | None, ...]
-    next: int
-    finished: int = 0
+    units: int  # of the epoch
+    leases: tuple[Lease | None, ...]  # of each stream
+    next: int  # the unit that is leased next, if there is one
+    finished: int = 0  # rows of the units that have ended
 
     @classmethod
     def first(cls, epoch: int, units: int, streams: int) -> LeaseTable:
@@ -79,16 +57,9 @@ class LeaseTable:
         return cls(epoch, units, leases, min(units, streams))
 
     def after(self, step: int, ended: Mapping[int, int], micro: int) -> LeaseTable:
-        """Return the table after a step.
+        """Return the table after a step, in which units of some streams have ended.
 
-        Parameters
-        ----------
-        step : int
-            Number of the step.
-        ended : mapping of int to int
-            Streams whose units have ended in it, each with the rows of its micro-batch.
-        micro : int
-            Rows of a full micro-batch.
+        `ended` has for each of these the rows of its micro-batch; a full one has `micro`.
         """
         leases, following, finished = list(self.leases), self.next, self.finished
         for stream in sorted(ended):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.step_share import StepShare
 
 Place = tuple[int, int]
 
@@ -17,15 +17,10 @@ class RowLedger:
 
     A step is entered when it begins. It counts in the commit after it, and in what follows. What
     all ranks have taken of a step comes from the reduction of its gradients (`StepShare.seen`).
-
-    Attributes
-    ----------
-    redone : int
-        Rows of steps that had begun on this rank, and were rolled back.
     """
 
     def __init__(self) -> None:
-        self.redone = 0
+        self.redone = 0  # rows of steps that had begun on this rank, and were rolled back
         self._seen = self._lost = 0
         self._step: tuple[StepShare, Sequence[int]] | None = None
         self._begun: dict[Place, Sequence[int]] = {}

@@ -25,10 +25,10 @@ from nbelastic.data.sources import MapSource
 from nbelastic.data.step import Step
 from nbelastic.data.streams import StreamRows, StreamSource
 from nbelastic.data.units import UnitSource, WindowedRows
-from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import warn
-from nbelastic.elastic.step_share import StepShare
-from nbelastic.elastic.telemetry import DataProgress
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.ranks.step_share import StepShare
+from nbelastic.elastic.ranks.telemetry import DataProgress
 from nbelastic.errors import OptionError, StateMismatch
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nbelastic.data.comparison import DataSample
     from nbelastic.data.sources import RowSource
     from nbelastic.data.step import StepParticipant
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 _WORTH_A_WORD = 1.3
 _ORDERS = 1 << 52  # what a float64 holds
@@ -436,13 +436,7 @@ class Loader:
                 context.share = share.enclosing
 
     def check_loop(self, loop: int) -> None:
-        """Refuse to go on with a loop, by its number, once a newer one has begun.
-
-        Raises
-        ------
-        RuntimeError
-            One has.
-        """
+        """Refuse to go on with a loop, by its number, once a newer one has begun."""
         if loop != self._loops:
             raise RuntimeError(
                 "a newer loop over the same loader has begun, so this one cannot go on; make a "
@@ -458,7 +452,7 @@ class Loader:
         return share.missing > 0 or self._unsettled is not None
 
     def settle(self) -> None:
-        """Have ranks agree on the rows of the step that has begun, if its source is open."""
+        """Agree with other ranks on the rows of the step that has begun, if its source is open."""
         if self._unsettled is None:
             return
         dealing, step, share, counts = self._unsettled
@@ -497,7 +491,7 @@ class Loader:
         self._state = weakref.ref(state)
 
     def add_participant(self, participant: StepParticipant) -> None:
-        """Have an object take part in each step."""
+        """Make an object take part in each step."""
         self.participants.append(participant)
 
     def rows_in_commit(self) -> DataProgress:
@@ -510,7 +504,7 @@ class Loader:
         )
 
     def exchange_states(self) -> bool:
-        """Have all ranks know the states of all streams; return whether one is newer.
+        """Tell all ranks the states of all streams; return whether one is newer.
 
         All ranks call this together, between two steps. A stream that another rank takes over
         goes on from there. Sources other than ``Stateful`` need no states.
@@ -525,13 +519,7 @@ class Loader:
             self.exchange_states()  # of streams that are about to change ranks
 
     def forgo_exactness(self, reason: str) -> None:
-        """Record what keeps the training from being exact.
-
-        Raises
-        ------
-        OptionError
-            The user has asked for ``exact=True``.
-        """
+        """Record what keeps the training from being exact; refuse it with ``exact=True``."""
         if self.batch.exact is True:
             raise OptionError(f"Batch(exact=True): {reason}")
         if self.batch.exact and not self.why_not_exact:
@@ -618,13 +606,7 @@ _FRAMES = ("pandas", "polars", "pyarrow")
 
 
 def _check_dataset(dataset: Any) -> None:
-    """Refuse datasets whose rows cannot be chosen.
-
-    Raises
-    ------
-    OptionError
-        It is one.
-    """
+    """Refuse datasets whose rows cannot be chosen."""
     name = type(dataset).__name__
     library = type(dataset).__module__.partition(".")[0]
     if isinstance(dataset, DataLoader):

@@ -257,13 +257,7 @@ class Parquet(_ArrowRows):
         return type(self._filesystem) is fsspec.implementations.local.LocalFileSystem
 
     def _check_unchanged(self, file: _File) -> None:
-        """Refuse a file that is not the one that was found; a copy on another host is the same.
-
-        Raises
-        ------
-        DataError
-            It has another size or other values, or was written after it was found.
-        """
+        """Refuse a file that is not the one that was found; a copy on another host is the same."""
         info = self._filesystem.info(file.path)
         if info["size"] != file.size:
             raise DataError(f"it has {info['size']} bytes, and had {file.size} when it was found")
@@ -491,13 +485,7 @@ def _find(
 
 
 def _refuse_same_files(paths: list[str], shown: str, secrets: Secrets) -> None:
-    """Refuse one file under two names: links, and paths that are written in two ways.
-
-    Raises
-    ------
-    OptionError
-        There is one.
-    """
+    """Refuse one file under two names: links, and paths that are written in two ways."""
     names: dict[str, str] = {}
     for path in paths:
         before = names.setdefault(os.path.realpath(path), path)

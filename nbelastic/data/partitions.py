@@ -15,7 +15,7 @@ import numpy as np
 from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
 from nbelastic.data.row_block import RowBlock, transformed
 from nbelastic.data.units import UnitSource
-from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
 
 if TYPE_CHECKING:
@@ -140,19 +140,8 @@ class Dask(UnitSource):
     def hold(self, keys: Sequence[Sequence[str]], rows: Sequence[Sequence[int]], size: int) -> None:
         """Take the keys of partitions in the cluster's memory; ``fit`` calls this.
 
-        Parameters
-        ----------
-        keys : sequence
-            For each partition a key for each collection.
-        rows : sequence
-            For each partition its rows in each collection.
-        size : int
-            Bytes of all.
-
-        Raises
-        ------
-        OptionError
-            Collections have partitions of differing sizes.
+        `keys` and `rows` have for each partition a key, and a number of rows, for each collection.
+        `size` is in bytes, of all.
         """
         self._take_sizes(rows, size)
         self._keys = [tuple(each) for each in keys]

@@ -38,13 +38,6 @@ class Permutation:
 
     It depends on integer arithmetic alone, so it is the same on all machines and for all versions
     of NumPy.
-
-    Parameters
-    ----------
-    length : int
-        Number of rows.
-    key : int
-        Another key gives another permutation.
     """
 
     def __init__(self, length: int, key: int) -> None:

@@ -54,20 +54,12 @@ def predict(quotas: Sequence[int], times: Sequence[float]) -> float:
 def plan(quotas: tuple[int, ...], times: Sequence[float]) -> tuple[int, ...]:
     """Return the quotas to take; `quotas` themselves, unless others make the step clearly shorter.
 
-    Parameters
-    ----------
-    quotas : tuple of int
-        Those of the present, by rank. Their sum is V.
-    times : sequence of float
-        Seconds that each rank takes for a micro-batch; 0 where that is not known.
-
-    Notes
-    -----
-    The next micro-batch goes to the rank that would be done with it first, and so on until all are
-    given away. No other quotas have a shorter step. A rank whose time is not known is supposed to
-    be as fast as the others are in the median. It gets no more than it has, or one micro-batch if
-    it has none: so its time becomes known at the least cost.
+    `times` are the seconds that each rank takes for a micro-batch; 0 where that is not known.
     """
+    # The next micro-batch goes to the rank that would be done with it first, and so on until all
+    # are given away. No other quotas have a shorter step. A rank whose time is not known is
+    # supposed to be as fast as the others are in the median. It gets no more than it has, or one
+    # micro-batch if it has none: so its time becomes known at the least cost.
     known = [time for time in times if time > 0.0]
     if not known:
         return quotas
@@ -150,24 +142,11 @@ class Pace:
 
 
 class Balance:
-    """Quotas of one generation, as one of its ranks keeps them; equal on all.
-
-    Parameters
-    ----------
-    place : tuple of (int, int, int)
-        Generation, rank and size.
-    micro_batches : int
-        Micro-batches of a step: V.
-
-    Attributes
-    ----------
-    changes : int
-        How often quotas were fixed.
-    """
+    """Quotas of one generation, as one of its ranks keeps them; equal on all."""
 
     def __init__(self, place: tuple[int, int, int], micro_batches: int) -> None:
-        self.place = place
-        self.changes = 0
+        self.place = place  # generation, rank and size
+        self.changes = 0  # how often quotas were fixed
         self._present = Blocks.even(micro_batches, place[2])
         self._coming: tuple[int, Blocks] | None = None
 
@@ -185,12 +164,7 @@ class Balance:
     def consider(self, times: Sequence[float], next_step: int) -> tuple[int, ...]:
         """Fix other quotas, if `times` ask for it; return the quotas before, or nothing.
 
-        Parameters
-        ----------
-        times : sequence of float
-            Seconds for a micro-batch on each rank, as all ranks have them.
-        next_step : int
-            Number of the next step, for which micro-batches have been fetched already.
+        All ranks have the same `times`. Micro-batches of `next_step` have been fetched already.
         """
         if len(times) != self.place[2] or self._coming is not None:
             return ()

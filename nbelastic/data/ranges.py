@@ -44,25 +44,13 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Window:
-    """Ranges of a stream that are read together, and whose rows are permuted.
-
-    Attributes
-    ----------
-    stream, number : int
-        Its stream, and its number in the stream, from 0.
-    start : int
-        Place of its first row in the stream.
-    ranges : tuple of RowRange
-        Its rows, before they are permuted.
-    key : int or None
-        Key of the permutation; None for none.
-    """
+    """Ranges of a stream that are read together, and whose rows are permuted."""
 
     stream: int
-    number: int
-    start: int
-    ranges: tuple[RowRange, ...]
-    key: int | None
+    number: int  # in the stream, from 0
+    start: int  # place of its first row in the stream
+    ranges: tuple[RowRange, ...]  # its rows, before they are permuted
+    key: int | None  # of the permutation; None for none
 
     @cached_property
     def rows(self) -> int:
@@ -86,16 +74,9 @@ class Window:
 
 
 def cut(units: Sequence[int], sizes: Rows, lengths: Iterable[int]) -> list[list[RowRange]]:
-    """Lay units in a line and cut it into parts.
+    """Lay units in a line and cut it into parts of so many rows each.
 
-    Parameters
-    ----------
-    units : sequence of int
-        Units in their order in the line.
-    sizes : ndarray
-        Rows of each unit, by its number.
-    lengths : iterable of int
-        Rows of each part. What is left after the last part is in none.
+    `sizes` are the rows of each unit, by its number. What is left after the last part is in none.
     """
     line = iter([RowRange(unit, 0, int(sizes[unit])) for unit in units if sizes[unit]])
     rest: RowRange | None = None
@@ -116,14 +97,7 @@ def cut(units: Sequence[int], sizes: Rows, lengths: Iterable[int]) -> list[list[
 class UnitStreams:
     """Streams of an epoch, and their windows.
 
-    Parameters
-    ----------
-    sizes : ndarray
-        Rows of each unit.
-    dealing : Dealing
-        How many rows each micro-batch of the epoch has.
-    window_rows : int
-        Most rows of a window. A larger range is a window by itself.
+    A window has at most `window_rows` rows. A larger range is a window by itself.
     """
 
     def __init__(self, sizes: Rows, dealing: Dealing, window_rows: int) -> None:

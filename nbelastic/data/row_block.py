@@ -24,18 +24,10 @@ Form = str | tuple[Any, ...]
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of one or more arrays.
-
-    Attributes
-    ----------
-    arrays : tuple of ndarray
-        Arrays that have equally many rows.
-    form : str or tuple
-        What a batch of them is: a tensor, a tuple, or a dict with these keys.
-    """
+    """Rows of one or more arrays, which have equally many."""
 
     arrays: tuple[np.ndarray[Any, Any], ...]
-    form: Form = _TUPLE
+    form: Form = _TUPLE  # of a batch: a tensor, a tuple, or a dict with these keys
 
     def __len__(self) -> int:
         return len(self.arrays[0])
@@ -52,20 +44,10 @@ class RowBlock:
 
     @classmethod
     def of(cls, value: Any, rows: int, where: str) -> RowBlock:
-        """Return a block of what a ``transform`` has returned.
+        """Return a block of what a ``transform`` has returned, which must have so many rows.
 
-        Parameters
-        ----------
-        value : tensor, ndarray, tuple or dict of them
-        rows : int
-            Rows that it must have.
-        where : str
-            What it was made of, for the error.
-
-        Raises
-        ------
-        DataError
-            It is something else, or has another number of rows.
+        `value` is a tensor, an array, or a tuple or dict of them. `where` says what it was made of,
+        for the error.
         """
         form: Form
         if isinstance(value, Mapping):
@@ -95,13 +77,7 @@ class RowBlock:
 
     @staticmethod
     def joined(blocks: Sequence[RowBlock], where: str) -> RowBlock:
-        """Return the rows of all blocks, one block after the other.
-
-        Raises
-        ------
-        DataError
-            Their rows differ in shape.
-        """
+        """Return the rows of all blocks, one block after the other."""
         first = blocks[0]
         if len(blocks) == 1:
             return first
@@ -143,13 +119,7 @@ def _array(value: Any, where: str) -> np.ndarray[Any, Any]:
 
 
 def transformed(transform: Callable[[Any], Any], rows: Any, where: str) -> Any:
-    """Return what a user's function makes of the rows of a unit.
-
-    Raises
-    ------
-    DataError
-        It has raised an error; the message says for which rows.
-    """
+    """Return what a user's function makes of the rows of a unit; its errors name the rows."""
     try:
         return transform(rows)
     except DataError:
@@ -168,13 +138,7 @@ class MadeBlocks:
         self._made: list[tuple[weakref.ref[np.ndarray[Any, Any]], bytes, str]] = []
 
     def add(self, block: RowBlock, where: str) -> None:
-        """Add a block.
-
-        Raises
-        ------
-        DataError
-            It has overwritten an earlier one.
-        """
+        """Add a block, unless it has overwritten an earlier one."""
         alive = []
         for ref, edges, before in self._made:
             array = ref()

@@ -34,11 +34,6 @@ def seed_generators(seed: int) -> None:
 
     ``torch.manual_seed`` would take eighty times as long, because it visits all devices. Of
     accelerators, only CUDA's present device is seeded, once CUDA has been initialised.
-
-    Parameters
-    ----------
-    seed : int
-        A number of 64 bits.
     """
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % _SEED_LIMIT)

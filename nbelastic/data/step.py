@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.data.permutation import mix
 from nbelastic.data.seeding import seed_generators
-from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbelastic.data.dealing import Dealing
     from nbelastic.data.loader import Loader
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.step_share import StepShare
 
 # Kind of seeds: of the micro-batches that are computed, apart from those of sources.
 _COMPUTING = 2
@@ -120,14 +120,10 @@ class Step:
 
     @contextlib.contextmanager
     def _outside_of_loop(self) -> Iterator[None]:
-        """Have a backward() find this step, and be refused, if the loop has left it.
+        """Make a backward() find this step, and be refused, if the loop has left it.
 
-        ``next(iter(loader))`` ends its loop at once. Its batches can be looked at.
-
-        Raises
-        ------
-        RuntimeError
-            The loop has gone on to the next step.
+        ``next(iter(loader))`` ends its loop at once. Its batches can be looked at. If the loop has
+        gone on to the next step, they cannot.
         """
         share, context = self._share, current_or_none()
         if share.over and self._ended:

@@ -26,24 +26,12 @@ _OPENING = -1  # takes the place of a row in the seed of what `make` draws
 
 @dataclass(frozen=True)
 class Mark:
-    """Place in a unit from which its reading can go on.
+    """Place in a unit from which its reading can go on."""
 
-    Attributes
-    ----------
-    rows : int
-        Rows before it.
-    state : bytes or None
-        The pickled state of what is iterated over; None if it has none.
-    digest : bytes
-        Digest of the row that is read next from that state.
-    ahead : tuple of bytes
-        Rows between the mark and the state, each pickled: they had been read ahead.
-    """
-
-    rows: int
-    state: bytes | None
-    digest: bytes
-    ahead: tuple[bytes, ...] = ()
+    rows: int  # before it
+    state: bytes | None  # of what is iterated over, pickled; None if it has none
+    digest: bytes  # of the row that is read next from that state
+    ahead: tuple[bytes, ...] = ()  # rows between mark and state that had been read, each pickled
 
     @property
     def read(self) -> int:
@@ -58,34 +46,16 @@ class StreamReader:
     ahead, so that it knows the end of the unit with its last row. The rows of the last call of
     :meth:`take` are kept: a rollback by one step reads nothing again.
 
-    Parameters
-    ----------
-    name : str
-        What the unit is called, for errors.
-    make : callable
-        Returns what is iterated over. If that, or its iterator, has ``state_dict`` and
-        ``load_state_dict``, reading goes on from a mark.
-    seed : int
-        What random numbers of its rows depend on.
-
-    Attributes
-    ----------
-    position : int
-        Number of the next row.
-    mark : Mark or None
-        The last mark that was made here, or that reading began at.
-    known : Mark or None
-        The mark that all ranks have.
-    has_states : bool
-        Whether marks have states, as far as is known.
+    `make` returns what is iterated over. If that, or its iterator, has ``state_dict`` and
+    ``load_state_dict``, reading goes on from a mark.
     """
 
     def __init__(self, name: str, make: Callable[[], Iterable[Any]], seed: int) -> None:
-        self.name = name
-        self.position = 0
-        self.mark: Mark | None = None
-        self.known: Mark | None = None
-        self.has_states = True
+        self.name = name  # of the unit, for errors
+        self.position = 0  # number of the next row
+        self.mark: Mark | None = None  # the last that was made here, or that reading began at
+        self.known: Mark | None = None  # the one that all ranks have
+        self.has_states = True  # marks have states, as far as is known
         self._make = make
         self._seed = seed
         self._rows: Iterator[Any] | None = None
@@ -96,13 +66,7 @@ class StreamReader:
         self._before: list[Any] = []
 
     def seek(self, position: int) -> None:
-        """Go to a row.
-
-        Raises
-        ------
-        DataError
-            The unit ends before it, or is not the one that the mark was made in.
-        """
+        """Go to a row; DataError if the unit ends before it, or is not the one of the mark."""
         if position == self.position - len(self._before):
             self._ahead.extendleft(reversed(self._before))
             self.position, self._before = position, []
@@ -121,14 +85,7 @@ class StreamReader:
             self._before = []
 
     def take(self, count: int, *, mark: bool = False) -> list[Any]:
-        """Return the next rows: `count`, or fewer where the unit ends.
-
-        Parameters
-        ----------
-        count : int
-        mark : bool
-            Whether to make a mark after them.
-        """
+        """Return the next rows: `count`, or fewer where the unit ends; perhaps make a mark."""
         rows: list[Any] = []
         while len(rows) < count and self._look_ahead():
             rows.append(self._ahead.popleft())
@@ -224,13 +181,7 @@ class StreamReader:
         self.position = self._read - len(self._ahead)
 
     def _check(self, digest: bytes) -> None:
-        """Refuse to go on with another row than the mark has; an empty digest is the end.
-
-        Raises
-        ------
-        DataError
-            It is another.
-        """
+        """Refuse to go on with another row than the mark has; an empty digest is the end."""
         mark = self.mark
         if mark is None or mark.read != self._read or digest == mark.digest:
             return

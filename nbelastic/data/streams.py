@@ -17,7 +17,7 @@ from nbelastic.data.permutation import Permutation, mix
 from nbelastic.data.seeding import generators_kept, seed_generators
 from nbelastic.data.sources import COLLATING, RowSource
 from nbelastic.data.stream_reader import StreamReader
-from nbelastic.elastic.transfer import allgather_object
+from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import DataError, OptionError, StateMismatch
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nbelastic.data.dealing import BlockSchedule, Dealing
     from nbelastic.data.permutation import Rows
     from nbelastic.data.stream_reader import Mark
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 # Kinds of seeds, apart from those of the loader and of units.
 _READING, _ORDER, _STEP = 21, 22, 23
@@ -44,31 +44,15 @@ WITHOUT_STATES = (
 
 
 class StreamSource(abc.ABC):
-    """Units of unknown length, each read by one stream from its start.
+    """Units of unknown length, each read by one stream from its start."""
 
-    Attributes
-    ----------
-    name : str
-        What the user calls it, for errors.
-    in_order : bool
-        Whether units are never permuted.
-    states_every : int or None
-        Steps from one exchange of marks to the next; None for no marks.
-    """
-
-    name: str
-    in_order = False
-    states_every: int | None = None
+    name: str  # what the user calls it, for errors
+    in_order = False  # units are never permuted
+    states_every: int | None = None  # steps from one exchange of marks to the next; None: no marks
 
     @abc.abstractmethod
     def count(self, streams: int) -> int:
-        """Return the number of units for so many streams.
-
-        Raises
-        ------
-        OptionError
-            There are fewer units than streams.
-        """
+        """Return the number of units for so many streams, which must not be fewer."""
 
     @abc.abstractmethod
     def open(self, unit: int, streams: int, epoch: int) -> Iterable[Any]:
@@ -241,16 +225,7 @@ class Shards(StreamSource):
 
 
 class StreamRows(RowSource):
-    """Micro-batches of streams; see :mod:`nbelastic.data.leases` for what is in a commit.
-
-    Parameters
-    ----------
-    source : StreamSource
-    micro_batches : int
-        Number of streams: V.
-    collate_fn : callable, optional
-        Makes a batch of a list of rows.
-    """
+    """Micro-batches of streams; see :mod:`nbelastic.data.leases` for what is in a commit."""
 
     is_open = True
 
@@ -408,7 +383,7 @@ class StreamRows(RowSource):
                 raise DataError(f"{self.name}: no unit has a row")
 
     def exchange_states(self, dealing: Dealing, step: int, context: Context | None) -> bool:
-        """Have all ranks know the states of streams before a step; return whether one is newer.
+        """Tell all ranks the states of streams before a step; return whether one is newer.
 
         All ranks call this together, between two steps.
 
@@ -454,13 +429,7 @@ class StreamRows(RowSource):
         return self._state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over table and marks.
-
-        Raises
-        ------
-        StateMismatch
-            They are those of other units.
-        """
+        """Take over table and marks, unless they are those of other units."""
         units = state_dict.get("units", self._state["units"])
         if units != self._state["units"]:
             raise StateMismatch(

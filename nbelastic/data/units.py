@@ -28,25 +28,13 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 class UnitSource(abc.ABC):
-    """Rows in units that can be opened by themselves.
+    """Rows in units that can be opened by themselves."""
 
-    Attributes
-    ----------
-    name : str
-        What the user calls it, for errors.
-    sizes : ndarray
-        Rows of each unit.
-    row_bytes : float
-        Bytes that a row takes in memory, about.
-    shuffle_rows : int
-        Rows among which a row is shuffled, over all streams.
-    memory : int
-        Bytes that a rank's windows may take.
-    """
-
-    name: str
-    sizes: Rows
-    row_bytes: float
+    name: str  # what the user calls it, for errors
+    sizes: Rows  # of each unit
+    row_bytes: float  # in memory, about
+    shuffle_rows: int  # among which a row is shuffled, over all streams
+    memory: int  # bytes that a rank's windows may take
 
     def __init__(self, name: str, shuffle_rows: int, memory: int | str) -> None:
         self.name = name
@@ -68,10 +56,7 @@ class UnitSource(abc.ABC):
     def read(self, unit: int) -> RowBlock:
         """Return the rows of a unit, in their own order. A background thread calls this.
 
-        Raises
-        ------
-        DataError
-            They cannot be read; the message says which.
+        A DataError says which cannot be read.
         """
 
     @abc.abstractmethod
@@ -83,18 +68,7 @@ class WindowedRows(RowSource):
     """Rows of a source of units, in the order that windows give them.
 
     Windows that are in memory when an iterator is given up are kept. After a reset only streams
-    that this rank did not have are read.
-
-    Parameters
-    ----------
-    source : UnitSource
-    micro_batches : int
-        Number of streams: V.
-
-    Raises
-    ------
-    OptionError
-        The source has no row for a stream, or one rank with all streams needs too much memory.
+    that this rank did not have are read. There is a stream for each micro-batch of a step.
     """
 
     def __init__(self, source: UnitSource, micro_batches: int) -> None:
@@ -219,13 +193,7 @@ class WindowedRows(RowSource):
         return json.dumps(self._source.describe())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the rows of a window.
-
-        Raises
-        ------
-        StateMismatch
-            The rows are not those of the state dict; the message names what has changed.
-        """
+        """Take over the rows of a window, unless the rows are not those of the state dict."""
         units = state_dict.get("units", "")
         if units != self._description:
             then = json.loads(units) if units else {}

@@ -35,22 +35,7 @@ class LoadedWindow:
 
 
 class WindowReader:
-    """Reader of windows, in the order in which they are needed.
-
-    Parameters
-    ----------
-    windows : iterator of Window
-        Windows to read. The thread advances it.
-    read : callable
-        Reads one window. The thread calls it.
-    size_of : callable
-        Returns the bytes that a window will probably take.
-    memory : int
-        Bytes that windows may take, those that were taken and are not released included. A window
-        that is waited for is read regardless.
-    kept : dict
-        Windows that are in memory, by stream and number.
-    """
+    """Reader of windows, in the order in which they are needed."""
 
     def __init__(
         self,
@@ -60,11 +45,13 @@ class WindowReader:
         memory: int,
         kept: dict[tuple[int, int], LoadedWindow],
     ) -> None:
-        self._windows = windows
-        self._read = read
-        self._size_of = size_of
+        self._windows = windows  # the thread advances it
+        self._read = read  # the thread calls it
+        self._size_of = size_of  # bytes that a window will probably take
+        # Bytes for windows, those that were taken and are not released included. A window that is
+        # waited for is read regardless.
         self._memory = memory
-        self._kept = kept
+        self._kept = kept  # windows in memory, by stream and number
         self._held = sum(each.rows.nbytes for each in kept.values())
         self._changed = threading.Condition()
         self._ready: deque[LoadedWindow | BaseException] = deque()
@@ -74,13 +61,7 @@ class WindowReader:
         self._thread: threading.Thread | None = None
 
     def take(self) -> LoadedWindow:
-        """Return the next window; wait for it if need be.
-
-        Raises
-        ------
-        Exception
-            What reading it has raised.
-        """
+        """Return the next window, or raise what reading it has raised; wait for it if need be."""
         with self._changed:
             self._awaited = True
             self._start()

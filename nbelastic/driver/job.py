@@ -349,7 +349,6 @@ class Job:
             sys.stdout.write(f"{self!r}\n")
 
 
-
 def driver_of(job: Job) -> Driver:
     """Return the driver of a job, for other rooms of the package."""
     return job._driver

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from nbelastic.cluster import HistoryRecord, LogContents, RankTelemetry
-    from nbelastic.elastic.telemetry import CodeLine
+    from nbelastic.elastic.ranks.telemetry import CodeLine
 
 
 class KernelLog(JobLog):

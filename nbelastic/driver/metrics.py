@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbelastic.elastic.telemetry import TelemetrySnapshot
+from nbelastic.elastic.ranks.telemetry import TelemetrySnapshot
 
 from .status import DataStatus, Progress
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from nbelastic.cluster import RankTelemetry
-    from nbelastic.elastic.telemetry import MetricsReport
+    from nbelastic.elastic.ranks.telemetry import MetricsReport
 
 WINDOW = 3.0
 """Seconds over which speed is measured."""

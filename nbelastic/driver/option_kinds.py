@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from dask.utils import parse_timedelta
 
+from nbelastic.elastic.ranks.runtime import OWN_VARIABLES
 from nbelastic.elastic.redaction import without_secrets
-from nbelastic.elastic.runtime import OWN_VARIABLES
 from nbelastic.errors import OptionError
 
 MOST_SHOWN = 200

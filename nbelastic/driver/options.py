@@ -26,8 +26,8 @@ import yaml
 
 from nbelastic.collectives import BACKENDS, backend_names
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
-from nbelastic.elastic.runtime import RankSpec
-from nbelastic.elastic.timeline import part_of
+from nbelastic.elastic.ranks.runtime import RankSpec
+from nbelastic.elastic.ranks.timeline import part_of
 from nbelastic.errors import OptionError
 from nbelastic.membership import Limits, LimitsChanged, Place
 

@@ -27,7 +27,7 @@ from nbelastic.cluster import (
     WorkerRefused,
     unpack_machine,
 )
-from nbelastic.elastic.timeline import join_parts
+from nbelastic.elastic.ranks.timeline import join_parts
 from nbelastic.errors import ClusterLost
 from nbelastic.membership import (
     ClusterGone,

@@ -5,13 +5,13 @@
 """
 
 from .checkpoint.load import load_checkpoint
-from .context import current, initialize, shutdown
 from .loop import run
-from .ranks import cross_rank, cross_size, local_rank, local_size, rank, size
-from .runtime import DriverPort, RankSpec
-from .session import Session, warn
+from .ranks.context import current, initialize, shutdown
+from .ranks.ranks import cross_rank, cross_size, local_rank, local_size, rank, size
+from .ranks.runtime import DriverPort, RankSpec
+from .ranks.session import Session, warn
+from .ranks.telemetry import as_numbers, as_step
 from .state import ObjectState, State
-from .telemetry import as_numbers, as_step
 
 __all__ = [
     "DriverPort",

@@ -6,11 +6,12 @@ import functools
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from nbelastic.elastic.checkpoint.manager import checkpointing
-from nbelastic.elastic.context import current
-from nbelastic.elastic.session import Session
-from nbelastic.elastic.supervision import Supervision
-from nbelastic.elastic.timeline import timeline
-from nbelastic.elastic.torch_modes import TorchModes
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.session import Session
+from nbelastic.elastic.ranks.timeline import timeline
+from nbelastic.elastic.ranks.torch_modes import TorchModes
+from nbelastic.elastic.state import hooks_of
+from nbelastic.elastic.training_checks import TrainingChecks
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
 from nbelastic.membership import FRESH
 
@@ -67,13 +68,14 @@ UNASKED = (
 
 def _train(session: Session, state: State, call: Callable[[], object]) -> object:
     loop = session.next_loop()
-    supervision = state._supervision = Supervision(session, state)
+    checks, on_commit = TrainingChecks(session, state), hooks_of(state).on_commit
     try:
         with checkpointing(session, state, loop) as checkpoints:
-            return _train_on(session, state, call, loop, checkpoints, supervision)
+            on_commit.append(checks.committed)
+            return _train_on(session, state, call, loop, checkpoints, checks)
     finally:
-        supervision.close()
-        state._supervision = None
+        checks.close()
+        on_commit.clear()
 
 
 def _train_on(
@@ -82,7 +84,7 @@ def _train_on(
     call: Callable[[], object],
     loop: int,
     checkpoints: CheckpointManager,
-    supervision: Supervision,
+    checks: TrainingChecks,
 ) -> object:
     session.prepare_to_join = state.prepare_to_join
     foreseen = (session.rank, session.size)
@@ -104,14 +106,14 @@ def _train_on(
             state.save()
             session.synchronized(plan)
             checkpoints.begun()
-            supervision.begun(resumed=checkpoints.resumed)
+            checks.begun(resumed=checkpoints.resumed)
             try:
-                state._run_due()
+                hooks_of(state).run_due()
                 result = call()
             except BaseException:  # perhaps in an evaluation without gradients
                 modes.restore()
                 raise
-            supervision.ended()
+            checks.ended()
             session.finish_loop()
             checkpoints.finish()
             return result

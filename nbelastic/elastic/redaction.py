@@ -31,14 +31,9 @@ def hide_secrets(text: str, url: str) -> str:
 
 
 class Secrets:
-    """Secrets of URLs and of options for their file systems.
+    """Secrets of URLs and of options for their file systems, as fsspec takes them.
 
-    Parameters
-    ----------
-    urls : iterable of str
-        The URLs.
-    options : mapping, optional
-        Options as fsspec takes them. Texts under names such as ``token`` are secrets.
+    Texts of options under names such as ``token`` are secrets.
     """
 
     def __init__(self, urls: Iterable[str], options: Mapping[str, Any] | None = None) -> None:

@@ -1,28 +1,30 @@
-"""Sampler that deals the rest of an epoch anew when ranks come and go.
+"""Sampler that deals the rest of an epoch again when ranks join or leave.
 
 :class:`ShardSampler` is Horovod's ``ElasticSampler`` without PyTorch;
-:mod:`nbelastic.torch.elastic` makes a ``torch.utils.data.Sampler`` of it. It records the samples
-that one rank has done. The shares are computed in :mod:`nbelastic.elastic.shards`. Ranks agree on
-their progress in :mod:`nbelastic.elastic.progress_agreement`.
+:mod:`nbelastic.torch.elastic` makes a ``torch.utils.data.Sampler`` of it. Progress is one number:
+how many samples of the epoch's order are done. Ranks that have done the same number of batches have
+the same progress. Otherwise the least counts, so samples are repeated rather than lost.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import Session, warn
-from nbelastic.elastic.shards import Claim, Deal, Order, Wire, merge_claims
-from nbelastic.errors import StateMismatch
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.state.transfer import allgather_object
+from nbelastic.errors import NbelasticError, StateMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sized
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 
-    from nbelastic.elastic.spans import Indices
+    from nbelastic.elastic.ranks.context import Context
 
 NOT_IN_STATE = (
     "a sampler that records batches is in no state\n"
@@ -34,18 +36,95 @@ NOT_IN_STATE = (
 _AT_A_TIME = 4096
 """Samples of a share that are looked up at a time."""
 
+_SEED_LIMIT = 1 << 32
 
-@dataclass(frozen=True, eq=False)
+_Indices = NDArray[np.int64]
+
+
+class SamplerProgress(NamedTuple):
+    """Position in an epoch, on which ranks agree, and which a checkpoint has."""
+
+    length: int  # samples of the dataset
+    seed: int
+    shuffle: bool
+    epoch: int
+    done: int  # samples, from the start of the epoch's order
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        """What the orders of all epochs depend on."""
+        return self[:3]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Order of an epoch's samples, the same on all ranks."""
+
+    length: int
+    seed: int
+    shuffle: bool
+    epoch: int
+
+    @cached_property
+    def indices(self) -> _Indices:
+        """The samples in their order, made at the first use."""
+        indices = np.arange(self.length, dtype=np.int64)
+        if self.shuffle:
+            # The legacy generator: its stream is fixed for good, so ranks may differ in NumPy.
+            words = [self.seed % _SEED_LIMIT, self.epoch % _SEED_LIMIT]
+            np.random.RandomState(words).shuffle(indices)
+        indices.setflags(write=False)
+        return indices
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The rest of an epoch, after `done` samples, dealt to `size` ranks.
+
+    Rank ``r`` has the samples ``r``, ``r + size``, and so on, of the rest. So ranks in lockstep
+    have together done a beginning of it.
+    """
+
+    order: _Order
+    done: int
+    size: int
+
+    @property
+    def left(self) -> int:
+        """Number of samples that are dealt, before padding."""
+        return self.order.length - self.done
+
+    @property
+    def per_rank(self) -> int:
+        """Length of each share."""
+        return -(-self.left // self.size)
+
+    def shard(self, rank: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return the samples of `rank`, or those at some positions of its share.
+
+        The deal is padded from its start to divide evenly.
+        """
+        positions = range(self.per_rank)[start:stop]
+        places = np.arange(positions.start, positions.stop) * self.size + rank
+        found: list[int] = self.order.indices[self.done + places % max(self.left, 1)].tolist()
+        return found
+
+
+@dataclass(frozen=True)
 class SamplerSnapshot:
-    """Sampler at a commit: the lengths of its logs, not their contents."""
+    """Sampler at a commit."""
 
     deal: Deal
     rank: int
-    spans: list[tuple[int, int]]
-    n_spans: int
-    last_span: tuple[int, int] | None
-    indices: list[int]
-    n_indices: int
+    rows: int
+    apart: frozenset[int]
+
+    @property
+    def progress(self) -> SamplerProgress:
+        """Samples that are done, if all ranks are as far."""
+        order = self.deal.order
+        done = min(self.deal.done + self.rows * self.deal.size, order.length)
+        return SamplerProgress(order.length, order.seed, order.shuffle, order.epoch, done)
 
 
 class ShardSampler:
@@ -53,8 +132,8 @@ class ShardSampler:
 
     `seed` and the epoch's number determine the order of an epoch. A rank's share is fixed from one
     change of membership to the next. All shares have the same length: samples that do not divide
-    evenly are padded from their start. After a change the shares leave out all samples that any
-    rank has recorded as done.
+    evenly are padded from their start. After a change the shares leave out the samples that all
+    ranks have recorded as done.
 
     Parameters
     ----------
@@ -71,19 +150,19 @@ class ShardSampler:
         self.shuffle = shuffle
         self.seed = seed
         self._resumed = False
-        self._in_state = False  # until a state commits it, or a warning has said that none does
+        self._in_state = False
+        self._warned = False
         self._rank, size = _place()
-        self._start(Deal.new(self._order(0), size))
+        self._start(Deal(self._order(0), 0, size))
 
-    def _order(self, epoch: int) -> Order:
+    def _order(self, epoch: int) -> _Order:
         length, epoch = len(self.dataset), operator.index(epoch)
-        return Order(length, epoch, operator.index(self.seed), bool(self.shuffle))
+        return _Order(length, operator.index(self.seed), bool(self.shuffle), epoch)
 
     def _start(self, deal: Deal) -> None:
-        """Begin a deal. The logs are new lists, because snapshots keep the old ones."""
         self._deal = deal
-        self._spans: list[tuple[int, int]] = []
-        self._indices: list[int] = []
+        self._rows = 0  # positions of the share that are done, from its start
+        self._apart: set[int] = set()  # samples that are done, after one that is not
 
     # -- what users call -------------------------------------------------------------------------
 
@@ -115,18 +194,23 @@ class ShardSampler:
     @property
     def remaining_indices(self) -> list[int]:
         """All samples that were dealt, in their order, without padding."""
-        return _ints(self._deal.remaining)
+        left: list[int] = self._deal.order.indices[self._deal.done :].tolist()
+        return left
 
     @property
     def processed_indices(self) -> set[int]:
-        """Samples of this epoch that all ranks did before the deal, and this rank since."""
-        return {*_ints(self._deal.done), *_ints(self._deal.samples_of(self.claim()))}
+        """Samples of this epoch that are done, if all ranks are as far as this one."""
+        done: list[int] = self._deal.order.indices[: self.processed_num].tolist()
+        return {*done, *self._apart}
 
     @property
     def processed_num(self) -> int:
-        """Number of samples in :attr:`processed_indices`."""
-        deal = self._deal
-        return deal.order.length - deal.left + len(deal.samples_of(self.claim()))
+        """Number of samples that all ranks have done, if they are as far as this one."""
+        return self._present.progress.done
+
+    @property
+    def _present(self) -> SamplerSnapshot:
+        return SamplerSnapshot(self._deal, self._rank, self._rows, frozenset(self._apart))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: deal all samples, of which none are done.
@@ -140,15 +224,15 @@ class ShardSampler:
             return
         self._resumed = False
         self._rank, size = _place()
-        self._start(Deal.new(self._order(epoch), size, self._deal.merges))
+        self._start(Deal(self._order(epoch), 0, size))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the samples of a batch of this rank's share."""
         start = batch_idx * batch_size
-        return _ints(self._deal.shard(self._rank, start, start + batch_size))
+        return self._deal.shard(self._rank, start, start + batch_size)
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that a batch is done.
+        """Record that a batch is done. All ranks record the same batches.
 
         Parameters
         ----------
@@ -162,52 +246,66 @@ class ShardSampler:
         stop = min((batch_idx + 1) * batch_size, self._deal.per_rank)
         if start >= stop:
             return
-        if self._spans and self._spans[-1][1] == start:
-            start = self._spans.pop()[0]
-        self._spans.append((start, stop))
-        _count(stop - batch_idx * batch_size, in_state=self._told_or_in_state())
+        if start > self._rows:
+            self._apart.update(self._deal.shard(self._rank, start, stop))
+        else:
+            self._rows = max(self._rows, stop)
+        self._recorded(stop - batch_idx * batch_size)
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that samples are done, by their indices."""
+        """Record that samples of this rank's share are done, by their indices."""
         self._resumed = False
         done = [operator.index(index) for index in indices]
         if done and not 0 <= min(done) <= max(done) < self._deal.order.length:
             raise ValueError(f"indices must be within 0 … {self._deal.order.length - 1}")
-        self._indices.extend(done)
-        _count(len(done), in_state=self._told_or_in_state())
+        self._apart.update(done)
+        self._recorded(len(done))
 
-    def _told_or_in_state(self) -> bool:
-        before, self._in_state = self._in_state, True
-        return before
+    def _recorded(self, samples: int) -> None:
+        """Go past the samples that follow and are done, and count for the rank's telemetry."""
+        if self._apart:
+            rows = self._rows
+            for sample in self._deal.shard(self._rank, rows, rows + len(self._apart)):
+                if sample not in self._apart:
+                    break
+                self._apart.remove(sample)
+                self._rows += 1
+        context = current_or_none()
+        if context is None:
+            return
+        context.telemetry.recorded(samples)
+        known, self._warned = self._in_state or self._warned, True
+        if not known and isinstance(context, Session) and context.loops:
+            warn(context, NOT_IN_STATE)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and its samples that this rank knows to be done."""
-        return {"epoch": self.epoch, "processed_indices": self.processed_indices}
+        """Return the epoch, and how many of its samples are done."""
+        return state_dict_of(self._present.progress)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state dict. Call it on all ranks alike, or before the elastic loop."""
         order = self._order(state_dict["epoch"])
-        if "processed_indices" in state_dict:
-            done = np.fromiter(state_dict["processed_indices"], dtype=np.int64)
-        else:
-            done = order.indices[: state_dict["processed_num"]]
+        if "processed_num" in state_dict:
+            done = min(operator.index(state_dict["processed_num"]), order.length)
+        else:  # of older versions of Horovod
+            known = set(state_dict["processed_indices"])
+            missing = (n for n, sample in enumerate(order.indices.tolist()) if sample not in known)
+            done = next(missing, order.length)
         self._rank, size = _place()
-        self._start(Deal.after(order, done, size, self._deal.merges))
+        self._start(Deal(order, done, size))
 
     def reset(self) -> None:
         """Deal the rest again, to the present number of ranks.
 
-        A :class:`~nbelastic.elastic.State` with this sampler does this better by itself, because
-        its ranks first agree on their progress. Here a rank knows only of itself: samples that it
-        has done are dealt to other ranks again.
+        A :class:`~nbelastic.elastic.State` with this sampler does this by itself, because its ranks
+        first agree on their progress. A sampler in no state knows only of its own rank, and deals
+        again what was dealt before.
         """
-        own = self._deal.samples_of(self.claim())
         self._rank, size = _place()
-        if self._deal.size == size == 1:
-            self._start(merge_claims(self._deal, [self.claim()], size))
-            return
-        self._start(Deal(self._deal.order, self._deal.rest, size, self._deal.merges))
-        self._indices.extend(_ints(own))
+        alone = self._deal.size == size == 1
+        # A state has brought all ranks to one commit, so they count alike. Others may not.
+        done = self.processed_num if alone or self._in_state else self._deal.done
+        self._start(Deal(self._deal.order, done, size))
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's present share, unaffected by later changes."""
@@ -224,93 +322,82 @@ class ShardSampler:
     def snapshot(self) -> SamplerSnapshot:
         """Return a snapshot for :meth:`go_back`, at a cost that does not grow with progress."""
         self._in_state = True
-        spans, indices = self._spans, self._indices
-        last = spans[-1] if spans else None
-        return SamplerSnapshot(
-            self._deal, self._rank, spans, len(spans), last, indices, len(indices)
-        )
+        return self._present
 
     def go_back(self, to: SamplerSnapshot) -> None:
         """Restore the sampler exactly as at the snapshot."""
-        # Logs only grow, except for their last span, so their beginnings are enough.
-        self._start(to.deal)
-        self._rank = to.rank
-        if to.last_span is not None:
-            self._spans = [*to.spans[: to.n_spans - 1], to.last_span]
-        self._indices = to.indices[: to.n_indices]
+        self._deal, self._rank = to.deal, to.rank
+        self._rows, self._apart = to.rows, set(to.apart)
 
-    def claim(self) -> Claim:
-        """Return the samples that this rank has done since the deal."""
-        deal = self._deal
-        indices = np.array(self._indices, dtype=np.int64)
-        return Claim(deal.key, deal.merges, self._rank, tuple(self._spans), indices)
+    def progress(self) -> SamplerProgress:
+        """Return the samples that are done, if all ranks are as far as this one."""
+        return self._present.progress
 
-    def merge_claims(self, claims: Iterable[Claim], size: int) -> Deal:
-        """Return the rest after `claims`, dealt to `size` ranks; change nothing."""
-        return merge_claims(self._deal, claims, size)
+    def install(
+        self, progress: SamplerProgress, rank: int, size: int, *, resumed: bool = False
+    ) -> None:
+        """Begin with this rank's share of what is left, on which all ranks have agreed.
 
-    def unpack(self, wire: Wire, size: int) -> Deal:
-        """Return the deal that another rank has packed; change nothing.
-
-        Raises
-        ------
-        StateMismatch
-            It has another number of samples.
+        `resumed` says that the training function is about to be called again; see
+        :meth:`set_epoch`.
         """
-        if wire[0] != len(self.dataset):
-            raise StateMismatch(
-                f"this rank's sampler has a dataset of {len(self.dataset)} samples, that of the "
-                f"others {wire[0]}: all ranks must build the same dataset"
-            )
-        return Deal.unpack(wire, self._deal.order, size)
-
-    def install(self, deal: Deal, rank: int, *, resumed: bool = False) -> None:
-        """Begin with a share of `deal`, on which all ranks have agreed.
-
-        Parameters
-        ----------
-        deal : Deal
-            The samples that are left.
-        rank : int
-            Rank of the share.
-        resumed : bool, default False
-            Whether the training function is about to be called again; see :meth:`set_epoch`.
-        """
-        order = deal.order
-        if (order.seed, order.shuffle) != (self._deal.order.seed, self._deal.order.shuffle):
+        order, known = _Order(*progress[:4]), self._deal.order
+        if (order.seed, order.shuffle) != (known.seed, known.shuffle):
             self.seed, self.shuffle = order.seed, order.shuffle  # those of the sender
-        self._start(deal)
+        if order == known:
+            order = known  # whose samples may be in order already
+        self._start(Deal(order, progress.done, size))
         self._rank = rank
         self._resumed = resumed
 
 
-def state_dict_of(wire: Wire) -> dict[str, Any]:
-    """Return the state dict of a sampler that has this packed deal."""
-    length, epoch, _, _, seed, shuffle = wire
-    done = Deal.unpack(wire, Order(length, epoch, seed, shuffle), 1).done
-    return {"epoch": epoch, "processed_indices": set(_ints(done))}
+def agree_on_progress(
+    mine: Sequence[SamplerProgress], context: Context, behind: Sequence[int] = ()
+) -> list[SamplerProgress]:
+    """Return for each sampler of a state the progress that counts, the same on all ranks.
+
+    It is the least of the ranks with the newest state: all but those `behind`, which are the same
+    on all ranks.
+    """
+    if not mine:
+        return []
+    alone = context.size == 1
+    everyone = [mine] if alone else allgather_object(context.communicator(), list(mine))
+    if len({len(each) for each in everyone}) > 1:
+        raise NbelasticError("the states of the ranks do not have the same samplers")
+    for here, there in zip(mine, everyone[context.source], strict=True):
+        if here.length != there.length:
+            raise StateMismatch(
+                f"this rank's sampler has a dataset of {here.length} samples, that of the "
+                f"others {there.length}: all ranks must build the same dataset"
+            )
+    return least_progress(everyone, context.source, behind)
+
+
+def least_progress(
+    everyone: Sequence[Sequence[SamplerProgress]], source: int, behind: Collection[int]
+) -> list[SamplerProgress]:
+    """Return for each sampler the least progress of the ranks with the newest state."""
+    # After a generation that failed while it formed, some of these ranks have dealt the rest again,
+    # and others have gone back to before. The epoch's order and what is done of it are the same.
+    newest = [each for rank, each in enumerate(everyone) if rank not in behind]
+    return [
+        min(each for each in column if each.order == there.order)
+        for there, *column in zip(everyone[source], *newest, strict=True)
+    ]
+
+
+def state_dict_of(progress: SamplerProgress) -> dict[str, Any]:
+    """Return the state dict of a sampler that is as far."""
+    return {"epoch": progress.epoch, "processed_num": progress.done}
 
 
 def _iterate(deal: Deal, rank: int) -> Iterator[int]:
     """Yield the samples of a share, some at a time: the first ones are needed at once."""
     for start in range(0, deal.per_rank, _AT_A_TIME):
-        yield from _ints(deal.shard(rank, start, start + _AT_A_TIME))
+        yield from deal.shard(rank, start, start + _AT_A_TIME)
 
 
 def _place() -> tuple[int, int]:
     context = current_or_none()
     return (0, 1) if context is None else (context.rank, context.size)
-
-
-def _ints(indices: Indices) -> list[int]:
-    values: list[int] = indices.tolist()
-    return values
-
-
-def _count(samples: int, *, in_state: bool) -> None:
-    """Count a batch in the rank's telemetry."""
-    context = current_or_none()
-    if context is not None:  # else a sampler by itself
-        context.telemetry.recorded(samples)
-        if not in_state and isinstance(context, Session) and context.loops:
-            warn(context, NOT_IN_STATE)

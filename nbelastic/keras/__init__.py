@@ -16,8 +16,8 @@ except ModuleNotFoundError as error:
 if getattr(_keras, "__version__", "2").startswith(("1.", "2")):
     raise ImportError("nbelastic.keras needs Keras 3; install it by `pip install nbelastic[keras]`")
 
-from nbelastic.elastic.context import shutdown
-from nbelastic.elastic.ranks import (
+from nbelastic.elastic.ranks.context import shutdown
+from nbelastic.elastic.ranks.ranks import (
     cross_rank,
     cross_size,
     is_initialized,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from nbelastic.elastic.ranks import rank
+from nbelastic.elastic.ranks.ranks import rank
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
         self._epoch: int | None = None
 
     def set_params(self, params: Any) -> None:
-        """Give it the parameters of the training."""
+        """Pass on the parameters of the training."""
         super().set_params(params)
         self.callback.set_params(params)
 
     def set_model(self, model: Any) -> None:
-        """Give it the model."""
+        """Pass on the model."""
         super().set_model(model)
         self.callback.set_model(model)
 
@@ -76,45 +76,26 @@ class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
             self.callback.on_epoch_begin(epoch, logs)
         self._epoch = epoch
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """End an epoch."""
-        if self._ready():
-            self.callback.on_epoch_end(epoch, logs)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begin a batch."""
+def _forwarded(name: str) -> Any:
+    def method(self: OnRankZero, *args: Any, **kwargs: Any) -> None:
         if self._ready():
-            self.callback.on_train_batch_begin(batch, logs)
+            getattr(self.callback, name)(*args, **kwargs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """End a batch."""
-        if self._ready():
-            self.callback.on_train_batch_end(batch, logs)
+    return method
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Begin a validation."""
-        if self._ready():
-            self.callback.on_test_begin(logs)
 
-    def on_test_end(self, logs: Any = None) -> None:
-        """End a validation."""
-        if self._ready():
-            self.callback.on_test_end(logs)
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begin a batch of a validation."""
-        if self._ready():
-            self.callback.on_test_batch_begin(batch, logs)
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """End a batch of a validation."""
-        if self._ready():
-            self.callback.on_test_batch_end(batch, logs)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """End."""
-        if self._ready():
-            self.callback.on_train_end(logs)
+for _name in (
+    "on_epoch_end",
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_test_begin",
+    "on_test_end",
+    "on_test_batch_begin",
+    "on_test_batch_end",
+    "on_train_end",
+):
+    setattr(OnRankZero, _name, _forwarded(_name))
 
 
 class RankZeroModel:
@@ -147,10 +128,7 @@ def _nothing(*_: object, **__: object) -> None:
 def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
     """Return the callbacks of a training, with those of Keras' own that it always has.
 
-    Raises
-    ------
-    OptionError
-        One of them does what the state does.
+    One that does what the state does is refused.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise OptionError("elastic.fit(callbacks=…): pass a list of callbacks, not a CallbackList")
@@ -186,19 +164,8 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
     Keras' ``fit`` is called for each part of an epoch. What it says of beginnings and ends of
     trainings and epochs is not passed on; :mod:`nbelastic.keras.fit` says it.
 
-    Parameters
-    ----------
-    callbacks : sequence of keras.callbacks.Callback
-        The callbacks.
-    model : keras.Model
-        The model.
-    progress : FitProgress
-        The position of the training.
-    params : dict
-        What callbacks are told of the training.
-    after_batch : callable
-        Called after each batch with its number in this call, the number of batches that it stands
-        for, and its logs.
+    `after_batch` is called after each batch with its number in this call, the number of batches
+    that it stands for, and its logs.
     """
 
     def __init__(
@@ -237,7 +204,7 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._on_end()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Have metrics go on from where they were: ``fit`` has set them to zero."""
+        """Set metrics to what they were, because ``fit`` has set them to zero."""
         del logs
         self.begin_epoch(epoch)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
-from nbelastic.elastic.ranks import rank, size
+from nbelastic.elastic.ranks.ranks import rank, size
 from nbelastic.keras.backends import backend
 from nbelastic.keras.callback_list import RankZeroModel
 from nbelastic.keras.ops import broadcast_variables

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.data import Loader
-from nbelastic.elastic.ranks import rank, size
+from nbelastic.elastic.ranks.ranks import rank, size
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import OptionError
 from nbelastic.keras.dataset import ElasticDataset
@@ -28,15 +28,9 @@ CANNOT_BE_DEALT = (
 
 
 class Feed:
-    """Data of a training, dealt to the ranks.
+    """Data of a training, dealt to the ranks."""
 
-    Attributes
-    ----------
-    part : object
-        What of them belongs to the state.
-    """
-
-    part: Any
+    part: Any  # what of them belongs to the state
 
     @property
     def epoch(self) -> int:
@@ -183,13 +177,7 @@ def feed_of(
     seed: int,
     sample_weight: Any = None,
 ) -> Feed:
-    """Return data in a form that can be dealt.
-
-    Raises
-    ------
-    OptionError
-        They cannot, with what to pass instead.
-    """
+    """Return data in a form that can be dealt; an OptionError says what to pass instead."""
     kind = type(data).__name__
     if isinstance(data, (Loader, DataLoader, keras.utils.PyDataset)) and y is not None:
         raise OptionError(f"elastic.fit({kind}, y=…): the {kind} has the targets; leave y out")
@@ -270,11 +258,6 @@ def shard_of(data: Any, batch_size: int) -> tuple[Any, int | None]:
     """Return this rank's part of data for validation, and its number of batches.
 
     All parts together have each sample once, so that sums over ranks are those of all samples.
-
-    Raises
-    ------
-    OptionError
-        They cannot be divided.
     """
     place, count = rank(), size()
     if isinstance(data, keras.utils.PyDataset):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
-from nbelastic.elastic import report
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
 from nbelastic.keras.callback_list import ElasticCallbackList, make_callbacks
+from nbelastic.keras.elastic_callbacks import report_logs
 from nbelastic.keras.feeds import LoaderFeed, feed_of, shard_of
 from nbelastic.keras.metrics import MetricSums
 from nbelastic.keras.optimizer import distribution_of, is_distributed
@@ -330,7 +330,7 @@ class _Training:
         self._callbacks.tell("on_epoch_end", epoch, logs)
         self._gather_stop()
         self._logs = logs
-        self._report_epoch(epoch, logs)
+        report_logs(logs, epoch)
         _, stops_now = self._sums.exchange(self._stops)
         progress.ended = stops or stops_now
         model.stop_training = progress.ended
@@ -340,11 +340,6 @@ class _Training:
         self._feed.set_epoch(epoch + 1)
         self._since_commit = 0
         self._state.commit()
-
-    def _report_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Show the logs of an epoch in the job's panel."""
-        numbers = {name: each for name, each in logs.items() if isinstance(each, (int, float))}
-        report(step=epoch, **numbers)
 
     def _place(self, epoch: int, batch: int) -> None:
         """Give the user's own counters their values."""

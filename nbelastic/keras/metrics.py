@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 
 if TYPE_CHECKING:
     from nbelastic.keras.backends import Backend
@@ -21,13 +21,6 @@ class MetricSums:
     rank adds what it has added since the last exchange. So an epoch's metrics are those of all
     samples, whichever ranks have seen them, and are lost with none of them. Variables that declare
     no sum stay a rank's own.
-
-    Parameters
-    ----------
-    model : keras.Model
-        The model.
-    backend : Backend
-        Reads and writes its variables.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import backend
 from nbelastic.keras.options import KerasOptions
 from nbelastic.keras.process_sets import check_process_set
@@ -103,20 +103,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         An argument has a value that it cannot have. The optimizer is as it was.
     """
     del device_dense, device_sparse
-    made: Optimizer = _distribute(
-        optimizer,
-        name,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
+    if num_groups:
+        warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    options = _options(
         op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
+        compression=compression,
+        predivide=gradient_predivide_factor,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
         groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
+        sparse_as_dense=sparse_as_dense,
+        scale_local=scale_local_gradients,
     )
+    made: Optimizer = _distribute(optimizer, name, options, process_set)
     return made
 
 
@@ -160,43 +160,31 @@ process_set
     if not all(isinstance(each, keras.layers.Layer) for each in layers):
         raise ValueError("local_layers must be a layer, or a list of layers")
     del device_dense, device_sparse
-    made: Optimizer = _distribute(
-        optimizer,
-        name,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
+    options = _options(
         op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
+        compression=compression,
+        predivide=gradient_predivide_factor,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
         groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
+        sparse_as_dense=sparse_as_dense,
+        scale_local=scale_local_gradients,
         local=tuple(layers),
     )
+    made: Optimizer = _distribute(optimizer, name, options, process_set)
     return made
 
 
+def _options(*, groups: Any, **options: Any) -> KerasOptions:
+    """Return checked options, with `groups` in a form that can be hashed."""
+    groups = groups if isinstance(groups, int) else tuple(map(tuple, groups or ())) or 0
+    return KerasOptions(groups=groups, **options)
+
+
 def _distribute(
-    optimizer: Any,
-    name: str | None,
-    *,
-    compression: type[Compressor],
-    sparse_as_dense: bool,
-    gradient_predivide_factor: float,
-    op: Op | GradientOp,
-    backward_passes_per_step: int,
-    average_aggregated_gradients: bool,
-    groups: int | Sequence[Sequence[Any]] | None,
-    process_set: object,
-    scale_local_gradients: bool,
-    num_groups: int = 0,
-    local: tuple[Any, ...] = (),
+    optimizer: Any, name: str | None, options: KerasOptions, process_set: object
 ) -> Any:
     check_process_set(process_set)
-    if num_groups:
-        warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=4)
-        groups = num_groups if groups is None else groups
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
             f"DistributedOptimizer({optimizer!r}): must be an optimizer of Keras 3, such as "
@@ -209,17 +197,6 @@ def _distribute(
         raise ValueError(
             "the LossScaleOptimizer has a DistributedOptimizer in it already; wrap only one of them"
         )
-    options = KerasOptions(
-        op=op,
-        compression=compression,
-        predivide=gradient_predivide_factor,
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        groups=groups if isinstance(groups, int) else tuple(map(tuple, groups or ())) or 0,
-        sparse_as_dense=sparse_as_dense,
-        local=local,
-        scale_local=scale_local_gradients,
-    )
     current()  # NotInitialized where there is none
     made = _wrap(optimizer, options)
     if name is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Op
@@ -16,44 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KerasOptions:
-    """How the gradients of a Keras optimizer are reduced.
+    """How the gradients of a Keras optimizer are reduced."""
 
-    Attributes
-    ----------
-    op : Op or GradientOp
-        ``AVERAGE``, ``SUM`` or ``ADASUM``.
-    compression : type of Compressor
-        What gradients are on the wire.
-    predivide : float
-        With ``AVERAGE``: the divisor before the sum is formed; the rest is divided by after.
-    passes : int
-        Batches whose gradients add up on a rank before they are reduced.
-    average_passes : bool
-        Whether their sum is divided by their number.
-    groups : int or sequence of sequences of variables
-        How many groups to form, 0 for any; or the groups.
-    sparse_as_dense : bool
-        Whether to make sparse gradients dense, or refuse them.
-    local : tuple
-        Layers whose gradients stay on their rank.
-    scale_local : bool
-        Whether these gradients are divided by the number of ranks.
-
-    Raises
-    ------
-    ValueError
-        An option has a value that it cannot have.
-    """
-
-    op: Op | GradientOp
-    compression: type[Compressor]
-    predivide: float = 1.0
-    passes: int = 1
-    average_passes: bool = False
-    groups: int | tuple[tuple[Any, ...], ...] = 0
-    sparse_as_dense: bool = False
-    local: tuple[Any, ...] = field(default=())
-    scale_local: bool = True
+    op: Op | GradientOp  # ``AVERAGE``, ``SUM`` or ``ADASUM``
+    compression: type[Compressor]  # what gradients are on the wire
+    predivide: float = 1.0  # with ``AVERAGE``: the divisor before the sum; the rest comes after
+    passes: int = 1  # batches whose gradients add up on a rank before they are reduced
+    average_passes: bool = False  # their sum is divided by their number
+    groups: int | tuple[tuple[Any, ...], ...] = 0  # how many, 0 for any; or variables of each
+    sparse_as_dense: bool = False  # sparse gradients are made dense, not refused
+    local: tuple[Any, ...] = ()  # layers whose gradients stay on their rank
+    scale_local: bool = True  # these are divided by the number of ranks
 
     def __post_init__(self) -> None:
         ReduceOptions(

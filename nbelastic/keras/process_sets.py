@@ -6,13 +6,7 @@ from nbelastic.torch.ops.process_sets import global_process_set
 
 
 def check_process_set(process_set: object) -> None:
-    """Refuse any set of ranks but all of them.
-
-    Raises
-    ------
-    ValueError
-        `process_set` is neither None nor ``global_process_set``.
-    """
+    """Refuse any set of ranks but all of them."""
     if process_set is not None and process_set is not global_process_set:
         raise ValueError(
             f"process_set must be None or global_process_set, not {process_set!r}: gradients of "

@@ -40,37 +40,19 @@ class FitProgressAdapter(Adapter):
 
 
 class FitProgress:
-    """Position of a training by ``fit``, and what callbacks and metrics know.
-
-    Attributes
-    ----------
-    epoch, batch : int
-        The present epoch, and the batches of it that are done.
-    begun : bool
-        Whether callbacks were told that the training begins.
-    in_epoch : bool
-        Whether they were told that the epoch begins.
-    ended : bool
-        Whether the training is over.
-    metrics : list of numpy.ndarray
-        The variables of the metrics, summed over all ranks, as far as the epoch is done.
-    callbacks : list of keras.callbacks.Callback
-        Those of which attributes are kept.
-    rates : list of variables
-        Learning rates, which callbacks change between the steps of an optimizer.
-    received : bool
-        Whether the content is another rank's, of which callbacks know nothing yet.
-    """
+    """Position of a training by ``fit``, and what callbacks and metrics know."""
 
     nbelastic_adapter = FitProgressAdapter
 
     def __init__(self, rates: Sequence[Any] = ()) -> None:
-        self.epoch = self.batch = 0
-        self.begun = self.in_epoch = self.ended = False
+        self.epoch = self.batch = 0  # the present epoch, and the batches of it that are done
+        self.begun = self.in_epoch = False  # callbacks were told of the beginning
+        self.ended = False
+        # Variables of the metrics, summed over all ranks, as far as the epoch is done.
         self.metrics: list[np.ndarray[Any, Any]] = []
-        self.callbacks: list[Any] = []
-        self.rates = list(rates)
-        self.received = False
+        self.callbacks: list[Any] = []  # of which attributes are kept
+        self.rates = list(rates)  # variables that callbacks change between steps
+        self.received = False  # from another rank; callbacks know nothing of it yet
         self._attributes: list[dict[str, Any]] = []  # of callbacks, as received
 
     def begin(self, callbacks: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.ops.reductions import Average, Sum, grouped_allreduce
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import keras
 import torch
 
 from nbelastic.data import Loader
-from nbelastic.elastic.context import current, current_or_none
-from nbelastic.elastic.sampling import sampler_of
-from nbelastic.elastic.session import warn
+from nbelastic.elastic.parameter_samples import sampler_of
+from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.elastic.ranks.session import warn
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
 from nbelastic.keras.backends.torch import rates_of, variable_step
@@ -23,7 +23,7 @@ from nbelastic.torch.state.torch_state import TorchState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from nbelastic.elastic.state_payload import StatePayload
+    from nbelastic.elastic.state.state_payload import StatePayload
 
 SEED = "seed_generator_state"
 """Name that Keras gives to the state of a seed generator."""
@@ -129,9 +129,6 @@ class KerasState(TorchState):
         seeds = [each for each in self._keras["model"].variables if each.name == SEED]
         own = [each.clone() for each in self._back.read(seeds)]
         super()._unpack(payload)
-        self._flush_seeds(seeds, own)
-
-    def _flush_seeds(self, seeds: Sequence[Any], own: Sequence[torch.Tensor]) -> None:
         if seeds:
             self._back.write(seeds, own)
 

@@ -31,13 +31,7 @@ class VariablesAdapter(Adapter):
     def restore(
         self, unflattener: Unflattener, obj: Variables, content: list[tuple[str, TensorRef]]
     ) -> None:
-        """Fill all variables.
-
-        Raises
-        ------
-        StateMismatch
-            There are more or fewer.
-        """
+        """Fill all variables, of which there must be as many."""
         if len(obj) != len(content):
             raise StateMismatch(f"expected {len(obj)} variables; came {len(content)}")
         if obj.in_place:
@@ -63,21 +57,7 @@ class VariablesAdapter(Adapter):
 class Variables:
     """Variables of a model or an optimizer, all of which must exist by now.
 
-    Parameters
-    ----------
-    variables : sequence of variables
-        The variables.
-    backend : Backend
-        Reads and writes them.
-    buffers : sequence of Tensor
-        Further tensors, which are PyTorch's own: buffers of its modules in the model.
-
-    Attributes
-    ----------
-    in_place : bool
-        Whether the variables' own tensors are those of the state. They stay the same.
-    nbelastic_complete : bool
-        The same: what was captured once holds for later commits.
+    `buffers` are those of PyTorch's modules in the model.
     """
 
     nbelastic_adapter = VariablesAdapter
@@ -89,6 +69,8 @@ class Variables:
         self._backend = backend
         names = [*(each.name for each in self._variables), *["buffer"] * len(buffers)]
         self._names = [f"{number}.{name}" for number, name in enumerate(names)]
+        # The variables' own tensors are those of the state, and stay the same. So what was captured
+        # once holds for later commits.
         self.in_place = self.nbelastic_complete = backend.in_place
         self._tensors = [*backend.read(self._variables), *buffers] if self.in_place else []
 

@@ -16,8 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import Session
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import OptionError
 from nbelastic.lightning.progress import LightningProgress
 from nbelastic.lightning.strategy import ElasticStrategy

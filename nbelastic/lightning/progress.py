@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar
 
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.trainers import plain_attributes
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from nbelastic.elastic.context import current, current_or_none, initialize
+from nbelastic.elastic.ranks.context import current, current_or_none, initialize
 from nbelastic.torch.device import device
 from nbelastic.torch.process_group import NAME, default_group
 

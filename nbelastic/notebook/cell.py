@@ -17,7 +17,7 @@ import tokenize
 import types
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.context import LocalContext, current_or_none
+from nbelastic.elastic.ranks.context import LocalContext, current_or_none
 from nbelastic.errors import PreflightError
 
 from .names import imported_names, needed_names

@@ -12,8 +12,8 @@ if _util.find_spec("tensorflow") is None:
         name="tensorflow",
     )
 
-from nbelastic.elastic.context import shutdown
-from nbelastic.elastic.ranks import (
+from nbelastic.elastic.ranks.context import shutdown
+from nbelastic.elastic.ranks.ranks import (
     cross_rank,
     cross_size,
     is_initialized,

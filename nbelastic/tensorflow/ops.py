@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 import torch
 
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.keras import ops
 from nbelastic.keras.backends.tensorflow import called_back, from_torch, to_torch
 from nbelastic.torch.ops import functions, reductions

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends.callback import Gradients
 from nbelastic.keras.backends.tensorflow import densified, reduce_tensors
 from nbelastic.keras.options import KerasOptions

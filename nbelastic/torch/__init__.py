@@ -7,8 +7,8 @@ A script written for ``horovod.torch`` runs with its import changed. What differ
 - an optimizer with ``op=Adasum`` combines gradients, not what each rank's optimizer makes of them.
 """
 
-from nbelastic.elastic.context import shutdown
-from nbelastic.elastic.ranks import (
+from nbelastic.elastic.ranks.context import shutdown
+from nbelastic.elastic.ranks.ranks import (
     cross_rank,
     cross_size,
     is_initialized,

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import NotInitialized
 
 

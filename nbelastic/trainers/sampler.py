@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbelastic.elastic.context import current
-from nbelastic.elastic.session import warn
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.session import warn
 from nbelastic.torch.elastic import ElasticSampler
 
 NOT_DEALT = (

@@ -18,8 +18,8 @@ from transformers.trainer_utils import has_length
 
 from nbelastic.accelerate.loaders import batches_left, deal, obstacle
 from nbelastic.elastic import report
-from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import Session
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.elastic import TorchState, run
 from nbelastic.trainers import DealtSampler, not_dealt

@@ -86,7 +86,7 @@ for _ in range(6000):
 
 SLOW_MEETING = """
 from dataclasses import replace
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 
 rank = current()
 runtime = rank._runtime

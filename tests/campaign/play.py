@@ -13,7 +13,7 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.collectives import Rendezvous, RendezvousServer
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
 from tests.collectives.worlds import BIND, MAKERS
 from tests.support.world import StaticContext

@@ -9,7 +9,7 @@ import pytest
 from nbelastic.cluster import wire
 from nbelastic.cluster.rank_error import Frame, PackedError
 from nbelastic.cluster.scheduler.intake import Intake
-from nbelastic.elastic.telemetry import CodeLine, MetricsReport, TelemetrySnapshot
+from nbelastic.elastic.ranks.telemetry import CodeLine, MetricsReport, TelemetrySnapshot
 from nbelastic.errors import VersionMismatch
 from nbelastic.membership import (
     Beat,

@@ -201,7 +201,7 @@ def test_output_is_in_order_with_messages(host: Host) -> None:
     """What comes from Python, C and a child, and what was printed before an event, before it."""
 
     def function() -> None:
-        from nbelastic.elastic.context import current
+        from nbelastic.elastic.ranks.context import current
         from nbelastic.membership import RankNote
 
         libc = ctypes.CDLL(None)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from nbelastic.cluster.worker.rank.torch_hooks import SYNC_WARNING, hook_torch, trainers_of
-from nbelastic.elastic.context import LocalContext, activate
-from nbelastic.elastic.runtime import RankSpec
-from nbelastic.elastic.sampling import sample
-from nbelastic.elastic.session import Session
-from nbelastic.elastic.supervision import watch
+from nbelastic.elastic.parameter_samples import sample
+from nbelastic.elastic.ranks.context import LocalContext, activate
+from nbelastic.elastic.ranks.runtime import RankSpec
+from nbelastic.elastic.ranks.session import Session
+from nbelastic.elastic.training_checks import watch
 from nbelastic.errors import NbelasticError
 from nbelastic.membership import Place, RankNote, WeightsSampled
 

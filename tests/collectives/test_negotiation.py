@@ -13,7 +13,7 @@ import torch
 from nbelastic.collectives import connect, negotiation
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.shm import handshake
-from nbelastic.elastic.stack import innermost
+from nbelastic.elastic.ranks.stack import innermost
 from nbelastic.errors import CollectiveError
 from tests.collectives.worlds import MAKERS, PATIENCE_S, World, descriptors, eventually, needs_core
 from tests.support.logs import own_records

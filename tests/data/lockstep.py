@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from tests.support.world import StaticContext
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader
 from nbelastic.data.loader import LEFT_EARLY
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext

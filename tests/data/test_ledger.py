@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Batch, Loader
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
 

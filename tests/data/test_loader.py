@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader
-from nbelastic.elastic.context import activate, current
+from nbelastic.elastic.ranks.context import activate, current
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from nbelastic.pickling import dumps
 from tests.support.world import StaticContext

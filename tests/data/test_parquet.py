@@ -28,7 +28,7 @@ from nbelastic.data.ranges import RowRange, Window
 from nbelastic.data.row_block import RowBlock
 from nbelastic.data.units import UnitSource, parse_bytes
 from nbelastic.data.windows import LoadedWindow, WindowReader
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from tests.support.world import StaticContext
 

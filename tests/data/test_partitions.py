@@ -18,7 +18,7 @@ import torch
 from nbelastic.cluster.kernel.partitions import with_sources
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Batch, Dask, Loader
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import DataError, OptionError
 from tests.support.world import StaticContext
 

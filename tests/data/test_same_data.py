@@ -17,7 +17,7 @@ from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Batch, Loader
 from nbelastic.data.comparison import difference, sample_of
 from nbelastic.data.seeding import generators_in
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import StateMismatch
 from nbelastic.torch.elastic import ElasticSampler
 from nbelastic.torch.state.torch_state import TorchState

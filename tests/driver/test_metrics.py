@@ -10,7 +10,7 @@ from nbelastic.driver.job import Job
 from nbelastic.driver.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
-from nbelastic.elastic.telemetry import DataProgress, MetricsReport, TelemetrySnapshot
+from nbelastic.elastic.ranks.telemetry import DataProgress, MetricsReport, TelemetrySnapshot
 
 
 def rank(start, *rows, **figures):

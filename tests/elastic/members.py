@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
-from nbelastic.elastic.runtime import RankSpec
+from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.membership import FRESH, Member, Place, Plan, Slot
 
 

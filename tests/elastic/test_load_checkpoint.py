@@ -264,7 +264,7 @@ def test_plain_values_and_samplers_need_no_torch_objects(tmp_path):
     write(tmp_path, make, change)
     assert nbelastic.load_checkpoint(tmp_path) == {
         "losses": [0.5],
-        "sampler": {"epoch": 0, "processed_indices": {0, 1, 2, 3}},
+        "sampler": {"epoch": 0, "processed_num": 4},
     }
 
 

@@ -18,7 +18,7 @@ import torch
 
 from nbelastic.cluster.kernel.preflight import pack_function
 from nbelastic.elastic.state import ObjectState
-from nbelastic.elastic.transfer import allgather_object
+from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, NotPicklable
 from nbelastic.pickling import dumps
 from nbelastic.torch.state.torch_state import TorchState

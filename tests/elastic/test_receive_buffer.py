@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbelastic.elastic import transfer
-from nbelastic.elastic.receive_buffer import ReceiveBuffer
-from nbelastic.elastic.state_payload import StatePayload, flatten, unflatten
-from nbelastic.elastic.transfer import spread
+from nbelastic.elastic.state import transfer
+from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
+from nbelastic.elastic.state.state_payload import StatePayload, flatten, unflatten
+from nbelastic.elastic.state.transfer import spread
 from tests.support.world import StaticContext, run_ranks
 
 MANY = 64 << 20

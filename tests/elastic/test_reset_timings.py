@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.elastic.reset_timings import ResetTimings
+from nbelastic.elastic.ranks.reset_timings import ResetTimings
 
 
 def test_phases_are_in_their_order_from_the_notice_on() -> None:

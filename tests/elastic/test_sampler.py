@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.elastic.context import activate
-from nbelastic.elastic.progress_agreement import agree_on_progress
-from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
+from nbelastic.elastic.ranks.context import activate
+from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler, agree_on_progress
+from nbelastic.errors import NbelasticError
 from tests.elastic.worlds import sampler_at, settle_all, world_of
 from tests.support.world import StaticContext, run_ranks
 
@@ -47,18 +47,39 @@ def test_the_share_is_fixed_until_the_membership_changes() -> None:
     with activate(world_of(1, 2)):
         sampler.record_batch(0, 2)
         assert list(sampler) == [1, 3, 5, 7, 9]
-        assert sampler.processed_indices == {1, 3}
-        assert sampler.processed_num == 2
+        assert sampler.processed_indices == {0, 1, 2, 3}
+        assert sampler.processed_num == 4
 
 
 def test_last_batch_is_cut_and_batches_beyond_the_end_are_nothing() -> None:
     sampler = sampler_at(0, 1, 5, shuffle=False)
+    sampler.record_batch(0, 3)
     sampler.record_batch(1, 3)
-    assert sampler.processed_indices == {3, 4}
     sampler.record_batch(2, 3)
     sampler.record_batch(-1, 3)
-    assert sampler.processed_indices == {3, 4}
+    assert (sampler.processed_indices, sampler.processed_num) == ({0, 1, 2, 3, 4}, 5)
     assert sampler.get_indices(1, 3) == [3, 4]
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_what_is_done_in_another_order_counts_once_nothing_before_is_missing(
+    by_index: bool,
+) -> None:
+    sampler = sampler_at(1, 2, 12)
+    share = sampler.get_indices(0, 6)
+
+    def record(number: int) -> None:
+        if by_index:
+            sampler.record_indices(share[2 * number : 2 * number + 2][::-1])
+        else:
+            sampler.record_batch(number, 2)
+
+    record(1)
+    assert (sampler.processed_indices, sampler.processed_num) == ({*share[2:4]}, 0)
+    record(0)
+    assert sampler.processed_num == 8
+    record(2)
+    assert sampler.processed_indices == set(range(12))
 
 
 def test_indices_that_do_not_exist_are_refused_when_recorded() -> None:
@@ -129,17 +150,15 @@ def test_iterating_and_len_use_the_present_rank_and_size() -> None:
         assert (sampler.rank, sampler.num_replicas) == (1, 3)
 
 
-def test_reset_keeps_samples_that_only_this_rank_has_done() -> None:
-    alone = sampler_at(0, 1, 6, shuffle=False)
-    alone.record_batch(0, 2)
-    alone.reset()
-    assert alone.remaining_indices == [2, 3, 4, 5]
-    one_of_two = sampler_at(1, 2, 6, shuffle=False)
-    with activate(world_of(1, 2)):
-        one_of_two.record_batch(0, 2)
-        one_of_two.reset()
-        assert one_of_two.remaining_indices == [0, 1, 2, 3, 4, 5]
-        assert one_of_two.processed_indices == {1, 3}
+@pytest.mark.parametrize(("size", "in_state", "left"), [(1, False, 2), (2, False, 0), (2, True, 4)])
+def test_reset_leaves_out_what_all_ranks_have_done(size: int, in_state: bool, left: int) -> None:
+    sampler = sampler_at(0, size, 8, shuffle=False)
+    with activate(world_of(0, size)):
+        if in_state:
+            sampler.snapshot()
+        sampler.record_batch(0, 2)
+        sampler.reset()
+    assert sampler.remaining_indices == list(range(left, 8))
 
 
 def test_checkpoint_goes_on_where_it_was_with_any_number_of_ranks() -> None:
@@ -154,10 +173,10 @@ def test_checkpoint_goes_on_where_it_was_with_any_number_of_ranks() -> None:
             again.load_state_dict(checkpoint)
             assert again.epoch == 2
             shares += list(again)
-    assert sorted([*shares, *checkpoint["processed_indices"]]) == list(range(10))
-    horovods = sampler_at(0, 1, 10)
-    horovods.load_state_dict({"epoch": 2, "processed_num": 4})
-    assert horovods.processed_indices == checkpoint["processed_indices"]
+    assert sorted([*shares, *sampler.processed_indices]) == list(range(10))
+    older = sampler_at(0, 1, 10)
+    older.load_state_dict({"epoch": 2, "processed_indices": sampler.processed_indices})
+    assert older.state_dict() == checkpoint
 
 
 OPERATIONS = st.one_of(
@@ -207,7 +226,7 @@ def test_a_million_samples_cost_nothing_per_batch_or_commit() -> None:
         sampler.record_batch(batch, 32)
         sampler.snapshot()
     assert time.perf_counter() - start < 2.0  # 2 ms each; walking over all takes 20
-    assert sampler.claim().spans == ((0, 32_000),)
+    assert sampler.progress().done == 128_000
 
 
 def test_N4_ranks_settle_on_the_same_rest() -> None:
@@ -215,10 +234,11 @@ def test_N4_ranks_settle_on_the_same_rest() -> None:
         sampler = ShardSampler(range(1000), seed=1)
         other = ShardSampler(range(10), shuffle=False)
         sampler.record_batch(0, 16)
-        other.record_indices([context.rank])
-        deals = agree_on_progress([sampler, other], context)
-        for each, deal in zip((sampler, other), deals, strict=True):
-            each.install(deal, context.rank)
+        other.record_indices(other.get_indices(0, 1))
+        both = [sampler, other]
+        agreed = agree_on_progress([each.progress() for each in both], context)
+        for each, progress in zip(both, agreed, strict=True):
+            each.install(progress, context.rank, context.size)
         return sampler.processed_num, other.processed_indices, list(sampler)
 
     results = run_ranks(3, main)
@@ -228,20 +248,30 @@ def test_N4_ranks_settle_on_the_same_rest() -> None:
     assert len(set(shares)) == 952
 
 
-def test_N4_ranks_behind_or_apart_take_over_what_the_others_settle() -> None:
+def test_N4_ranks_behind_or_ahead_take_over_the_least_of_the_newest() -> None:
     def main(context: StaticContext) -> object:
         sampler = ShardSampler(range(100))
         if context.rank == 0:
-            sampler.set_epoch(9)
+            sampler.set_epoch(3)
         else:
             sampler.set_epoch(4)
             sampler.record_batch(0, 5 if context.rank < 3 else 3)
         if context.rank == 2:
             sampler.set_epoch(5)
-        [deal] = agree_on_progress([sampler], context, behind=[0])
-        sampler.install(deal, context.rank)
-        return sampler.epoch, sampler.processed_num, sorted(deal.done.tolist())
+        [progress] = agree_on_progress([sampler.progress()], context, behind=[0])
+        sampler.install(progress, context.rank, context.size)
+        return sampler.epoch, sampler.processed_num, sampler.remaining_indices
 
-    # Rank 0 is behind, 2 has gone its own way: 5 of rank 1, 3 of rank 3, three each for 0, 2.
+    # Rank 0 is behind, 2 is ahead: 3 of rank 3 count for all.
     results = run_ranks(4, main, source=1)
-    assert results == [(4, 14, results[0][2])] * 4
+    assert results == [(4, 12, results[0][2])] * 4
+
+
+def test_ranks_with_other_samplers_are_refused() -> None:
+    def main(context: StaticContext) -> str:
+        mine = [ShardSampler(range(4)).progress()] * (1 + context.rank)
+        with pytest.raises(NbelasticError, match="do not have the same samplers"):
+            agree_on_progress(mine, context)
+        return "refused"
+
+    assert run_ranks(2, main) == ["refused"] * 2

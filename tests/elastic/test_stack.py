@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from nbelastic.elastic.stack import innermost, user_line
+from nbelastic.elastic.ranks.stack import innermost, user_line
 
 SCRIPT = """
 import gc, random, sys, threading, time
-from nbelastic.elastic import stack
+from nbelastic.elastic.ranks import stack
 
 looking = threading.get_ident()
 

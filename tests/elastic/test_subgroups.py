@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from nbelastic.elastic.context import LocalContext
-from nbelastic.elastic.subgroups import Members, Subgroup
+from nbelastic.elastic.ranks.context import LocalContext
+from nbelastic.elastic.ranks.subgroups import Members, Subgroup
 from nbelastic.errors import NbelasticError
 
 

@@ -12,9 +12,9 @@ import torch
 
 import nbelastic
 from nbelastic.elastic import ObjectState
-from nbelastic.elastic.context import LocalContext, activate, current
+from nbelastic.elastic.ranks.context import LocalContext, activate, current
+from nbelastic.elastic.ranks.telemetry import Telemetry, as_numbers
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.elastic.telemetry import Telemetry, as_numbers
 from nbelastic.errors import NotInitialized, OptionError
 
 

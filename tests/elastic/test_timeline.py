@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from nbelastic.elastic import timeline as timelines
-from nbelastic.elastic.timeline import Timeline, join_parts, part_of
+from nbelastic.elastic.ranks import timeline as timelines
+from nbelastic.elastic.ranks.timeline import Timeline, join_parts, part_of
 from tests.support.world import run_ranks
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbelastic.collectives import Capabilities
-from nbelastic.elastic import transfer
-from nbelastic.elastic.state_payload import StatePayload
-from nbelastic.elastic.transfer import allgather_object, spread, tree
+from nbelastic.elastic.state import transfer
+from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.state.transfer import allgather_object, spread, tree
 from nbelastic.errors import CollectiveError
 from tests.support.world import StaticContext, run_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.elastic.unreachable import UnreachablePeers
+from nbelastic.elastic.ranks.unreachable import UnreachablePeers
 from nbelastic.membership import Member, Plan, Slot
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from nbelastic.collectives import Rendezvous, RendezvousServer
-from nbelastic.elastic import warmup
+from nbelastic.elastic.ranks import warmup
 
 
 def terms(store: tuple[str, int], backend: str = "auto") -> Rendezvous:

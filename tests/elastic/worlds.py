@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.context import activate
-from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.elastic.shards import choose_root
+from nbelastic.elastic.ranks.context import activate
+from nbelastic.elastic.sampler import ShardSampler, least_progress
 from tests.support.world import StaticContext
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from nbelastic.elastic.shards import Deal
+    from nbelastic.elastic.sampler import SamplerProgress
 
 
 def world_of(rank: int, size: int) -> StaticContext:
@@ -29,26 +28,14 @@ def sampler_at(rank: int, size: int, length: int, **options: Any) -> ShardSample
 
 def settle_all(samplers: Sequence[ShardSampler], source: int, behind: Collection[int]) -> None:
     """Do what the ranks of a new generation do together; sampler i is that of rank i."""
-    deals = deals_of_all(samplers, source, behind)
-    for rank, (sampler, deal) in enumerate(zip(samplers, deals, strict=True)):
-        sampler.install(deal, rank, resumed=True)
+    progress = progress_of_all(samplers, source, behind)
+    for rank, sampler in enumerate(samplers):
+        sampler.install(progress, rank, len(samplers), resumed=True)
 
 
-def deals_of_all(
+def progress_of_all(
     samplers: Sequence[ShardSampler], source: int, behind: Collection[int]
-) -> list[Deal]:
+) -> SamplerProgress:
     """Return what each rank would install."""
-    size = len(samplers)
-    claims = {r: [s.claim()] for r, s in enumerate(samplers) if r not in behind}
-    root, apart = choose_root(claims, source)
-    column = [each[0] for each in claims.values()]
-    wire = samplers[root].merge_claims(column, size).pack()
-    deals = [
-        sampler.unpack(wire, size)
-        if rank in behind or rank in apart
-        else sampler.merge_claims(column, size)
-        for rank, sampler in enumerate(samplers)
-    ]
-    assert len({deal.key for deal in deals}) == 1
-    assert len({deal.merges for deal in deals}) == 1
-    return deals
+    [found] = least_progress([[each.progress()] for each in samplers], source, behind)
+    return found

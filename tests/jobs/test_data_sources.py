@@ -234,7 +234,7 @@ def sum_up(data: Any, scale: float) -> list[Any]:
 
 
 def fetch(key: str) -> Any:
-    from nbelastic.elastic.context import current
+    from nbelastic.elastic.ranks.context import current
 
     return current().fetch_partition(key)
 

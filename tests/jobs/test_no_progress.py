@@ -66,7 +66,7 @@ class CrashesOnceKnown(GivesUp):
         import signal
         import time
 
-        from nbelastic.elastic.context import current
+        from nbelastic.elastic.ranks.context import current
 
         known = self.marks / str(current().generation)
         while not known.exists():

@@ -28,7 +28,7 @@ def listen_and_be_asked():
     import nbelastic.torch as hvd
     from nbelastic.collectives.rendezvous.handshake import GREETING, encode_request
     from nbelastic.collectives.rendezvous.server import PURPOSE, encode_body
-    from nbelastic.elastic.context import current
+    from nbelastic.elastic.ranks.context import current
 
     def listeners():
         inodes = set()

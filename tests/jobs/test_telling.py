@@ -285,7 +285,7 @@ def test_losses_and_sizes_are_in_the_history(crew, tmp_path):
 
 def without_figures():
     import nbelastic.torch as hvd
-    from nbelastic.elastic import telemetry
+    from nbelastic.elastic.ranks import telemetry
 
     def broken(_):
         raise RuntimeError("no figures")

@@ -35,7 +35,7 @@ def test_a_timeline_has_a_row_for_each_rank_and_spans_resets(crew, tmp_path):
 
 def program():
     import nbelastic.torch as hvd
-    from nbelastic.elastic.timeline import timeline
+    from nbelastic.elastic.ranks.timeline import timeline
 
     hvd.init()
     began = timeline.is_on
@@ -55,7 +55,7 @@ def test_calls_in_the_function_leave_the_jobs_timeline_alone(crew, tmp_path):
 
 def test_nothing_is_recorded_without_it(crew, tmp_path):
     def off():
-        from nbelastic.elastic.timeline import timeline
+        from nbelastic.elastic.ranks.timeline import timeline
 
         return timeline.is_on
 

@@ -79,7 +79,7 @@ def _train(work: Training) -> dict[str, Any]:
     import numpy as np
 
     import nbelastic.keras as hvd
-    from nbelastic.elastic.context import current
+    from nbelastic.elastic.ranks.context import current
 
     hvd.init()
     made = np.random.default_rng(1)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nbelastic.cluster.rank_error import pack_error, unpack_error
-from nbelastic.elastic.context import LocalContext, activate
+from nbelastic.elastic.ranks.context import LocalContext, activate
 from nbelastic.notebook.cell import CellError, CellFunction
 from nbelastic.notebook.names import users_names
 from nbelastic.notebook.remote_value import UnavailableValue, pack

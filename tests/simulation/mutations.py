@@ -10,8 +10,8 @@ from nbelastic.cluster.scheduler.controller import JobController
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.driver.thread import Driver
 from nbelastic.elastic import loop as elastic_loop
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.elastic.session import Session
 from nbelastic.elastic.state import ObjectState
 from nbelastic.membership import Machine, Phase, RankReady, Stage, failure_policy, rules
 from nbelastic.membership.roster import Roster
@@ -158,9 +158,9 @@ def _a_driver_that_was_away_keeps_its_epoch(original: Any) -> Any:
     return attach
 
 
-@_mutation(ShardSampler, "merge_claims")
+@_mutation(ShardSampler, "progress")
 def _samples_are_dealt_without_settling_what_was_done(original: Any) -> Any:
-    return lambda self, claims, size: original(self, [], size)
+    return lambda self: original(self)._replace(done=self._deal.done)
 
 
 @_mutation(ShardSampler, "go_back")

@@ -15,7 +15,7 @@ from nbelastic.cluster.scheduler import job_service, plugin
 from nbelastic.cluster.wire import unpack_machine
 from nbelastic.cluster.worker import agent
 from nbelastic.cluster.worker import rank_task as rank
-from nbelastic.elastic import telemetry
+from nbelastic.elastic.ranks import telemetry
 
 from . import user
 from .invariants import WatchedMachine

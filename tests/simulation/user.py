@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Op
 from nbelastic.elastic import ObjectState, run
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError
 from nbelastic.membership import FRESH
@@ -22,7 +22,7 @@ from .invariants import watch_early, watch_hang
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbelastic.elastic.session import Session
+    from nbelastic.elastic.ranks.session import Session
 
     from .fibers import Fiber
     from .loop import Hub

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.driver.options import Options
-from nbelastic.elastic.runtime import RankRuntime
+from nbelastic.elastic.ranks.runtime import RankRuntime
 from nbelastic.membership import StopRequested
 
 from . import user

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from nbelastic.collectives import Rendezvous, RendezvousServer, SoloCommunicator
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from tests.collectives.worlds import MAKERS
 from tests.support.world import StaticContext
 

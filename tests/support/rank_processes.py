@@ -16,7 +16,7 @@ from nbelastic.cluster.payload import Modules
 from nbelastic.cluster.wire import JobPayload, RankEvent
 from nbelastic.cluster.worker.rank.channel import RankSetup, frame
 from nbelastic.cluster.worker.rank_process import RankServer
-from nbelastic.elastic.runtime import RankSpec
+from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.membership import Place, RankLeft, RankRaised, RankReturned
 from nbelastic.pickling import dumps
 

@@ -57,7 +57,7 @@ class SameResult:
 
         import nbelastic.torch as hvd
         from nbelastic.data import stopwatch
-        from nbelastic.elastic.context import current
+        from nbelastic.elastic.ranks.context import current
 
         hvd.init()
         torch.set_num_threads(1)

@@ -208,7 +208,7 @@ def _train(work: Workload) -> dict[str, Any]:
 def _kill_one_per_generation(work: Workload) -> None:
     import signal
 
-    from nbelastic.elastic.context import current
+    from nbelastic.elastic.ranks.context import current
 
     if work.once(f"replaced-in-{current().generation}"):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Rendezvous, RendezvousServer, SoloCommunicator, connect
-from nbelastic.elastic.context import LocalContext, activate
+from nbelastic.elastic.ranks.context import LocalContext, activate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

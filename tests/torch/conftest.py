@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from tests.collectives.worlds import KINDS
 from tests.support.processes import Ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import Handle, Op, SoloCommunicator
-from nbelastic.elastic.context import LocalContext
+from nbelastic.elastic.ranks.context import LocalContext
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.staging import Staging
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import activate
-from nbelastic.elastic.runtime import RankRuntime, RankSpec
-from nbelastic.elastic.session import Session
+from nbelastic.elastic.ranks.context import activate
+from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.errors import RankExit as Ordered
 from nbelastic.membership import (

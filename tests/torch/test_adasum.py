@@ -9,7 +9,7 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch.gradients import layout
 from nbelastic.torch.ops.adasum import adasum_async, combine
 from tests.support.world import run_ranks

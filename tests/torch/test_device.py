@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import LocalContext, activate
+from nbelastic.elastic.ranks.context import LocalContext, activate
 
 
 @pytest.fixture

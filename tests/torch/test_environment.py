@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import current
-from nbelastic.elastic.session import Session
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.torch.gradients import layout, layout_agreement
 from nbelastic.torch.ops import environment
 from tests.support.world import run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.step import GradientStep
 from tests.torch.fakes import ChangingContext, TwinCommunicator

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import current, one_of_all
+from nbelastic.elastic.ranks.context import current, one_of_all
 from nbelastic.errors import CollectiveError, RanksDisagree
 from tests.collectives.worlds import KINDS, MAKERS
 from tests.support.world import run_ranks

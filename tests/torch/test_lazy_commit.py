@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.state import lazy_commit
 from nbelastic.torch.state.lazy_commit import LEARNED
 from nbelastic.torch.state.torch_state import TorchState

@@ -21,8 +21,8 @@ from nbelastic.collectives import connect
 from nbelastic.collectives.reduction_tree import Node, cover
 from nbelastic.data import Batch, Loader, stopwatch
 from nbelastic.data.dealing import block_of
-from nbelastic.elastic.context import current
-from nbelastic.elastic.step_share import StepShare
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
 from nbelastic.torch.gradients.micro_batches import (
     check_places,

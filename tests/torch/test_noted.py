@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch.gradients import layout
 from tests.torch.fakes import ChangingContext, TwinCommunicator
 from tests.torch.training import distributed, loss_of

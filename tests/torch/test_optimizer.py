@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch.gradients import layout
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator

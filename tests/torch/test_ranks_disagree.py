@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import current, one_of_all
+from nbelastic.elastic.ranks.context import current, one_of_all
 from nbelastic.errors import CollectiveError, RanksDisagree
 from tests.collectives.worlds import KINDS, MAKERS
 from tests.support.world import run_ranks

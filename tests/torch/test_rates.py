@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Batch, Loader
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.torch.elastic import LRScaler, TorchState, by_samples
 from tests.support.world import StaticContext

@@ -171,7 +171,7 @@ def test_a_timeline_of_all_ranks(tmp_path):
         hvd.allgather(torch.ones(1))
         hvd.barrier()
         if context.rank == 0:
-            from nbelastic.elastic.timeline import timeline, write
+            from nbelastic.elastic.ranks.timeline import timeline, write
 
             write(path, timeline.stop())
         hvd.barrier()

@@ -103,7 +103,7 @@ def test_F2_sampler_over_two_epochs_commit_restore_sync_next_epoch() -> None:
             for index, batch in enumerate(loader):
                 assert sampler.get_indices(index, batch_size) == batch.tolist()
                 sampler.record_batch(index, batch_size)
-                assert sampler.processed_num == (index + 1) * batch_size
+                assert sampler.processed_num == (index + 1) * batch_size * size
             assert index + 1 == batches
         assert len(list(loader)) == batches  # without a new epoch the same again
 
@@ -113,9 +113,9 @@ def test_F2_sampler_over_two_epochs_commit_restore_sync_next_epoch() -> None:
         sampler.record_batch(1, batch_size)
         state.commit()
         sampler.record_batch(2, batch_size)
-        assert sampler.processed_num == 3 * batch_size
+        assert sampler.processed_num == 3 * batch_size * size
         state.restore()
-        assert sampler.processed_num == 2 * batch_size
+        assert sampler.processed_num == 2 * batch_size * size
 
         state.sync()
         assert sampler.processed_indices == set(range(2 * batch_size * size))

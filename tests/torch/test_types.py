@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, LendingCommunicator
 from tests.torch.training import SGD, assert_equal, loss_of, make_model

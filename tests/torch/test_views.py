@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nbelastic.torch as hvd
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients import layout_agreement
 from tests.support.world import run_ranks

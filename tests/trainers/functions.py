@@ -97,7 +97,7 @@ class Trial:
 
         import torch.distributed as dist
 
-        from nbelastic.elastic.context import current
+        from nbelastic.elastic.ranks.context import current
 
         while dist.get_world_size() == size and not current().change_flag():
             time.sleep(0.01)

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.context import current
-from nbelastic.elastic.session import note
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.session import note
 from nbelastic.errors import NbelasticError
 
 from .missing import missing_function, missing_module

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
     from nbelastic.cluster.wire import FaultOrder, JobSummary, JobTerms, Message, ToDriver
-    from nbelastic.elastic.runtime import RankSpec
+    from nbelastic.elastic.ranks.runtime import RankSpec
     from nbelastic.membership import Event, Slot
 
 CLOSE_TIMEOUT = 2.0

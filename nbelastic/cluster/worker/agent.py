@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
     from nbelastic.cluster.wire import Message
-    from nbelastic.elastic.runtime import RankSpec
+    from nbelastic.elastic.ranks.runtime import RankSpec
 
     from .hosted_rank import Key
     from .rank_process import RankProcess

@@ -10,7 +10,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from nbelastic.elastic.stack import NOT_THE_USERS
+from nbelastic.elastic.ranks.stack import NOT_THE_USERS
 
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 

@@ -14,7 +14,7 @@ from distributed.utils import sync
 from nbelastic.cluster.wire import PLUGIN
 
 if TYPE_CHECKING:
-    from nbelastic.elastic.runtime import RankSpec
+    from nbelastic.elastic.ranks.runtime import RankSpec
 
     from .agent import Agent
 

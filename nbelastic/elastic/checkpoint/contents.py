@@ -11,7 +11,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.checkpoint.format import CHECKSUM, StoredTensor, printable
-from nbelastic.elastic.state_payload import StatePayload
+from nbelastic.elastic.state.state_payload import StatePayload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,12 +44,7 @@ _NAMES = {
 def stored(payload: StatePayload, more: object) -> dict[str, StoredTensor]:
     """Return copies of a payload's tensors, and all else of it, in the order of the file.
 
-    Parameters
-    ----------
-    payload : StatePayload
-        A commit. Its tensors may change after the call.
-    more : object
-        A further value to pickle.
+    `more` is a further value to pickle.
     """
     names = _distinct(payload.names or [f"tensor.{n}" for n in range(len(payload.tensors))])
     devices = payload.devices or [tensor.device.type for tensor in payload.tensors]

@@ -21,6 +21,7 @@ import posixpath
 import re
 import stat
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbelastic.elastic.checkpoint.format import decode, encode
@@ -67,25 +68,13 @@ class Entry(NamedTuple):
 
 
 class CheckpointFiles:
-    """Checkpoints under a URL, from the point of view of one job.
-
-    Parameters
-    ----------
-    url : str
-        A directory: a local path, or a URL that fsspec knows.
-    run : str
-        Identifier of this job: letters and digits.
-
-    Attributes
-    ----------
-    unlisted : dict of str to OSError
-        Directories of runs that could not be listed, and count as empty.
-    """
+    """Checkpoints under a URL, from the point of view of one job."""
 
     def __init__(self, url: str, run: str) -> None:
-        self.url = url
-        self._run = run
+        self.url = url  # a directory: a local path, or a URL that fsspec knows
+        self._run = run  # identifier of this job: letters and digits
         self._places: dict[str, str] = {}
+        # Directories of runs that could not be listed, and count as empty.
         self.unlisted: dict[str, OSError] = {}
 
     @cached_property
@@ -143,22 +132,9 @@ class CheckpointFiles:
     ) -> Iterator[Entry]:
         """Yield possible checkpoints of an elastic loop, in the order of preference.
 
-        Parameters
-        ----------
-        loop : int or None
-            Number of the elastic loop; None for any, the last one first.
-        others : bool
-            Whether to include those of all other jobs, after those of this job and the jobs that
-            it continues.
-        resumes : bool, default False
-            Whether the others are to be one training: a run and those that it continues.
-        on_progress : callable, optional
-            Called before each directory is listed.
-
-        Raises
-        ------
-        AmbiguousCheckpoints
-            The other jobs are several trainings, none of which continues the others.
+        `loop` None stands for any, the last one first. With `others`, those of all other jobs
+        follow after those of this job and the jobs that it continues. With `resumes`, the others
+        must be one training, a run and those that it continues; else they are ambiguous.
         """
         runs = self._runs()
         self._places = {posixpath.basename(place): place for _, _, place in runs}
@@ -220,12 +196,7 @@ class CheckpointFiles:
     def read(self, path: str, on_progress: Callable[[], None] = lambda: None) -> Checkpoint | None:
         """Return the contents of a file; None if it is not a complete checkpoint.
 
-        `on_progress` is called every few megabytes.
-
-        Raises
-        ------
-        NotAFile
-            The path is that of a directory, a pipe or the like.
+        `on_progress` is called every few megabytes. Directories, pipes and the like raise NotAFile.
         """
         system, _, local = self._storage
         try:
@@ -247,32 +218,18 @@ class CheckpointFiles:
     def write(
         self, header: Header, tensors: dict[str, StoredTensor], on_progress: Callable[[], None]
     ) -> str:
-        """Write a checkpoint, then delete older ones.
+        """Write a checkpoint, then delete older ones; return its path.
 
-        Parameters
-        ----------
-        header, tensors
-            The contents.
-        on_progress : callable
-            Called every few megabytes; if it raises, the file is removed.
-
-        Returns
-        -------
-        str
-            The path.
-
-        Raises
-        ------
-        OSError
-            It cannot be written. Earlier checkpoints are still there.
+        `on_progress` is called every few megabytes. If it raises, or the checkpoint cannot be
+        written, the file is removed, and earlier checkpoints are still there.
         """
         system, _, local = self._storage
         directory = self._directory()
         path = posixpath.join(directory, header.file)
         temporary = path + ".tmp"
         try:
-            if local:
-                _clear(temporary)
+            if local:  # what is there may be a pipe
+                Path(temporary).unlink(missing_ok=True)
             with open(temporary, "xb") if local else system.open(temporary, "wb") as file:
                 for chunk in encode(header, tensors):
                     on_progress()
@@ -321,13 +278,7 @@ class CheckpointFiles:
                 return self._make_directory(root, number)
 
     def _make_directory(self, root: str, number: int) -> str:
-        """Make the directory of a local run.
-
-        Raises
-        ------
-        FileExistsError
-            Another job has the number, or is about to take it.
-        """
+        """Make the directory of a local run, unless another job has the number, or is taking it."""
         taken = posixpath.join(root, f".run-{number:04d}.taken")
         os.close(os.open(taken, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         try:
@@ -376,12 +327,6 @@ def _open_file(path: str, flags: int) -> int:
     if kind := _kind_of(path):
         raise NotAFile(kind)
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def _clear(path: str) -> None:
-    """Delete what is at a path, unless it is a directory."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _sync_directory(path: str) -> None:

@@ -24,7 +24,7 @@ from nbelastic.errors import NbelasticError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-FORMAT = 4
+FORMAT = 5
 CHECKSUM = "nbelastic.checksum"
 """Name of the tensor that holds the digest."""
 
@@ -40,23 +40,13 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Properties of the commit in a file.
-
-    Attributes
-    ----------
-    job : str
-        Name of the job.
-    loop, generation, version : int
-        Numbers of the elastic loop, the generation and the commit.
-    size : int
-        Number of ranks.
-    """
+    """Properties of the commit in a file."""
 
     job: str
     loop: int
     generation: int
-    version: int
-    size: int
+    version: int  # of the commit
+    size: int  # number of ranks
 
     @property
     def file(self) -> str:
@@ -92,13 +82,7 @@ def printable(text: str) -> str:
 
 
 def encode(header: Header, tensors: dict[str, StoredTensor]) -> Iterator[memoryview]:
-    """Yield a file's contents, a few megabytes at most at a time.
-
-    Raises
-    ------
-    NbelasticError
-        There are more tensors than a header can describe.
-    """
+    """Yield a file's contents, a few megabytes at most at a time."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for piece in itertools.chain([_head(header, tensors)], (t.data for t in tensors.values())):
         for at in range(0, len(piece), _CHUNK_BYTES):
@@ -128,11 +112,6 @@ def decode(file: IO[bytes], size: int, on_progress: Callable[[], None]) -> Check
     """Read a file of `size` bytes; None if it is not complete.
 
     `on_progress` is called every few megabytes.
-
-    Raises
-    ------
-    NbelasticError
-        It is complete, but of another format.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     left = size - _LENGTH.size - _DIGEST_BYTES
@@ -170,11 +149,7 @@ def decode(file: IO[bytes], size: int, on_progress: Callable[[], None]) -> Check
 def _index(text: bytes | bytearray, length: int) -> dict[str, Any]:
     """Read a header of which no checksum is known yet.
 
-    Raises
-    ------
-    ValueError
-        It is not that of a file with so many bytes of tensors: reading those may take more memory
-        than there is.
+    It must describe `length` bytes of tensors: reading others may take more memory than there is.
     """
     try:
         index: dict[str, Any] = json.loads(text)

@@ -77,8 +77,8 @@ def _load(url: str) -> dict[str, Any]:
     where, checkpoint = _read(url)
     shown = hide_secrets(where, url)
     try:
-        payload, (as_dict, wires) = unstored(checkpoint.tensors)
-        values: dict[str, Any] = as_dict(payload, [state_dict_of(wire) for wire in wires])
+        payload, (as_dict, progress) = unstored(checkpoint.tensors)
+        values: dict[str, Any] = as_dict(payload, [state_dict_of(each) for each in progress])
     except Exception as error:  # classes of the user may be missing, or raise anything
         raise NbelasticError(
             f"{shown}: its values cannot be unpickled: {error!r}. Import the modules that define "

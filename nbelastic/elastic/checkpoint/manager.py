@@ -12,7 +12,6 @@ source loads it, and the others receive the state as newcomers do.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import time
 from dataclasses import dataclass, field
@@ -24,8 +23,8 @@ from nbelastic.elastic.checkpoint.format import Header
 from nbelastic.elastic.checkpoint.reader import Reader
 from nbelastic.elastic.checkpoint.writer import Writer
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
-from nbelastic.elastic.state import ObjectState
-from nbelastic.elastic.transfer import allgather_object
+from nbelastic.elastic.state import ObjectState, hooks_of, store_of
+from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
 from nbelastic.membership import FRESH, RankNote
 
@@ -33,9 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.elastic.checkpoint.format import Checkpoint, StoredTensor
-    from nbelastic.elastic.sampler import ShardSampler
-    from nbelastic.elastic.session import Session
-    from nbelastic.elastic.shards import Deal
+    from nbelastic.elastic.ranks.session import Session
+    from nbelastic.elastic.sampler import SamplerProgress
     from nbelastic.elastic.state import State
     from nbelastic.membership import Plan
 
@@ -57,39 +55,27 @@ STOP_WAIT = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
-    """Options of a rank's checkpoints.
+    """Options of a rank's checkpoints."""
 
-    Attributes
-    ----------
-    url : str
-        A directory, as a path or as a URL that fsspec knows.
-    run : str
-        Identifier of this job: letters and digits.
-    every : int
-        Commits between two checkpoints.
-    resume : bool
-        Whether to continue from the newest checkpoint of any job under `url`.
-    patience : float
-        Seconds without a byte after which reading fails.
-    """
-
-    url: str = field(repr=False)  # Dask logs what a task was called with
-    run: str
-    every: int
-    resume: bool = False
-    patience: float = 60.0
+    # A directory, as a path or as a URL that fsspec knows. Dask logs what a task was called with.
+    url: str = field(repr=False)
+    run: str  # identifier of this job: letters and digits
+    every: int  # commits between two checkpoints
+    resume: bool = False  # whether to continue from the newest checkpoint of any job under `url`
+    patience: float = 60.0  # seconds without a byte after which reading fails
 
 
 class checkpointing:  # noqa: N801 (a generator would set the traceback of users' exceptions)
     """Manage the checkpoints of an elastic loop, for the length of a ``with`` block."""
 
     def __init__(self, session: Session, state: State, loop: int) -> None:
-        self._session, self._state = session, state
+        self._session = session
+        self._on_commit = hooks_of(state).on_commit
         self._checkpoints = CheckpointManager(session, state, loop)
 
     def __enter__(self) -> CheckpointManager:
         if self._session.spec.checkpoint is not None:
-            self._state._checkpoints = self._checkpoints
+            self._on_commit.append(self._checkpoints.committed)
             self._session.save_commit = self._checkpoints.save
         return self._checkpoints
 
@@ -102,26 +88,16 @@ class checkpointing:  # noqa: N801 (a generator would set the traceback of users
             elif kind is not None:
                 self._checkpoints.abandon()
         finally:
-            self._state._checkpoints = None
+            self._on_commit.clear()
             self._session.save_commit = None
 
 
 class CheckpointManager:
-    """Checkpoints of one elastic loop on one rank. Does nothing if the job has none.
-
-    Parameters
-    ----------
-    session : Session
-        The rank.
-    state : State
-        The state that the loop trains.
-    loop : int
-        Number of the loop in the function, from 1.
-    """
+    """Checkpoints of one elastic loop on one rank. Does nothing if the job has none."""
 
     def __init__(self, session: Session, state: State, loop: int) -> None:
         self._session = session
-        self._loop = loop
+        self._loop = loop  # number of the loop in the function, from 1
         self._reported: set[str] = set()
         self._begun = False
         self._found: Header | None = None
@@ -136,14 +112,17 @@ class CheckpointManager:
                 f"checkpoint={without_secrets(spec.url)!r}: a {type(state).__name__} cannot be "
                 "written to disk; derive it from ObjectState or TorchState"
             )
-        if state._unwritable():
+        store = store_of(state)
+        unwritable = ", state.".join(store.unwritable())
+        if unwritable:
             raise OptionError(
                 f"checkpoint={without_secrets(spec.url)!r}: handlers of yours keep "
-                f"state.{', state.'.join(state._unwritable())}, and a checkpoint cannot have what "
+                f"state.{unwritable}, and a checkpoint cannot have what "
                 "they keep. Give the values state_dict() and load_state_dict() instead"
             )
         self._spec = spec
         self._state = state
+        self._store = store
         self._files = CheckpointFiles(spec.url, spec.run)
         self._writer = Writer(self._files, self._report)
 
@@ -152,22 +131,17 @@ class CheckpointManager:
     def load(self, plan: Plan) -> bool:
         """Load the newest checkpoint, if this rank is the source and the loop has not begun.
 
-        Returns
-        -------
-        bool
-            Whether another number of ranks has made it.
+        Returns whether another number of ranks has made it.
         """
         self._has_left = False
         is_source = self._session.rank == plan.source
-        if not (self._active and is_source and self._beginning(plan)):
+        begins = plan.version == FRESH if self._loop == 1 else not self._begun
+        if not (self._active and is_source and begins):
             return False
         if not self._looked:
             self._found = self._load_newest()
             self._looked = True
         return self._found is not None and self._found.size != self._session.size
-
-    def _beginning(self, plan: Plan) -> bool:
-        return plan.version == FRESH if self._loop == 1 else not self._begun
 
     def behind(self, plan: Plan) -> Sequence[int]:
         """Return the ranks that must receive the state; all ranks call this together.
@@ -249,7 +223,7 @@ class CheckpointManager:
 
     def _report_settings(self) -> None:
         """Report settings of the function that are not those of the checkpoint."""
-        found = self._state._adopt_settings()
+        found = self._store.adopt_settings()
         if found:
             more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
             self._report(OTHER_SETTINGS.format(", ".join(found[:MOST_NAMES]) + more))
@@ -262,17 +236,17 @@ class CheckpointManager:
         return next(iter(unlisted.values()), None)
 
     def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
-        session, state, header = self._session, self._state, checkpoint.header
-        payload, (_, wires) = unstored(checkpoint.tensors)
-        samplers = state._samplers()
-        lengths = [wire[0] for wire in wires]
+        session, store, header = self._session, self._store, checkpoint.header
+        payload, (_, progress) = unstored(checkpoint.tensors)
+        samplers = store.samplers()
+        lengths = [each.length for each in progress]
         if lengths != [len(sampler.dataset) for sampler in samplers]:
             raise StateMismatch(
                 f"{path} was made with samplers of {lengths} samples; "
                 f"now they have {[len(sampler.dataset) for sampler in samplers]}"
             )
         try:
-            state._unpack(payload)
+            store.unpack(payload)
         except StateMismatch as error:
             raise StateMismatch(
                 f"{path} does not fit the state that the function has built: {error}. Build what "
@@ -280,10 +254,9 @@ class CheckpointManager:
             ) from None
         except Exception as error:  # whatever the user's classes raise: it must not pass as theirs
             raise NbelasticError(f"{path} does not fit the state: {error}") from error
-        for sampler, wire in zip(samplers, wires, strict=True):
-            deal = sampler.unpack(wire, session.size)
-            sampler.install(deal, session.rank, resumed=True)
-        state.save()
+        for sampler, each in zip(samplers, progress, strict=True):
+            sampler.install(each, session.rank, session.size, resumed=True)
+        self._state.save()
         detail = f"goes on from {path} (commit {header.version} of job {header.job})"
         self._report(detail, (header.generation, header.version))
         self._report_settings()
@@ -293,26 +266,22 @@ class CheckpointManager:
     # -- writing ---------------------------------------------------------------------------------
 
     def committed(self) -> None:
-        """Write the last commit, if it is due. All ranks call this together.
-
-        Raises
-        ------
-        CollectiveError
-            A peer has failed.
-        """
+        """Write the last commit, if it is due. All ranks call this together."""
         if self._session.version % self._spec.every == 0:
-            from nbelastic.elastic.progress_agreement import agree_on_progress
+            progress = self._store.progress()
+            if progress:
+                from nbelastic.elastic.sampler import agree_on_progress
 
-            deals = agree_on_progress(self._samplers_at_commit(), self._session)
-            self._state._complete_commit()
+                progress = agree_on_progress(progress, self._session)
+            self._store.complete()
             if self._session.rank == 0 and not self._writer.busy:
-                self._begin(deals)
+                self._begin(progress)
 
     def save(self) -> None:
         """Begin to write the last commit: the job is suspended, and this rank has its state."""
         present = (self._session.generation, self._session.version)
         if self._writer.written != present and not self._writer.busy:
-            self._begin(self._progress_alone())
+            self._begin(self._store.progress())
 
     def left(self) -> None:
         """Record that the generation was left as planned, at the last commit."""
@@ -351,43 +320,25 @@ class CheckpointManager:
         self._writer.wait(deadline, self._on_progress)
         present = (self._session.generation, self._session.version)
         if self._writer.written != present and not self._writer.busy:
-            self._begin(self._progress_alone())
+            self._begin(self._store.progress())
             self._writer.wait(deadline, self._on_progress)
         if self._writer.busy:
             self._report(f"the last one was given up after {longest:g} s")
             self._writer.abandon()
 
-    def _samplers_at_commit(self) -> list[ShardSampler]:
-        """Return copies of the samplers as they were at the last commit."""
-        twins = []
-        for sampler, snapshot in self._state._samplers_at_commit():
-            twin = copy.copy(sampler)
-            twin.go_back(snapshot)
-            twins.append(twin)
-        return twins
-
-    def _progress_alone(self) -> list[Deal]:
-        """Return the deals at the last commit without an exchange between ranks.
-
-        They assume that the others have done the same positions as this rank: exact in lockstep.
-        """
-        size = self._session.size
-        return [twin.merge_claims([twin.claim()], size) for twin in self._samplers_at_commit()]
-
-    def _begin(self, deals: Sequence[Deal]) -> None:
+    def _begin(self, progress: Sequence[SamplerProgress]) -> None:
         """Copy the last commit, and begin to write it."""
         try:
-            self._writer.begin(*self._copy(deals))
+            self._writer.begin(*self._copy(progress))
         except (
             Exception
         ) as error:  # pickling runs code of any class; memory or threads may be short
             known = isinstance(error, NbelasticError)
             self._report(f"the state cannot be copied: {error if known else repr(error)}")
 
-    def _copy(self, deals: Sequence[Deal]) -> tuple[Header, dict[str, StoredTensor]]:
+    def _copy(self, progress: Sequence[SamplerProgress]) -> tuple[Header, dict[str, StoredTensor]]:
         session = self._session
-        more = (type(self._state)._as_dict, [deal.pack() for deal in deals])
-        tensors = stored(self._state._pack_commit(), more)
+        tensors = stored(self._store.pack(), (self._store.as_dict, list(progress)))
         header = Header(
             job=session.spec.job,
             loop=self._loop,

@@ -13,41 +13,24 @@ T = TypeVar("T")
 
 
 class Reader:
-    """Calls of functions that read, each in a thread of its own, with a time limit.
-
-    Parameters
-    ----------
-    patience : float
-        Seconds without progress after which a call fails.
-    on_progress : callable
-        Called by the thread that waits, after progress.
-    """
+    """Calls of functions that read, each in a thread of its own, with a time limit."""
 
     def __init__(self, patience: float, on_progress: Callable[[], None]) -> None:
-        self._patience = patience
-        self._on_progress = on_progress
+        self._patience = patience  # seconds without progress after which a call fails
+        self._on_progress = on_progress  # called by the thread that waits
         self._steps = 0
         self._given_up = False
 
     def on_progress(self) -> None:
-        """Record progress. The called function must call this.
-
-        Raises
-        ------
-        TimeoutError
-            The call has already failed.
-        """
-        self._steps += 1
+        """Record progress. The called function must call this."""
+        self._steps += 1  # in the reading thread, which ends here if nothing waits for it
         if self._given_up:
             raise TimeoutError
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return a function's result, or raise its exception.
+        """Return a function's result, or raise its exception; without progress, TimeoutError.
 
-        Raises
-        ------
-        TimeoutError
-            There was no progress for too long. The thread ends when its file system answers.
+        In that case the thread ends when its file system answers.
         """
         outcome: list[Any] = []
         done = threading.Event()

@@ -21,25 +21,12 @@ class Abandoned(Exception):
 
 
 class Writer:
-    """Writer of one checkpoint at a time, each in a thread of its own.
-
-    Parameters
-    ----------
-    files : CheckpointFiles
-        The files to write.
-    report : callable
-        ``report(detail)`` adds a text to the job's history; the thread calls it.
-
-    Attributes
-    ----------
-    written : tuple of (int, int) or None
-        Generation and commit of the newest complete checkpoint.
-    """
+    """Writer of one checkpoint at a time, each in a thread of its own."""
 
     def __init__(self, files: CheckpointFiles, report: Callable[[str], None]) -> None:
-        self.written: tuple[int, int] | None = None
+        self.written: tuple[int, int] | None = None  # generation and commit of the newest
         self._files = files
-        self._report = report
+        self._report = report  # adds a text to the job's history; the thread calls it
         self._well = False
         self._chunks = 0
         self._thread: threading.Thread | None = None
@@ -60,14 +47,9 @@ class Writer:
         self._thread.start()
 
     def wait(self, deadline: float, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Wait for the checkpoint that is being written; this rank can be interrupted meanwhile.
+        """Wait for the checkpoint that is being written, until `deadline` by the monotonic clock.
 
-        Parameters
-        ----------
-        deadline : float
-            When to stop waiting, by the monotonic clock.
-        on_progress : callable, optional
-            Called after progress.
+        This rank can be interrupted meanwhile.
         """
         seen = self._chunks
         while self.busy and time.monotonic() < deadline:

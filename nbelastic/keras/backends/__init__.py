@@ -20,34 +20,24 @@ __all__ = ["Backend", "Reduction", "backend"]
 
 
 class Reduction(Protocol):
-    """Reduction of one optimizer's gradients.
-
-    Attributes
-    ----------
-    options : KerasOptions
-        How to reduce.
-    defers : bool
-        Whether an update waits for :meth:`complete`. Only some back ends can.
-    keeps_final : bool
-        Whether ``finalize_variable_values`` is put off, because training goes on.
-    dry : bool
-        Whether gradients are applied as they are, in a step that is made to be compiled.
-    """
+    """Reduction of one optimizer's gradients."""
 
     options: KerasOptions
-    defers: bool
-    keeps_final: bool
-    dry: bool
+    defers: bool  # an update waits for :meth:`complete`; only on the torch back end
+    keeps_final: bool  # ``finalize_variable_values`` is put off, because training goes on
+    dry: bool  # gradients are applied as they are, in a step that is made to be compiled
 
     @property
     def accumulates(self) -> bool:
         """Whether some of the passes of a step are done, and not all."""
 
     def built(self, optimizer: Any) -> None:
-        """Take note that the optimizer has its variables."""
+        """Prepare for an optimizer that has its variables."""
+        return
 
     def before_backward(self) -> None:
-        """Take note that a loss is about to be differentiated."""
+        """Prepare for the gradients of a loss."""
+        return
 
     def apply(
         self,
@@ -59,31 +49,28 @@ class Reduction(Protocol):
         """Reduce gradients and apply them."""
 
     def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Return reduced gradients, where Keras has no variables at hand."""
+        """Return reduced gradients, where Keras has no variables at hand: on JAX only."""
+        raise RuntimeError(
+            f"stateless_apply() does not reduce gradients on the {keras.config.backend()} back end"
+        )
 
     def synchronize(self, optimizer: Any) -> None:
         """Wait for the reduced gradients before ``apply()`` does."""
+        return
 
     def complete(self) -> None:
         """Apply an update that was put off."""
+        return
 
     def forget(self) -> None:
         """Drop an update that was put off, and gradients of passes."""
 
 
 class Backend(Protocol):
-    """What nbelastic needs of a back end.
+    """What nbelastic needs of a back end."""
 
-    Attributes
-    ----------
-    name : str
-        Its name in Keras.
-    in_place : bool
-        Whether variables are tensors of PyTorch, which are read and filled in place.
-    """
-
-    name: str
-    in_place: bool
+    name: str  # in Keras
+    in_place: bool  # variables are tensors of PyTorch, which are read and filled in place
 
     def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         """Return the variables' values; they may share memory with them."""
@@ -93,9 +80,11 @@ class Backend(Protocol):
 
     def prepare(self, model: Any) -> str:
         """Change what of a compiled model cannot work; return a warning, or nothing."""
+        return ""
 
     def settle(self, model: Any) -> None:
-        """Have the variables of a model hold their present values, in the middle of ``fit``."""
+        """Set the variables of a model to their present values, in the middle of ``fit``."""
+        return
 
     def reduction(self, options: KerasOptions) -> Reduction:
         """Return a new reduction of gradients."""
@@ -107,10 +96,11 @@ class Backend(Protocol):
         """Return a tensor of PyTorch as one of this back end."""
 
     def raised(self) -> BaseException | None:
-        """Return the error of the last operation between ranks, where the back end has hidden it.
+        """Return, once, the error of the last operation between ranks that the back end has hidden.
 
-        It is returned once.
+        PyTorch hides none.
         """
+        return None
 
 
 @functools.cache
@@ -134,13 +124,7 @@ def _backend(name: str) -> Backend:
 
 
 def backend() -> Backend:
-    """Return the adapter of Keras' back end.
-
-    Raises
-    ------
-    OptionError
-        It is none of torch, tensorflow and jax; or a distribution of Keras is set.
-    """
+    """Return the adapter of Keras' back end, unless a distribution of Keras is set."""
     if keras.distribution.distribution() is not None:
         raise OptionError(
             "keras.distribution is set: Keras would distribute the model over devices by itself, "

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from jax.experimental import io_callback
 
-from nbelastic.keras.backends.callback import CalledBack, Gradients
+from nbelastic.keras.backends import Backend
+from nbelastic.keras.backends.callback import CallbackReduction, CalledBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nbelastic.keras.backends.callback import Gradients
     from nbelastic.keras.options import KerasOptions
 
 called_back = CalledBack()
@@ -41,58 +43,18 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.numpy()
 
 
-class JaxReduction:
-    """Reduction of an optimizer's gradients in its ``apply()``, compiled or not."""
+class JaxReduction(CallbackReduction):
+    """Reduction by an ``io_callback``."""
 
-    def __init__(self, options: KerasOptions) -> None:
-        self.options = options
-        self.defers = False
-        self.keeps_final = self.dry = False
-        self._gradients: dict[tuple[int, ...], Gradients] = {}
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether some of the passes of a step are done, and not all."""
-        return any(each.passes for each in self._gradients.values())
-
-    def built(self, optimizer: Any) -> None:
-        """Do nothing: gradients are reduced when they are applied."""
-
-    def before_backward(self) -> None:
-        """Do nothing."""
-
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
-        apply: Callable[..., None],
-    ) -> None:
-        """Reduce gradients and apply them; between the passes of a step, nothing changes."""
-        if not gradients:
-            return
-        if not optimizer.built:
-            optimizer.build(list(variables or ()))
-        trained = list(optimizer._trainable_variables if variables is None else variables)
-        ready, reduced = self._reduce(gradients, trained)
-        if self.options.passes == 1:
-            apply(reduced, variables)
-            return
+    def _apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
         # A choice between values, because Keras' scope does not see into the branches of a cond.
-        changed = [*trained, *optimizer.variables]
         before = [each.value for each in changed]
-        apply(reduced, variables)
+        update()
         for variable, value in zip(changed, before, strict=True):
             variable.assign(jax.numpy.where(ready, variable.value, value))
 
     def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Return reduced gradients, where Keras has no variables at hand.
-
-        Raises
-        ------
-        ValueError
-            An option cannot be used with a ``LossScaleOptimizer`` on this back end.
-        """
+        """Return reduced gradients, where Keras has no variables at hand."""
         if self.options.passes > 1 or self.options.local:
             raise ValueError(
                 "backward_passes_per_step and local layers cannot be used with a "
@@ -100,47 +62,22 @@ class JaxReduction:
             )
         return self._reduce(gradients, None)[1]
 
-    def _reduce(
-        self, gradients: Sequence[Any], trained: Sequence[Any] | None
-    ) -> tuple[Any, list[Any]]:
-        there = [n for n, each in enumerate(gradients) if each is not None]
-        stays = self.options.is_local()
-        key = tuple(id(trained[n]) for n in there) if trained is not None else (len(there),)
-        if key not in self._gradients:
-            local = [trained is not None and id(trained[n]) in stays for n in there]
-            self._gradients[key] = Gradients(self.options, local, self)
-        found = self._gradients[key]
-
+    def _call(self, tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, Sequence[Any]]:
         def call(*given: Any) -> tuple[np.ndarray[Any, Any], ...]:
             def add() -> list[torch.Tensor]:
-                tensors = [to_torch(each) for each in given]
-                reduced = found.add(tensors)
-                return [torch.tensor(reduced is not None), *(reduced or tensors)]
+                mine = [to_torch(each) for each in given]
+                reduced = gradients.add(mine)
+                return [torch.tensor(reduced is not None), *(reduced or mine)]
 
-            return tuple(map(to_numpy, called_back.call(found.context, add)))
+            return tuple(map(to_numpy, called_back.call(gradients.context, add)))
 
         shapes = [jax.ShapeDtypeStruct((), np.bool_)]
-        shapes += [jax.ShapeDtypeStruct(gradients[n].shape, gradients[n].dtype) for n in there]
-        inputs = [gradients[n] for n in there]
-        ready, *reduced = io_callback(call, tuple(shapes), *inputs, ordered=True)
-        whole = list(gradients)
-        for number, each in zip(there, reduced, strict=True):
-            whole[number] = each
-        return ready, whole
-
-    def synchronize(self, optimizer: Any) -> None:
-        """Do nothing: gradients are reduced in ``apply()``."""
-
-    def complete(self) -> None:
-        """Do nothing: no update waits."""
-
-    def forget(self) -> None:
-        """Drop gradients of passes, and what JAX remembers of a step that failed."""
-        for each in self._gradients.values():
-            each.forget()
+        shapes += [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in tensors]
+        ready, *reduced = io_callback(call, tuple(shapes), *tensors, ordered=True)
+        return ready, reduced
 
 
-class JaxBackend:
+class JaxBackend(Backend):
     """Adapter of the back end JAX."""
 
     name = "jax"
@@ -155,10 +92,6 @@ class JaxBackend:
         for variable, value in zip(variables, values, strict=True):
             array = jax.numpy.array(to_numpy(value), dtype=variable.dtype, copy=True)
             variable.assign(array)
-
-    def prepare(self, model: Any) -> str:
-        """Do nothing."""
-        return ""
 
     def settle(self, model: Any) -> None:
         """Wait for the step under way, and have the model's variables hold its results."""

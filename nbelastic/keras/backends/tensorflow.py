@@ -9,11 +9,13 @@ import tensorflow as tf
 import torch
 from torch._C import _to_dlpack as to_dlpack
 
-from nbelastic.keras.backends.callback import CalledBack, Gradients
+from nbelastic.keras.backends import Backend
+from nbelastic.keras.backends.callback import CallbackReduction, CalledBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nbelastic.keras.backends.callback import Gradients
     from nbelastic.keras.options import KerasOptions
 
 _UNSIGNED = (tf.uint16, tf.uint32, tf.uint64)
@@ -73,13 +75,7 @@ def reduce_tensors(tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, l
 
 
 def densified(gradients: Sequence[Any], *, sparse_as_dense: bool) -> list[Any]:
-    """Return gradients as dense tensors.
-
-    Raises
-    ------
-    ValueError
-        One is sparse, and may not be made dense.
-    """
+    """Return gradients as dense tensors; refuse sparse ones, unless they may be made dense."""
     found = []
     for each in gradients:
         if isinstance(each, tf.IndexedSlices):
@@ -93,79 +89,32 @@ def densified(gradients: Sequence[Any], *, sparse_as_dense: bool) -> list[Any]:
     return found
 
 
-class TensorFlowReduction:
-    """Reduction of an optimizer's gradients in its ``apply()``."""
+class TensorFlowReduction(CallbackReduction):
+    """Reduction by a ``py_function``."""
 
-    def __init__(self, options: KerasOptions) -> None:
-        self.options = options
-        self.defers = False
-        self.keeps_final = self.dry = False
-        self._gradients: dict[tuple[int, ...], Gradients] = {}
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether some of the passes of a step are done, and not all."""
-        return any(each.passes for each in self._gradients.values())
-
-    def built(self, optimizer: Any) -> None:
-        """Do nothing: gradients are reduced when they are applied."""
-
-    def before_backward(self) -> None:
-        """Do nothing."""
-
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
-        apply: Callable[..., None],
-    ) -> None:
-        """Reduce gradients and apply them; between the passes of a step, nothing is applied."""
-        if not gradients:
-            return
-        if not optimizer.built:
-            optimizer.build(list(variables or ()))
-        trained = list(optimizer._trainable_variables if variables is None else variables)
+    def _reduce(
+        self, gradients: Sequence[Any], trained: Sequence[Any] | None
+    ) -> tuple[Any, list[Any]]:
         dense = densified(gradients, sparse_as_dense=self.options.sparse_as_dense)
-        there = [n for n, each in enumerate(dense) if each is not None]
-        stays = self.options.is_local()
-        key = tuple(id(trained[n]) for n in there)
-        if key not in self._gradients:
-            local = [id(trained[n]) in stays for n in there]
-            self._gradients[key] = Gradients(self.options, local, self)
-        ready, reduced = reduce_tensors([dense[n] for n in there], self._gradients[key])
-        for number, each in zip(there, reduced, strict=True):
-            dense[number] = each
-        if self.options.passes == 1:
-            apply(dense, trained)
-        elif isinstance(ready, bool):
+        return super()._reduce(dense, trained)
+
+    def _call(self, tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, Sequence[Any]]:
+        return reduce_tensors(tensors, gradients)
+
+    def _apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
+        if isinstance(ready, bool):
             if ready:
-                apply(dense, trained)
-        else:
+                update()
+            return
 
-            def update() -> Any:
-                apply(dense, trained)
-                return tf.constant(0)
+        def branch() -> Any:
+            update()
+            return tf.constant(0)
 
-            tf.cond(ready, update, lambda: tf.constant(0))
-
-    def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Refuse: there is no need of it on this back end."""
-        raise RuntimeError("stateless_apply() does not reduce gradients on the TensorFlow back end")
-
-    def synchronize(self, optimizer: Any) -> None:
-        """Do nothing: gradients are reduced in ``apply()``."""
-
-    def complete(self) -> None:
-        """Do nothing: no update waits."""
-
-    def forget(self) -> None:
-        """Drop gradients of passes."""
-        for each in self._gradients.values():
-            each.forget()
+        tf.cond(ready, branch, lambda: tf.constant(0))
 
 
-class TensorFlowBackend:
+class TensorFlowBackend(Backend):
     """Adapter of the back end TensorFlow."""
 
     name = "tensorflow"
@@ -182,14 +131,11 @@ class TensorFlowBackend:
             native.assign(tf.cast(from_torch(value.clone()), native.dtype))
 
     def prepare(self, model: Any) -> str:
-        """Have the model not be compiled by XLA, from which there is no way back into Python."""
+        """Turn off XLA, whose code cannot call back into Python."""
         if not getattr(model, "compiled", False) or not model.jit_compile:
             return ""
         model.jit_compile = False
         return NO_XLA
-
-    def settle(self, model: Any) -> None:
-        """Do nothing: variables always hold their values."""
 
     def reduction(self, options: KerasOptions) -> TensorFlowReduction:
         """Return a new reduction of gradients."""

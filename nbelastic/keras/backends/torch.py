@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbelastic.elastic.context import current, current_or_none
+from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.keras.backends import Backend, Reduction
 from nbelastic.keras.reduce import reduce
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
 
@@ -33,14 +34,8 @@ NOT_THOSE_OF_BACKWARD = (
 class VariableStep(torch.optim.Optimizer):
     """Optimizer of PyTorch whose step is the update of a Keras optimizer.
 
-    Its first groups are what is trained, its last one the variables of the Keras optimizer.
-
-    Parameters
-    ----------
-    trained, local, own : sequence of Tensor
-        Trained with reduced gradients, with the rank's own ones, and the optimizer's variables.
-    update : callable or None
-        Makes the update. A weak reference is kept.
+    Its groups are what is trained with reduced gradients, what with the rank's own ones, and the
+    variables of the Keras optimizer.
     """
 
     def __init__(
@@ -93,18 +88,12 @@ def rates_of(optimizer: Any) -> list[Any]:
     return [each for each in rates if hasattr(each, "assign")]
 
 
-class TorchReduction:
-    """Gradients that are reduced during backward, and an update that waits for them.
-
-    Attributes
-    ----------
-    step : VariableStep or None
-        The distributed step, once the optimizer is built.
-    """
+class TorchReduction(Reduction):
+    """Gradients that are reduced during backward, and an update that waits for them."""
 
     def __init__(self, options: KerasOptions) -> None:
         self.options = options
-        self.step: Any = None
+        self.step: Any = None  # the distributed step, once the optimizer is built
         self.defers = False
         self.keeps_final = self.dry = False
         self._waits = False
@@ -147,7 +136,7 @@ class TorchReduction:
         )
 
     def before_backward(self) -> None:
-        """Have backward add to the gradients of earlier passes, which Keras has set to None."""
+        """Put back the gradients of earlier passes, which Keras has set to None."""
         for value, gradient in self._kept:
             value.grad = gradient
         self._kept = []
@@ -162,11 +151,6 @@ class TorchReduction:
         """Wait for the reduced gradients and apply them.
 
         In a step of a loader, and between the passes of one step, nothing is applied.
-
-        Raises
-        ------
-        RuntimeError
-            The gradients are not those that backward has left in the variables.
         """
         if not gradients:
             return
@@ -216,7 +200,7 @@ class TorchReduction:
             self.step.step()
 
     def _make_update(self) -> None:
-        """Have Keras apply the reduced gradients; called by the distributed step."""
+        """Make Keras apply the reduced gradients; called by the distributed step."""
         update, self._update = self._update, None
         if update is None:
             return
@@ -233,10 +217,6 @@ class TorchReduction:
                 pairs = zip(gradients, variables, strict=True)
                 gradients = [g / size if id(v) in self._local else g for g, v in pairs]
             apply(gradients, variables)
-
-    def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Refuse: there is no need of it on this back end."""
-        raise RuntimeError("stateless_apply() does not reduce gradients on the torch back end")
 
     def synchronize(self, optimizer: Any) -> None:
         """Wait for the reduced gradients, which are then in ``variable.value.grad``."""
@@ -258,7 +238,7 @@ class TorchReduction:
         self._update = self._given = None
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Adapter of the back end torch."""
 
     name = "torch"
@@ -273,13 +253,6 @@ class TorchBackend:
         """Copy values into variables."""
         for variable, value in zip(variables, values, strict=True):
             variable.value.copy_(value)
-
-    def prepare(self, model: Any) -> str:
-        """Do nothing."""
-        return ""
-
-    def settle(self, model: Any) -> None:
-        """Do nothing: variables always hold their values."""
 
     def reduction(self, options: KerasOptions) -> TorchReduction:
         """Return a new reduction of gradients."""
@@ -298,6 +271,3 @@ class TorchBackend:
     def from_torch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself."""
         return tensor
-
-    def raised(self) -> None:
-        """Return None: PyTorch hides no errors."""

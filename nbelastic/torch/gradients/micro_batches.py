@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.context import Context
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.context import Context
+    from nbelastic.elastic.ranks.step_share import StepShare
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.options import ReduceOptions
 

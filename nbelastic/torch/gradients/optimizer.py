@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names_of
 from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.ops.adasum import GradientOp

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.context import current, current_or_none
-from nbelastic.elastic.session import Session, warn
+from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.context import Context
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.context import Context
+    from nbelastic.elastic.ranks.step_share import StepShare
     from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
     from nbelastic.torch.gradients.step import GradientStep

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.elastic.timeline import timeline
+from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import SumTiming
 from nbelastic.torch.gradients.step import GradientStep, StepFlags
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.layout import Layout
 

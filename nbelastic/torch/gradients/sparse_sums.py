@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.step_share import StepShare
 
 
 def add_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.context import Context
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.context import Context
+    from nbelastic.elastic.ranks.step_share import StepShare
 
 _JOINED = -1000.0  # less than the flags of all other ranks can make up for
 

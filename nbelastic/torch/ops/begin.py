@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, TypeVar
 
-from nbelastic.elastic.timeline import now, timeline
+from nbelastic.elastic.ranks.timeline import now, timeline
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination import JOINED, announce, coordination_of, not_with_join
 from nbelastic.torch.ops.operation import Pending

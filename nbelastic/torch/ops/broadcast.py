@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from nbelastic.elastic.context import current
-from nbelastic.elastic.sampling import sampler_of
-from nbelastic.elastic.supervision import watch
+from nbelastic.elastic.parameter_samples import sampler_of
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.training_checks import watch
 from nbelastic.pickling import dumps
 from nbelastic.torch.ops import description
 from nbelastic.torch.ops.begin import agree, begin

@@ -11,8 +11,8 @@ import collections
 import torch
 
 from nbelastic.collectives import nccl_version
-from nbelastic.elastic.context import current
-from nbelastic.elastic.session import Session
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.session import Session
 
 
 def mpi_threads_supported() -> bool:

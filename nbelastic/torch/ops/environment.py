@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
-from nbelastic.elastic.context import current
-from nbelastic.elastic.session import Session, warn
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.session import Session, warn
 
 logger = logging.getLogger("nbelastic")
 

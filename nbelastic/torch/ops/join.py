@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.context import before_check, current
+from nbelastic.elastic.ranks.context import before_check, current
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.begin import begin
 from nbelastic.torch.ops.coordination import CHECK, JOINED, announce, coordination_of
@@ -19,7 +19,7 @@ from nbelastic.torch.ops.process_sets import Group, global_process_set
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 # What a rank that has joined does in an operation, by its kind.
 SERVICES: dict[str, Callable[[Context, dict[str, Any]], None]] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.ops import description
 from nbelastic.torch.ops.adasum import GradientOp, adasum_async
 from nbelastic.torch.ops.fusion import pack

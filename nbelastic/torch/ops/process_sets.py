@@ -12,15 +12,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from nbelastic.elastic.context import current, initialize
-from nbelastic.elastic.subgroups import Members
+from nbelastic.elastic.ranks.context import current, initialize
+from nbelastic.elastic.ranks.subgroups import Members
 from nbelastic.errors import NotInitialized
 from nbelastic.torch.ops.coordination import announce
 from nbelastic.torch.ops.environment import heed_environment
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 
 class ProcessSet:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.autograd import apply
 from nbelastic.torch.ops.coordination import announce
@@ -16,7 +16,7 @@ from nbelastic.torch.ops.join import SERVICES
 from nbelastic.torch.ops.process_sets import Group, global_process_set, group_of
 
 if TYPE_CHECKING:
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 
 class SyncBatchNorm(_BatchNorm):

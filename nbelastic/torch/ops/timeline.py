@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from nbelastic.elastic.context import current
-from nbelastic.elastic.timeline import timeline, write
+from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.timeline import timeline, write
 from nbelastic.torch.ops.broadcast import allgather_object
 
 if TYPE_CHECKING:

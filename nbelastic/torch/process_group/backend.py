@@ -15,8 +15,8 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from nbelastic.elastic.context import current, current_or_none, initialize
-from nbelastic.elastic.session import Session, note
+from nbelastic.elastic.ranks.context import current, current_or_none, initialize
+from nbelastic.elastic.ranks.session import Session, note
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.process_group import ddp
 from nbelastic.torch.process_group.caches import write_ranks, write_world
@@ -25,7 +25,7 @@ from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup, SubPr
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 # Back ends that trainers name by themselves; in a job they get the job's ranks.
 _OWN = {"", "gloo", "nccl", "undefined", NAME}

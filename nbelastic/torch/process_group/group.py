@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import BarrierOptions, ErrorType
 from torch.distributed.constants import default_pg_timeout
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.subgroups import Subgroup
+from nbelastic.elastic.ranks.subgroups import Subgroup
 from nbelastic.errors import CollectiveError, NbelasticError
 from nbelastic.torch.ops import description
 from nbelastic.torch.process_group import operations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
     Base = object  # torch declares the overloads of the base class, which has more names
 else:

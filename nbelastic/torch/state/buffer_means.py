@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.context import current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.step_share import StepShare
+    from nbelastic.elastic.ranks.step_share import StepShare
 
 _MOST_NAMES = 5  # buffers that an error names
 

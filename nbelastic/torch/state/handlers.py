@@ -93,13 +93,12 @@ class LRSchedulerStateHandler(_StateDictHandler):
 
 
 class SamplerStateHandler(_StateDictHandler):
-    """Handler of an ``ElasticSampler``: the samples that any rank has done."""
+    """Handler of an ``ElasticSampler``: the samples that all ranks have done."""
 
     def save(self) -> None:
-        """Gather what the ranks have done."""
+        """Save the least progress of all ranks."""
         super().save()
-        done = allgather_object(self.value.processed_indices)
-        self._saved["processed_indices"] = set().union(*done)
+        self._saved["processed_num"] = min(allgather_object(self.value.processed_num))
 
 
 _BUILT_IN: list[tuple[type, Callable[[Any], StateHandler]]] = [

@@ -21,7 +21,7 @@ from nbelastic.torch.state.optimizer_adapter import hooks_see_steps
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
     from nbelastic.torch.state.structure_cache import StructureCache
 
 # Regular commits in a row after which commits are not copied any more.
@@ -62,8 +62,7 @@ class LazyCommit:
     When an operation begins while the commit is overwritten, or when uncopied tensors have been
     changed otherwise, the commit's values are gone. Then the state at the end of the last step,
     which is the same on all ranks, is copied before the operation and replaces the commit. A rank
-    that restores it is ahead (:attr:`~nbelastic.elastic.context.Context.ahead`) of a rank that
-    restores the commit.
+    that restores it is ahead (``Context.ahead``) of a rank that restores the commit.
 
     Changes through ``tensor.data`` leave no mark. So some values are compared before a few steps,
     the first ones above all, with what they were at the commit. All commits are copied where they

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from nbelastic.elastic.in_place import adopt, attributes_in
+from nbelastic.elastic.state.in_place import adopt, attributes_in
 from nbelastic.errors import NbelasticError, StateMismatch
 from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.state.flatten import (

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from nbelastic.data import Loader
 from nbelastic.data.comparison import USUAL_CAUSES, DataSample, difference, sample_of
-from nbelastic.elastic.context import current_or_none, zero_is_source
+from nbelastic.elastic.parameter_samples import sample
+from nbelastic.elastic.ranks.context import current_or_none, zero_is_source
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.elastic.sampling import sample
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
-from nbelastic.elastic.state_payload import StatePayload
+from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import NbelasticError, OptionError, StateMismatch
 from nbelastic.pickling import Pickler
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
@@ -47,7 +47,7 @@ from nbelastic.torch.state.structure import changes, check_fit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from nbelastic.elastic.sampler import SamplerSnapshot
+    from nbelastic.elastic.sampler import SamplerProgress
     from nbelastic.torch.state.commit import Commit
     from nbelastic.torch.state.flatten import Node
     from nbelastic.torch.state.handlers import StateHandler
@@ -455,8 +455,8 @@ class TorchState(ObjectState):
             obj.update(sampler)
         return {name: unflattener.unflatten(node) for name, node in nodes.items()}
 
-    def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
-        return self._commit.samplers
+    def _progress_at_commit(self) -> list[SamplerProgress]:
+        return [snapshot.progress for _, snapshot in self._commit.samplers]
 
     def _unpack(self, payload: StatePayload) -> None:
         values = self._values()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from nbelastic.cluster.wire import JobPayload
-    from nbelastic.elastic.runtime import RankSpec
+    from nbelastic.elastic.ranks.runtime import RankSpec
 
 HEADER = struct.Struct("=Q")
 """Length of the frame that follows."""

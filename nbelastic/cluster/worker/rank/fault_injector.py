@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from nbelastic.cluster.wire import FaultOrder, Message
-    from nbelastic.elastic.session import Session
+    from nbelastic.elastic.ranks.session import Session
 
 IN_STEP = frozenset({"fail", "hang", "slow", "memory"})
 """Kinds that happen in user code: the rank's thread does them, after its next batch."""

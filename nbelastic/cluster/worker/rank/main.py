@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbelastic.cluster.wire import RankEvent
-from nbelastic.elastic.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
 
 from .allocator import keep_freed_memory
 from .channel import RankChannel

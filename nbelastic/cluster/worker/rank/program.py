@@ -31,10 +31,10 @@ from nbelastic.cluster.wire import (
     ReleaseOrder,
     SaveOrder,
 )
-from nbelastic.elastic.context import activate
-from nbelastic.elastic.runtime import DEFAULT_RUNTIME
-from nbelastic.elastic.session import Session, warn
-from nbelastic.elastic.timeline import timeline
+from nbelastic.elastic.ranks.context import activate
+from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch
 from nbelastic.membership import RankLeft, RankRaised, RankReturned
 from nbelastic.pickling import dumps
@@ -47,7 +47,7 @@ from .torch_hooks import advise, trainers_of
 if TYPE_CHECKING:
     from nbelastic.cluster.rank_error import PackedError
     from nbelastic.cluster.wire import JobPayload, Message
-    from nbelastic.elastic.runtime import RankRuntime, RankSpec
+    from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
     from nbelastic.membership import Event
 
 logger = logging.getLogger(__name__)

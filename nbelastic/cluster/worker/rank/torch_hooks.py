@@ -14,15 +14,15 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.rank_error import summary_of
-from nbelastic.elastic.context import current_or_none
-from nbelastic.elastic.session import warn
-from nbelastic.elastic.supervision import note_step
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.training_checks import note_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.elastic.context import Context
-    from nbelastic.elastic.session import Session
+    from nbelastic.elastic.ranks.context import Context
+    from nbelastic.elastic.ranks.session import Session
 
 _TRAINERS = {
     "accelerate": "accelerate",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 _NO_ADDRESS = "nbelastic.invalid"
 

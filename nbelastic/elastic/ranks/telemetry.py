@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from nbelastic.elastic.stack import user_line
+from nbelastic.elastic.ranks.stack import user_line
 
 _EXACT = 2**53
 
@@ -34,101 +34,47 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class DataProgress:
-    """Rows of one source in the steps that a commit has.
+    """Rows of one source in the steps that a commit has."""
 
-    Attributes
-    ----------
-    source : str
-        Name of the source.
-    epoch : int
-        The present epoch.
-    rows : int
-        Rows of an epoch; 0 if that is not known.
-    done : int
-        Rows of the present epoch that are done.
-    seen : int
-        Rows that went into the training, over all epochs.
-    redone : int
-        Rows that were handed out, rolled back, and handed out again.
-    lost : int
-        Rows that should have been in steps that are done, and were not.
-    """
-
-    source: str
+    source: str  # its name
     epoch: int
-    rows: int
-    done: int
-    seen: int
-    redone: int
-    lost: int
+    rows: int  # of an epoch; 0 if that is not known
+    done: int  # of the present epoch
+    seen: int  # that went into the training, over all epochs
+    redone: int  # that were handed out, rolled back, and handed out again
+    lost: int  # that should have been in steps that are done, and were not
 
 
 @dataclass(frozen=True)
 class TelemetrySnapshot:
-    """Telemetry of a rank at one moment.
+    """Telemetry of a rank at one moment."""
 
-    Attributes
-    ----------
-    step, samples : int
-        Batches and samples processed.
-    device : str
-        Device that it computes on.
-    epoch, batch : int
-        Position of its state.
-    epochs, batches : int
-        Epochs in all and batches in an epoch; 0 if not declared.
-    state_bytes, copied_bytes : int
-        Bytes of tensors in its state, and of copies for commits.
-    line : CodeLine or None
-        The line of user code that it executes, if it has made no step since the last snapshot.
-    micro_batches : int
-        Micro-batches of a step, on all ranks; 0 without a loader.
-    first, last : int
-        The first micro-batch that it computes, and the one after its last.
-    why_not_exact : str
-        What keeps its training from being exact.
-    data : tuple of DataProgress
-        For each loader of its state, the rows in its last commit.
-    """
-
-    step: int = 0
+    step: int = 0  # batches processed
     samples: int = 0
-    device: str = ""
-    epoch: int = 0
+    device: str = ""  # that it computes on
+    epoch: int = 0  # of its state
     batch: int = 0
-    epochs: int = 0
-    batches: int = 0
-    state_bytes: int = 0
-    copied_bytes: int = 0
-    line: CodeLine | None = None
-    micro_batches: int = 0
-    first: int = 0
-    last: int = 0
-    why_not_exact: str = ""
-    data: tuple[DataProgress, ...] = ()
+    epochs: int = 0  # in all; 0 if not declared
+    batches: int = 0  # in an epoch; 0 if not declared
+    state_bytes: int = 0  # of tensors
+    copied_bytes: int = 0  # for commits
+    line: CodeLine | None = None  # of user code, if there was no step since the last snapshot
+    micro_batches: int = 0  # of a step, on all ranks; 0 without a loader
+    first: int = 0  # the first micro-batch that it computes
+    last: int = 0  # the one after its last
+    why_not_exact: str = ""  # what keeps its training from being exact
+    data: tuple[DataProgress, ...] = ()  # of each loader of its state, at its last commit
 
 
 @dataclass(frozen=True)
 class MetricsReport:
-    """A report of metrics.
+    """A report of metrics."""
 
-    Attributes
-    ----------
-    commit, number : int
-        The commit before it, and its number since then.
-    generation : int
-        The generation in which it was made.
-    step : float or None
-        Its position on the horizontal axis, if given.
-    values : dict of str to float
-        The metrics by name; NaN for one that is not finite.
-    """
-
-    commit: int
-    number: int
+    commit: int  # the one before it
+    number: int  # since that commit
     generation: int
-    step: float | None
-    values: dict[str, AnyFloat]
+    step: float | None  # position on the horizontal axis, if given
+    values: dict[str, AnyFloat]  # by name; NaN for one that is not finite
 
 
 class StepObserver(Protocol):
@@ -142,39 +88,17 @@ class StepObserver(Protocol):
 
 
 class Telemetry:
-    """Telemetry of the rank in whose thread it is made.
-
-    Attributes
-    ----------
-    steps : int
-        Batches processed; without a sampler commits and checks.
-    samples : int
-        Samples processed.
-    device : str
-        Device that it computes on.
-    place : tuple of (int, int)
-        Epoch and batch of its state.
-    total : tuple of (int, int)
-        Epochs in all and batches in an epoch; 0 if not declared.
-    memory : tuple of (int, int)
-        Bytes of tensors in its state, and of copies for commits, as far as known.
-    observer : StepObserver or None
-        Observer of every batch.
-    share : tuple of (int, int, int, str)
-        Micro-batches of a step, those that it computes, and what keeps it from being exact.
-    data : tuple of DataProgress
-        For each loader of its state, the rows in its last commit.
-    """
+    """Telemetry of the rank in whose thread it is made; see :class:`TelemetrySnapshot`."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = 0  # without a sampler commits and checks
         self.samples = 0
         self.device = ""
-        self.place = (0, 0)
-        self.total = (0, 0)
-        self.memory = (0, 0)
+        self.place = (0, 0)  # epoch and batch
+        self.total = (0, 0)  # epochs, and batches of an epoch
+        self.memory = (0, 0)  # bytes of the state, and of copies
         self.observer: StepObserver | None = None
-        self.share = (0, 0, 0, "")
+        self.share = (0, 0, 0, "")  # micro-batches, first and last, and why not exact
         self.data: tuple[DataProgress, ...] = ()
         self._recording = False
         self._at_commit = (0, 0)
@@ -238,7 +162,7 @@ class Telemetry:
         """Return the present telemetry, and the reports that were not sent before."""
         with self._lock:
             reports, self._reports = self._reports, []
-        line = user_line(self._thread) if self.steps == self._sent else []
+        line: list[Any] = user_line(self._thread) if self.steps == self._sent else []
         self._sent = self.steps
         count, first, last, why_not_exact = self.share
         snapshot = TelemetrySnapshot(
@@ -248,7 +172,7 @@ class Telemetry:
             *self.place,
             *self.total,
             *self.memory,
-            line=_code_line(line),
+            line=CodeLine(*line) if line else None,
             micro_batches=count,
             first=first,
             last=last,
@@ -258,29 +182,13 @@ class Telemetry:
         return snapshot, tuple(reports)
 
 
-def _code_line(line: list[Any]) -> CodeLine | None:
-    return CodeLine(*line) if line else None
-
-
 def as_numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return reported values as floats.
-
-    Raises
-    ------
-    TypeError
-        One is not a number, nor a tensor or array of one element.
-    """
+    """Return reported values as floats; TypeError if one is not a single number."""
     return {name: _as_number(name, value) for name, value in values.items()}
 
 
 def as_step(step: Any) -> float | None:
-    """Return the position of a report on the horizontal axis; None if it is not finite.
-
-    Raises
-    ------
-    TypeError
-        It is not a number, nor a tensor or array of one element.
-    """
+    """Return the position of a report on the horizontal axis; None if it is not finite."""
     if step is None or (isinstance(step, int) and abs(step) <= _EXACT):
         return step
     number = _as_number("step", step)

@@ -30,12 +30,8 @@ _getstate = getattr(object, "__getstate__", None)  # new in Python 3.11
 class Originals:
     """Values that a commit has copied, to be filled again from the copies.
 
-    Parameters
-    ----------
-    memo : dict
-        The memo of the deep copies.
-    more : iterable of object
-        Values whose copies are in the memo, besides those that ``copy.deepcopy`` has noted.
+    `memo` is that of the deep copies. `more` are values whose copies it has, too, although
+    ``copy.deepcopy`` has not noted them.
     """
 
     def __init__(self, memo: Mapping[int, Any], more: Iterable[object] = ()) -> None:
@@ -49,12 +45,7 @@ class Originals:
     def restored(self, saved: Any, memo: dict[int, Any]) -> Any:
         """Return the value that `saved` is a copy of, with its content again.
 
-        Parameters
-        ----------
-        saved : object
-            The copy, which stays as it is.
-        memo : dict
-            Values that were restored before, by the ids of their copies.
+        `memo` has values that were restored before, by the ids of their copies.
         """
         if id(saved) in memo:
             return memo[id(saved)]

@@ -17,7 +17,7 @@ Line = list[str | int]
 """``[file, line, function]``; empty if there is none."""
 
 NOT_THE_USERS = (
-    str(Path(__file__).parent.parent),
+    str(Path(__file__).parents[2]),
     *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")),
     "<frozen ",
 )
@@ -34,15 +34,7 @@ _LOCK = threading.Lock()
 
 
 def innermost(thread: int, wanted: Callable[[CodeType], bool]) -> FrameType | None:
-    """Return the innermost wanted call in which a thread is; None if there is none.
-
-    Parameters
-    ----------
-    thread : int
-        The thread's identifier.
-    wanted : callable
-        Decides on the code of a function. Must be fast.
-    """
+    """Return the innermost call in a thread whose code is `wanted`, which must decide fast."""
     with _LOCK:
         searches = gc.isenabled()
         gc.disable()
@@ -60,11 +52,6 @@ def user_line(thread: int) -> Line:
     """Return the innermost line of user code in which a thread is.
 
     User code is neither in the standard library, nor in an installed package, nor in nbelastic.
-
-    Parameters
-    ----------
-    thread : int
-        The thread's identifier.
     """
     frame = innermost(thread, _is_the_users)
     return [] if frame is None else [frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name]

@@ -18,8 +18,8 @@ import pickle
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.receive_buffer import ReceiveBuffer
-from nbelastic.elastic.state_payload import StatePayload, flatten, unflatten
+from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
+from nbelastic.elastic.state.state_payload import StatePayload, flatten, unflatten
 from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
@@ -37,21 +37,9 @@ _LENGTH_BYTES = 8
 
 
 def tree(members: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
-    """Return the ranks that `rank` receives from and sends to.
+    """Return the rank that `rank` receives from, None for the root, and those it sends to.
 
-    Parameters
-    ----------
-    members : sequence of int
-        The ranks of the tree, its root first.
-    rank : int
-        One of them.
-
-    Returns
-    -------
-    parent : int or None
-        None for the root.
-    children : list of int
-        The one with the largest subtree first.
+    The root comes first in `members`; the child with the largest subtree first among children.
     """
     position = members.index(rank)
     parent = members[position & (position - 1)] if position else None
@@ -72,26 +60,8 @@ def spread(
 ) -> StatePayload:
     """Send the payload of ``members[0]`` to all `members`; only they call this.
 
-    Parameters
-    ----------
-    communicator : Communicator
-        That of the present generation.
-    members : sequence of int
-        The sender first, then the receivers; the same on all of them.
-    payload : StatePayload, optional
-        The payload, on the sender.
-    buffer : ReceiveBuffer, optional
-        Memory to receive it in, on a receiver. If it is too small, new memory is taken.
-
-    Returns
-    -------
-    StatePayload
-        On receivers its tensors are in memory that has no other user.
-
-    Raises
-    ------
-    CollectiveError
-        A peer has failed. Nothing has changed.
+    A receiver's tensors are in `buffer`, or in new memory if that is too small. If a peer fails,
+    nothing has changed.
     """
     parent, children = tree(members, communicator.rank)
     if parent is not None:

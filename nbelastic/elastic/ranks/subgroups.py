@@ -16,18 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 
 class Members:
     """Ranks that were named in one generation, followed through later ones.
 
     It holds numbers only, so what has it can be copied and pickled.
-
-    Parameters
-    ----------
-    named : sequence of int
-        The ranks, by their numbers in that generation.
     """
 
     def __init__(self, named: Sequence[int]) -> None:
@@ -57,12 +52,8 @@ class Members:
     def ranks(self, context: Context) -> list[int]:
         """Return the present ranks of the members that are left, ascending.
 
-        Before the first generation these are the ranks as named.
-
-        Raises
-        ------
-        OptionError
-            A rank was named that there was not.
+        Before the first generation these are the ranks as named. A rank that does not exist is an
+        :class:`OptionError`.
         """
         starts = context.starts()
         if not starts:
@@ -94,16 +85,8 @@ class Members:
 class Subgroup:
     """Some ranks of a job, this one among them or not, and their communicator.
 
-    All ranks make the same groups in the same order.
-
-    Parameters
-    ----------
-    context : Context
-        That of this rank.
-    ranks : sequence of int
-        Ranks of the present generation, ascending. Before the first one, those of the first.
-    name : str
-        For messages.
+    All ranks make the same groups in the same order. `ranks` are those of the present generation,
+    ascending; before the first one, those of the first. `name` is for messages.
     """
 
     def __init__(self, context: Context, ranks: Sequence[int], name: str) -> None:
@@ -140,13 +123,7 @@ class Subgroup:
         return len(self.ranks)
 
     def communicator(self) -> Communicator:
-        """Return the group's communicator of the present generation; members connect.
-
-        Raises
-        ------
-        NbelasticError
-            All members are gone, or this rank is none.
-        """
+        """Return the group's communicator of the present generation; members connect."""
         context = self._context
         whole = context.communicator()
         context.exchanges -= 1  # it is no operation of all ranks

@@ -10,7 +10,8 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from nbelastic.elastic.session import Session, warn
+from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.state import hooks_of
 from nbelastic.membership import FRESH, WeightsSampled
 
 if TYPE_CHECKING:
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
     from nbelastic.elastic.state import State
-
-Sample = tuple[float, ...]
+    from nbelastic.elastic.state.commit_store import Sample
 
 MOMENTS = (1, 10, 100)
 """Commits of a generation after which parameters are sampled, in addition to the loop's end.
@@ -84,20 +84,13 @@ MOST_NAMES = 5
 """Most names in that warning."""
 
 
-class Supervision:
-    """Supervises one elastic loop on one rank.
-
-    Parameters
-    ----------
-    session : Session
-        The rank.
-    state : State
-        The state that the loop trains.
-    """
+class TrainingChecks:
+    """Checks of one elastic loop on one rank."""
 
     def __init__(self, session: Session, state: State) -> None:
         self._session = session
         self._state = state
+        self._hooks = hooks_of(state)
         self._began = time.monotonic()
         self._exchanges = 0
         self._commits = 0  # of the present generation
@@ -147,7 +140,7 @@ class Supervision:
         if before is None or session.size == 1 or session.rank != 0:
             return
         try:
-            self._moving = now = self._state._moving_values()
+            self._moving = now = self._hooks.moving_values()
         except Exception:  # attributes of users' classes raise what they like
             return
         names = [name for name, token in now.items() if before.get(name, token) != token]
@@ -184,7 +177,7 @@ class Supervision:
 
     def _sample_of_state(self) -> tuple[Sample, tuple[str, ...]]:
         """Return what the state trains; if it has no parameters, what optimizers have stepped."""
-        values, plain = self._state._sample()
+        values, plain = self._hooks.sample()
         stepped = self._session.stepped
         if stepped is None:
             return values, plain
@@ -194,12 +187,7 @@ class Supervision:
 def watch(context: Context, sample: Callable[[], Sample]) -> None:
     """Compare parameters that were broadcast to all ranks, in a job without an elastic loop.
 
-    Parameters
-    ----------
-    context : Context
-        That of the rank; outside a job, nothing is done.
-    sample : callable
-        Returns values of the parameters. It replaces an earlier one.
+    `sample` returns values of the parameters. It replaces an earlier one.
     """
     if isinstance(context, Session):
         if isinstance(context.before_return, _Watch):
@@ -237,7 +225,7 @@ class SteppedOptimizers:
 
     def sample(self) -> tuple[Sample, tuple[str, ...]]:
         """Return values of their parameters, and the kinds of those that are not distributed."""
-        from nbelastic.elastic.sampling import sample
+        from nbelastic.elastic.parameter_samples import sample
 
         return sample(self._optimizers.values()), self.plain()
 
@@ -250,12 +238,9 @@ class SteppedOptimizers:
     def sample_regular(self, steps: int) -> tuple[Sample, tuple[str, ...]]:
         """Return the same of those that are not distributed and train parameters of models.
 
-        Parameters
-        ----------
-        steps : int
-            Fewest steps of such an optimizer in the present generation.
+        They must have made so many steps in the present generation.
         """
-        from nbelastic.elastic.sampling import sample_of_parameters
+        from nbelastic.elastic.parameter_samples import sample_of_parameters
 
         found = [
             each

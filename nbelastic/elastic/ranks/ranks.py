@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.elastic.context import current, current_or_none
+from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.errors import NotInitialized
 
 if TYPE_CHECKING:
-    from nbelastic.elastic.context import Context
+    from nbelastic.elastic.ranks.context import Context
 
 
 def is_initialized() -> bool:

@@ -13,12 +13,12 @@ import os
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import connect
-from nbelastic.elastic.context import Context, one_of_all
-from nbelastic.elastic.reset_timings import ResetTimings
-from nbelastic.elastic.runtime import DEFAULT_RUNTIME
-from nbelastic.elastic.telemetry import Telemetry
-from nbelastic.elastic.unreachable import UnreachablePeers
-from nbelastic.elastic.warmup import warm_up
+from nbelastic.elastic.ranks.context import Context, one_of_all
+from nbelastic.elastic.ranks.reset_timings import ResetTimings
+from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.ranks.telemetry import Telemetry
+from nbelastic.elastic.ranks.unreachable import UnreachablePeers
+from nbelastic.elastic.ranks.warmup import warm_up
 from nbelastic.errors import (
     CollectiveError,
     Evicted,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from nbelastic.collectives import Communicator, RendezvousServer
-    from nbelastic.elastic.runtime import DriverPort, RankRuntime, RankSpec
+    from nbelastic.elastic.ranks.runtime import DriverPort, RankRuntime, RankSpec
 
 _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 
@@ -215,19 +215,8 @@ class Session(Context):
     def form(self, loop: int, *, failed: bool = False, detail: str = "") -> Plan:
         """Leave the present generation and become a member of the next.
 
-        Parameters
-        ----------
-        loop : int
-            Number of the elastic loop that the rank is about to enter; 0 outside one.
-        failed : bool, default False
-            Whether the generation is left because an operation failed.
-        detail : str, optional
-            What failed.
-
-        Raises
-        ------
-        RankExit
-            This rank ends instead.
+        `loop` is the number of the elastic loop that the rank is about to enter; 0 outside one.
+        `failed` says that an operation failed, and `detail` which one.
         """
         self._check_process()
         own = failed and self._works()
@@ -339,10 +328,7 @@ class Session(Context):
     def finish_loop(self) -> None:
         """Wait until all members have left their elastic loop.
 
-        Raises
-        ------
-        CollectiveError
-            A member failed before: all go back to their last commit.
+        If a member fails before, all go back to their last commit.
         """
         self._check_process()
         generation = self.generation
@@ -443,13 +429,8 @@ class Session(Context):
 def warn(context: Context, detail: str) -> None:
     """Add a warning to the history of a rank's job; outside a job, do nothing.
 
-    Parameters
-    ----------
-    context : Context
-        That of the rank.
-    detail : str
-        On its first line the problem, on further lines the cause and what to do. The history shows
-        equal warnings of several ranks once.
+    `detail` has the problem on its first line, and on further lines the cause and what to do. The
+    history shows equal warnings of several ranks once.
     """
     note(context, "warning", detail)
 
@@ -459,14 +440,7 @@ def note(
 ) -> None:
     """Add an entry to the history of a rank's job; outside a job, do nothing.
 
-    Parameters
-    ----------
-    context : Context
-        That of the rank.
-    about, detail : str
-        The entry's kind, and a text for people.
-    figures : dict of str to float, optional
-        Numbers that belong to it. The text of some kinds is made of them.
+    `about` is its kind. The text of some kinds is made of `figures`.
     """
     if isinstance(context, Session):
         context.port.report(RankNote(context.spec.start, about, detail, figures or {}))

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nbelastic.elastic import supervision
-from nbelastic.elastic.context import LocalContext
-from nbelastic.elastic.runtime import RankSpec
-from nbelastic.elastic.session import Session
-from nbelastic.elastic.supervision import (
+from nbelastic.elastic import training_checks
+from nbelastic.elastic.ranks.context import LocalContext
+from nbelastic.elastic.ranks.runtime import RankSpec
+from nbelastic.elastic.ranks.session import Session
+from nbelastic.elastic.state import State
+from nbelastic.elastic.training_checks import (
     NEVER_COMMITTED,
     NO_COMMIT,
-    Supervision,
+    TrainingChecks,
     note_step,
     watch,
 )
@@ -33,7 +34,7 @@ class Notes(list):
         return [note.moment for note in self if isinstance(note, WeightsSampled)]
 
 
-class Sampled:
+class Sampled(State):
     """A state of which only its sample is known."""
 
     values = (1.0, 2.0)
@@ -56,7 +57,7 @@ def optimizer_of(value, kind=torch.nn.Parameter):
 
 
 def train(session, steps, commit_every=0, state=None):
-    watched = Supervision(session, state or Sampled())
+    watched = TrainingChecks(session, state or Sampled())
     watched.begun()
     for step in range(1, steps + 1):
         session.about_to_exchange()
@@ -67,18 +68,18 @@ def train(session, steps, commit_every=0, state=None):
 
 
 def test_a_loop_of_a_checkpoint_that_had_ended_need_not_commit(session):
-    watched = Supervision(session, Sampled())
+    watched = TrainingChecks(session, Sampled())
     watched.begun(resumed=True)
     watched.ended()
     watched.close()
     assert session.port.warnings() == []
-    watched = Supervision(session, Sampled())
+    watched = TrainingChecks(session, Sampled())
     watched.begun(resumed=True)
     for _ in range(101):
         session.about_to_exchange()
     watched.ended()
     assert session.port.warnings() == [NO_COMMIT]
-    watched = Supervision(session, Sampled())
+    watched = TrainingChecks(session, Sampled())
     watched.begun()
     watched.ended()
     assert session.port.warnings() == [NO_COMMIT, NEVER_COMMITTED]
@@ -105,7 +106,7 @@ def test_loops_without_a_commit_are_warned_of_once(session, steps, commit_every,
 
 def test_few_steps_that_take_long_are_enough(session, monkeypatch):
     times = iter([0.0, 30.0, 61.0])
-    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(training_checks, "time", SimpleNamespace(monotonic=lambda: next(times)))
     train(session, 2)
     assert session.port.warnings() == [NO_COMMIT]
 
@@ -121,13 +122,13 @@ def test_what_is_no_finite_number_can_be_sent_and_compared(session):
         values = (1.0, math.nan, -math.inf)
 
     train(session, 1, 1, Diverged())
-    assert session.port[0].values == (1.0, supervision.NOT_FINITE, supervision.NOT_FINITE)
+    assert session.port[0].values == (1.0, training_checks.NOT_FINITE, training_checks.NOT_FINITE)
     assert typed(Event, plain(session.port[0])) == session.port[0]
 
 
 @pytest.mark.parametrize(("version", "warnings"), [(0, [NEVER_COMMITTED]), (7, [])])
 def test_a_newcomer_to_a_loop_that_commits_need_not(session, version, warnings):
-    watched = Supervision(session, Sampled())
+    watched = TrainingChecks(session, Sampled())
     session.version = version
     watched.begun()
     watched.ended()
@@ -136,7 +137,7 @@ def test_a_newcomer_to_a_loop_that_commits_need_not(session, version, warnings):
 
 
 def test_each_generation_is_sampled_anew(session):
-    watched = Supervision(session, Sampled())
+    watched = TrainingChecks(session, Sampled())
     for generation in (5, 6):
         session.generation = generation
         watched.begun()
@@ -179,7 +180,7 @@ def wrapped_optimizer():
 
 
 def train_besides(session, optimizers, steps, every=1):
-    watched = Supervision(session, Sampled())
+    watched = TrainingChecks(session, Sampled())
     watched.begun()
     for step in range(steps):
         for each in optimizers(step):
@@ -288,7 +289,7 @@ class Moving(Sampled):
 )
 def test_values_that_move_between_commits_are_named_once(session, values, names):
     train(session, 150, 1, Moving(values))
-    said = [] if not names else [supervision.MOVING.format(names=names)]
+    said = [] if not names else [training_checks.MOVING.format(names=names)]
     assert session.port.warnings() == said
 
 
@@ -318,10 +319,12 @@ class Counted(Sampled):
 def test_a_loop_that_begins_with_the_first_epoch_again_is_warned_of(session, epochs, said):
     state = Counted()
     state.epoch = epochs[0]
-    watched = Supervision(session, state)
+    watched = TrainingChecks(session, state)
     watched.begun()
     for state.epoch in epochs[1:]:
         watched.committed()
     watched.close()
-    sentences = [supervision.EPOCH_WENT_BACK.format(before=before, now=now) for before, now in said]
+    sentences = [
+        training_checks.EPOCH_WENT_BACK.format(before=before, now=now) for before, now in said
+    ]
     assert session.port.warnings() == sentences

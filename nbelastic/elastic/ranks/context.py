@@ -1,8 +1,8 @@
 """Context of a rank: its place in the job, and agreement on changes.
 
 A :class:`Context` belongs to one rank and is used by that rank's thread. Inside a job it is a
-:class:`~nbelastic.elastic.session.Session`. Outside a job ``init()`` makes a :class:`LocalContext`,
-a world of one rank, so that a training function runs in a cell or under a debugger.
+:class:`.session.Session`. Outside a job ``init()`` makes a :class:`LocalContext`, a world of one
+rank, so that a training function runs in a cell or under a debugger.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.telemetry import Telemetry
+from nbelastic.elastic.ranks.telemetry import Telemetry
 from nbelastic.errors import NotInitialized, NotTheRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbelastic.collectives import Communicator
-    from nbelastic.elastic.receive_buffer import ReceiveBuffer
-    from nbelastic.elastic.step_share import StepShare
-    from nbelastic.elastic.supervision import SteppedOptimizers
+    from nbelastic.elastic.ranks.step_share import StepShare
+    from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
+    from nbelastic.elastic.training_checks import SteppedOptimizers
 
 # Ranks leave a generation at the same step, without a collective of their own. Each rank learns of
 # a coming change at its own moment (`change_flag`). The flag rides on a reduction that takes place
@@ -38,87 +38,39 @@ if TYPE_CHECKING:
 class Context(abc.ABC):
     """Place of a rank in its job, and its access to the other ranks.
 
-    Attributes
-    ----------
-    rank, size : int
-        Position in, and number of, the members. Until the first generation has formed, those that
-        the driver foresees.
-    local_rank, local_size : int
-        The same within the host.
-    cross_rank, cross_size : int
-        Position of this host among, and number of, the hosts that have this local rank.
-    generation : int
-        Number of the present generation; 0 before the first.
-    version : int
-        Serial number of this rank's last commit; 0 before the first.
-    ahead : bool
-        Whether the state at the end of a later step has replaced that commit.
-    source : int
-        Rank that holds the newest state of this generation: the root of a synchronisation.
-    telemetry : Telemetry
-        Progress and metrics of the rank, for status and panel.
-    exchanges : int
-        Number of calls of :meth:`communicator`, each just before an operation.
-    before_exchange : tuple of callables
-        Called before each of these.
-    before_return : callable or None
-        Called when the function has returned.
-    after_forming : tuple of callables
-        Called as each generation has formed, before the state is synchronised.
-    stepped : SteppedOptimizers or None
-        Optimizers that have stepped on this rank, if it is one of several.
-    in_torch_group : bool or None
-        Whether it has a process group of torch.distributed with others; None without any group.
-    receive_buffer : ReceiveBuffer or None
-        Memory for a state to arrive in.
-    prepare_to_join : callable or None
-        That of the state: does what costs time only once.
-    max_np : int or None
-        Largest number of ranks that the job was started with; None if there is no limit.
-    fetch_partition : callable or None
-        Returns a partition of a Dask collection by the text of its key; any thread may call it.
-        None outside of a job.
-    scratch : str
-        Directory, which need not exist, that is deleted when the rank's process has ended.
-        Empty outside of a job.
-    share : StepShare or None
-        This rank's micro-batches of the step under way; None without a loader.
-    save_commit : callable or None
-        Begins to write the last commit to the checkpoint, without waiting for it.
-    time_to_save : float
-        Seconds to write the state when this rank leaves, as no other rank has it; else 0.
-    is_shut_down : bool
-        Whether the user has called ``shutdown()``, and not ``init()`` again.
-    rank_0_stands_for : int
-        Root of a broadcast that names rank 0; while a state of the user's synchronises, `source`.
+    Until the first generation has formed, ranks and sizes are those that the driver foresees.
     """
 
     rank: int
     size: int
-    local_rank: int
+    local_rank: int  # within the host
     local_size: int
-    cross_rank: int
+    cross_rank: int  # of this host among those that have this local rank
     cross_size: int
-    generation: int
-    version: int
-    source: int
+    generation: int  # 0 before the first
+    version: int  # serial number of this rank's last commit; 0 before the first
+    source: int  # rank that holds the newest state: the root of a synchronisation
     telemetry: Telemetry
-    ahead = False
-    exchanges = 0
-    before_exchange: tuple[Callable[[], None], ...] = ()
-    before_return: Callable[[], None] | None = None
+    ahead = False  # the state at the end of a later step has replaced that commit
+    exchanges = 0  # calls of :meth:`communicator`, each just before an operation
+    before_exchange: tuple[Callable[[], None], ...] = ()  # called before each of these
+    before_return: Callable[[], None] | None = None  # called when the function has returned
+    # Called as each generation has formed, before the state is synchronised.
     after_forming: tuple[Callable[[], None], ...] = ()
-    stepped: SteppedOptimizers | None = None
+    stepped: SteppedOptimizers | None = None  # on this rank, if it is one of several
+    # Whether there is a process group of torch.distributed with other ranks; None without a group.
     in_torch_group: bool | None = None
     receive_buffer: ReceiveBuffer | None = None
-    prepare_to_join: Callable[[], None] | None = None
-    max_np: int | None = None
+    prepare_to_join: Callable[[], None] | None = None  # the state's: what costs time only once
+    max_np: int | None = None  # that the job was started with; None if there is no limit
+    # Returns a partition of a Dask collection by the text of its key; any thread may call it.
     fetch_partition: Callable[[str], Any] | None = None
-    scratch = ""
-    share: StepShare | None = None
-    save_commit: Callable[[], None] | None = None
-    time_to_save = 0.0
-    is_shut_down = False
+    scratch = ""  # directory, which need not exist, deleted when the rank's process has ended
+    share: StepShare | None = None  # of the step under way; None without a loader
+    save_commit: Callable[[], None] | None = None  # begins to write the last commit
+    time_to_save = 0.0  # seconds to write the state that no other rank has, when leaving; else 0
+    is_shut_down = False  # the user has called ``shutdown()``, and not ``init()`` again
+    # Root of a broadcast that names rank 0; while a state of the user's synchronises, `source`.
     rank_0_stands_for = 0
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
@@ -134,13 +86,7 @@ class Context(abc.ABC):
         return buffer
 
     def about_to_exchange(self) -> None:
-        """Count an operation and call ``before_exchange``. :meth:`communicator` calls this.
-
-        Raises
-        ------
-        NotTheRank
-            Another thread calls operations of this rank.
-        """
+        """Count an operation and call ``before_exchange``. :meth:`communicator` calls this."""
         if threading.get_ident() != self._caller:
             self._take_over()
         self.exchanges += 1
@@ -272,13 +218,7 @@ _lock = threading.Lock()
 
 
 def current() -> Context:
-    """Return the context of the calling rank.
-
-    Raises
-    ------
-    NotInitialized
-        Outside a job, before ``init()``.
-    """
+    """Return the context of the calling rank; NotInitialized outside a job, before ``init()``."""
     context = current_or_none()
     if context is None:
         message = "call nbelastic.init() (hvd.init()) before using ranks and collectives"
@@ -297,7 +237,7 @@ def current_or_none() -> Context | None:
 
 @contextlib.contextmanager
 def zero_is_source() -> Iterator[None]:
-    """Have broadcasts from rank 0 come from the source, for the length of a ``with`` block.
+    """Send broadcasts of rank 0 from the source instead, for the length of a ``with`` block.
 
     Horovod's scripts synchronise from rank 0. Here that rank can be a commit behind, if it has
     failed to commit where another has not.
@@ -330,15 +270,10 @@ def activate(context: Context) -> Iterator[None]:
 
 
 class Acting:
-    """Have the calling thread act for a rank, whose own thread waits for it meanwhile.
+    """Make the calling thread act for a rank, whose own thread waits for it meanwhile.
 
     So do libraries that call back from compiled functions. It is no generator, because
     ``contextlib`` sets the traceback of exceptions, which some refuse.
-
-    Parameters
-    ----------
-    context : Context
-        That of the rank.
     """
 
     def __init__(self, context: Context) -> None:

@@ -20,11 +20,12 @@ import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbelastic.elastic.context import current, zero_is_source
-from nbelastic.elastic.in_place import Originals, adopt
-from nbelastic.elastic.state_payload import StatePayload
-from nbelastic.elastic.timeline import timeline
-from nbelastic.elastic.transfer import spread
+from nbelastic.elastic.ranks.context import current, zero_is_source
+from nbelastic.elastic.ranks.timeline import timeline
+from nbelastic.elastic.state.commit_store import CommitStore, StateHooks
+from nbelastic.elastic.state.in_place import Originals, adopt
+from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import (
     HostsUpdatedInterrupt,
     NbelasticError,
@@ -36,10 +37,7 @@ from nbelastic.pickling import dumps, failing_part
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from nbelastic.elastic.checkpoint.manager import CheckpointManager
-    from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
-    from nbelastic.elastic.shards import Deal
-    from nbelastic.elastic.supervision import Supervision
+    from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -58,8 +56,7 @@ class State:
     the elastic loop.
     """
 
-    _checkpoints: CheckpointManager | None = None  # while the elastic loop runs, if the job has any
-    _supervision: Supervision | None = None  # while it runs in a job
+    _on_commit: Sequence[Callable[[], None]] = ()  # of the elastic loop, while it runs in a job
 
     def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
         del bcast_object, get_rank  # Horovod's signature; the loop knows both
@@ -106,10 +103,8 @@ class State:
         with timeline.span("COMMIT"):
             self.save()
         current().committed()
-        if self._checkpoints is not None:
-            self._checkpoints.committed()
-        if self._supervision is not None:
-            self._supervision.committed()
+        for call in self._on_commit:
+            call()
         self.check_host_updates()
 
     def set_total(self, *, epoch: int, batch: int = 0) -> None:
@@ -158,7 +153,7 @@ class State:
         """Do what takes time only once, before other ranks wait. Called on newcomers."""
 
     def _run_due(self) -> None:
-        """Call functions that are due at the last commit. Called by the elastic loop."""
+        """Call functions that are due at the last commit."""
 
     def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Return values of trained parameters, and optimizers that do not average gradients."""
@@ -295,7 +290,7 @@ class ObjectState(State):
         if not callable(function):
             raise OptionError(f"every({commits}, {function!r}): must be a function")
         key = name or str(getattr(function, "__qualname__", type(function).__qualname__))
-        if self._supervision is not None:
+        if self._on_commit:
             raise OptionError(
                 f"every({commits}, {key}): call it before the elastic loop, after the state is made"
             )
@@ -386,17 +381,14 @@ class ObjectState(State):
         """Return names of values that a checkpoint cannot have."""
         return []
 
-    def _samplers_at_commit(self) -> list[tuple[ShardSampler, SamplerSnapshot]]:
-        """Return the samplers with their snapshots of the last commit."""
-        return self._saved_samplers
+    def _progress_at_commit(self) -> list[SamplerProgress]:
+        """Return the progress of the samplers at the last commit."""
+        return [snapshot.progress for _, snapshot in self._saved_samplers]
 
     def _unpack(self, payload: StatePayload) -> None:
         """Take over values that another rank has packed.
 
-        Raises
-        ------
-        StateMismatch
-            They do not fit this state, which has not changed.
+        If they do not fit, StateMismatch is raised, and nothing has changed.
         """
         values, _, *more = pickle.loads(payload.head)
         samplers = self._samplers()
@@ -449,7 +441,7 @@ class ObjectState(State):
     def sync(self) -> None:
         """Make all ranks equal to rank ``current().source``, and save.
 
-        The samples that each rank has recorded are added up. All ranks call this together.
+        Ranks agree on the samples that are done. All ranks call this together.
         """
         context = current()
         context.communicator()
@@ -471,7 +463,7 @@ class ObjectState(State):
         """Add to the last commit what a checkpoint needs of other ranks. All ranks call this."""
 
     def leave(self) -> None:
-        """Add up the samples that ranks have recorded, before some of them leave."""
+        """Agree on the samples that are done, before some ranks leave."""
         self._come_together(behind=(), receivers=(), resumed=True)
 
     def _come_together(
@@ -480,11 +472,11 @@ class ObjectState(State):
         """Exchange everything, then take it over."""
         context = current()
         samplers = self._samplers()
-        deals: Sequence[Deal] = ()
+        agreed: Sequence[SamplerProgress] = ()
         if samplers:
-            from nbelastic.elastic.progress_agreement import agree_on_progress
+            from nbelastic.elastic.sampler import agree_on_progress
 
-            deals = agree_on_progress(samplers, context, behind)
+            agreed = agree_on_progress([each.progress() for each in samplers], context, behind)
         if context.rank in receivers or (receivers and context.rank == context.source):
             members = [context.source, *receivers]
             payload = self._pack() if context.rank == context.source else None
@@ -492,8 +484,8 @@ class ObjectState(State):
             payload = spread(context.communicator(), members, payload, buffer)
             if context.rank != context.source:
                 self._take_over(payload, context.source)
-        for sampler, deal in zip(samplers, deals, strict=True):
-            sampler.install(deal, context.rank, resumed=resumed)
+        for sampler, progress in zip(samplers, agreed, strict=True):
+            sampler.install(progress, context.rank, context.size, resumed=resumed)
         self._aligned = True
 
     def _take_over(self, payload: StatePayload, source: int) -> None:
@@ -506,6 +498,26 @@ class ObjectState(State):
             ) from None
 
 
+def hooks_of(state: State) -> StateHooks:
+    """Return what the elastic loop needs of a state."""
+    on_commit = state.__dict__.setdefault("_on_commit", [])
+    return StateHooks(on_commit, state._run_due, state._sample, state._moving_values)
+
+
+def store_of(state: ObjectState) -> CommitStore:
+    """Return what checkpoints need of a state."""
+    return CommitStore(
+        pack=state._pack_commit,
+        progress=state._progress_at_commit,
+        complete=state._complete_commit,
+        unwritable=state._unwritable,
+        as_dict=type(state)._as_dict,
+        unpack=state._unpack,
+        samplers=state._samplers,
+        adopt_settings=state._adopt_settings,
+    )
+
+
 def refuse_by_name(
     error: Exception,
     values: Mapping[str, Any],
@@ -513,23 +525,10 @@ def refuse_by_name(
     done: str = "copied at each commit",
     use: Callable[[Any], object] | None = None,
 ) -> None:
-    """Raise a better error, if one of the values alone raises, too.
+    """Raise a better error, if one of the values alone raises, too: with the place of its part.
 
-    Parameters
-    ----------
-    error : Exception
-        The error.
-    values : mapping of str to object
-        The values of a state by name.
-    known : iterable of object
-        Values that are kept in another way.
-    done, use
-        What is done with all others, as text and as function; by default a deep copy.
-
-    Raises
-    ------
-    NbelasticError
-        With the place of the part that cannot be copied or sent.
+    `known` are values that are kept in another way. `done` and `use` are what is done with all
+    others, as text and as function; by default a deep copy.
     """
     memo = {id(each): each for each in known}
     for name, value in values.items():

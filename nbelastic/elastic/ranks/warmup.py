@@ -14,16 +14,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import connect
-from nbelastic.elastic.receive_buffer import ReceiveBuffer
-from nbelastic.elastic.state_payload import StatePayload
-from nbelastic.elastic.transfer import spread
+from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
+from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbelastic.collectives import Rendezvous
-    from nbelastic.elastic.runtime import RankRuntime, RankSpec
+    from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
 
 LIMIT_S = 5.0
 """Seconds that an operation may take in a generation that a rank forms alone."""
@@ -37,21 +37,8 @@ def warm_up(
 ) -> ReceiveBuffer | None:
     """Prepare to join ranks that train, or to be joined where a rank is to train alone.
 
-    Parameters
-    ----------
-    spec : RankSpec
-        The rank as the driver foresees it.
-    alone : Rendezvous
-        A rendezvous of this rank alone.
-    runtime : RankRuntime
-        What the rank forms generations with.
-    prepare_to_join : callable or None
-        Takes the memory that the first step will take. Called where other ranks train already.
-
-    Returns
-    -------
-    ReceiveBuffer or None
-        Memory for the state that the rank will receive, if it will receive one.
+    Returns memory for the state that the rank will receive, if it will receive one. Then other
+    ranks train already, and `prepare_to_join` touches the memory of the first step.
     """
     runtime.on_set_up()
     buffer = None
@@ -68,11 +55,6 @@ def form_alone(rendezvous: Rendezvous) -> None:
     """Form a generation of two ranks, both this one, and close it.
 
     Errors are ignored, because the next generation that is formed will report them.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        Its job name, store and backend are used.
     """
     terms = replace(rendezvous, generation=1, size=2, timeout_s=LIMIT_S)
     if terms.backend in ("cuda_ipc", "nccl"):  # ranks of one process share a GPU

@@ -21,19 +21,9 @@ class ReceiveBuffer:
     """Bytes in pages of their own, as large as the system has them.
 
     They live as long as the buffer or any tensor that uses them.
-
-    Parameters
-    ----------
-    nbytes : int
-        How many, at least one.
-
-    Attributes
-    ----------
-    bytes : torch.Tensor
-        One-dimensional, of uint8.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int) -> None:  # at least one
         import torch
 
         self._pages = _pages(nbytes)
@@ -46,7 +36,7 @@ class ReceiveBuffer:
 
     @classmethod
     def for_state(cls, nbytes: int) -> ReceiveBuffer:
-        """Return a buffer for a state with so many bytes of tensors; its pages are touched."""
+        """Return a buffer for a state with `nbytes` bytes of tensors; its pages are touched."""
         buffer = cls(nbytes + nbytes // 64 + _SLACK_BYTES)
         buffer.bytes.zero_()
         return buffer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.collectives import Rendezvous, RendezvousServer, connect
 from nbelastic.collectives.rendezvous.client import unreachable
-from nbelastic.elastic.warmup import form_alone
+from nbelastic.elastic.ranks.warmup import form_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,33 +59,18 @@ class NoInterrupt:
 
 @dataclass(frozen=True)
 class RankRuntime:
-    """Functions and types through which a rank waits, and forms generations with other ranks.
-
-    Attributes
-    ----------
-    connect : callable
-        Makes a communicator from a :class:`~nbelastic.collectives.Rendezvous`.
-    open_store : callable
-        Starts a rendezvous server on an address, for clients that know a secret.
-    condition : callable
-        Makes a :class:`threading.Condition` or its like.
-    interrupt : callable
-        Makes, in the rank's thread, an :class:`Interrupt` of it. By default one that never raises.
-    probe : callable
-        Returns the positions of those addresses of stores that do not answer. By default none.
-    form_alone : callable
-        Forms a generation of this rank alone, to be faster with others. By default does nothing.
-    on_set_up : callable
-        Called once, when the user's code has set up. From then on the rank takes memory that it
-        needs in each step. By default does nothing.
-    """
+    """Functions and types through which a rank waits, and forms generations with other ranks."""
 
     connect: Callable[[Rendezvous], Communicator] = connect
+    # Starts a rendezvous server on an address, for clients that know a secret.
     open_store: Callable[[str, bytes], RendezvousServer] = RendezvousServer
     condition: Callable[[], Any] = threading.Condition
-    interrupt: Callable[[], Interrupt] = NoInterrupt
+    interrupt: Callable[[], Interrupt] = NoInterrupt  # made in the rank's thread, for it
+    # Returns the positions of addresses of stores that do not answer.
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
+    # Forms a generation of this rank alone, to be faster with others.
     form_alone: Callable[[Rendezvous], None] = lambda _rendezvous: None
+    # Called once the user's code has set up. Then the rank takes the memory of each step.
     on_set_up: Callable[[], None] = lambda: None
 
 
@@ -113,51 +98,22 @@ OWN_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Properties of a rank that are known when it starts.
+    """Properties of a rank that are known when it starts."""
 
-    Attributes
-    ----------
-    job : str
-        Name of the job, unique on its cluster.
-    start : int
-        Number of this start of the function.
-    place : Place
-        The rank and sizes that the driver foresees.
-    bind : str
-        Address of the interface to listen on: the one that Dask uses. The worker fills it in.
-    operation_timeout_s : float
-        How long one operation between ranks may take.
-    heartbeat_timeout_s : float
-        Seconds of silence after which the rank counts as frozen.
-    backend : str
-        Transport of tensors between ranks, as in ``fit(backend=...)``.
-    checkpoint : CheckpointSpec or None
-        The commits to write to disk, and where; None for none.
-    state_bytes : int or None
-        Size of the state that this rank will receive, 0 if it is not known; None where no rank
-        trains yet.
-    max_np : int or None
-        Largest number of ranks that the job was started with; None if there is no limit.
-    timeline : str or None
-        File for this rank's part of the job's timeline; None for none.
-    heeded : tuple of str
-        Horovod's environment variables that the job's options come from.
-    env : mapping of str to str
-        Variables that the job adds to those of the rank's worker.
-    """
-
-    job: str
-    start: int
-    place: Place
-    bind: str = ""
+    job: str  # unique on its cluster
+    start: int  # number of this start of the function
+    place: Place  # the rank and sizes that the driver foresees
+    bind: str = ""  # address of the interface that Dask uses; the worker fills it in
     operation_timeout_s: float = 120.0
-    heartbeat_timeout_s: float = 10.0
-    backend: str = "auto"
+    heartbeat_timeout_s: float = 10.0  # of silence, after which the rank counts as frozen
+    backend: str = "auto"  # as in ``fit(backend=...)``
     checkpoint: CheckpointSpec | None = None
+    # Of the state that this rank will receive, 0 if not known; None where no rank trains yet.
     state_bytes: int | None = None
-    max_np: int | None = None
-    timeline: str | None = None
-    heeded: tuple[str, ...] = ()
+    max_np: int | None = None  # that the job was started with; None if there is no limit
+    timeline: str | None = None  # file for this rank's part of the job's timeline
+    heeded: tuple[str, ...] = ()  # Horovod's environment variables in the job's options
+    # Variables that the job adds to those of the rank's worker.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
 
     def alone(self, store: tuple[str, int], secret: bytes) -> Rendezvous:

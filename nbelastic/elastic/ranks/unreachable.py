@@ -14,25 +14,13 @@ PATIENCE = 2
 
 
 class UnreachablePeers:
-    """Peers to name in the next ready report, because they may be why plans do not form.
-
-    Parameters
-    ----------
-    probe : callable
-        ``probe(addresses)`` returns the positions of the addresses that do not answer.
-
-    Attributes
-    ----------
-    unreached : tuple of int
-        Starts of members that did not answer.
-    gone : tuple of int
-        Starts of members whose processes had ended when this rank left its last generation.
-    """
+    """Peers to name in the next ready report, because they may be why plans do not form."""
 
     def __init__(self, probe: Callable[[Sequence[tuple[str, int]]], list[int]]) -> None:
-        self._probe = probe
+        self._probe = probe  # returns the positions of addresses that do not answer
         self._failures = 0
-        self.unreached: tuple[int, ...] = ()
+        self.unreached: tuple[int, ...] = ()  # starts of members that did not answer
+        # Starts of members whose processes had ended when this rank left its last generation.
         self.gone: tuple[int, ...] = ()
 
     def clear(self) -> None:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nbelastic.elastic.context import current_or_none
+from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,13 +46,7 @@ class Timeline:
             self.is_on = True
 
     def record(self, part: str | os.PathLike[str], rank: int, *, marks_cycles: bool) -> None:
-        """Record from here to the end of the function, in a part of the job's timeline.
-
-        Raises
-        ------
-        OSError
-            It cannot be written.
-        """
+        """Record from here to the end of the function, in a part of the job's timeline."""
         file = open(part, "w", encoding="utf-8")  # noqa: SIM115 (open as long as it records)
         self.start(part, rank, marks_cycles=marks_cycles)
         self._part, self._appended = file, now()
@@ -140,13 +134,7 @@ def part_of(path: str, run: str, start: int) -> str:
 
 
 def join_parts(path: str, run: str) -> bool:
-    """Write a job's timeline from the parts of its ranks, and delete these.
-
-    Returns
-    -------
-    bool
-        Whether there were any.
-    """
+    """Write a job's timeline from the parts of its ranks, if any, and delete these."""
     file = Path(path)
     mine = f"{file.name}.{run}-"
     parts = sorted(each for each in file.parent.iterdir() if each.name.startswith(mine))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nbelastic.elastic.receive_buffer import ReceiveBuffer
+    from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
 
 _ALIGNMENT = 64
 """A cache line, because received tensors are used in place."""
@@ -23,27 +23,13 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class StatePayload:
-    """A state to send, to receive or to write.
+    """A state to send, to receive or to write."""
 
-    Attributes
-    ----------
-    head : bytes
-        Describes the contents to the receiver.
-    tensors : sequence of torch.Tensor
-        Dense tensors of any shapes and types. They are received on the CPU.
-    devices : sequence of str
-        For each tensor the type of the device that it came from.
-    buffer : ReceiveBuffer or None
-        Memory that the tensors were received in.
-    names : sequence of str
-        For each tensor its name in a checkpoint; empty where it is not to be written.
-    """
-
-    head: bytes
-    tensors: Sequence[torch.Tensor] = ()
-    devices: Sequence[str] = ()
-    buffer: ReceiveBuffer | None = None
-    names: Sequence[str] = ()
+    head: bytes  # describes the contents to the receiver
+    tensors: Sequence[torch.Tensor] = ()  # dense; received on the CPU
+    devices: Sequence[str] = ()  # for each tensor the type of the sender's device
+    buffer: ReceiveBuffer | None = None  # memory that the tensors were received in
+    names: Sequence[str] = ()  # of the tensors in a checkpoint; empty if it is not to be written
 
 
 def flatten(payload: StatePayload) -> tuple[int, list[int], Iterator[torch.Tensor]]:

@@ -1,0 +1,1 @@
+"""Surroundings of a rank: its session, generations, warm-up, measurements."""

@@ -1,0 +1,23 @@
+"""State of training without a framework, and its transfer between ranks."""
+
+from nbelastic.elastic.state.state import (
+    SENT,
+    ObjectState,
+    State,
+    check_names,
+    hooks_of,
+    public,
+    refuse_by_name,
+    store_of,
+)
+
+__all__ = [
+    "SENT",
+    "ObjectState",
+    "State",
+    "check_names",
+    "hooks_of",
+    "public",
+    "refuse_by_name",
+    "store_of",
+]
