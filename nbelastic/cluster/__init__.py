@@ -5,6 +5,7 @@ them run in several processes; each names them.
 """
 
 from .job_log import JobLog
+from .journal import replay
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
 from .kernel.gitignore import GitIgnore
 from .kernel.partitions import HeldPartitions, hold_partitions, with_sources
@@ -74,6 +75,7 @@ __all__ = [
     "own_versions",
     "pack_function",
     "pack_machine",
+    "replay",
     "send_wish",
     "summary_of",
     "unpack_error",

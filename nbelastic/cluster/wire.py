@@ -34,7 +34,7 @@ from .rank_error import PackedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Number of this protocol. To be raised with each change of a message."""
 
 PLUGIN = "nbelastic"
@@ -432,6 +432,8 @@ class HistoryRecord:
         Seconds since the epoch.
     line : CodeLine or None
         The line of user code that the rank was known to execute.
+    seen : str
+        The event that led to it, and the process that reported that.
 
     The others are those of :class:`~nbelastic.membership.Record`; `detail` is a text where there is
     no reason, and `size` the number of members from then on.
@@ -449,6 +451,7 @@ class HistoryRecord:
     reason: Reason | None = None
     figures: dict[str, AnyFloat] = field(default_factory=dict)
     line: CodeLine | None = None
+    seen: str = ""
 
 
 @dataclass(frozen=True)

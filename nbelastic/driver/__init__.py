@@ -17,6 +17,7 @@ from .status import (
 )
 from .takeover import ask_to_scale, ask_to_stop, attach, jobs, look
 from .versions import show_versions
+from .why import explain_journal
 
 __all__ = [
     "DataStatus",
@@ -32,6 +33,7 @@ __all__ = [
     "ask_to_scale",
     "ask_to_stop",
     "attach",
+    "explain_journal",
     "fit",
     "jobs",
     "look",

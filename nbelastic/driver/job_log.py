@@ -125,6 +125,7 @@ class KernelLog(JobLog):
             record.size,
             record.name,
             dict(record.figures),
+            record.seen,
         )
         with self._lock:
             if record.kind == "warning":  # the same warning of several ranks is shown once

@@ -309,6 +309,8 @@ class HistoryEvent:
         ended, and the ``batches`` and ``samples`` that rank 0 did again because they followed the
         last commit. For ``straggler`` these are how many ``times`` as long as the others the rank
         takes, its ``micro_batches``, those ``before``, and those ``of`` all ranks.
+    seen : str
+        What led to it, and which process reported that; empty where nothing had to be seen.
     """
 
     time: float
@@ -320,6 +322,7 @@ class HistoryEvent:
     size: int = 0
     name: str = ""
     figures: dict[str, float] = field(default_factory=dict, hash=False)
+    seen: str = ""
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ def _whole_again(crew, die, cause, mark):
     died = next(event for event in job.history if event.kind == "died")
     assert cause in died.detail
     assert died.rank == 1
+    assert cause in job.why(rank=1)
+    assert "seen by the agent of rank 1 on " in job.why(rank=1)
     assert "restarted" not in kinds(job)
     assert crew.workers() == workers
     for address, future in held.items():

@@ -13,6 +13,7 @@ taken back.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from distributed import Scheduler
 
     from .records import JobRecord, WorkerRecord
+
+logger = logging.getLogger(__name__)
 
 SILENCE = 10.0
 """Seconds without a step of its driver after which a job gets no more slots."""
@@ -285,6 +288,7 @@ class Arbiter:
         if share is None:
             if entry.sent is not None:
                 entry.sent = None
+                logger.info("job %r: no bound any more, the cluster is its own", job)
                 record.controller.take_in(ShareSet(None))
                 self._announce(job, None)
             return
@@ -298,6 +302,15 @@ class Arbiter:
             if known == (share, usable, names, len(others)):
                 return
         entry.sent = event
+        logger.info(
+            "job %r: share %d of %d slots with %d other jobs; it holds %d and gives %d back",
+            job,
+            share,
+            usable,
+            len(others),
+            len(_staying(record)),
+            len(reclaimed),
+        )
         entry.offered.clear()
         record.controller.take_in(event)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from typing import TYPE_CHECKING
 
 from nbelastic.cluster.dask_compat import PeriodicCall, resume
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from nbelastic.membership import Event
 
     from .records import JobRecord, WorkerRecord
+
+logger = logging.getLogger(__name__)
 
 LISTEN_INTERVAL = 0.25
 """Seconds between two counts of silence, and between two probes of a process."""
@@ -190,6 +193,14 @@ class HeartbeatMonitor:
         record = self._jobs.get(job)
         if record is not None and slot not in record.silent:
             record.silent.add(slot)
+            logger.info(
+                "job %r: %s is frozen: %s, %.1f s without a heartbeat (heartbeat_timeout %g s)",
+                job,
+                self._workers[slot].address,
+                reason.value,
+                seconds,
+                record.heartbeat_timeout,
+            )
             self._tell(job, SlotSilent(slot, reason, seconds))
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
+from nbelastic.cluster.journal import open_journal
 from nbelastic.cluster.sendable import sendable
 from nbelastic.cluster.wire import (
     AttachRefusal,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
     from .intake import Intake
     from .plugin import ElasticPlugin
+
+logger = logging.getLogger(__name__)
 
 CLOSE_GRACE = 5.0
 """Seconds that ranks have to end when their job is closed, and that Dask has to see it."""
@@ -118,7 +122,10 @@ class JobService:
         if record.partitions:
             hold_keys(self._scheduler, record.holder, record.partitions)
         self._shorten_batching(asked.client)
-        record.controller = JobController(asked.job, record, self._plugin, self._plugin.chance)
+        journal = open_journal(asked.job, asked.uid, record.machine)
+        record.controller = JobController(
+            asked.job, record, self._plugin, self._plugin.chance, journal
+        )
         await self._plugin.prepare(asked.job)
         return ""
 
@@ -295,6 +302,7 @@ class JobService:
         """Take back slots for which the kernel has not submitted a task: no other will."""
         for start, slot in list(record.ranks.items()):
             if record.key(start) not in self._scheduler.tasks:
+                logger.info("job %r: start %d has no task: its slot is taken back", job, start)
                 self._plugin.free(job, start, slot)
                 record.controller.take_in(SlotBusy(slot))
 

@@ -127,6 +127,16 @@ class NoticeDesk:
         if report.host and not worker.watch.host:
             return  # it has watched once: another one knows better
         host = worker.slot.host
+        logger.info(
+            "notice of %s, from %s: %s in %.0f s, for %s%s%s",
+            report.source.value,
+            worker.address,
+            report.action or "end",
+            report.seconds,
+            f"all workers of {host}" if report.host else "it alone",
+            ", soft" * report.soft,
+            ", revoked" * report.revoked,
+        )
         concerned = [
             each
             for each in self._workers.values()
@@ -235,6 +245,7 @@ class NoticeDesk:
         """Retire workers; return those that Dask keeps, because their data can go nowhere."""
         there = [worker for worker in workers if worker.address in self._scheduler.workers]
         for worker in there:
+            logger.info("worker %s is retired: its machine will go", worker.address)
             worker.retiring = True  # a notice that is revoked from now on is revoked too late
         try:
             if there:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 import random
 import time
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,8 @@ if TYPE_CHECKING:
     from nbelastic.cluster.rank_error import PackedError
     from nbelastic.cluster.wire import Message, RankOrder
     from nbelastic.membership import Event, NoticeGiven, Slot, StartRank
+
+logger = logging.getLogger(__name__)
 
 REVIEW_INTERVAL = 0.5
 """Seconds between two reviews of the workers that are not offered to a job."""
@@ -212,6 +215,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     def _refuse(self, address: str, reason: str) -> None:
         state = self._scheduler.workers.get(address)
+        logger.info("worker %s can host no rank: %s", address, reason)
         self._refused[address] = reason
         for name, record in self.jobs.items():
             if state is not None and fits(record, state):
@@ -452,6 +456,7 @@ class ElasticPlugin(SchedulerPlugin):
         if host.holder is not None or host.leaving or record.client is None:
             return SlotBusy(slot)  # only a kernel can start a rank on it
         if not self.arbiter.claim(job, slot):
+            logger.info("job %r: %s is beyond its share by now", job, host.address)
             return SlotBusy(slot)
         host.holder, host.has_beaten, host.silence = (job, effect.start), False, 0.0
         record.ranks[effect.start] = slot
@@ -473,6 +478,9 @@ class ElasticPlugin(SchedulerPlugin):
             record.places.pop(start, None)
         if slot is not None:
             if self._workers[slot].holder == (job, start):
+                logger.info(
+                    "job %r: start %d holds %s no more", job, start, self._workers[slot].address
+                )
                 self._workers[slot].holder = None
                 if record is not None:
                     record.silent.discard(slot)  # if it falls silent again, that is news
@@ -490,7 +498,7 @@ class ElasticPlugin(SchedulerPlugin):
             self.spawn(self._restart_worker(slot.worker, reason))
 
     async def _restart_worker(self, address: str, reason: str) -> None:
-        """Restart a worker through its nanny; without one, part with it."""
+        logger.info("worker %s is restarted, or removed if it has no nanny: %s", address, reason)
         await self._scheduler.restart_workers(
             workers=[address],
             wait_for_workers=False,
@@ -525,6 +533,7 @@ class ElasticPlugin(SchedulerPlugin):
             self._refuse(worker, str(error))
             self._agents.arrived(worker)
         problem = str(error)[:500]
+        logger.info("worker %s has sent a message that cannot be read: %s", worker, problem)
         slot = self._addresses.get(worker)
         holder = None if slot is None else self._workers[slot].holder
         if slot is not None and holder is not None:
