@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from pathspec import GitIgnoreSpec, Pattern
+from pathspec import GitIgnoreSpec
 
 
 class GitIgnore:
@@ -61,12 +62,13 @@ def _repository(directory: str) -> str | None:
 def _read(path: str) -> GitIgnoreSpec:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return GitIgnoreSpec([each for line in file for each in _patterns(line)])
+            patterns = [each for line in file for each in _patterns(line)]
     except OSError:
-        return GitIgnoreSpec([])
+        patterns = []
+    return GitIgnoreSpec(patterns)
 
 
-def _patterns(line: str) -> list[Pattern]:
+def _patterns(line: str) -> list[Any]:
     try:
         return list(GitIgnoreSpec.from_lines([line]).patterns)
     except ValueError:
