@@ -11,7 +11,7 @@ import enum
 import re
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbelastic.membership import (
     ClusterGone,
@@ -47,22 +47,14 @@ MOST_REPORTS = 20_000
 class JobLog:
     """Log of one job.
 
-    Results and failures are kept whole until the job is closed, of the rest only the newest.
-
-    Attributes
-    ----------
-    results : dict of int to bytes
-        The pickled result of each start of the function.
-    failures : dict of int to PackedError
-        The error of each start, packed: to unpack it runs the user's code.
-    ranks : dict of int to (int, str)
-        The last rank and the worker of each start.
+    Results and failures are kept whole until the job is closed, of the rest only the newest. Keys
+    are starts of the function.
     """
 
     def __init__(self) -> None:
-        self.results: dict[int, bytes] = {}
-        self.failures: dict[int, PackedError] = {}
-        self.ranks: dict[int, tuple[int, str]] = {}
+        self.results: dict[int, bytes] = {}  # pickled
+        self.failures: dict[int, PackedError] = {}  # packed: unpacking runs the user's code
+        self.ranks: dict[int, tuple[int, str]] = {}  # the last rank and the worker
         self._snapshots: dict[int, TelemetrySnapshot] = {}
         self._records: list[HistoryRecord] = []
         self._output: deque[tuple[int, str]] = deque()
@@ -182,15 +174,10 @@ def in_one_line(entry: HistoryRecord) -> str:
         rank = f"start {entry.start}" if entry.rank is None else f"rank {entry.rank}"
         words.append(f"{rank} on {entry.worker}")
     words.append(" ".join(str(entry.reason or entry.detail).split()))
-    numbers = {each.name: getattr(entry.reason, each.name) for each in _fields(entry.reason)}
+    values = {} if entry.reason is None else vars(entry.reason)
+    numbers = {key: value for key, value in values.items() if type(value) in (int, float)}
     words += [_fact(key, number) for key, number in {**numbers, **entry.figures}.items()]
     return "; ".join(filter(None, [*words, f"seen by {entry.seen}" * bool(entry.seen)]))
-
-
-def _fields(reason: Reason | None) -> Iterable[Any]:
-    """Return the fields of a reason that are numbers."""
-    found = () if reason is None else dataclasses.fields(reason)
-    return [each for each in found if type(getattr(reason, each.name)) in (int, float)]
 
 
 def describe_event(event: Event, ranks: Mapping[int, tuple[int, str]]) -> str:

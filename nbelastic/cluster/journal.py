@@ -73,20 +73,17 @@ def open_journal(job: str, uid: str, machine: Machine) -> JournalFile | None:
     where = dask.config.get("nbelastic.debug.journal", None)
     if not where:
         return None
-    folder = Path(where) if isinstance(where, str) else _default_folder()
+    if not isinstance(where, str):
+        parent = dask.config.get("temporary-directory", None) or tempfile.gettempdir()
+        where = os.path.join(parent, "nbelastic-journals")
     try:
         name = re.sub(r"[^\w.-]", "_", f"{job}-{uid}.jsonl")
-        journal = JournalFile(folder / name, job, machine)
+        journal = JournalFile(Path(where) / name, job, machine)
     except OSError as error:
         logger.warning("job %r has no journal: %s", job, error)
         return None
     logger.info("the journal of job %r is written to %s", job, journal.path)
     return journal
-
-
-def _default_folder() -> Path:
-    parent = dask.config.get("temporary-directory", None) or tempfile.gettempdir()
-    return Path(parent) / "nbelastic-journals"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The kernel's part of a job: ``fit``, the driver thread, and ``Job``."""
 
+from nbelastic.cluster import JobInfo
 from nbelastic.cluster.scheduler.spot_notices import SpotNotices
 
 from .display import set_display
@@ -8,7 +9,6 @@ from .job import Job
 from .status import (
     DataStatus,
     HistoryEvent,
-    JobInfo,
     JobStatus,
     JobTable,
     Output,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass, field
 
+from nbelastic.cluster import JobInfo
+
 
 @dataclass(frozen=True)
 class RankStatus:
@@ -195,48 +197,6 @@ class JobStatus:
     def headlines(self) -> tuple[str, ...]:
         """The first line of each warning."""
         return tuple(warning.split("\n", 1)[0] for warning in self.warnings)
-
-
-@dataclass(frozen=True)
-class JobInfo:
-    """A job on a cluster, from :func:`nbelastic.jobs`.
-
-    Attributes
-    ----------
-    name : str
-        The job's name, for :func:`nbelastic.attach`.
-    state : str
-        As in :class:`JobStatus`.
-    size : int
-        Number of ranks in training.
-    commits : int
-        Newest commit that all of these ranks hold.
-    started : float
-        Time of its start, in seconds since the epoch.
-    attached : bool
-        Whether a kernel is attached to it.
-    priority, weight : int, float
-        Its place among the jobs of the cluster.
-    min_np, max_np : int, int or None
-        Limits on the number of ranks.
-    slots : int
-        Slots that it has, also for ranks that are starting or leaving.
-    share : int or None
-        As in :class:`JobStatus`.
-    """
-
-    name: str
-    state: str
-    size: int
-    commits: int
-    started: float
-    attached: bool
-    priority: int = 0
-    weight: float = 1.0
-    min_np: int = 1
-    max_np: int | None = None
-    slots: int = 0
-    share: int | None = None
 
 
 class JobTable(tuple[JobInfo, ...]):

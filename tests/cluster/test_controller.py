@@ -12,7 +12,7 @@ from nbelastic.cluster import journal as journals
 from nbelastic.cluster import replay
 from nbelastic.cluster.scheduler.controller import MOST_BEHIND, JobController
 from nbelastic.cluster.scheduler.records import JobRecord
-from nbelastic.cluster.wire import EndRankOrder, JobEvent, JobPayload, JournalStep, unpack_machine
+from nbelastic.cluster.wire import EndRankOrder, JobEvent, JournalStep, unpack_machine
 from nbelastic.errors import OptionError
 from nbelastic.membership import (
     Beats,
@@ -29,6 +29,7 @@ from nbelastic.membership import (
     from_dict,
     to_dict,
 )
+from tests.support.records import a_record
 
 SLOT = Slot("w0", "tcp://w0", "w0", "host")
 
@@ -70,20 +71,8 @@ class ControlledJob:
     """A job on a scheduler."""
 
     def __init__(self, journal: Any = None, **limits: Any) -> None:
-        self.record = JobRecord(
-            client="kernel",
-            topic="topic",
-            payload=JobPayload(b"", b"", b""),
-            workers=None,
-            resources={},
-            versions={},
-            heartbeat_timeout=10.0,
-            lease=limits.pop("lease", 3600.0),
-            options=b"",
-            machine=Machine(Limits(**limits)),
-            uid="uid",
-            started=0.0,
-        )
+        lease = limits.pop("lease", 3600.0)
+        self.record = a_record(Machine(Limits(**limits)), lease=lease)
         self.ops = FakeWorkerOps()
         self.controller = JobController("job", self.record, self.ops, lambda: 0.5, journal)
 

@@ -561,5 +561,5 @@ def test_a_signal_shortly_before_the_end_of_a_batch_job(monkeypatch):
     watcher = NoticeWatcher(FakeLoop(), sent.append)
     for end in (now + 30, now + 3600, now - 10):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
-        watcher._signalled("SIGUSR2")
+        watcher._report_signal("SIGUSR2")
     assert [each.seconds for each in sent] == [30.0, 60.0, 60.0]

@@ -1,13 +1,12 @@
 """Share the slots of a cluster among its jobs.
 
-Runs in the scheduler, in its event loop. A *free* slot is *reserved* for one job, by the arbiter; a
-claim makes it *held*, until the plugin sees the end of the rank's task. The slot of a rank that was
-asked to end is *vacating*: it counts, but is no job's. That of a frozen
-worker, or of a rank that has outlived its job, does not count. Between a decision and the driver's
-step, a job acts by its former share; so each claim is checked against the newest decision, and a
-refused slot is offered again. A job without a kernel, or whose driver is silent, keeps what it has
-and gets no more. A job is *admitted* once it has held its floor: until then all its slots can be
-taken back.
+A *free* slot is *reserved* for one job, by the arbiter; a claim makes it *held*, until the plugin
+sees the end of the rank's task. The slot of a rank that was asked to end is *vacating*: it counts,
+but is no job's. That of a frozen worker, or of a rank that has outlived its job, does not count.
+Between a decision and the driver's step, a job acts by its former share; so each claim is checked
+against the newest decision, and a refused slot is offered again. A job without a kernel, or whose
+driver is silent, keeps what it has and gets no more. A job is *admitted* once it has held its
+floor: until then all its slots can be taken back.
 """
 
 from __future__ import annotations
@@ -50,13 +49,7 @@ _DEFAULTS: dict[str, Any] = _FILE["nbelastic"]["sharing"]
 
 
 def read_rules() -> SharingRules:
-    """Return the rules in Dask's configuration of this process.
-
-    Raises
-    ------
-    OptionError
-        A value is not possible.
-    """
+    """Return the rules in Dask's configuration of this process; raise OptionError for odd ones."""
     values = {**_DEFAULTS, **(dask.config.get("nbelastic.sharing", None) or {})}
     policy = values["policy"]
     if policy not in ("fair", "first"):
@@ -83,7 +76,7 @@ class _Entry:
     """What the arbiter remembers of a job."""
 
     stepped_at: float
-    driver: tuple[int, int] = (0, 0)
+    driver: tuple[int, int] = (0, 0)  # its epoch and newest step, seen at `stepped_at`
     admitted: bool = False
     waiting_since: float | None = None
     sent: ShareSet | None = None
@@ -93,16 +86,7 @@ class _Entry:
 class Arbiter:
     """Decides how many slots each job may have, and which.
 
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-        The scheduler.
-    jobs : dict of str to JobRecord
-        The open jobs.
-    workers : dict of str to WorkerRecord
-        The workers with an agent, by their slots.
-    announce : callable
-        ``announce(job, slots)`` offers slots to a job; without slots, all.
+    `workers` are by slot. ``announce(job, slots)`` offers slots to a job, or all for None.
     """
 
     def __init__(
@@ -338,8 +322,8 @@ def _alike(jobs: dict[str, JobRecord]) -> list[tuple[JobRecord, list[str]]]:
     """Return groups of jobs that ask the same of workers, each with one of its records."""
     groups: dict[Any, tuple[JobRecord, list[str]]] = {}
     for name, record in jobs.items():
-        workers = None if record.workers is None else frozenset(record.workers)
-        asked = workers, _frozen(record.resources), _frozen(record.versions)
+        terms = record.terms
+        asked = record.workers, _frozen(terms.resources), _frozen(terms.versions)
         groups.setdefault(asked, (record, []))[1].append(name)
     return list(groups.values())
 

@@ -1,9 +1,9 @@
 """Carry on one job: a copy of its membership machine, and its effects.
 
-Runs in the scheduler, in its event loop. The driver decides in which order events happened, at what
-time and with which chance (its *journal*). The copy here handles the same, so it comes to the same
-effects. They are carried out here, next to the workers, so that the machine and its effects are
-never apart, whenever the kernel dies. :class:`JobController` has a table of a job's states.
+The driver decides in which order events happened, at what time and with which chance (its
+*journal*). The copy here handles the same, so it comes to the same effects. They are carried out
+here, next to the workers, so that the machine and its effects are never apart, whenever the kernel
+dies. :class:`JobController` has a table of a job's states.
 """
 
 from __future__ import annotations
@@ -98,18 +98,7 @@ class JobController:
                 driver has an *epoch*; a former one's steps are answered by ``DriverReplaced``
     ==========  ===============================================================================
 
-    Parameters
-    ----------
-    job : str
-        Its name.
-    record : JobRecord
-        Its record.
-    ops : WorkerOps
-        The plugin.
-    chance : callable
-        Returns a random number from 0 up to 1.
-    journal : JournalFile or None
-        Where to save its journal.
+    `chance` returns a random number from 0 up to 1.
     """
 
     def __init__(
@@ -221,7 +210,7 @@ class JobController:
         record = self._record
         record.client = None
         self._looked = self._abandoned = asyncio.get_running_loop().time()
-        self._note("abandoned", KernelLost(record.lease))
+        self._note("abandoned", KernelLost(record.terms.lease))
         self._caretaker.start()
         if not self._draining:
             self._drain()
@@ -250,15 +239,15 @@ class JobController:
         return self._record.machine.roster.now + passed
 
     def _look_after(self) -> None:
-        """Let time pass for the machine, and end the job with its lease."""
+        """Advance the machine's time, and end the job with its lease."""
         self._drain()
         roster = self._record.machine.roster
-        expired = asyncio.get_running_loop().time() >= self._abandoned + self._record.lease
+        expired = asyncio.get_running_loop().time() >= self._abandoned + self._record.terms.lease
         if roster.phase == Phase.ENDED:
             if expired:
                 self._ops.drop(self._job)
         elif expired and not roster.ended:
-            stop = StopRequested(True, StopReason.UNATTENDED, self._record.lease)
+            stop = StopRequested(True, StopReason.UNATTENDED, self._record.terms.lease)
             self._apply(stop, self._now(), self._chance())
         else:
             self._apply(Tick(), self._now(), self._chance())
@@ -290,7 +279,7 @@ class JobController:
             uid=record.uid,
             seq=min(record.backlog, default=record.seq + 1) - 1,
             machine=pack_machine(record.machine),
-            options=record.options,
+            options=record.terms.options,
             started=record.started,
             log=record.log.contents(),
         )

@@ -1,10 +1,10 @@
 """Find workers for jobs, give each slot to one of them, and relay messages.
 
-Runs in the scheduler, in its event loop, so nothing here needs a lock and nothing may block. The
-plugin decides nothing about membership; it carries facts to the drivers and orders to the agents.
+The plugin decides nothing about membership; it carries facts to the drivers and orders to the
+agents.
 
-Installed once per cluster, whatever the number of jobs, it stays when they end, without state.
-An agent is put on a worker when the first job wants that worker, not before.
+Installed once per cluster, whatever the number of jobs, it stays when they end, without state. An
+agent is put on a worker when the first job wants that worker, not before.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
 from .intake import Intake
 from .job_service import JobService
-from .notices import NoticeDesk
+from .notices import NoticeController
 from .records import (
     RANK_KEY,
     JobRecord,
@@ -118,9 +118,11 @@ class ElasticPlugin(SchedulerPlugin):
             scheduler, self.jobs, self._workers, self._event, self._to_driver
         )
         self._scaling = ScalingHooks(self, scheduler)
-        self._notices = NoticeDesk(self, scheduler, self.jobs, self._workers, self._scaling.retire)
+        self._notices = NoticeController(
+            self, scheduler, self.jobs, self._workers, self._scaling.retire
+        )
         self.arbiter = Arbiter(scheduler, self.jobs, self._workers, self._offer)
-        intake = Intake(scheduler, self._distrust)
+        intake = Intake(scheduler, self._evict_sender)
         intake.of_agents(Hello, self._hello)
         intake.of_agents(RankEvent, self._report)
         intake.of_agents(Heartbeats, self._take_beats)
@@ -489,7 +491,7 @@ class ElasticPlugin(SchedulerPlugin):
         self.arbiter.look()
 
     def grant(self, record: JobRecord, start: int, slot: str) -> None:
-        """Have the driver start a rank on a slot that it was given."""
+        """Make the driver start a rank on a slot that it was given."""
         self.send(record, SlotGranted(start, self._workers[slot].slot, record.places[start]))
 
     def restart_worker(self, slot: Slot, reason: str) -> None:
@@ -527,8 +529,8 @@ class ElasticPlugin(SchedulerPlugin):
 
     # -- from the agents ---------------------------------------------------------------------------
 
-    def _distrust(self, worker: str, error: Exception) -> None:
-        """Do without the rank of a worker that has sent a message that cannot be read."""
+    def _evict_sender(self, worker: str, error: Exception) -> None:
+        """Evict the rank of a worker whose message cannot be read."""
         if isinstance(error, VersionMismatch):
             self._refuse(worker, str(error))
             self._agents.arrived(worker)

@@ -170,14 +170,8 @@ class MetadataPoller:
 class NoticeWatcher:
     """Watches as the scheduler orders, and reports to it.
 
-    Parameters
-    ----------
-    loop : IOLoop
-        The worker's event loop, which calls all but the constructor of :class:`MetadataPoller`.
-    send : callable
-        ``send(report)`` sends a report to the scheduler; called in the event loop.
-    shield : callable, optional
-        ``shield(on)`` has the worker's nanny survive signals, or not any more.
+    ``send(report)`` is called in the event loop. ``shield(on)`` makes the worker's nanny survive
+    signals, or not any more.
     """
 
     def __init__(
@@ -200,13 +194,15 @@ class NoticeWatcher:
         if self._closed:
             return  # an order that has come while the worker closes
         if order.host and self._poller is None:
-            self._poller = MetadataPoller(self._hand_over)
+            self._poller = MetadataPoller(partial(self._loop.add_callback, self._report))
         elif not order.host and self._poller is not None:
             self._poller.stop()
             self._stopped = [*filter(_runs, self._stopped), self._poller]
             self._poller = None
         if order.on and self._heed_signals is None:
-            self._heed_signals = leave_on_user_signals(self._signalled)
+            self._heed_signals = leave_on_user_signals(
+                partial(self._loop.add_callback, self._report_signal)
+            )
             self._shield(True)
             self._await_batch_job()
         elif not order.on and self._heed_signals is not None:
@@ -231,11 +227,6 @@ class NoticeWatcher:
 
     # -- the machine -------------------------------------------------------------------------------
 
-    def _hand_over(
-        self, source: NoticeSource, notice: NoticeReport | None, soft: NoticeReport | None
-    ) -> None:
-        self._loop.add_callback(self._report, source, notice, soft)
-
     def _report(
         self, source: NoticeSource, notice: NoticeReport | None, soft: NoticeReport | None
     ) -> None:
@@ -255,10 +246,6 @@ class NoticeWatcher:
 
     def _end_batch_job(self, source: NoticeSource, end: float) -> None:
         self._send(NoticeReport(source, "end", max(end - time.time(), 0.0), host=False))
-
-    def _signalled(self, name: str) -> None:
-        """Make the event loop report a signal; called in its handler."""
-        self._loop.add_callback(self._report_signal, name)
 
     def _report_signal(self, name: str) -> None:
         end = batch_job_end(os.environ, _started())
