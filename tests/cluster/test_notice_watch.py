@@ -487,14 +487,14 @@ def test_the_end_of_a_batch_job_is_told_in_time_and_for_this_worker_alone(monkey
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700003600")
     loop, sent = FakeLoop(), []
     watcher = NoticeWatcher(loop, sent.append)
-    watcher.heed(WatchOrder(on=True))
-    watcher.heed(WatchOrder(on=True))
+    watcher.apply(WatchOrder(on=True))
+    watcher.apply(WatchOrder(on=True))
     ((delay, act),) = loop.timers.values()
     assert delay == 3600.0 - notice_watcher.BATCH_SECONDS
     now += delay
     act()
     assert sent == [NoticeReport(NoticeSource.SLURM, "end", 120.0, host=False)]
-    watcher.heed(WatchOrder())
+    watcher.apply(WatchOrder())
     assert not loop.timers
 
 
@@ -502,7 +502,7 @@ def test_a_batch_job_that_is_over_is_an_earlier_one(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
     loop = FakeLoop()
     watcher = NoticeWatcher(loop, lambda _: None)
-    watcher.heed(WatchOrder(on=True))
+    watcher.apply(WatchOrder(on=True))
     assert not loop.timers
     watcher.close()
 
@@ -514,14 +514,14 @@ def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):
     with metadata("aws") as service:
         monkeypatch.setenv("NBELASTIC_METADATA_URL", service.url)
         watcher = NoticeWatcher(FakeLoop(), sent.append)
-        watcher.heed(WatchOrder(on=True, host=True))
+        watcher.apply(WatchOrder(on=True, host=True))
         until(lambda: len(sent) >= 2, "the first reports")
         service.advice = b'{"noticeTime": "2020-10-27T08:22:00Z"}'
         until(lambda: len(sent) >= 4, "the recommendation")
         service.notice = aws_notice(120)
         until(lambda: len(sent) >= 6, "the notice")
         watcher.close()
-        watcher.heed(WatchOrder(on=True, host=True))
+        watcher.apply(WatchOrder(on=True, host=True))
         asyncio.run(watcher.stopped())
     assert all(each.host for each in sent)
     assert [(each.soft, each.revoked) for each in sent[:6]] == [
@@ -545,7 +545,7 @@ def test_a_signal_is_a_notice_of_this_worker(monkeypatch):
     sent, shielded = [], []
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     watcher = NoticeWatcher(FakeLoop(), sent.append, shielded.append)
-    watcher.heed(WatchOrder(on=True))
+    watcher.apply(WatchOrder(on=True))
     os.kill(os.getpid(), signal.SIGUSR1)
     until(lambda: sent, "the report")
     watcher.close()

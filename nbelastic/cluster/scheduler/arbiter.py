@@ -118,7 +118,7 @@ class Arbiter:
             self._next.cancel()
             self._next = None
 
-    def look(self) -> None:
+    def schedule(self) -> None:
         """Decide anew in the next turn of the event loop: something has changed."""
         if self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self.decide)
@@ -148,7 +148,7 @@ class Arbiter:
             self._reserved.pop(slot, None)
             return True
         self._entries[job].offered.discard(slot)
-        self.look()
+        self.schedule()
         return False
 
     def _share(self, job: str) -> int | None:

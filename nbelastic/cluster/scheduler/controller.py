@@ -115,7 +115,7 @@ class JobController:
         self._chance = chance
         self._journal = journal
         self._caretaker = PeriodicCall(CARETAKER_INTERVAL, self._look_after)
-        self._looked = 0.0
+        self._last_tick = 0.0
         self._abandoned = 0.0
         self._draining = False
 
@@ -209,7 +209,7 @@ class JobController:
         """Start the caretaker: the kernel is gone."""
         record = self._record
         record.client = None
-        self._looked = self._abandoned = asyncio.get_running_loop().time()
+        self._last_tick = self._abandoned = asyncio.get_running_loop().time()
         self._note("abandoned", KernelLost(record.terms.lease))
         self._caretaker.start()
         if not self._draining:
@@ -234,8 +234,8 @@ class JobController:
 
     def _now(self) -> float:
         """Return the machine's time, in which a pause of the scheduler does not count."""
-        looked, self._looked = self._looked, asyncio.get_running_loop().time()
-        passed = min(self._looked - looked, 4 * CARETAKER_INTERVAL)
+        last_tick, self._last_tick = self._last_tick, asyncio.get_running_loop().time()
+        passed = min(self._last_tick - last_tick, 4 * CARETAKER_INTERVAL)
         return self._record.machine.roster.now + passed
 
     def _look_after(self) -> None:

@@ -133,7 +133,7 @@ class JobService:
         if record is None or (record.uid, record.epoch) != (uid, epoch):
             return self._plugin.free_workers()
         record.closing = True
-        self._plugin.arbiter.look()
+        self._plugin.arbiter.schedule()
         await _until(lambda: record.steps >= steps)
         self._plugin.order(record, EndRankOrder(job, 0, "evict", "the job has ended"), record.ranks)
         await _until(lambda: not record.ranks and not self._busy(record))
@@ -277,7 +277,7 @@ class JobService:
             return
         self._take_back(job, record)
         record.controller.abandon()
-        self._plugin.arbiter.look()
+        self._plugin.arbiter.schedule()
 
     def _take_back(self, job: str, record: JobRecord) -> None:
         """Take back slots for which the kernel has not submitted a task: no other will."""

@@ -167,7 +167,7 @@ class NoticeController:
             self._hosts.pop(host, None)
             self._set_risk([worker], self._risks.get(host))
 
-    def inform(self, job: str) -> None:
+    def announce_risks(self, job: str) -> None:
         """Tell a new job which workers are at risk; those that will go it is not offered."""
         for worker in self._workers.values():
             risk = self._risks.get(worker.slot.host)

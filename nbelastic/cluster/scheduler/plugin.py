@@ -155,7 +155,7 @@ class ElasticPlugin(SchedulerPlugin):
         if job in self.jobs:
             self.jobs[job].opening = False
             self.arbiter.decide()
-            self._notices.inform(job)
+            self._notices.announce_risks(job)
             self.announce_all(job)
             self._review_job(job, self.jobs[job])
 
@@ -170,7 +170,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._job_service.forget_tasks([record.key(s) for s in range(record.machine.roster.starts)])
         for host in self._workers.values():
             self._to_agent(host, pack(ForgetOrder(job)))
-        self.arbiter.look()
+        self.arbiter.schedule()
         self._settle()
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
@@ -238,7 +238,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._notices.arrived(host)
         for name in self.jobs:
             self._announce(name, [slot.id])
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     def announce_all(self, job: str) -> None:
         """Tell a driver of all free slots that it may use."""
@@ -358,7 +358,7 @@ class ElasticPlugin(SchedulerPlugin):
             self._job_service.forget_tasks([record.key(start) for start in lost])
             self._heartbeats.send_beats(name)  # the last ones tell how far a lost rank had come
             self._event(name, SlotGone(slot))
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     async def _tell_death(self, nanny: str, host: WorkerRecord, job: str) -> None:
         """Report the cause of death of a rank's process, once it is known."""
@@ -378,7 +378,7 @@ class ElasticPlugin(SchedulerPlugin):
         host.retiring |= notice is None
         for name in self.jobs:
             self._event(name, SlotLeaving(slot, soon, notice))
-        self.arbiter.look()
+        self.arbiter.schedule()
         return [] if host.holder is None else [host.holder]
 
     def mark_at_risk(self, address: str, notice: NoticeGiven) -> None:
@@ -393,7 +393,7 @@ class ElasticPlugin(SchedulerPlugin):
         for name in self.jobs:
             self._event(name, SlotStays(slot))
             self._announce(name, [slot])
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     def holds(self, rank: tuple[str, int]) -> bool:
         """Return whether a rank still has its slot."""
@@ -468,7 +468,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     def rearrange(self) -> None:
         """Decide anew how the jobs share the cluster."""
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     def free(self, job: str, start: int, slot: str | None) -> None:
         """Take a slot back from a rank, and offer it to the job that it is for, or to all."""
@@ -488,7 +488,7 @@ class ElasticPlugin(SchedulerPlugin):
                     record.silent.discard(slot)  # if it falls silent again, that is news
             for name in self.jobs:
                 self._announce(name, [slot])
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     def grant(self, record: JobRecord, start: int, slot: str) -> None:
         """Make the driver start a rank on a slot that it was given."""

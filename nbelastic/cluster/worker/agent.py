@@ -97,8 +97,8 @@ class Agent(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Take up work: listen to the scheduler and say hello."""
         self._worker = worker
-        self._heed_interrupts = ignore_interrupts()
-        self._heed_termination = leave_on_termination(self._terminate)
+        self._undo_interrupts = ignore_interrupts()
+        self._undo_termination = leave_on_termination(self._terminate)
         self._ranks: dict[Key, HostedRank] = {}
         self._ended_early: set[Key] = set()
         self._payloads: dict[str, JobPayload] = {}
@@ -120,7 +120,7 @@ class Agent(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """Make ranks leave at their next commit, then end them: the worker is closing."""
         self._beats.stop()
-        self._heed_termination()
+        self._undo_termination()
         self._notices.close()
         await self._leave("its worker is closing")
         await self._notices.stopped()
@@ -130,7 +130,7 @@ class Agent(WorkerPlugin):
             await self._wait_for_ranks()
         self._server.close()
         if worker.status is not Status.closing:
-            self._heed_interrupts()
+            self._undo_interrupts()
 
     def _shield_nanny(self, on: bool) -> None:
         """Make the nanny pass on signals that would end it, or stop that."""
@@ -309,7 +309,7 @@ class Agent(WorkerPlugin):
             self._payloads.pop(message.job, None)
             self._ended_early = {key for key in self._ended_early if key[0] != message.job}
         elif isinstance(message, WatchOrder):
-            self._notices.heed(message)
+            self._notices.apply(message)
         elif isinstance(message, RankOrder):
             self._obey((message.job, message.start), message)
         else:

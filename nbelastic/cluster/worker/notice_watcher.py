@@ -186,10 +186,10 @@ class NoticeWatcher:
         self._poller: MetadataPoller | None = None
         self._stopped: list[MetadataPoller] = []
         self._timer: object | None = None
-        self._heed_signals: Callable[[], None] | None = None
+        self._stop_handling: Callable[[], None] | None = None
         self._closed = False
 
-    def heed(self, order: WatchOrder) -> None:
+    def apply(self, order: WatchOrder) -> None:
         """Watch for what the scheduler orders, and for nothing else."""
         if self._closed:
             return  # an order that has come while the worker closes
@@ -199,15 +199,15 @@ class NoticeWatcher:
             self._poller.stop()
             self._stopped = [*filter(_runs, self._stopped), self._poller]
             self._poller = None
-        if order.on and self._heed_signals is None:
-            self._heed_signals = leave_on_user_signals(
+        if order.on and self._stop_handling is None:
+            self._stop_handling = leave_on_user_signals(
                 partial(self._loop.add_callback, self._report_signal)
             )
             self._shield(True)
             self._await_batch_job()
-        elif not order.on and self._heed_signals is not None:
-            self._heed_signals()
-            self._heed_signals = None
+        elif not order.on and self._stop_handling is not None:
+            self._stop_handling()
+            self._stop_handling = None
             self._shield(False)
             if self._timer is not None:
                 self._loop.remove_timeout(self._timer)
@@ -215,7 +215,7 @@ class NoticeWatcher:
 
     def close(self) -> None:
         """Watch for nothing any more."""
-        self.heed(WatchOrder())
+        self.apply(WatchOrder())
         self._closed = True
 
     async def stopped(self) -> None:
