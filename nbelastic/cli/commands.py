@@ -1,7 +1,6 @@
 """Commands to start scripts, and to look at jobs of a cluster and change them.
 
-``status``, ``logs``, ``scale``, ``stop`` and ``cancel`` leave a job to the process that waits for
-it. ``attach`` takes it over.
+``attach`` takes a job over. All others leave it to the process that waits for it.
 """
 
 from __future__ import annotations
@@ -130,6 +129,28 @@ def status(name: str | None, scheduler: str | None, scheduler_file: str | None) 
             click.echo(rank_line(rank))
         for words in filter(None, (sentence(snapshot, event) for event in snapshot.history)):
             click.echo(f"  {words}")
+        return 0
+
+    _exit(show)
+
+
+@click.command()
+@click.argument("name")
+@click.argument("rank", type=click.IntRange(0), required=False)
+@_with_scheduler
+def why(name: str, rank: int | None, scheduler: str | None, scheduler_file: str | None) -> None:
+    """Explain what was decided on a job or a rank: what was seen, by which process, and the rule.
+
+    NAME is a job, or the file of a journal (nbelastic.debug.journal), which is replayed.
+    """
+    from_file = name.endswith(".jsonl")
+    address = "" if from_file else _address(scheduler, scheduler_file)
+
+    def show() -> int:
+        if from_file:
+            click.echo(driver.explain_journal(name, rank))
+        else:
+            click.echo(driver.look(name, cluster=address).why(rank))
         return 0
 
     _exit(show)

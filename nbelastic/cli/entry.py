@@ -12,7 +12,7 @@ import sys
 
 import click
 
-COMMANDS = ("run", "jobs", "status", "logs", "scale", "stop", "cancel", "attach", "doctor")
+COMMANDS = ("run", "jobs", "status", "why", "logs", "scale", "stop", "cancel", "attach", "doctor")
 """All commands, in the order of the help. Each is a function of ``nbelastic.cli.commands``."""
 
 

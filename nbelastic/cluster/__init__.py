@@ -5,6 +5,7 @@ them run in several processes; each names them.
 """
 
 from .job_log import JobLog
+from .journal import replay
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
 from .kernel.gitignore import GitIgnore
 from .kernel.partitions import HeldPartitions, hold_partitions, with_sources
@@ -22,6 +23,7 @@ from .wire import (
     HistoryRecord,
     JobEvent,
     JobHandover,
+    JobInfo,
     JobPayload,
     JobTerms,
     LogContents,
@@ -52,6 +54,7 @@ __all__ = [
     "JobClient",
     "JobEvent",
     "JobHandover",
+    "JobInfo",
     "JobLog",
     "JobPayload",
     "JobTerms",
@@ -74,6 +77,7 @@ __all__ = [
     "own_versions",
     "pack_function",
     "pack_machine",
+    "replay",
     "send_wish",
     "summary_of",
     "unpack_error",

@@ -44,15 +44,10 @@ CLOCK_SLACK_S = 0.1
 
 
 def shorten_batching(stream: Any) -> None:
-    """Have a stream hold messages back for a millisecond at most, and keep few of them.
+    """Make a stream hold messages back for a millisecond at most, and keep few of them.
 
     Dask keeps the last thousand messages below 1 MB of each stream, for debugging. With output and
     results in them that is up to a gigabyte.
-
-    Parameters
-    ----------
-    stream : distributed.batched.BatchedSend or None
-        Without such an interval, nothing happens.
     """
     interval = getattr(stream, "interval", None)
     if isinstance(interval, float | int) and interval > INTERVAL_S:
@@ -71,7 +66,7 @@ def is_stalled(stream: Any) -> bool:
 
 
 def resume(stream: Any) -> None:
-    """Have a stalled stream send what it has. To be called in its event loop."""
+    """Make a stalled stream send what it has. To be called in its event loop."""
     if is_stalled(stream):
         stream.next_deadline = metrics.time()
         stream.waker.set()
@@ -144,13 +139,6 @@ class PeriodicCall:
 
     Unlike tornado's, it takes time from that loop alone, not from the wall clock. A late call
     shifts the next ones; none is made up for.
-
-    Parameters
-    ----------
-    seconds : float
-        From one call to the next.
-    function : callable
-        The function, without arguments.
     """
 
     def __init__(self, seconds: float, function: Callable[[], None]) -> None:
@@ -164,7 +152,7 @@ class PeriodicCall:
         return self._next is not None
 
     def start(self) -> None:
-        """Have the first call made after one interval. Does nothing if started already."""
+        """Make the first call after one interval. Does nothing if started already."""
         if self._next is None:
             self._schedule()
 
@@ -215,12 +203,7 @@ def value_of(client: Client, key: Any) -> Any:
     """Return the value of a key, from whichever worker has it or computes it again.
 
     A new future waits for messages on its key, which the scheduler sends to clients that want it.
-    Of a key that it does not know, it sends none.
-
-    Raises
-    ------
-    LookupError
-        The scheduler does not know the key.
+    Of a key that it does not know, it sends none: that is a LookupError.
     """
     future: Future[Any] = Future(key, client)
     wish = {"op": "client-desires-keys", "keys": [key], "client": client.id}
@@ -239,13 +222,13 @@ def value_of(client: Client, key: Any) -> Any:
 
 
 def hold_keys(scheduler: Scheduler, holder: str, texts: Iterable[str]) -> None:
-    """Have the scheduler keep values, by the texts of their keys."""
+    """Make the scheduler keep values, by the texts of their keys."""
     known = [key for key in map(key_of, texts) if key in scheduler.tasks]
     scheduler.client_desires_keys(keys=known, client=holder)
 
 
 def release_keys(scheduler: Scheduler, holder: str) -> None:
-    """Let go of all values that are kept for `holder`."""
+    """Release all values that are kept for `holder`."""
     client = scheduler.clients.get(holder)
     if client is not None:
         keys = [task.key for task in client.wants_what]

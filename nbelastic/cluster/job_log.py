@@ -6,16 +6,31 @@ the driver's thread, where a subclass shows the same to people. It decides nothi
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import re
 import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import Publish, RankRaised, RankReturned, Record, StartRank
+from nbelastic.membership import (
+    ClusterGone,
+    LimitsChanged,
+    Publish,
+    RankDied,
+    RankRaised,
+    RankReturned,
+    Record,
+    StartRank,
+    StopReason,
+    StopRequested,
+    Tick,
+)
 
 from .wire import HistoryRecord, LogContents, RankTelemetry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from nbelastic.elastic.ranks.telemetry import MetricsReport, TelemetrySnapshot
     from nbelastic.membership import Effect, Event, Reason
@@ -32,22 +47,14 @@ MOST_REPORTS = 20_000
 class JobLog:
     """Log of one job.
 
-    Results and failures are kept whole until the job is closed, of the rest only the newest.
-
-    Attributes
-    ----------
-    results : dict of int to bytes
-        The pickled result of each start of the function.
-    failures : dict of int to PackedError
-        The error of each start, packed: to unpack it runs the user's code.
-    ranks : dict of int to (int, str)
-        The last rank and the worker of each start.
+    Results and failures are kept whole until the job is closed, of the rest only the newest. Keys
+    are starts of the function.
     """
 
     def __init__(self) -> None:
-        self.results: dict[int, bytes] = {}
-        self.failures: dict[int, PackedError] = {}
-        self.ranks: dict[int, tuple[int, str]] = {}
+        self.results: dict[int, bytes] = {}  # pickled
+        self.failures: dict[int, PackedError] = {}  # packed: unpacking runs the user's code
+        self.ranks: dict[int, tuple[int, str]] = {}  # the last rank and the worker
         self._snapshots: dict[int, TelemetrySnapshot] = {}
         self._records: list[HistoryRecord] = []
         self._output: deque[tuple[int, str]] = deque()
@@ -61,15 +68,15 @@ class JobLog:
         elif isinstance(event, RankRaised) and error is not None:
             self.failures[event.start] = error
 
-    def note_effect(self, effect: Effect, size: int) -> None:
-        """Keep a record of the machine, and the ranks of a plan."""
+    def note_effect(self, effect: Effect, size: int, seen: Event) -> HistoryRecord | None:
+        """Keep the ranks of a plan, and an entry of the history with the event that led to it."""
         if isinstance(effect, StartRank):
             self._note_rank(effect.start, effect.place.rank, effect.slot.worker)
         elif isinstance(effect, Publish):
             for rank, member in enumerate(effect.plan.members):
                 self._note_rank(member.start, rank, member.slot.worker)
         elif isinstance(effect, Record):
-            self.note(
+            return self.note(
                 effect.kind,
                 generation=effect.generation,
                 size=size,
@@ -79,7 +86,9 @@ class JobLog:
                 name=effect.name,
                 reason=effect.reason,
                 figures=effect.figures,
+                seen=describe_event(seen, self.ranks),
             )
+        return None
 
     def _note_rank(self, start: int, rank: int, worker: str) -> None:
         self.ranks[start] = rank, worker
@@ -97,26 +106,28 @@ class JobLog:
         detail: str = "",
         reason: Reason | None = None,
         figures: dict[str, float] | None = None,
-    ) -> None:
-        """Add to the history; the loss of a rank with the line that it executed."""
+        seen: str = "",
+    ) -> HistoryRecord:
+        """Add an entry to the history; the loss of a rank with the line that it executed."""
         snapshot = None if start is None else self._snapshots.get(start)
         line = None if snapshot is None else snapshot.line
-        self._add(
-            HistoryRecord(
-                time=self._now(),
-                kind=kind,
-                generation=generation,
-                size=size,
-                worker=worker,
-                rank=rank,
-                start=start,
-                name=name,
-                detail=detail,
-                reason=reason,
-                figures=dict(figures or {}),
-                line=line,
-            )
+        entry = HistoryRecord(
+            time=self._now(),
+            kind=kind,
+            generation=generation,
+            size=size,
+            worker=worker,
+            rank=rank,
+            start=start,
+            name=name,
+            detail=detail,
+            reason=reason,
+            figures=dict(figures or {}),
+            line=line,
+            seen=seen,
         )
+        self._add(entry)
+        return entry
 
     def _now(self) -> float:
         """Return the time of a record, in seconds since the epoch."""
@@ -154,3 +165,53 @@ class JobLog:
                 for start, snapshot in self._snapshots.items()
             ),
         )
+
+
+def in_one_line(entry: HistoryRecord) -> str:
+    """Return an entry of the history for a logger, with its numbers."""
+    words = [f"{entry.kind} in generation {entry.generation} of {entry.size} ranks"]
+    if entry.worker is not None:
+        rank = f"start {entry.start}" if entry.rank is None else f"rank {entry.rank}"
+        words.append(f"{rank} on {entry.worker}")
+    words.append(" ".join(str(entry.reason or entry.detail).split()))
+    values = {} if entry.reason is None else vars(entry.reason)
+    numbers = {key: value for key, value in values.items() if type(value) in (int, float)}
+    words += [_fact(key, number) for key, number in {**numbers, **entry.figures}.items()]
+    return "; ".join(filter(None, [*words, f"seen by {entry.seen}" * bool(entry.seen)]))
+
+
+def describe_event(event: Event, ranks: Mapping[int, tuple[int, str]]) -> str:
+    """Return what an event says, and which process has reported it, in one line."""
+    if isinstance(event, Tick):
+        return "the clock: a time limit was reached"
+    by = "the scheduler"
+    start: int | None = getattr(event, "start", None)
+    if isinstance(event, LimitsChanged | StopRequested):
+        unattended = getattr(event, "reason", None) == StopReason.UNATTENDED
+        by = "the scheduler" if unattended else "a user"
+    elif isinstance(event, ClusterGone):
+        by = "the driver in the kernel"
+    elif start is not None and start in ranks:
+        rank, worker = ranks[start]
+        by = f"{'the agent of ' * isinstance(event, RankDied)}rank {rank} on {worker}"
+    elif start is not None:
+        by = f"{'the agent of ' * isinstance(event, RankDied)}start {start}"
+    what = re.sub("(?<!^)([A-Z])", r" \1", type(event).__name__).lower()
+    fields = {each.name: getattr(event, each.name) for each in dataclasses.fields(event)}
+    facts = [_fact(name, fields[name]) for name in fields if name not in ("start", "slot")]
+    return f"{by}: {', '.join([what, *filter(None, facts)])}"
+
+
+def _fact(name: str, value: object) -> str:
+    """Return one field of an event in words; empty where it says nothing."""
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if value in (None, "", False, 0) or name == "store":
+        return ""
+    if isinstance(value, str):
+        return f"{name} {' '.join(value.split())[:200]}"
+    if isinstance(value, tuple | dict):  # slots, heartbeats, samples: there may be a thousand
+        return f"{len(value)} {name}" if value else ""
+    if isinstance(value, float):
+        return f"{name} {value:g}"
+    return name if value is True else f"{name} {value}"

@@ -33,18 +33,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules that travel with a job.
-
-    Attributes
-    ----------
-    sources : dict of str to Source
-        By full module name.
-    left_out : dict of str to str
-        Modules that the function may need and that do not travel, with the reason.
-    """
+    """Modules that travel with a job, by full name; and those that do not, with the reason."""
 
     sources: Mapping[str, Source] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)  # the function may need them
 
     def describe(self) -> str:
         """Return a line on the modules that travel, and one on each that does not."""

@@ -33,41 +33,24 @@ _STATES = {
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Identity of a process, for other processes on its host.
-
-    Attributes
-    ----------
-    pid : int
-        Its number.
-    started : float
-        Seconds from the host's start to its own.
-    namespace : str
-        Name of its process id namespace; empty where the system has none.
-    """
+    """Identity of a process, for other processes on its host."""
 
     pid: int
-    started: float
-    namespace: str
+    started: float  # seconds from the host's start to its own
+    namespace: str  # of process ids; empty where the system has none
 
 
 @dataclass(frozen=True)
 class ProcessState:
     """State of a process at one moment.
 
-    Attributes
-    ----------
-    state : str
-        ``stopped`` by a signal (not by a debugger), ``disk`` while it waits for one, ``gone``,
-        ``unknown``, or else ``alive``.
-    cpu : float
-        Seconds of processor time that the process has used.
-    at : float
-        That moment, in seconds, on a clock that all processes of the host share.
+    It is ``stopped`` by a signal (not by a debugger), ``disk`` while it waits for one, ``gone``,
+    ``unknown``, or else ``alive``.
     """
 
     state: str
-    cpu: float = 0.0
-    at: float = 0.0
+    cpu: float = 0.0  # seconds of processor time that it has used
+    at: float = 0.0  # in seconds, on a clock that all processes of the host share
 
 
 class Verdict(enum.Enum):

@@ -64,30 +64,14 @@ class PackedError:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as it arrived.
+    """An error as it arrived."""
 
-    Attributes
-    ----------
-    summary : str
-        Type and message in one line.
-    frames : tuple of Frame
-        The user's own lines, the outermost first; all lines if none is the user's.
-    exception : BaseException or None
-        The error itself, where it could be pickled there and unpickled here.
-    """
-
-    summary: str
-    frames: tuple[Frame, ...]
-    exception: BaseException | None
+    summary: str  # type and message in one line
+    frames: tuple[Frame, ...]  # the user's own lines, outermost first; all if none is the user's
+    exception: BaseException | None  # where it could be pickled there and unpickled here
 
     def where(self, label: Callable[[str], str | None] = lambda _: None) -> str:
-        """Return the user's lines, as a traceback shows them.
-
-        Parameters
-        ----------
-        label : callable
-            What a file is better called here, or None.
-        """
+        """Return the user's lines, as a traceback shows them; `label` has better names of files."""
         lines = []
         left_out = len(self.frames) - 2 * MOST_FRAMES
         for number, frame in enumerate(self.frames):

@@ -1,9 +1,8 @@
 """Define every message between kernel, scheduler, agents and ranks.
 
-Runs in all processes, in the event loops of the connections. All messages use connections that Dask
-has anyway: the client's to the scheduler, and the scheduler's to its workers. Nothing ever connects
-to the kernel. A message travels as plain values (:mod:`nbelastic.membership.serial`) with the
-number of this protocol; another number is refused.
+All messages use connections that Dask has anyway: the client's to the scheduler, and the
+scheduler's to its workers. Nothing ever connects to the kernel. A message travels as plain values
+(:mod:`nbelastic.membership.serial`) with the number of this protocol; another number is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .rank_error import PackedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Number of this protocol. To be raised with each change of a message."""
 
 PLUGIN = "nbelastic"
@@ -130,64 +129,30 @@ class RankEnded(Message):
 
 @dataclass(frozen=True)
 class FaultReport(Message):
-    """A fault was injected, or could not be; or steps were repeated after one.
-
-    Attributes
-    ----------
-    job, start : str, int
-        The rank.
-    what : str
-        ``done``, ``refused`` or ``redone``.
-    number : int
-        Number of the fault, for the first two.
-    rank : int or None
-        The rank's number.
-    detail : str
-        Reason of a refusal.
-    generation, steps, samples : int
-        For ``redone``: the steps and samples that were repeated in a generation.
-    worker : str
-        Address of the worker; the scheduler fills it in.
-    """
+    """A fault was injected, or could not be; or steps were repeated after one."""
 
     job: str
     start: int
-    what: str
-    number: int = 0
+    what: str  # ``done``, ``refused`` or ``redone``
+    number: int = 0  # of the fault, unless it is ``redone``
     rank: int | None = None
-    detail: str = ""
-    generation: int = 0
+    detail: str = ""  # reason of a refusal
+    generation: int = 0  # for ``redone``: in which so many steps and samples were repeated
     steps: int = 0
     samples: int = 0
-    worker: str = ""
+    worker: str = ""  # its address; the scheduler fills it in
 
 
 @dataclass(frozen=True)
 class NoticeReport(Message):
-    """A worker's machine or batch job will end, or will not after all.
-
-    Attributes
-    ----------
-    source : NoticeSource
-        Who says so.
-    action : str
-        What will happen, in the source's own word.
-    seconds : float
-        Seconds until then.
-    host : bool
-        Whether this is about all workers of the host, or this one alone.
-    revoked : bool
-        Whether an earlier notice of this source does not hold any more, if there was any.
-    soft : bool
-        Whether the machine is at risk only: it should be left once there is another.
-    """
+    """A worker's machine or batch job will end, or will not after all."""
 
     source: NoticeSource
-    action: str
-    seconds: float
-    host: bool
-    revoked: bool = False
-    soft: bool = False
+    action: str  # what will happen, in the source's own word
+    seconds: float  # until then
+    host: bool  # for all workers of the host, or this one alone
+    revoked: bool = False  # an earlier notice of this source does not hold any more
+    soft: bool = False  # the machine is at risk only: left once there is another
 
 
 # -- scheduler to agent ----------------------------------------------------------------------------
@@ -264,30 +229,16 @@ class EndRankOrder(RankOrder):
 
 @dataclass(frozen=True)
 class FaultOrder:
-    """A fault to be injected into a rank.
+    """A fault to be injected into a rank, for some seconds or steps."""
 
-    Attributes
-    ----------
-    number : int
-        Its number, unique in the kernel.
-    kind : str
-        The name of a function of :mod:`nbelastic.chaos`.
-    seconds, steps : float, int
-        How long it lasts.
-    rank, step, generation : int or None
-        The rank, step and generation at which it is due; None for any.
-    forming : bool
-        Whether it is due while the next generation forms.
-    """
-
-    number: int
-    kind: str
+    number: int  # unique in the kernel
+    kind: str  # the name of a function of :mod:`nbelastic.chaos`
     seconds: float = 0.0
     steps: int = 0
-    rank: int | None = None
+    rank: int | None = None  # at which it is due, as the next two; None for any
     step: int | None = None
     generation: int | None = None
-    forming: bool = False
+    forming: bool = False  # it is due while the next generation forms
 
     @property
     def timed(self) -> bool:
@@ -331,84 +282,38 @@ class JobPayload(Message):
     """The function of a job, and what belongs to it.
 
     The kernel packs it, the scheduler keeps it, and the process of each rank unpacks it.
-
-    Attributes
-    ----------
-    secret : bytes
-        The job's secret, by which ranks prove to each other that they belong to it.
-    modules : bytes
-        The user's own modules, pickled.
-    call : bytes
-        The function and its arguments, pickled; it needs the modules to be unpacked.
-    torch : dict of str to str
-        Torch's settings in the kernel that are not its defaults.
     """
 
-    secret: bytes = field(repr=False)
-    modules: bytes = field(repr=False)
-    call: bytes = field(repr=False)
-    torch: dict[str, str] = field(default_factory=dict)
+    secret: bytes = field(repr=False)  # by which ranks prove that they belong to the job
+    modules: bytes = field(repr=False)  # the user's own modules, pickled
+    call: bytes = field(repr=False)  # function and arguments; unpacking needs the modules
+    torch: dict[str, str] = field(default_factory=dict)  # its settings in the kernel, no defaults
 
 
 @dataclass(frozen=True)
 class JobTerms:
-    """Terms of a job, as ``fit`` makes them.
-
-    Attributes
-    ----------
-    payload : JobPayload
-        Its function.
-    workers : tuple of str or None
-        Addresses, names or hosts of workers that it may use; None for all.
-    resources : dict of str to float
-        Resources that a worker must offer.
-    versions : dict of str to str
-        The kernel's versions, which its workers must share.
-    heartbeat_timeout : float
-        Seconds of silence after which a worker counts as frozen.
-    lease : float
-        Seconds that it goes on without a kernel.
-    options : bytes
-        The options that it was started with, pickled, for a kernel that attaches to it.
-    machine : str
-        Its membership machine, as :func:`pack_machine` writes it.
-    partitions : tuple of str
-        Keys of partitions of Dask collections that it reads, as JSON. The scheduler holds them
-        until its end.
-    notices : bool
-        Whether its workers watch for notices.
-    """
+    """Terms of a job, as ``fit`` makes them."""
 
     payload: JobPayload
-    workers: tuple[str, ...] | None
-    resources: dict[str, float]
-    versions: dict[str, str]
-    heartbeat_timeout: float
-    lease: float
-    options: bytes
-    machine: str
-    partitions: tuple[str, ...] = ()
-    notices: bool = True
+    workers: tuple[str, ...] | None  # addresses, names or hosts that it may use; None for all
+    resources: dict[str, float]  # what a worker must offer
+    versions: dict[str, str]  # the kernel's, which its workers must share
+    heartbeat_timeout: float  # seconds of silence after which a worker counts as frozen
+    lease: float  # seconds that it goes on without a kernel
+    options: bytes  # that it was started with, pickled, for a kernel that attaches to it
+    machine: str  # its membership machine, by :func:`pack_machine`
+    partitions: tuple[str, ...] = ()  # keys of Dask's as JSON; the scheduler holds them to the end
+    notices: bool = True  # its workers watch for notices
 
 
 @dataclass(frozen=True)
 class OpenRequest(Message):
-    """Publish a job.
-
-    Attributes
-    ----------
-    job, uid : str
-        Its name, and its id among jobs of this name, which is a part of its tasks' keys.
-    client, topic : str
-        Id of the Dask client that drives it, and the topic on which its driver listens.
-    terms : JobTerms
-        Its terms.
-    """
+    """Publish a job."""
 
     job: str
-    uid: str
-    client: str
-    topic: str
+    uid: str  # its id among jobs of this name, a part of its tasks' keys
+    client: str  # id of the Dask client that drives it
+    topic: str  # on which its driver listens
     terms: JobTerms
 
 
@@ -424,57 +329,33 @@ class AttachRequest(Message):
 
 @dataclass(frozen=True)
 class HistoryRecord:
-    """Something that happened to a job, with the reason as code and fields.
+    """Entry of a job's history, a :class:`~nbelastic.membership.Record` with its time."""
 
-    Attributes
-    ----------
-    time : float
-        Seconds since the epoch.
-    line : CodeLine or None
-        The line of user code that the rank was known to execute.
-
-    The others are those of :class:`~nbelastic.membership.Record`; `detail` is a text where there is
-    no reason, and `size` the number of members from then on.
-    """
-
-    time: float
+    time: float  # seconds since the epoch
     kind: str
     generation: int = 0
-    size: int = 0
+    size: int = 0  # members from then on
     worker: str | None = None
     rank: int | None = None
     start: int | None = None
     name: str = ""
-    detail: str = ""
+    detail: str = ""  # where there is no reason
     reason: Reason | None = None
     figures: dict[str, AnyFloat] = field(default_factory=dict)
-    line: CodeLine | None = None
+    line: CodeLine | None = None  # of user code, that the rank was known to execute
+    seen: str = ""  # the event that led to it, and the process that reported that
 
 
 @dataclass(frozen=True)
 class LogContents:
-    """Contents of a job's log.
+    """Contents of a job's log, oldest first; keys are starts of the function."""
 
-    Attributes
-    ----------
-    results, failures : dict
-        The pickled result or the error of each start that has one.
-    history : tuple of HistoryRecord
-        The history, oldest first.
-    ranks : dict of int to (int, str)
-        The last rank and the worker of each start.
-    output : tuple of (int, str)
-        The newest output, each piece with its start.
-    telemetry : tuple of RankTelemetry
-        The last telemetry of each start, with its newest reports.
-    """
-
-    results: dict[int, bytes]
+    results: dict[int, bytes]  # pickled
     failures: dict[int, PackedError]
     history: tuple[HistoryRecord, ...]
-    ranks: dict[int, tuple[int, str]]
-    output: tuple[tuple[int, str], ...]
-    telemetry: tuple[RankTelemetry, ...]
+    ranks: dict[int, tuple[int, str]]  # the last rank and the worker
+    output: tuple[tuple[int, str], ...]  # the newest, each piece with its start
+    telemetry: tuple[RankTelemetry, ...]  # the last of each start, with its newest reports
 
 
 @dataclass(frozen=True)
@@ -487,32 +368,14 @@ class JobWish(Message):
 
 @dataclass(frozen=True)
 class JobHandover(Message):
-    """Answer to an attach, or to a look: all that a driver needs to know of a job.
+    """Answer to an attach, or to a look: all that a driver needs to know of a job."""
 
-    Attributes
-    ----------
-    epoch : int
-        The number of the new driver.
-    uid : str
-        Part of the job's keys.
-    seq : int
-        Number of the last event in the machine.
-    machine : str
-        The scheduler's copy of the membership machine, as :func:`pack_machine` writes it.
-    options : bytes
-        The options that the job was started with, pickled.
-    started : float
-        Time of its start, in seconds since the epoch.
-    log : LogContents
-        History, output, telemetry and results.
-    """
-
-    epoch: int
+    epoch: int  # the number of the new driver
     uid: str
-    seq: int
-    machine: str
-    options: bytes
-    started: float
+    seq: int  # number of the last event in the machine
+    machine: str  # the scheduler's copy, by :func:`pack_machine`
+    options: bytes  # that the job was started with, pickled
+    started: float  # seconds since the epoch
     log: LogContents
 
 
@@ -525,8 +388,32 @@ class AttachRefusal(Message):
 
 
 @dataclass(frozen=True)
-class JobSummary:
-    """A job, as :func:`nbelastic.jobs` lists it."""
+class JobInfo:
+    """A job on a cluster, from :func:`nbelastic.jobs`.
+
+    Attributes
+    ----------
+    name : str
+        The job's name, for :func:`nbelastic.attach`.
+    state : str
+        As in :class:`nbelastic.JobStatus`.
+    size : int
+        Number of ranks in training.
+    commits : int
+        Newest commit that all of these ranks hold.
+    started : float
+        Time of its start, in seconds since the epoch.
+    attached : bool
+        Whether a kernel is attached to it.
+    priority, weight : int, float
+        Its place among the jobs of the cluster.
+    min_np, max_np : int, int or None
+        Limits on the number of ranks.
+    slots : int
+        Slots that it has, also for ranks that are starting or leaving.
+    share : int or None
+        As in :class:`nbelastic.JobStatus`.
+    """
 
     name: str
     state: str
@@ -534,47 +421,33 @@ class JobSummary:
     commits: int
     started: float
     attached: bool
-    priority: int
-    weight: float
-    min_np: int
-    max_np: int | None
-    slots: int
-    share: int | None
+    priority: int = 0
+    weight: float = 1.0
+    min_np: int = 1
+    max_np: int | None = None
+    slots: int = 0
+    share: int | None = None
 
 
 @dataclass(frozen=True)
 class JobSummaries(Message):
     """All jobs on a cluster."""
 
-    jobs: tuple[JobSummary, ...]
+    jobs: tuple[JobInfo, ...]
 
 
 @dataclass(frozen=True)
 class JournalStep(Message):
-    """A step of a driver's journal: an event and the moment at which the driver handled it.
-
-    Attributes
-    ----------
-    job, topic, epoch : str, str, int
-        The job, and the driver.
-    number : int
-        Number of the step.
-    now, chance : float
-        The arguments of the machine, besides the event.
-    seq : int
-        Number of the event, if it came from the cluster; else 0.
-    event : Event or None
-        The event, if it did not.
-    """
+    """Step of a driver's journal: an event and the moment at which the driver handled it."""
 
     job: str
     topic: str
-    epoch: int
-    number: int
-    now: float
+    epoch: int  # of the driver
+    number: int  # of the step
+    now: float  # the machine's arguments besides the event
     chance: float
-    seq: int = 0
-    event: Event | None = None
+    seq: int = 0  # number of the event, if it came from the cluster
+    event: Event | None = None  # the event, if it did not
 
 
 @dataclass(frozen=True)
@@ -687,15 +560,7 @@ def pack_for_ranks(order: RankOrder) -> Callable[[int], dict[str, Any]]:
 
 
 def unpack(data: Any) -> Message:
-    """Read :func:`pack`'s dict of a message.
-
-    Raises
-    ------
-    VersionMismatch
-        Its sender has another protocol.
-    ValueError
-        It is not a message.
-    """
+    """Read :func:`pack`'s dict; raise VersionMismatch or ValueError for what it did not write."""
     return cast(Message, _read(Message, data))
 
 

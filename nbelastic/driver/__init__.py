@@ -1,5 +1,6 @@
 """The kernel's part of a job: ``fit``, the driver thread, and ``Job``."""
 
+from nbelastic.cluster import JobInfo
 from nbelastic.cluster.scheduler.spot_notices import SpotNotices
 
 from .display import set_display
@@ -8,7 +9,6 @@ from .job import Job, driver_of
 from .status import (
     DataStatus,
     HistoryEvent,
-    JobInfo,
     JobStatus,
     JobTable,
     Output,
@@ -18,6 +18,7 @@ from .status import (
 from .takeover import ask_to_scale, ask_to_stop, attach, jobs, look
 from .versions import show_versions
 from .waiting import wait_interruptibly
+from .why import explain_journal
 
 __all__ = [
     "DataStatus",
@@ -34,6 +35,7 @@ __all__ = [
     "ask_to_stop",
     "attach",
     "driver_of",
+    "explain_journal",
     "fit",
     "jobs",
     "look",

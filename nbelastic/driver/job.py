@@ -19,6 +19,7 @@ from .option_kinds import count
 from .options import changed_limits
 from .report import save_report
 from .status import JobStatus, RankStatus
+from .why import explain
 
 if TYPE_CHECKING:
     import os
@@ -314,6 +315,25 @@ class Job:
     def history(self) -> tuple[HistoryEvent, ...]:
         """Everything that has happened to the job, oldest first."""
         return self._driver.log.history()
+
+    def why(self, rank: int | None = None) -> str:
+        """Explain what was decided on the job, or on a rank: what was seen, by which process.
+
+        Parameters
+        ----------
+        rank : int, optional
+            The number of a rank; without it, all ranks and the job itself.
+
+        Returns
+        -------
+        str
+            The newest twenty decisions of :attr:`history`, each with the rule that decided it.
+
+        Examples
+        --------
+        >>> job.why(rank=3)  # doctest: +SKIP
+        """
+        return explain(self.name, self.history, rank)
 
     def save_report(self, path: str | os.PathLike[str]) -> Path:
         """Write what a report of a fault needs into one ZIP file.

@@ -64,7 +64,9 @@ PYGLOO_SILENCE = 30.0
 _FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[1] / "nbelastic.yaml").read_text())
 dask.config.update_defaults(_FILE)
 
-DEFAULTS: dict[str, Any] = {k: v for k, v in _FILE["nbelastic"].items() if k != "sharing"}
+DEFAULTS: dict[str, Any] = {
+    name: value for name, value in _FILE["nbelastic"].items() if name not in ("sharing", "debug")
+}
 """The default of each option, as the package has it."""
 
 _UNSET: Any = object()

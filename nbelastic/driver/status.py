@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass, field
 
+from nbelastic.cluster import JobInfo
+
 
 @dataclass(frozen=True)
 class RankStatus:
@@ -197,48 +199,6 @@ class JobStatus:
         return tuple(warning.split("\n", 1)[0] for warning in self.warnings)
 
 
-@dataclass(frozen=True)
-class JobInfo:
-    """A job on a cluster, from :func:`nbelastic.jobs`.
-
-    Attributes
-    ----------
-    name : str
-        The job's name, for :func:`nbelastic.attach`.
-    state : str
-        As in :class:`JobStatus`.
-    size : int
-        Number of ranks in training.
-    commits : int
-        Newest commit that all of these ranks hold.
-    started : float
-        Time of its start, in seconds since the epoch.
-    attached : bool
-        Whether a kernel is attached to it.
-    priority, weight : int, float
-        Its place among the jobs of the cluster.
-    min_np, max_np : int, int or None
-        Limits on the number of ranks.
-    slots : int
-        Slots that it has, also for ranks that are starting or leaving.
-    share : int or None
-        As in :class:`JobStatus`.
-    """
-
-    name: str
-    state: str
-    size: int
-    commits: int
-    started: float
-    attached: bool
-    priority: int = 0
-    weight: float = 1.0
-    min_np: int = 1
-    max_np: int | None = None
-    slots: int = 0
-    share: int | None = None
-
-
 class JobTable(tuple[JobInfo, ...]):
     """The jobs on a cluster: a tuple, shown as a table."""
 
@@ -309,6 +269,8 @@ class HistoryEvent:
         ended, and the ``batches`` and ``samples`` that rank 0 did again because they followed the
         last commit. For ``straggler`` these are how many ``times`` as long as the others the rank
         takes, its ``micro_batches``, those ``before``, and those ``of`` all ranks.
+    seen : str
+        What led to it, and which process reported that; empty where nothing had to be seen.
     """
 
     time: float
@@ -320,6 +282,7 @@ class HistoryEvent:
     size: int = 0
     name: str = ""
     figures: dict[str, float] = field(default_factory=dict, hash=False)
+    seen: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .fit import hand_out
 from .hints import with_hints
 from .job import Job
 from .options import Options, changed_limits, check_name
-from .status import JobInfo, JobTable
+from .status import JobTable
 from .thread import Driver
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def jobs(cluster: Any) -> JobTable:
     """Return the jobs on a cluster, also those without a kernel.
 
-    The value is a tuple of :class:`JobInfo`, which a notebook shows as a table.
+    The value is a tuple of :class:`~nbelastic.JobInfo`, which a notebook shows as a table.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def jobs(cluster: Any) -> JobTable:
     """
     client, cleanup = attach_client(_given(cluster), Options())
     try:
-        return JobTable(JobInfo(**vars(found)) for found in open_jobs(client))
+        return JobTable(open_jobs(client))
     finally:
         cleanup()
 

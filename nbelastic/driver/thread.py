@@ -236,7 +236,7 @@ class Driver:
             outcome = self._machine.roster.outcome  # it may have been known, and not published
         self._job_client.step(self._now, chance, seq, None if seq else event)
         for effect in effects:  # the scheduler carries them out
-            self.log.note_effect(effect, size)
+            self.log.note_effect(effect, size, event)
         self._outcome = outcome or self._outcome
 
     def _is_over(self) -> bool:

@@ -8,10 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from nbelastic.cli.entry import elastic
+from nbelastic.cluster.journal import JournalFile
 from nbelastic.cluster.wire import JobWish, pack
 from nbelastic.driver import display
 from nbelastic.errors import JobStopped
-from nbelastic.membership import RankLeft
+from nbelastic.membership import Limits, Machine, RankLeft
 from tests.support.clusters import kinds, until
 
 
@@ -65,6 +66,9 @@ def test_jobs_status_and_logs_show_a_job_of_another_kernel(job, call):
     assert status.startswith("night: running · 2 ranks")
     assert "Rank 1 has joined" in status and status.count("running  ") == 2
     assert "hello from 0" in call("logs") and "hello from 1" not in call("logs", "--rank", "0")
+    why = call("why", "night", "1")
+    assert "joined rank 1 on" in why and "up to max_np" in why
+    assert "joined rank 0 on" in call("why", "night")
     assert not job.done() and "attached" not in kinds(job)
 
 
@@ -111,6 +115,15 @@ def test_a_user_cannot_send_an_event_of_a_rank(crew, job):
 def test_doctor_finds_nothing_bad_on_a_good_cluster(crew, call):
     text = call("doctor")
     assert "✓ versions" in text and "✓ ports" in text and "4 present" in text
+
+
+def test_why_reads_the_journal_of_a_job_that_is_over(tmp_path):
+    journal = JournalFile(tmp_path / "night.jsonl", "night", Machine(Limits()))
+    journal.close()
+    found = CliRunner().invoke(elastic, ["why", str(journal.path)])
+    assert found.output == "job 'night': nothing was decided so far\n"
+    found = CliRunner().invoke(elastic, ["why", str(tmp_path / "dawn.jsonl")])
+    assert found.exit_code == 2 and "cannot be read" in found.output
 
 
 def test_no_scheduler_is_a_line(monkeypatch):

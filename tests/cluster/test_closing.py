@@ -17,8 +17,8 @@ def test_a_worker_that_closes_ends_its_rank_server(status):
     agent._ranks = {}
     agent._beats = SimpleNamespace(stop=lambda: None)
     agent._notices = NoticeWatcher(SimpleNamespace(), lambda report: None)
-    agent._heed_interrupts = lambda: heeded.append(True)
-    agent._heed_termination = lambda: undone.append(True)
+    agent._undo_interrupts = lambda: heeded.append(True)
+    agent._undo_termination = lambda: undone.append(True)
     agent._server = SimpleNamespace(close=lambda: closed.append(True))
     asyncio.run(agent.teardown(SimpleNamespace(status=status)))
     assert undone == closed == [True]

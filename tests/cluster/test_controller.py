@@ -5,24 +5,31 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import dask
 import pytest
 
+from nbelastic.cluster import journal as journals
+from nbelastic.cluster import replay
 from nbelastic.cluster.scheduler.controller import MOST_BEHIND, JobController
 from nbelastic.cluster.scheduler.records import JobRecord
-from nbelastic.cluster.wire import EndRankOrder, JobEvent, JobPayload, JournalStep, unpack_machine
+from nbelastic.cluster.wire import EndRankOrder, JobEvent, JournalStep, unpack_machine
+from nbelastic.errors import OptionError
 from nbelastic.membership import (
     Beats,
     Limits,
     LimitsChanged,
     Machine,
     RankLeft,
+    Record,
     Slot,
     SlotBusy,
     SlotsFound,
+    SlotSilent,
     Tick,
     from_dict,
     to_dict,
 )
+from tests.support.records import a_record
 
 SLOT = Slot("w0", "tcp://w0", "w0", "host")
 
@@ -63,23 +70,11 @@ class FakeWorkerOps:
 class ControlledJob:
     """A job on a scheduler."""
 
-    def __init__(self, **limits: Any) -> None:
-        self.record = JobRecord(
-            client="kernel",
-            topic="topic",
-            payload=JobPayload(b"", b"", b""),
-            workers=None,
-            resources={},
-            versions={},
-            heartbeat_timeout=10.0,
-            lease=limits.pop("lease", 3600.0),
-            options=b"",
-            machine=Machine(Limits(**limits)),
-            uid="uid",
-            started=0.0,
-        )
+    def __init__(self, journal: Any = None, **limits: Any) -> None:
+        lease = limits.pop("lease", 3600.0)
+        self.record = a_record(Machine(Limits(**limits)), lease=lease)
         self.ops = FakeWorkerOps()
-        self.controller = JobController("job", self.record, self.ops, lambda: 0.5)
+        self.controller = JobController("job", self.record, self.ops, lambda: 0.5, journal)
 
     def find(self) -> None:
         self.controller.take_in(SlotsFound((SLOT,)))
@@ -191,3 +186,85 @@ def test_a_job_that_nobody_takes_over_is_ended_and_dropped_with_its_lease(ranks)
         job.controller.stop()
 
     asyncio.run(scene())
+
+
+# -- what was decided, and why ---------------------------------------------------------------------
+
+
+def lose_a_rank(job: ControlledJob) -> None:
+    job.find()
+    job.controller.step(step(1, 1.0, 0.25, seq=1))
+    job.controller.take_in(SlotSilent("w0", seconds=10.5))
+    job.controller.step(step(2, 12.0, 0.75, seq=2))
+
+
+def test_each_decision_is_one_line_with_its_numbers_and_what_was_seen(caplog):
+    async def scene() -> None:
+        lose_a_rank(ControlledJob())
+
+    with caplog.at_level("INFO", logger="nbelastic.cluster.scheduler"):
+        asyncio.run(scene())
+    lines = [record.getMessage() for record in caplog.records]
+    lost = next(line for line in lines if "job 'job': lost" in line)
+    assert "start 0 on tcp://w0" in lost
+    assert "seconds 10.5" in lost
+    assert "seen by the scheduler: slot silent, reason worker sends no heartbeat" in lost
+    assert not any("\n" in line for line in lines)
+
+
+def test_a_saved_journal_comes_to_the_same_decisions_and_is_for_its_own_user(tmp_path):
+    async def scene() -> ControlledJob:
+        machine = Machine(Limits())
+        with dask.config.set({"nbelastic.debug.journal": str(tmp_path)}):
+            job = ControlledJob(journals.open_journal("job", "../uid", machine))
+        lose_a_rank(job)
+        job.controller.stop()
+        return job
+
+    job = asyncio.run(scene())
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o077 == 0
+    name, steps = replay(path)
+    found = list(steps)
+    assert name == "job"
+    assert [type(each.event) for each in found] == [SlotsFound, SlotSilent]
+    assert to_dict(found[-1].machine) == to_dict(job.record.machine)
+    (lost,) = [e for e in found[-1].effects if isinstance(e, Record) and e.kind == "lost"]
+    assert lost.start == 0
+
+    path.write_text(path.read_text().replace("RestartWorker", "Release") + "half a li")
+    with pytest.raises(OptionError, match="line 3: another version"):
+        list(replay(path)[1])
+    path.write_text("{}\n")
+    with pytest.raises(OptionError, match="no journal"):
+        replay(path)
+
+
+def test_a_journal_is_bounded_and_its_newest_part_can_be_replayed(tmp_path):
+    machine = Machine(Limits())
+    journal = journals.JournalFile(tmp_path / "job.jsonl", "job", machine, most=10_000)
+    for number in range(300):
+        effects = machine.handle(Tick(), 0.1 * number, 0.0)
+        journal.write(Tick(), 0.1 * number, 0.0, effects, machine)
+    journal.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"job.jsonl", "job.old.jsonl"}
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 25_000
+    steps = list(replay(tmp_path / "job.jsonl")[1])
+    assert to_dict(steps[-1].machine) == to_dict(machine)
+
+
+def test_a_job_goes_on_when_its_journal_cannot_be_written(tmp_path, caplog):
+    class FullDisk(journals.JournalFile):
+        def write(self, *_: Any) -> None:
+            raise OSError("no space left")
+
+    async def scene() -> None:
+        job = ControlledJob(FullDisk(tmp_path / "job.jsonl", "job", Machine(Limits())))
+        lose_a_rank(job)
+        assert "lost" in job.kinds()
+
+    asyncio.run(scene())
+    assert "the journal of job 'job' ends here: no space left" in caplog.text
+    (tmp_path / "file").touch()
+    with dask.config.set({"nbelastic.debug.journal": str(tmp_path / "file")}):
+        assert journals.open_journal("job", "uid", Machine(Limits())) is None

@@ -53,7 +53,11 @@ class Scheduler:
         self.deaf: set[str] = set()
         self.delay = 0.0
         job = SimpleNamespace(
-            heartbeat_timeout=10.0, beats={}, telemetry={}, silent=set(), client=None
+            terms=SimpleNamespace(heartbeat_timeout=10.0),
+            beats={},
+            telemetry={},
+            silent=set(),
+            client=None,
         )
         self.monitor = HeartbeatMonitor(
             self.scheduler, {"job": job}, self.hosts, self.tell, self.tell

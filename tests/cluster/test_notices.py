@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -115,7 +116,8 @@ def test_no_agent_watches_for_a_job_that_does_not_want_it():
     async def scene(cloud):
         cloud.hire("w0")
         await cloud.open("one")
-        cloud.plugin.jobs["one"].notices = False
+        record = cloud.plugin.jobs["one"]
+        record.terms = replace(record.terms, notices=False)
         await settle(cloud)
         assert not cloud.watchers()
 

@@ -7,29 +7,16 @@ from types import SimpleNamespace
 import pytest
 from distributed.core import Status
 
-from nbelastic.cluster.scheduler.records import JobRecord, WorkerRecord, fits, is_busy, obstacle
+from nbelastic.cluster.scheduler.records import WorkerRecord, fits, is_busy, obstacle
 from nbelastic.cluster.worker.environment import own_interface
-from nbelastic.membership import Limits, Machine, UnusedReason, UnusedWorker
+from nbelastic.membership import UnusedReason, UnusedWorker
+from tests.support.records import a_record
 
 VERSIONS = {"python": "3.11", "nbelastic": "1", "torch": "2.1"}
 
 
 def a_job(**changes):
-    fields = {
-        "client": "kernel",
-        "topic": "topic",
-        "payload": b"",
-        "workers": None,
-        "resources": {},
-        "versions": VERSIONS,
-        "heartbeat_timeout": 10.0,
-        "lease": 60.0,
-        "options": {},
-        "machine": Machine(Limits()),
-        "uid": "uid",
-        "started": 0.0,
-    }
-    return JobRecord(**{**fields, **changes})
+    return a_record(**{"versions": VERSIONS, **changes})
 
 
 def a_host(**changes):

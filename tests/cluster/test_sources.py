@@ -226,6 +226,7 @@ a[0-9].py
 **/deep.py
 sub/*.txt
 trailing.py\x20
+!
 \\#odd.py
 """
 

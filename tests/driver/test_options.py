@@ -34,7 +34,7 @@ from nbelastic.driver.option_kinds import MOST_SECONDS
 from nbelastic.driver.options import DEFAULTS, TABLE, Options, call_arguments
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
-from nbelastic.membership import Machine, Place, Slot, StartRank
+from nbelastic.membership import Machine, Place, Slot, StartRank, Tick
 
 ROOT = Path(__file__).parents[2]
 
@@ -369,7 +369,7 @@ def test_the_logs_of_a_rank_that_never_was_are_an_error(rank, message):
     for start in range(2):
         slot = Slot(f"s{start}", f"tcp://w{start}:1", f"w{start}", "h")
         place = Place(start, 2, start, 2, 0, 1)
-        driver.log.note_effect(StartRank(start=start, slot=slot, place=place), 2)
+        driver.log.note_effect(StartRank(start=start, slot=slot, place=place), 2, Tick())
     driver.log.note_output(1, "one\n")
     assert (job.logs(0), job.logs(1)) == ("", "one\n")
     with pytest.raises(OptionError, match=message):

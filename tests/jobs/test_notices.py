@@ -14,9 +14,6 @@ from tests.support.clusters import a_crew, kinds, sizes, until
 from tests.support.metadata import aws_notice, metadata
 from tests.support.training import Workload, check, check_nothing_redone
 
-PATIENT = "import nbelastic.cluster.worker.notice_watcher as watcher; watcher.PROBE_LIMIT = 60.0"
-"""Preload of a worker that looks for the service, because here others keep the service busy."""
-
 
 def test_a_spot_machine_is_left_and_its_worker_ends(tmp_path):
     """A worker on a host of its own, with a metadata service of its own."""
@@ -29,7 +26,7 @@ def test_a_spot_machine_is_left_and_its_worker_ends(tmp_path):
             "NBELASTIC_METADATA_URL": service.url,
             HOST_VARIABLE: "spot",
         }
-        arguments = [*command, "--name", "w3", "--preload", PATIENT]
+        arguments = [*command, "--name", "w3"]
         with subprocess.Popen(arguments, env=environment, cwd=tmp_path) as process:
             try:
                 crew.client.wait_for_workers(2)

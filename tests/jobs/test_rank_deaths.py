@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import dask
 import pytest
 
+from nbelastic.driver import explain_journal
 from tests.support.cgroups import limit_memory, remove_group
 from tests.support.clusters import a_crew, kinds, sizes
 
@@ -85,6 +87,8 @@ def _whole_again(crew, die, cause, mark):
     died = next(event for event in job.history if event.kind == "died")
     assert cause in died.detail
     assert died.rank == 1
+    assert cause in job.why(rank=1)
+    assert "seen by the agent of rank 1 on " in job.why(rank=1)
     assert "restarted" not in kinds(job)
     assert crew.workers() == workers
     for address, future in held.items():
@@ -94,7 +98,10 @@ def _whole_again(crew, die, cause, mark):
 @pytest.mark.parametrize("name", DEATHS)
 def test_a_rank_dies_alone_and_is_back(crew, tmp_path, name):
     die, cause = DEATHS[name]
-    _whole_again(crew, die, cause, tmp_path / "mark")
+    with dask.config.set({"nbelastic.debug.journal": str(tmp_path / "journals")}):
+        _whole_again(crew, die, cause, tmp_path / "mark")
+    (path,) = (tmp_path / "journals").iterdir()
+    assert cause in explain_journal(path, rank=1), "the journal comes to the same decisions"
 
 
 def test_a_rank_out_of_memory_dies_alone_and_is_told_apart(tmp_path):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SimWatcher:
     """Watches for nothing: a real one has a thread, and asks the machine that simulates."""
 
-    def heed(self, order: Any) -> None:
+    def apply(self, order: Any) -> None:
         """Take an order."""
 
     def close(self) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
+from nbelastic.cluster.worker.metadata_service import REQUEST_LIMIT_S
 from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, MachineWatch
 from nbelastic.cluster.worker.notices import Answer
 
@@ -47,7 +48,9 @@ class FakeMetadata:
     slow : float
         Seconds that each answer takes.
     clock : float or None
-        The time that its answers are dated by.
+        The time that its answers are dated by, if they are.
+    skew : float
+        Seconds by which its clock is ahead of the machine's, in virtual time.
     asked : list of (str, int)
         Path and status of each request.
     """
@@ -60,16 +63,16 @@ class FakeMetadata:
     body: bytes | None = None
     slow: float = 0.0
     clock: float | None = None
+    skew: float = 0.0
     asked: list[tuple[str, int]] = field(default_factory=list)
     url: str = ""
-    closed: bool = False
 
     def answer(self, method: str, target: str, headers: Any) -> Reply:
         """Answer a request, by its headers in lower case."""
         path = urlsplit(target).path
         more = {} if self.clock is None else {"date": formatdate(self.clock, usegmt=True)}
         if self.cloud == "google":
-            more.update({"metadata-flavor": "Google", "etag": self.etag})
+            more["metadata-flavor"] = "Google"
         status, body = self._answer(method, path, headers)
         if self.body is not None:
             status, body, more = 200, self.body, {}
@@ -98,18 +101,6 @@ class FakeMetadata:
         if not path.startswith("/computeMeta" if self.cloud == "google" else "/metadata/"):
             return 404, b"no"
         return (200 if path not in ROLES.values() else self.broken or 200), found[path]
-
-    @property
-    def etag(self) -> str:
-        """What Google's service calls the present answer."""
-        return f"{hash(self.notice) & 0xFFFFFF:x}"
-
-    def holds(self, target: str) -> float:
-        """Return how long the answer to a request is held back at most, unless there is news."""
-        asked = parse_qs(urlsplit(target).query)
-        if self.cloud != "google" or self.closed or asked.get("last_etag") != [self.etag]:
-            return 0.0
-        return float(asked["timeout_sec"][0])
 
 
 # -- in virtual time -------------------------------------------------------------------------------
@@ -141,7 +132,7 @@ class Machine:
         self.dead = False
         self.requests: list[float] = []
         self.told: list[tuple[float, Any, Any]] = []
-        self.watch = MachineWatch(self, self._tell, lambda: self.now, lambda: self.now)
+        self.watch = MachineWatch(self._tell, self._find, self._ask, lambda: self.now)
 
     def _tell(self, source: Any, notice: Any, soft: Any) -> None:
         assert source.name.lower() == self.service.cloud
@@ -162,25 +153,16 @@ class Machine:
         self.pass_time(until)
         return self
 
-    # the service, as the watch sees it
+    def _find(self) -> str | None:
+        return None if self.dead else "http://169.254.169.254"
 
-    def reach(self, seconds: float) -> tuple[str, int] | None:
-        if self.dead:
-            self.pass_time(self.now + seconds)
-        return None if self.dead else ("169.254.169.254", 80)
-
-    def ask(
-        self, address: Any, method: str, path: str, headers: dict[str, str], seconds: float
-    ) -> Answer:
+    def _ask(self, url: str, method: str, path: str, headers: dict[str, str]) -> Answer:
         self.requests.append(self.now)
-        most = self.now + min(self.service.holds(path), seconds)
-        while self.service.holds(path) and self.now < most:
-            soon = self.script[0][0] if self.script else most
-            self.pass_time(min(max(soon, self.now), most))
-        if self.dead or self.service.slow > seconds:
-            self.pass_time(self.now + seconds)
+        if self.dead or self.service.slow > REQUEST_LIMIT_S:
+            self.pass_time(self.now + REQUEST_LIMIT_S)
             raise TimeoutError("timed out")
         self.pass_time(self.now + self.service.slow)
+        self.service.clock = self.now + self.service.skew
         lower = {name.lower(): value for name, value in headers.items()}
         return Answer(*self.service.answer(method, path, lower))
 
@@ -192,9 +174,6 @@ def handler_of(service: FakeMetadata) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             time.sleep(service.slow)
-            until = time.monotonic() + service.holds(self.path)
-            while service.holds(self.path) and time.monotonic() < until:
-                time.sleep(0.005)
             lower = {name.lower(): value for name, value in self.headers.items()}
             status, headers, body = service.answer(self.command, self.path, lower)
             with contextlib.suppress(OSError):  # the asker has gone
@@ -224,7 +203,6 @@ def metadata(cloud: str) -> Iterator[FakeMetadata]:
     try:
         yield service
     finally:
-        service.closed = True
         server.shutdown()
         server.server_close()
         thread.join()

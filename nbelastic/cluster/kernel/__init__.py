@@ -1,1 +1,4 @@
-"""In the kernel: the job client, checks before a job, and the user's modules."""
+"""In the kernel: the job client, checks before a job, and the user's modules.
+
+All but the client runs in the thread that calls ``fit``.
+"""

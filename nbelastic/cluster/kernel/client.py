@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from distributed import Client, Future
 
-    from nbelastic.cluster.wire import FaultOrder, JobSummary, JobTerms, Message, ToDriver
+    from nbelastic.cluster.wire import FaultOrder, JobInfo, JobTerms, Message, ToDriver
     from nbelastic.elastic.ranks.runtime import RankSpec
     from nbelastic.membership import Event, Slot
 
@@ -90,12 +90,7 @@ class JobClient:
     def open(self, terms: JobTerms) -> None:
         """Publish the job on the cluster. From here on messages arrive.
 
-        Raises
-        ------
-        OptionError
-            There is a job of this name already.
-        ClusterLost
-            The connection was lost meanwhile.
+        A job of this name is an OptionError, a lost connection ClusterLost.
         """
         request = OpenRequest(self._job, self.uid, self._client.id, self._topic, terms)
         with lost_while(self._client, "the job was opened"):
@@ -117,10 +112,7 @@ class JobClient:
     def attach(self) -> JobHandover | AttachRefusal:
         """Take the job over: for the first time, or again after the connection was lost.
 
-        Raises
-        ------
-        ClusterLost
-            The scheduler does not answer. Try again, or :meth:`give_up`.
+        After ClusterLost, try again, or :meth:`give_up`.
         """
         again = self.epoch > 0
         shorten_batching(getattr(self._client, "scheduler_comm", None))
@@ -211,7 +203,7 @@ class JobClient:
             logger.info("the last message of job %r has not come", self._job)
 
     def give_up(self, *, over: bool = False) -> None:
-        """Have nothing to do with a job of which it is not known whether it was opened, or had.
+        """Abandon an open or attach request whose outcome is unknown.
 
         The scheduler may still be about to open it, or to hand it over: then it will not. If the
         job is `over`, it is closed there as soon as this arrives.
@@ -221,13 +213,13 @@ class JobClient:
         self.detach()
 
     def detach(self) -> None:
-        """Have nothing to do with the job any more; it is left as it is."""
+        """Disconnect from the job, which goes on."""
         for start in list(self._futures):
             self.forget(start)
         self._client._event_handlers.pop(self._topic, None)
 
     def _subscribe(self) -> None:
-        """Have messages of the topic handed to :meth:`_take`.
+        """Subscribe :meth:`_take` to the topic.
 
         The plugin sends them to this client. So the scheduler has no subscriber of the topic, which
         it would keep for ever.
@@ -255,17 +247,7 @@ class JobClient:
     # -- orders --------------------------------------------------------------------------------
 
     def step(self, now: float, chance: float, seq: int, event: Event | None) -> None:
-        """Send a step of the journal: which event happened, and when.
-
-        Parameters
-        ----------
-        now, chance : float
-            The arguments of the machine, besides the event.
-        seq : int
-            Number of the event, if it came from the cluster.
-        event : Event or None
-            The event itself, if not.
-        """
+        """Send a step of the journal, a :class:`JournalStep`."""
         self._steps += 1
         head = (self._job, self._topic, self.epoch, self._steps)
         self._send(JournalStep(*head, now, chance, seq, event))
@@ -301,13 +283,13 @@ class JobClient:
         )
 
     def forget(self, start: int) -> None:
-        """Let go of a rank's task; the scheduler plugin does so too when the rank is gone."""
+        """Release a rank's task; the scheduler plugin does so too when the rank is gone."""
         future = self._futures.pop(start, None)
         if future is not None:
             future.release()
 
 
-def open_jobs(client: Client) -> tuple[JobSummary, ...]:
+def open_jobs(client: Client) -> tuple[JobInfo, ...]:
     """Return a summary of each job on a cluster."""
     with lost_while(client, "its jobs were asked for"):
         client.register_plugin(ElasticPlugin())
@@ -346,12 +328,7 @@ def send_wish(client: Client, job: str, event: Event) -> AttachRefusal | None:
 def lost_while(client: Client, doing: str) -> Iterator[None]:
     """Make a ``ClusterLost`` of whatever Dask raises when the scheduler is gone.
 
-    Parameters
-    ----------
-    client : Client
-        The client of the scheduler.
-    doing : str
-        The activity, for the message.
+    The message says what was `doing`.
     """
     try:
         yield

@@ -1,7 +1,4 @@
-"""Compute and hold the partitions of Dask collections that a job reads.
-
-Runs in the kernel, in the thread that calls ``fit``.
-"""
+"""Compute and hold the partitions of Dask collections that a job reads."""
 
 from __future__ import annotations
 
@@ -22,20 +19,14 @@ if TYPE_CHECKING:
 
 
 class HeldPartitions:
-    """Partitions that this kernel holds, until the scheduler holds them for the job.
-
-    Attributes
-    ----------
-    keys : tuple of str
-        Their keys, as JSON.
-    """
+    """Partitions that this kernel holds, until the scheduler holds them; `keys` are JSON."""
 
     def __init__(self, futures: Iterable[Future[Any]] = ()) -> None:
         self._futures = list(futures)
         self.keys = tuple(dict.fromkeys(json.dumps(future.key) for future in self._futures))
 
     def release(self) -> None:
-        """Let go of them."""
+        """Release them."""
         self._futures.clear()
 
 
@@ -44,13 +35,8 @@ def with_sources(
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
     """Make sources of the collections among the arguments of a function.
 
-    Returns
-    -------
-    args, kwargs : tuple, dict
-        The arguments, with a :class:`nbelastic.data.Dask` in place of each dataframe or array, and
-        of each tuple of them.
-    sources : list of nbelastic.data.Dask
-        These, and those that the user has made and the function uses.
+    Returned are the arguments, with a :class:`nbelastic.data.Dask` in place of each dataframe or
+    array, and of each tuple of them; and all sources that the function uses.
     """
     args = tuple(map(_source_of, args))
     kwargs = {name: _source_of(value) for name, value in kwargs.items()}
@@ -79,18 +65,7 @@ def _has_rows(value: Any) -> bool:
 
 
 def hold_partitions(client: Client, sources: Sequence[Any]) -> HeldPartitions:
-    """Compute the partitions of sources, and give the sources their keys and sizes.
-
-    Parameters
-    ----------
-    client : Client
-    sources : sequence of nbelastic.data.Dask
-
-    Raises
-    ------
-    Exception
-        What computing a partition has raised.
-    """
+    """Compute the partitions of sources, and give the sources their keys and sizes."""
     held: list[Future[Any]] = []
     for source in sources:
         columns = [_partitions_of(client, each) for each in source.collections]
@@ -108,7 +83,7 @@ def hold_partitions(client: Client, sources: Sequence[Any]) -> HeldPartitions:
 
 
 def _partitions_of(client: Client, collection: Any) -> list[Future[Any]]:
-    """Have the cluster compute a collection; return its partitions in their order.
+    """Compute a collection on the cluster; return its partitions in their order.
 
     A persisted dataframe may have other keys than its futures, whose last parts are the positions.
     """

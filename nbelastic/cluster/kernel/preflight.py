@@ -1,7 +1,4 @@
-"""Check versions on all sides, and pack the function, before anything is sent.
-
-Runs in the kernel, in the thread that calls ``fit``.
-"""
+"""Check versions on all sides, and pack the function, before anything is sent."""
 
 from __future__ import annotations
 
@@ -48,12 +45,8 @@ MOST_ELEMENTS = 10_000
 def check_versions(client: Client) -> None:
     """Compare the versions of kernel, scheduler and present workers.
 
-    It is a job's first call on the workers. From then on they ignore the kernel's interrupts.
-
-    Raises
-    ------
-    VersionMismatch
-        With a line for each difference, and what to install where.
+    VersionMismatch has a line for each difference. It is a job's first call on the workers: from
+    then on they ignore the kernel's interrupts.
     """
     here = versions()
     probe = versions_reader()
@@ -112,16 +105,7 @@ def pack_function(
 ) -> tuple[JobPayload, Modules]:
     """Pickle a function with its arguments and modules, and make a secret for the job.
 
-    Returns
-    -------
-    payload : JobPayload
-    modules : Modules
-        The user's own modules that are in it.
-
-    Raises
-    ------
-    NotPicklable
-        Naming the variable, argument or attribute that cannot travel.
+    NotPicklable names the variable, argument or attribute that cannot travel.
     """
     _refuse_futures(function, args, kwargs)
     try:

@@ -1,7 +1,6 @@
 """Check that a scheduler answers at an address, before a client waits for it.
 
-Runs in the kernel, in the thread that calls ``fit``; the conversation runs in an event loop of
-Dask's. A Dask client waits half a minute where nothing listens. It waits without end where
+A Dask client waits half a minute where nothing listens. It waits without end where
 something else listens, such as a dashboard, because its handshake has no limit, and where a
 scheduler that it is connected to has stopped.
 """
@@ -39,23 +38,10 @@ _OTHERS = ("inproc", "ucx", "ucxx", "ws", "wss", "gateway")
 
 
 def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) -> None:
-    """Return once a scheduler has answered.
+    """Return once a scheduler has answered; `tell` takes a line where that takes longer.
 
-    Parameters
-    ----------
-    address : str
-        Where it should be.
-    security : Security or None
-        Certificates for ``tls://``; None for those of Dask's configuration.
-    tell : callable
-        Takes a line for the user, where the answer does not come at once.
-
-    Raises
-    ------
-    OptionError
-        That is no scheduler's address.
-    ClusterLost
-        No scheduler answers there.
+    Raises OptionError where the address is no scheduler's, ClusterLost where none answers.
+    Without `security`, the certificates for ``tls://`` are those of Dask's configuration.
     """
     scheme = _check_form(address)
     if scheme not in _KNOWN or not isinstance(security, Security | None):
@@ -75,53 +61,29 @@ def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) ->
 
 
 def check_answers(client: Client, tell: Callable[[str], None]) -> None:
-    """Return once the scheduler of a connected client has answered.
+    """Return once the scheduler of a connected client has answered; else raise ClusterLost.
 
     It may be stopped, or busy: its connection does not show that.
-
-    Parameters
-    ----------
-    client : Client
-        The client.
-    tell : callable
-        Takes a line for the user, where the answer does not come at once.
-
-    Raises
-    ------
-    ClusterLost
-        It has not answered within Dask's timeout for a connection.
     """
     limit = float(parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp"), "s"))
     first = min(FIRST_TRY_S, limit / 2)
-    answer = client.sync(_begin_asking, client, first)
-    if answer.done():
-        answer.result()
-        return
     scheduler: Any = client.scheduler
     address = scheduler.address
+    if client.sync(_echoes, scheduler, first):
+        return
     tell(f"the scheduler at {address} does not answer so far; trying for {limit:g} s")
-    if not client.sync(_go_on_asking, answer, limit - first):
+    if not client.sync(_echoes, scheduler, limit - first):
         raise ClusterLost(
             f"cluster: the scheduler has not answered for {limit:g} s, although it is connected; "
             f"check that it is not stopped or busy ({address})"
         )
 
 
-async def _begin_asking(client: Client, limit: float) -> asyncio.Task[Any]:
-    scheduler: Any = client.scheduler
-    answer: asyncio.Task[Any] = asyncio.ensure_future(scheduler.echo())
-    await asyncio.wait({answer}, timeout=limit)
-    return answer
-
-
-async def _go_on_asking(answer: asyncio.Task[Any], limit: float) -> bool:
-    """Return whether an answer has come; else give it up."""
-    await asyncio.wait({answer}, timeout=limit)
-    if not answer.done():
-        answer.cancel()
-        await asyncio.wait({answer})
+async def _echoes(scheduler: Any, limit: float) -> bool:
+    try:
+        await asyncio.wait_for(scheduler.echo(), limit)
+    except (asyncio.TimeoutError, TimeoutError):
         return False
-    answer.result()
     return True
 
 
@@ -170,25 +132,25 @@ def _try(address: str, terms: dict[str, Any], limit: float) -> tuple[str, str, b
     """Return what answers at an address, or why nothing does and whether that may change."""
     runner: Any = LoopRunner
     try:
-        found = runner().run_sync(_ask, address, terms, limit)
+        found = runner().run_sync(_identity, address, terms, limit)
     except Exception as error:  # whatever Dask makes of what has answered
         return "", *_why(address, error)
     kind = found.get("type") if isinstance(found, dict) else None
     return str(kind), "", False
 
 
-async def _ask(address: str, terms: dict[str, Any], limit: float) -> Any:
-    """Return the identity of the process at an address."""
-    call: Any = _identity
-    return await asyncio.wait_for(call(address, terms, limit), limit + 0.1)
-
-
 async def _identity(address: str, terms: dict[str, Any], limit: float) -> Any:
-    comm = await connect(address, timeout=limit, **terms)
-    try:
-        return await send_recv(comm, op="identity")
-    finally:
-        comm.abort()
+    """Return the identity of the process at an address."""
+
+    async def ask() -> Any:
+        connecting: Any = connect(address, timeout=limit, **terms)
+        comm = await connecting
+        try:
+            return await send_recv(comm, op="identity")
+        finally:
+            comm.abort()
+
+    return await asyncio.wait_for(ask(), limit + 0.1)  # connecting alone ends with its own reason
 
 
 def _why(address: str, error: BaseException) -> tuple[str, bool]:

@@ -1,9 +1,9 @@
 """Find the user's own modules that a function needs, with their sources.
 
-Runs in the kernel, in the thread that calls ``fit``. The user's own are modules of the notebook's
-folder, and of folders on ``sys.path`` that are neither installed nor of the standard library.
-Cloudpickle writes their classes and functions by reference, which workers elsewhere cannot import.
-So their sources travel with each job; ``worker/modules.py`` imports them.
+The user's own are modules of the notebook's folder, and of folders on ``sys.path`` that are neither
+installed nor of the standard library. Cloudpickle writes their classes and functions by reference,
+which workers elsewhere cannot import. So their sources travel with each job; ``worker/modules.py``
+imports them.
 
 Found are the modules of pickled classes and functions, those that pickled code imports, also in
 function bodies, and those that these modules import in turn. A package travels as a whole.
@@ -115,10 +115,7 @@ def _imported_by_text(text: bytes) -> frozenset[str]:
 def collect(names: Iterable[str]) -> Modules:
     """Return the user's own among some modules and among what they import.
 
-    Parameters
-    ----------
-    names : iterable of str
-        Names of modules; those that are installed, or not to be found, are passed over.
+    Modules that are installed, or not to be found, are passed over.
     """
     importlib.invalidate_caches()
     sources: dict[str, Source] = {}
@@ -149,24 +146,12 @@ def collect(names: Iterable[str]) -> Modules:
 
 
 class _Package:
-    """The sources of one top-level module.
-
-    Attributes
-    ----------
-    sources : dict of str to Source
-        By full name.
-    ignored : list of str
-        Full names that a ``.gitignore`` excludes.
-    compiled : str
-        A file that is no source, if there is one.
-    too_many : bool
-        Whether there are more files than can be wanted.
-    """
+    """The sources of one top-level module, by full name."""
 
     def __init__(self, name: str, places: list[str]) -> None:
         self.sources: dict[str, Source] = {}
-        self.ignored: list[str] = []
-        self.compiled = ""
+        self.ignored: list[str] = []  # full names that a ``.gitignore`` excludes
+        self.compiled = ""  # a file that is no source, if there is one
         self.too_many = False
         for place in places:
             self._git = GitIgnore(os.path.dirname(place))

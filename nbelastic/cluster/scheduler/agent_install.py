@@ -1,7 +1,4 @@
-"""Install agents on workers, once each.
-
-Runs in the scheduler, in its event loop.
-"""
+"""Install agents on workers, once each."""
 
 from __future__ import annotations
 
@@ -22,15 +19,7 @@ HELLO_TIMEOUT = 10.0
 
 
 class AgentInstaller:
-    """Puts agents on workers.
-
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-        The scheduler of the workers.
-    refuse : callable
-        ``refuse(address, reason)`` is called for a worker that cannot have one.
-    """
+    """Puts agents on workers; ``refuse(address, reason)`` takes each that cannot have one."""
 
     def __init__(self, scheduler: Scheduler, refuse: Callable[[str, str], None]) -> None:
         self._scheduler = scheduler

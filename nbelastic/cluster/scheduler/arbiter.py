@@ -1,18 +1,18 @@
 """Share the slots of a cluster among its jobs.
 
-Runs in the scheduler, in its event loop. A *free* slot is *reserved* for one job, by the arbiter; a
-claim makes it *held*, until the plugin sees the end of the rank's task. The slot of a rank that was
-asked to end is *vacating*: it counts, but is no job's. That of a frozen
-worker, or of a rank that has outlived its job, does not count. Between a decision and the driver's
-step, a job acts by its former share; so each claim is checked against the newest decision, and a
-refused slot is offered again. A job without a kernel, or whose driver is silent, keeps what it has
-and gets no more. A job is *admitted* once it has held its floor: until then all its slots can be
-taken back.
+A *free* slot is *reserved* for one job, by the arbiter; a claim makes it *held*, until the plugin
+sees the end of the rank's task. The slot of a rank that was asked to end is *vacating*: it counts,
+but is no job's. That of a frozen worker, or of a rank that has outlived its job, does not count.
+Between a decision and the driver's step, a job acts by its former share; so each claim is checked
+against the newest decision, and a refused slot is offered again. A job without a kernel, or whose
+driver is silent, keeps what it has and gets no more. A job is *admitted* once it has held its
+floor: until then all its slots can be taken back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from .records import JobRecord, WorkerRecord
 
+logger = logging.getLogger(__name__)
+
 SILENCE = 10.0
 """Seconds without a step of its driver after which a job gets no more slots."""
 
@@ -47,13 +49,7 @@ _DEFAULTS: dict[str, Any] = _FILE["nbelastic"]["sharing"]
 
 
 def read_rules() -> SharingRules:
-    """Return the rules in Dask's configuration of this process.
-
-    Raises
-    ------
-    OptionError
-        A value is not possible.
-    """
+    """Return the rules in Dask's configuration of this process; raise OptionError for odd ones."""
     values = {**_DEFAULTS, **(dask.config.get("nbelastic.sharing", None) or {})}
     policy = values["policy"]
     if policy not in ("fair", "first"):
@@ -80,7 +76,7 @@ class _Entry:
     """What the arbiter remembers of a job."""
 
     stepped_at: float
-    driver: tuple[int, int] = (0, 0)
+    driver: tuple[int, int] = (0, 0)  # its epoch and newest step, seen at `stepped_at`
     admitted: bool = False
     waiting_since: float | None = None
     sent: ShareSet | None = None
@@ -90,16 +86,7 @@ class _Entry:
 class Arbiter:
     """Decides how many slots each job may have, and which.
 
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-        The scheduler.
-    jobs : dict of str to JobRecord
-        The open jobs.
-    workers : dict of str to WorkerRecord
-        The workers with an agent, by their slots.
-    announce : callable
-        ``announce(job, slots)`` offers slots to a job; without slots, all.
+    `workers` are by slot. ``announce(job, slots)`` offers slots to a job, or all for None.
     """
 
     def __init__(
@@ -131,7 +118,7 @@ class Arbiter:
             self._next.cancel()
             self._next = None
 
-    def look(self) -> None:
+    def schedule(self) -> None:
         """Decide anew in the next turn of the event loop: something has changed."""
         if self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self.decide)
@@ -161,7 +148,7 @@ class Arbiter:
             self._reserved.pop(slot, None)
             return True
         self._entries[job].offered.discard(slot)
-        self.look()
+        self.schedule()
         return False
 
     def _share(self, job: str) -> int | None:
@@ -285,6 +272,7 @@ class Arbiter:
         if share is None:
             if entry.sent is not None:
                 entry.sent = None
+                logger.info("job %r: no bound any more, the cluster is its own", job)
                 record.controller.take_in(ShareSet(None))
                 self._announce(job, None)
             return
@@ -298,6 +286,15 @@ class Arbiter:
             if known == (share, usable, names, len(others)):
                 return
         entry.sent = event
+        logger.info(
+            "job %r: share %d of %d slots with %d other jobs; it holds %d and gives %d back",
+            job,
+            share,
+            usable,
+            len(others),
+            len(_staying(record)),
+            len(reclaimed),
+        )
         entry.offered.clear()
         record.controller.take_in(event)
 
@@ -325,8 +322,8 @@ def _alike(jobs: dict[str, JobRecord]) -> list[tuple[JobRecord, list[str]]]:
     """Return groups of jobs that ask the same of workers, each with one of its records."""
     groups: dict[Any, tuple[JobRecord, list[str]]] = {}
     for name, record in jobs.items():
-        workers = None if record.workers is None else frozenset(record.workers)
-        asked = workers, _frozen(record.resources), _frozen(record.versions)
+        terms = record.terms
+        asked = record.workers, _frozen(terms.resources), _frozen(terms.versions)
         groups.setdefault(asked, (record, []))[1].append(name)
     return list(groups.values())
 

@@ -1,17 +1,19 @@
 """Carry on one job: a copy of its membership machine, and its effects.
 
-Runs in the scheduler, in its event loop. The driver decides in which order events happened, at what
-time and with which chance (its *journal*). The copy here handles the same, so it comes to the same
-effects. They are carried out here, next to the workers, so that the machine and its effects are
-never apart, whenever the kernel dies. :class:`JobController` has a table of a job's states.
+The driver decides in which order events happened, at what time and with which chance (its
+*journal*). The copy here handles the same, so it comes to the same effects. They are carried out
+here, next to the workers, so that the machine and its effects are never apart, whenever the kernel
+dies. :class:`JobController` has a table of a job's states.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from nbelastic.cluster.dask_compat import PeriodicCall
+from nbelastic.cluster.job_log import in_one_line
 from nbelastic.cluster.wire import (
     AbortOrder,
     ChangeOrder,
@@ -44,11 +46,14 @@ from nbelastic.membership.reasons import KernelAttached, KernelLost
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from nbelastic.cluster.journal import JournalFile
     from nbelastic.cluster.rank_error import PackedError
     from nbelastic.cluster.wire import JournalStep, Message, RankOrder
     from nbelastic.membership import Effect, Event, Reason, Slot
 
     from .records import JobRecord
+
+logger = logging.getLogger(__name__)
 
 CARETAKER_INTERVAL = 0.25
 """Seconds between two ticks of a caretaker."""
@@ -93,27 +98,24 @@ class JobController:
                 driver has an *epoch*; a former one's steps are answered by ``DriverReplaced``
     ==========  ===============================================================================
 
-    Parameters
-    ----------
-    job : str
-        Its name.
-    record : JobRecord
-        Its record.
-    ops : WorkerOps
-        The plugin.
-    chance : callable
-        Returns a random number from 0 up to 1.
+    `chance` returns a random number from 0 up to 1.
     """
 
     def __init__(
-        self, job: str, record: JobRecord, ops: WorkerOps, chance: Callable[[], float]
+        self,
+        job: str,
+        record: JobRecord,
+        ops: WorkerOps,
+        chance: Callable[[], float],
+        journal: JournalFile | None = None,
     ) -> None:
         self._job = job
         self._record = record
         self._ops = ops
         self._chance = chance
+        self._journal = journal
         self._caretaker = PeriodicCall(CARETAKER_INTERVAL, self._look_after)
-        self._looked = 0.0
+        self._last_tick = 0.0
         self._abandoned = 0.0
         self._draining = False
 
@@ -150,12 +152,31 @@ class JobController:
     def _apply(self, event: Event, now: float, chance: float) -> None:
         machine = self._record.machine
         effects = machine.handle(event, now, chance)
+        if self._journal is not None:
+            self._save(self._journal, event, now, chance, effects)
         if effects or isinstance(event, LimitsChanged):
             self._ops.rearrange()
         for effect in effects:
             size = 0 if machine.roster.ended else machine.roster.counted.present
-            self._record.log.note_effect(effect, size)
+            entry = self._record.log.note_effect(effect, size, event)
+            if entry is not None:
+                logger.info("job %r: %s", self._job, in_one_line(entry))
             self._carry_out(effect)
+
+    def _save(
+        self,
+        journal: JournalFile,
+        event: Event,
+        now: float,
+        chance: float,
+        effects: list[Effect],
+    ) -> None:
+        try:
+            journal.write(event, now, chance, effects, self._record.machine)
+        except OSError as error:  # a full disk must not end the job
+            self._journal = None
+            journal.close()
+            logger.warning("the journal of job %r ends here: %s", self._job, error)
 
     def _carry_out(self, effect: Effect) -> None:
         record, job = self._record, self._job
@@ -188,8 +209,8 @@ class JobController:
         """Start the caretaker: the kernel is gone."""
         record = self._record
         record.client = None
-        self._looked = self._abandoned = asyncio.get_running_loop().time()
-        self._note("abandoned", KernelLost(record.lease))
+        self._last_tick = self._abandoned = asyncio.get_running_loop().time()
+        self._note("abandoned", KernelLost(record.terms.lease))
         self._caretaker.start()
         if not self._draining:
             self._drain()
@@ -197,7 +218,8 @@ class JobController:
     def _note(self, kind: str, reason: Reason) -> None:
         generation = self._record.machine.roster.generation
         size = self._record.machine.roster.counted.present
-        self._record.log.note(kind, generation=generation, size=size, reason=reason)
+        entry = self._record.log.note(kind, generation=generation, size=size, reason=reason)
+        logger.info("job %r: %s", self._job, in_one_line(entry))
 
     def _drain(self) -> None:
         """Hand the waiting events to the machine."""
@@ -212,34 +234,37 @@ class JobController:
 
     def _now(self) -> float:
         """Return the machine's time, in which a pause of the scheduler does not count."""
-        looked, self._looked = self._looked, asyncio.get_running_loop().time()
-        passed = min(self._looked - looked, 4 * CARETAKER_INTERVAL)
+        last_tick, self._last_tick = self._last_tick, asyncio.get_running_loop().time()
+        passed = min(self._last_tick - last_tick, 4 * CARETAKER_INTERVAL)
         return self._record.machine.roster.now + passed
 
     def _look_after(self) -> None:
-        """Let time pass for the machine, and end the job with its lease."""
+        """Advance the machine's time, and end the job with its lease."""
         self._drain()
         roster = self._record.machine.roster
-        expired = asyncio.get_running_loop().time() >= self._abandoned + self._record.lease
+        expired = asyncio.get_running_loop().time() >= self._abandoned + self._record.terms.lease
         if roster.phase == Phase.ENDED:
             if expired:
                 self._ops.drop(self._job)
         elif expired and not roster.ended:
-            stop = StopRequested(True, StopReason.UNATTENDED, self._record.lease)
+            stop = StopRequested(True, StopReason.UNATTENDED, self._record.terms.lease)
             self._apply(stop, self._now(), self._chance())
         else:
             self._apply(Tick(), self._now(), self._chance())
 
     def stop(self) -> None:
-        """Stop the caretaker."""
+        """Stop the caretaker, and end the journal."""
         self._caretaker.stop()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
     # -- taken over ------------------------------------------------------------------------------
 
     def take_over(self, client: str, topic: str) -> JobHandover:
         """Hand the job over to a driver; return all that it needs to know."""
         record = self._record
-        self.stop()
+        self._caretaker.stop()
         record.client, record.topic = client, topic
         record.epoch += 1
         record.steps = 0
@@ -254,7 +279,7 @@ class JobController:
             uid=record.uid,
             seq=min(record.backlog, default=record.seq + 1) - 1,
             machine=pack_machine(record.machine),
-            options=record.options,
+            options=record.terms.options,
             started=record.started,
             log=record.log.contents(),
         )

@@ -1,15 +1,16 @@
 """Pass heartbeats on to the drivers, and detect workers whose heartbeats cease.
 
-Runs in the scheduler, in its event loop. A worker that misses two heartbeats is probed. If its
-process is stopped, the driver is told at once. If it is busy, it is alive and merely cannot send
-(something holds the GIL), which is as good as a heartbeat. If its process cannot be read, the
-worker counts as frozen after its job's ``heartbeat_timeout``.
+A worker that misses two heartbeats is probed. If its process is stopped, the driver is told at
+once. If it is busy, it is alive and merely cannot send (something holds the GIL), which is as good
+as a heartbeat. If its process cannot be read, the worker counts as frozen after its job's
+``heartbeat_timeout``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from typing import TYPE_CHECKING
 
 from nbelastic.cluster.dask_compat import PeriodicCall, resume
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from .records import JobRecord, WorkerRecord
 
+logger = logging.getLogger(__name__)
+
 LISTEN_INTERVAL = 0.25
 """Seconds between two counts of silence, and between two probes of a process."""
 
@@ -42,16 +45,8 @@ PROBED_AFTER = 2 * HEARTBEAT_INTERVAL_S
 class HeartbeatMonitor:
     """Monitor of the heartbeats of all ranks.
 
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-        The scheduler of the workers.
-    jobs, workers : dict
-        The plugin's jobs by name, and workers by slot.
-    tell : callable
-        ``tell(job, event)`` takes an event of a job.
-    send : callable
-        ``send(job, message)`` sends a message to a job's driver.
+    `workers` are by slot. ``tell(job, event)`` hands an event to a job, ``send(job, message)``
+    sends a message to its driver.
     """
 
     def __init__(
@@ -157,7 +152,7 @@ class HeartbeatMonitor:
         record = self._jobs.get(job)
         if record is None or slot in record.silent:
             return
-        limit = record.heartbeat_timeout
+        limit = record.terms.heartbeat_timeout
         # Before its first heartbeat, its task may wait for a thread.
         if worker.has_beaten and worker.silence >= limit:
             self._report_silent(slot, job, LossReason.WORKER_SILENT, worker.silence)
@@ -190,6 +185,14 @@ class HeartbeatMonitor:
         record = self._jobs.get(job)
         if record is not None and slot not in record.silent:
             record.silent.add(slot)
+            logger.info(
+                "job %r: %s is frozen: %s, %.1f s without a heartbeat (heartbeat_timeout %g s)",
+                job,
+                self._workers[slot].address,
+                reason.value,
+                seconds,
+                record.terms.heartbeat_timeout,
+            )
             self._tell(job, SlotSilent(slot, reason, seconds))
 
 

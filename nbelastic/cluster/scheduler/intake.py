@@ -1,8 +1,8 @@
 """Read messages strictly, so that a malformed one closes no stream.
 
-Runs in the scheduler, in its event loop. Dask closes a stream when its handler raises, and a worker
-closes with its stream. So a message is read before it is handled. One of an agent that cannot be
-read costs the rank of that worker, and nothing else.
+Dask closes a stream when its handler raises, and a worker closes with its stream. So a message is
+read before it is handled. One of an agent that cannot be read costs the rank of that worker, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -49,12 +49,7 @@ FROM_RANKS = (
 class Intake:
     """Puts handlers on a scheduler that may raise.
 
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-        The scheduler.
-    blame : callable
-        ``blame(worker, error)`` is called for a message of a worker that cannot be read.
+    ``blame(worker, error)`` takes each message of a worker that cannot be read.
     """
 
     def __init__(self, scheduler: Scheduler, blame: Callable[[str, Exception], None]) -> None:

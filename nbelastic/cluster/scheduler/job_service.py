@@ -1,18 +1,18 @@
-"""Open, drive, hand over and close jobs, on requests of kernels.
-
-Runs in the scheduler, in its event loop.
-"""
+"""Open, drive, hand over and close jobs, on requests of kernels."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
+from nbelastic.cluster.journal import open_journal
 from nbelastic.cluster.sendable import sendable
 from nbelastic.cluster.wire import (
     AttachRefusal,
@@ -23,8 +23,8 @@ from nbelastic.cluster.wire import (
     GiveUp,
     InjectRequest,
     JobClosed,
+    JobInfo,
     JobSummaries,
-    JobSummary,
     JobWish,
     JournalStep,
     Message,
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from .intake import Intake
     from .plugin import ElasticPlugin
 
+logger = logging.getLogger(__name__)
+
 CLOSE_GRACE = 5.0
 """Seconds that ranks have to end when their job is closed, and that Dask has to see it."""
 
@@ -59,17 +61,7 @@ KEEPER = "fire-and-forget"
 
 
 class JobService:
-    """Opens, hands over and closes jobs.
-
-    Parameters
-    ----------
-    plugin : ElasticPlugin
-        The plugin.
-    scheduler : distributed.Scheduler
-        The scheduler.
-    intake : Intake
-        The intake of messages of kernels.
-    """
+    """Opens, hands over and closes jobs."""
 
     def __init__(self, plugin: ElasticPlugin, scheduler: Scheduler, intake: Intake) -> None:
         self._plugin = plugin
@@ -100,40 +92,36 @@ class JobService:
             return "taken"
         self._plugin.arbiter.open()
         record = self._jobs[asked.job] = JobRecord(
+            uid=asked.uid,
+            terms=replace(terms, machine=""),
+            workers=None if terms.workers is None else self._resolved(terms.workers),
+            machine=unpack_machine(terms.machine),
             client=asked.client,
             topic=asked.topic,
-            payload=terms.payload,
-            workers=None if terms.workers is None else self._resolved(terms.workers),
-            resources=terms.resources,
-            versions=terms.versions,
-            heartbeat_timeout=terms.heartbeat_timeout,
-            lease=terms.lease,
-            options=terms.options,
-            machine=unpack_machine(terms.machine),
-            uid=asked.uid,
             started=time.time(),
-            partitions=terms.partitions,
-            notices=terms.notices,
         )
-        if record.partitions:
-            hold_keys(self._scheduler, record.holder, record.partitions)
+        if terms.partitions:
+            hold_keys(self._scheduler, record.holder, terms.partitions)
         self._shorten_batching(asked.client)
-        record.controller = JobController(asked.job, record, self._plugin, self._plugin.chance)
+        journal = open_journal(asked.job, asked.uid, record.machine)
+        record.controller = JobController(
+            asked.job, record, self._plugin, self._plugin.chance, journal
+        )
         await self._plugin.prepare(asked.job)
         return ""
 
-    def _resolved(self, workers: tuple[str, ...]) -> set[str]:
+    def _resolved(self, workers: tuple[str, ...]) -> frozenset[str]:
         """Return names of workers with the addresses by which the scheduler knows them."""
         found = set(workers)
         for each in workers:
             if "://" in each:
                 with contextlib.suppress(ValueError, OSError):  # no address, or an unknown host
                     found.add(self._scheduler.coerce_address(each))
-        return found
+        return frozenset(found)
 
     async def payload(self, job: str) -> dict[str, Any]:
         """Return the payload of a job."""
-        return _reply(self._jobs[job].payload)
+        return _reply(self._jobs[job].terms.payload)
 
     async def close(self, job: str, uid: str, epoch: int, steps: int) -> list[str]:
         """Forget a job, once what still runs of it has ended and Dask has seen that.
@@ -145,7 +133,7 @@ class JobService:
         if record is None or (record.uid, record.epoch) != (uid, epoch):
             return self._plugin.free_workers()
         record.closing = True
-        self._plugin.arbiter.look()
+        self._plugin.arbiter.schedule()
         await _until(lambda: record.steps >= steps)
         self._plugin.order(record, EndRankOrder(job, 0, "evict", "the job has ended"), record.ranks)
         await _until(lambda: not record.ranks and not self._busy(record))
@@ -165,7 +153,7 @@ class JobService:
             seen = view(record.machine, record.machine.roster.now)
             limits = record.machine.roster.limits
             found.append(
-                JobSummary(
+                JobInfo(
                     name=name,
                     state=seen.state,
                     size=seen.size,
@@ -263,13 +251,13 @@ class JobService:
         self._plugin.announce_all(job)
 
     def leave(self, client: str) -> None:
-        """Take note that a kernel is gone."""
+        """Abandon the jobs of a kernel that is gone."""
         for job, record in list(self._jobs.items()):
             if record.client == client:
                 self._abandon(job, record)
 
     def give_up(self, client: str, message: GiveUp) -> None:
-        """Note that a kernel does not wait any more for the job that it has asked for."""
+        """Cancel a pending open or attach; its request may arrive later."""
         self._given_up.append(message.topic)  # its request may come later than this
         for job, record in list(self._jobs.items()):
             if record.topic == message.topic and message.over:
@@ -289,19 +277,20 @@ class JobService:
             return
         self._take_back(job, record)
         record.controller.abandon()
-        self._plugin.arbiter.look()
+        self._plugin.arbiter.schedule()
 
     def _take_back(self, job: str, record: JobRecord) -> None:
         """Take back slots for which the kernel has not submitted a task: no other will."""
         for start, slot in list(record.ranks.items()):
             if record.key(start) not in self._scheduler.tasks:
+                logger.info("job %r: start %d has no task: its slot is taken back", job, start)
                 self._plugin.free(job, start, slot)
                 record.controller.take_in(SlotBusy(slot))
 
     # -- tasks -----------------------------------------------------------------------------------
 
     def keep_tasks(self, keys: Any, client: str) -> None:
-        """Have Dask keep ranks' tasks when the kernel that has submitted them is gone.
+        """Make Dask keep ranks' tasks when the kernel that has submitted them is gone.
 
         One that comes when its kernel or its worker is gone already is not wanted any more.
         """
@@ -312,7 +301,7 @@ class JobService:
             asyncio.get_running_loop().call_soon(self._forget, list(ours - wanted), client)
 
     def forget_tasks(self, keys: list[str]) -> None:
-        """Let go of tasks that will never run to an end: Dask would keep them for ever."""
+        """Release tasks that will never run to an end: Dask would keep them for ever."""
         self._forget(keys, KEEPER)
 
     def _forget(self, keys: list[str], client: str) -> None:

@@ -1,8 +1,8 @@
-"""Leave machines that say they will go, and retire their workers before they do.
+"""Move ranks off machines with a termination notice, then retire their workers.
 
-Runs in the scheduler, in its event loop. One agent of each host watches for notices of the host,
-and each agent for signals and the end of its own batch job, while there is a job that wants it, or
-:class:`~.spot_notices.SpotNotices` is registered.
+One agent of each host watches for notices of the host, and each agent for signals and the end of
+its own batch job, while there is a job that wants it, or :class:`~.spot_notices.SpotNotices` is
+registered.
 """
 
 from __future__ import annotations
@@ -54,19 +54,10 @@ After the first time it is twice as long.
 """
 
 
-class NoticeDesk:
+class NoticeController:
     """Takes notices from agents, and appoints the agents that watch for them.
 
-    Parameters
-    ----------
-    plugin : ElasticPlugin
-        The plugin.
-    scheduler : distributed.Scheduler
-        The scheduler.
-    jobs, workers : mapping
-        The plugin's records.
-    retire : coroutine function
-        ``retire(addresses)`` retires workers at once.
+    ``await retire(addresses)`` retires workers at once.
     """
 
     def __init__(
@@ -95,17 +86,20 @@ class NoticeDesk:
     def going(self) -> int:
         """How many workers are to be replaced, because of a notice."""
         workers = self._workers.values()
-        return sum(bool(each.notices) or _could_be_left(each) for each in workers)
+        at_risk = sum(
+            w.risk is not None and w.holder is not None and not w.notices for w in workers
+        )
+        return at_risk + sum(bool(each.notices) for each in workers)
 
     # -- watchers ----------------------------------------------------------------------------------
 
     def review(self) -> None:
-        """Have one agent of each host watch for its notices; retire workers that were replaced.
+        """Appoint one agent of each host to watch for notices; retire replaced workers.
 
         That is the agent which does already, unless it is silent or closes; else the one with the
         lowest address. Without a job that wants it no agent watches.
         """
-        on = self.standing or any(job.notices for job in self._jobs.values())
+        on = self.standing or any(job.terms.notices for job in self._jobs.values())
         self._hosts = {h: each for h, each in self._hosts.items() if self._now < each.deadline}
         hosts: dict[str, WorkerRecord] = {}
         for worker in self._workers.values():
@@ -123,10 +117,20 @@ class NoticeDesk:
     # -- notices -----------------------------------------------------------------------------------
 
     def take(self, worker: WorkerRecord, report: NoticeReport) -> None:
-        """Have ranks leave the workers that a notice is about, or stay if it is revoked."""
+        """Make ranks leave the workers that a notice is about, or stay if it is revoked."""
         if report.host and not worker.watch.host:
             return  # it has watched once: another one knows better
         host = worker.slot.host
+        logger.info(
+            "notice of %s, from %s: %s in %.0f s, for %s%s%s",
+            report.source.value,
+            worker.address,
+            report.action or "end",
+            report.seconds,
+            f"all workers of {host}" if report.host else "it alone",
+            ", soft" * report.soft,
+            ", revoked" * report.revoked,
+        )
         concerned = [
             each
             for each in self._workers.values()
@@ -163,7 +167,7 @@ class NoticeDesk:
             self._hosts.pop(host, None)
             self._set_risk([worker], self._risks.get(host))
 
-    def inform(self, job: str) -> None:
+    def announce_risks(self, job: str) -> None:
         """Tell a new job which workers are at risk; those that will go it is not offered."""
         for worker in self._workers.values():
             risk = self._risks.get(worker.slot.host)
@@ -182,7 +186,7 @@ class NoticeDesk:
                 self._mark_leaving(worker)
         for host in hosts - self._under_way:
             self._under_way.add(host)
-            self._plugin.spawn(self._see_off(host))
+            self._plugin.spawn(self._retire_when_empty(host))
 
     def _mark_leaving(self, worker: WorkerRecord) -> None:
         notice = worker.notice
@@ -192,7 +196,7 @@ class NoticeDesk:
         self._plugin.mark_leaving(worker.address, notice=given)
 
     def _stay(self, workers: Iterable[WorkerRecord], report: NoticeReport) -> None:
-        """Let workers stay whose notice is revoked, if nothing else has them leave."""
+        """Keep workers whose notice is revoked, unless another one is in force."""
         for worker in workers:
             if worker.notices.pop(report.source, None) is None or worker.retiring:
                 continue
@@ -202,7 +206,7 @@ class NoticeDesk:
                 self._plugin.mark_staying(worker.address)
                 self._set_risk([worker], self._risks.get(worker.slot.host))
 
-    async def _see_off(self, host: str) -> None:
+    async def _retire_when_empty(self, host: str) -> None:
         """Retire the workers of a host when their ranks have left, or when it is time.
 
         They are retired together, so that the data of one does not move to another. A cluster
@@ -235,6 +239,7 @@ class NoticeDesk:
         """Retire workers; return those that Dask keeps, because their data can go nowhere."""
         there = [worker for worker in workers if worker.address in self._scheduler.workers]
         for worker in there:
+            logger.info("worker %s is retired: its machine will go", worker.address)
             worker.retiring = True  # a notice that is revoked from now on is revoked too late
         try:
             if there:
@@ -252,7 +257,7 @@ class NoticeDesk:
             if not worker.notices:
                 self._plugin.mark_staying(worker.address)
 
-    async def _part_with(self, worker: WorkerRecord) -> None:
+    async def _retire_replaced_worker(self, worker: WorkerRecord) -> None:
         """Retire a worker that another has replaced."""
         while await self._retire([worker]):
             await asyncio.sleep(RETRY)
@@ -277,16 +282,11 @@ class NoticeDesk:
                 continue
             if any(worker.slot.id in job.machine.roster.departing for job in self._jobs.values()):
                 worker.retiring = True
-                self._plugin.spawn(self._part_with(worker))
+                self._plugin.spawn(self._retire_replaced_worker(worker))
 
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _could_be_left(worker: WorkerRecord) -> bool:
-    """Return whether a worker is at risk and has a rank, which another one could have."""
-    return worker.risk is not None and worker.holder is not None
 
 
 def _given(worker: WorkerRecord, report: NoticeReport) -> NoticeGiven:

@@ -1,8 +1,8 @@
 """Limit the output that waits in the scheduler for a kernel that does not read.
 
-Runs in the scheduler, in its event loop. A kernel that is stopped, or whose cell holds its lock for
-minutes, reads nothing. Dask keeps all messages for it meanwhile, and ranks may print gigabytes. So
-no more output is sent to it from a certain size on, until it has read most of that.
+A kernel that is stopped, or whose cell holds its lock for minutes, reads nothing. Dask keeps all
+messages for it meanwhile, and ranks may print gigabytes. So no more output is sent to it from a
+certain size on, until it has read most of that.
 """
 
 from __future__ import annotations
@@ -27,14 +27,9 @@ class OutputValve:
         self._closed = False
 
     def take(self, message: RankOutput, waiting: int) -> RankOutput | None:
-        """Return what to send to the kernel: the message, or the mark of a gap, or nothing.
+        """Return what to send to the kernel: the message, the mark of a gap, or nothing.
 
-        Parameters
-        ----------
-        message : RankOutput
-            Output of a rank.
-        waiting : int
-            How many bytes wait for the kernel.
+        So many bytes are `waiting` for the kernel.
         """
         was_closed = self._closed
         self._closed = waiting > (FEW_WAITING if was_closed else MOST_WAITING)

@@ -1,10 +1,10 @@
 """Find workers for jobs, give each slot to one of them, and relay messages.
 
-Runs in the scheduler, in its event loop, so nothing here needs a lock and nothing may block. The
-plugin decides nothing about membership; it carries facts to the drivers and orders to the agents.
+The plugin decides nothing about membership; it carries facts to the drivers and orders to the
+agents.
 
-Installed once per cluster, whatever the number of jobs, it stays when they end, without state.
-An agent is put on a worker when the first job wants that worker, not before.
+Installed once per cluster, whatever the number of jobs, it stays when they end, without state. An
+agent is put on a worker when the first job wants that worker, not before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 import random
 import time
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
 from .intake import Intake
 from .job_service import JobService
-from .notices import NoticeDesk
+from .notices import NoticeController
 from .records import (
     RANK_KEY,
     JobRecord,
@@ -88,6 +89,8 @@ if TYPE_CHECKING:
     from nbelastic.cluster.rank_error import PackedError
     from nbelastic.cluster.wire import Message, RankOrder
     from nbelastic.membership import Event, NoticeGiven, Slot, StartRank
+
+logger = logging.getLogger(__name__)
 
 REVIEW_INTERVAL = 0.5
 """Seconds between two reviews of the workers that are not offered to a job."""
@@ -115,9 +118,11 @@ class ElasticPlugin(SchedulerPlugin):
             scheduler, self.jobs, self._workers, self._event, self._to_driver
         )
         self._scaling = ScalingHooks(self, scheduler)
-        self._notices = NoticeDesk(self, scheduler, self.jobs, self._workers, self._scaling.retire)
+        self._notices = NoticeController(
+            self, scheduler, self.jobs, self._workers, self._scaling.retire
+        )
         self.arbiter = Arbiter(scheduler, self.jobs, self._workers, self._offer)
-        intake = Intake(scheduler, self._distrust)
+        intake = Intake(scheduler, self._evict_sender)
         intake.of_agents(Hello, self._hello)
         intake.of_agents(RankEvent, self._report)
         intake.of_agents(Heartbeats, self._take_beats)
@@ -150,7 +155,7 @@ class ElasticPlugin(SchedulerPlugin):
         if job in self.jobs:
             self.jobs[job].opening = False
             self.arbiter.decide()
-            self._notices.inform(job)
+            self._notices.announce_risks(job)
             self.announce_all(job)
             self._review_job(job, self.jobs[job])
 
@@ -165,7 +170,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._job_service.forget_tasks([record.key(s) for s in range(record.machine.roster.starts)])
         for host in self._workers.values():
             self._to_agent(host, pack(ForgetOrder(job)))
-        self.arbiter.look()
+        self.arbiter.schedule()
         self._settle()
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
@@ -212,6 +217,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     def _refuse(self, address: str, reason: str) -> None:
         state = self._scheduler.workers.get(address)
+        logger.info("worker %s can host no rank: %s", address, reason)
         self._refused[address] = reason
         for name, record in self.jobs.items():
             if state is not None and fits(record, state):
@@ -232,7 +238,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._notices.arrived(host)
         for name in self.jobs:
             self._announce(name, [slot.id])
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     def announce_all(self, job: str) -> None:
         """Tell a driver of all free slots that it may use."""
@@ -352,7 +358,7 @@ class ElasticPlugin(SchedulerPlugin):
             self._job_service.forget_tasks([record.key(start) for start in lost])
             self._heartbeats.send_beats(name)  # the last ones tell how far a lost rank had come
             self._event(name, SlotGone(slot))
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     async def _tell_death(self, nanny: str, host: WorkerRecord, job: str) -> None:
         """Report the cause of death of a rank's process, once it is known."""
@@ -372,7 +378,7 @@ class ElasticPlugin(SchedulerPlugin):
         host.retiring |= notice is None
         for name in self.jobs:
             self._event(name, SlotLeaving(slot, soon, notice))
-        self.arbiter.look()
+        self.arbiter.schedule()
         return [] if host.holder is None else [host.holder]
 
     def mark_at_risk(self, address: str, notice: NoticeGiven) -> None:
@@ -387,7 +393,7 @@ class ElasticPlugin(SchedulerPlugin):
         for name in self.jobs:
             self._event(name, SlotStays(slot))
             self._announce(name, [slot])
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     def holds(self, rank: tuple[str, int]) -> bool:
         """Return whether a rank still has its slot."""
@@ -452,6 +458,7 @@ class ElasticPlugin(SchedulerPlugin):
         if host.holder is not None or host.leaving or record.client is None:
             return SlotBusy(slot)  # only a kernel can start a rank on it
         if not self.arbiter.claim(job, slot):
+            logger.info("job %r: %s is beyond its share by now", job, host.address)
             return SlotBusy(slot)
         host.holder, host.has_beaten, host.silence = (job, effect.start), False, 0.0
         record.ranks[effect.start] = slot
@@ -461,7 +468,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     def rearrange(self) -> None:
         """Decide anew how the jobs share the cluster."""
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     def free(self, job: str, start: int, slot: str | None) -> None:
         """Take a slot back from a rank, and offer it to the job that it is for, or to all."""
@@ -473,15 +480,18 @@ class ElasticPlugin(SchedulerPlugin):
             record.places.pop(start, None)
         if slot is not None:
             if self._workers[slot].holder == (job, start):
+                logger.info(
+                    "job %r: start %d holds %s no more", job, start, self._workers[slot].address
+                )
                 self._workers[slot].holder = None
                 if record is not None:
                     record.silent.discard(slot)  # if it falls silent again, that is news
             for name in self.jobs:
                 self._announce(name, [slot])
-        self.arbiter.look()
+        self.arbiter.schedule()
 
     def grant(self, record: JobRecord, start: int, slot: str) -> None:
-        """Have the driver start a rank on a slot that it was given."""
+        """Make the driver start a rank on a slot that it was given."""
         self.send(record, SlotGranted(start, self._workers[slot].slot, record.places[start]))
 
     def restart_worker(self, slot: Slot, reason: str) -> None:
@@ -490,7 +500,7 @@ class ElasticPlugin(SchedulerPlugin):
             self.spawn(self._restart_worker(slot.worker, reason))
 
     async def _restart_worker(self, address: str, reason: str) -> None:
-        """Restart a worker through its nanny; without one, part with it."""
+        logger.info("worker %s is restarted, or removed if it has no nanny: %s", address, reason)
         await self._scheduler.restart_workers(
             workers=[address],
             wait_for_workers=False,
@@ -519,12 +529,13 @@ class ElasticPlugin(SchedulerPlugin):
 
     # -- from the agents ---------------------------------------------------------------------------
 
-    def _distrust(self, worker: str, error: Exception) -> None:
-        """Do without the rank of a worker that has sent a message that cannot be read."""
+    def _evict_sender(self, worker: str, error: Exception) -> None:
+        """Evict the rank of a worker whose message cannot be read."""
         if isinstance(error, VersionMismatch):
             self._refuse(worker, str(error))
             self._agents.arrived(worker)
         problem = str(error)[:500]
+        logger.info("worker %s has sent a message that cannot be read: %s", worker, problem)
         slot = self._addresses.get(worker)
         holder = None if slot is None else self._workers[slot].holder
         if slot is not None and holder is not None:

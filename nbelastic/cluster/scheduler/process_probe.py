@@ -1,7 +1,7 @@
 """Probe the process of a silent worker from its nanny, or from its host.
 
-Runs in the scheduler, in its event loop. Nannies and workers have a handler of Dask's that runs a
-function, so nothing needs to be installed there.
+Nannies and workers have a handler of Dask's that runs a function, so nothing needs to be installed
+there.
 """
 
 from __future__ import annotations
@@ -30,15 +30,7 @@ class ProcessProbe:
 
     Nothing here waits for an answer. No observer is asked again about a process while its answer
     is due: one that is stopped too leaves no more than one question open.
-
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-        The scheduler of the workers.
-    workers : dict
-        The plugin's workers, by slot.
-    found : callable
-        ``found(slot, verdict)`` takes each :class:`.Verdict`.
+    `workers` are by slot; ``found(slot, verdict)`` takes each :class:`.Verdict`.
     """
 
     def __init__(
@@ -60,7 +52,7 @@ class ProcessProbe:
             self._send(worker, ProbeHistory(), (worker.address, True))
 
     def probe(self, slot: str) -> None:
-        """Have a worker's process probed, soon, by an observer that has no question open."""
+        """Probe a worker's process soon, by an observer that owes no answer."""
         worker = self._workers[slot]
         if worker.probes is None:
             worker.probes = ProbeHistory()

@@ -1,11 +1,8 @@
-"""Keep records of open jobs, and of workers that can host a rank.
-
-Runs in the scheduler, in its event loop.
-"""
+"""Keep records of open jobs, and of workers that can host a rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from distributed.comm.addressing import get_address_host
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
     from nbelastic.cluster.process_state import ProbeHistory, ProcessId
-    from nbelastic.cluster.wire import JobEvent, RankTelemetry
+    from nbelastic.cluster.wire import JobEvent, JobTerms, RankTelemetry
     from nbelastic.membership import Beat, Machine, Place, Slot
 
     from .controller import JobController
@@ -33,75 +30,32 @@ RANK_KEY = "nbelastic-rank-"
 
 @dataclass(frozen=True)
 class NoticeRecord:
-    """A notice in force.
-
-    Attributes
-    ----------
-    source : NoticeSource
-        Who says so.
-    action : str
-        What will happen, in the source's own word.
-    deadline : float
-        When, by the event loop's clock.
-    retire_at : float
-        When workers are retired at the latest, whatever their ranks do.
-    """
+    """A notice in force; its times are by the event loop's clock."""
 
     source: NoticeSource
-    action: str
+    action: str  # what will happen, in the source's own word
     deadline: float
-    retire_at: float
+    retire_at: float  # workers are retired then at the latest, whatever their ranks do
 
 
 @dataclass
 class WorkerRecord:
-    """A worker with an agent.
-
-    Attributes
-    ----------
-    slot : Slot
-        Its slot.
-    versions : dict of str to str
-        What it runs.
-    process : ProcessId
-        Identity of its process on its host.
-    holder : tuple of (str, int) or None
-        The job and start that its slot is given to.
-    has_beaten : bool
-        Whether it has sent heartbeats since its slot was given to that.
-    silence : float
-        Seconds since its last heartbeat while a rank has its slot, in time in which the scheduler
-        listened.
-    probes : ProbeHistory or None
-        States of its process since it fell silent.
-    being_asked : set of tuple
-        Observers of its process that have not answered.
-    last_beats : dict of (str, int) to Beat
-        The last heartbeats of its ranks, by job and start.
-    retiring : bool
-        Whether it is about to be retired, or to close: nothing revokes that.
-    notices : dict of NoticeSource to NoticeRecord
-        Notices that it will go.
-    risk : NoticeSource or None
-        Who recommends to leave it once there is another.
-    watch : WatchOrder
-        What it was last told about watching for notices.
-    """
+    """A worker with an agent."""
 
     slot: Slot
-    versions: dict[str, str]
+    versions: dict[str, str]  # what it runs
     process: ProcessId
     nanny: str | None = None
-    holder: tuple[str, int] | None = None
-    has_beaten: bool = False
-    silence: float = 0.0
-    probes: ProbeHistory | None = None
-    being_asked: set[tuple[str, bool]] = field(default_factory=set)
-    last_beats: dict[tuple[str, int], Beat] = field(default_factory=dict)
-    retiring: bool = False
+    holder: tuple[str, int] | None = None  # job and start that its slot is given to
+    has_beaten: bool = False  # since its slot was given to that
+    silence: float = 0.0  # seconds without a heartbeat, in which it had a rank and we listened
+    probes: ProbeHistory | None = None  # states of its process since it fell silent
+    being_asked: set[tuple[str, bool]] = field(default_factory=set)  # observers that owe an answer
+    last_beats: dict[tuple[str, int], Beat] = field(default_factory=dict)  # by job and start
+    retiring: bool = False  # about to be retired, or to close: nothing revokes that
     notices: dict[NoticeSource, NoticeRecord] = field(default_factory=dict)
-    risk: NoticeSource | None = None
-    watch: WatchOrder = field(default_factory=WatchOrder)
+    risk: NoticeSource | None = None  # that recommends to leave it once there is another
+    watch: WatchOrder = field(default_factory=WatchOrder)  # as last sent to it
 
     @property
     def leaving(self) -> bool:
@@ -126,100 +80,35 @@ class WorkerRecord:
 
 @dataclass
 class JobRecord:
-    """An open job.
+    """An open job. What it was opened with is in its `terms`."""
 
-    Attributes
-    ----------
-    client : str or None
-        Id of the Dask client that drives it; None while its kernel is gone.
-    topic : str
-        The event topic on which its driver listens.
-    payload : JobPayload
-        Its function.
-    workers : set of str or None
-        Addresses, names or hosts of workers that it may use; None for all.
-    unused : list of UnusedWorker
-        The workers that are not offered to it, as last sent to its driver.
-    resources : dict of str to float
-        What a worker must offer.
-    versions : dict of str to str
-        What the kernel runs, and its workers must.
-    heartbeat_timeout : float
-        Seconds of silence after which a worker counts as frozen.
-    ranks : dict of int to str
-        Slot of every start that is claimed or runs.
-    told : set of int
-        Those of them that were told to end.
-    places : dict of int to Place
-        The place foreseen for each of them.
-    telemetry : dict of int to RankTelemetry
-        Telemetry of ranks that has not been passed on.
-    lease : float
-        Seconds that it goes on without a kernel.
-    options : bytes
-        What it was started with, pickled, for a kernel that attaches to it.
-    machine : Machine
-        The copy of its membership machine.
-    uid : str
-        Part of its tasks' keys, so that another job of this name has others.
-    partitions : tuple of str
-        Keys of partitions that the scheduler holds for it, as JSON.
-    notices : bool
-        Whether its workers watch for notices.
-    started : float
-        When, in seconds since the epoch.
-    epoch : int
-        Which driver it has, counted from 1.
-    steps : int
-        Number of the newest step of that driver's journal.
-    seq : int
-        Number of the newest event.
-    backlog : dict of int to JobEvent
-        Events that have not been stepped.
-    log : JobLog
-        History, output and results, for a kernel that attaches later.
-    output : OutputValve
-        What lets output pass to its kernel.
-    opening : bool
-        Whether workers are still being prepared; its driver is told of all of them together.
-    closing : bool
-        Whether its driver has closed it: it cannot be taken over any more.
-    """
-
-    client: str | None
-    topic: str
-    payload: JobPayload
-    workers: set[str] | None
-    resources: dict[str, float]
-    versions: dict[str, str]
-    heartbeat_timeout: float
-    lease: float
-    options: bytes
+    uid: str  # part of its tasks' keys, so that another job of this name has others
+    terms: JobTerms
+    workers: frozenset[str] | None  # those of its terms, with the scheduler's addresses for them
     machine: Machine
-    uid: str
-    started: float
-    partitions: tuple[str, ...] = ()
-    notices: bool = True
-    epoch: int = 1
-    steps: int = 0
-    seq: int = 0
-    backlog: dict[int, JobEvent] = field(default_factory=dict)
+    client: str | None  # id of the Dask client that drives it; None while its kernel is gone
+    topic: str  # on which its driver listens
+    started: float  # seconds since the epoch
+    epoch: int = 1  # number of its driver
+    steps: int = 0  # number of the newest step of that driver's journal
+    seq: int = 0  # number of the newest event
+    backlog: dict[int, JobEvent] = field(default_factory=dict)  # events that were not stepped
     log: JobLog = field(default_factory=JobLog)
     output: OutputValve = field(default_factory=OutputValve)
     controller: JobController = field(init=False)
-    ranks: dict[int, str] = field(default_factory=dict)
-    places: dict[int, Place] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
-    beats: dict[int, Beat] = field(default_factory=dict)
-    silent: set[str] = field(default_factory=set)
+    ranks: dict[int, str] = field(default_factory=dict)  # slot of each claimed start
+    places: dict[int, Place] = field(default_factory=dict)  # place foreseen for each of them
+    told: set[int] = field(default_factory=set)  # those of them that were told to end
+    beats: dict[int, Beat] = field(default_factory=dict)  # not passed on so far, as telemetry
     telemetry: dict[int, RankTelemetry] = field(default_factory=dict)
-    unused: list[UnusedWorker] = field(default_factory=list)
-    opening: bool = True
-    closing: bool = False
+    silent: set[str] = field(default_factory=set)  # slots of workers that are frozen
+    unused: list[UnusedWorker] = field(default_factory=list)  # as last sent to its driver
+    opening: bool = True  # workers are being prepared; its driver is told of all together
+    closing: bool = False  # its driver has closed it: it cannot be taken over any more
 
     def release(self) -> None:
-        """Let go of all that may be large: the record itself is part of a cycle, and lives on."""
-        self.payload = JobPayload(b"", b"", b"")
+        """Drop all that may be large: the record itself is part of a cycle, and lives on."""
+        self.terms = replace(self.terms, payload=JobPayload(b"", b"", b""), options=b"")
         self.backlog.clear()
         self.log = JobLog()
 
@@ -257,7 +146,7 @@ def misfit(job: JobRecord, worker: WorkerState) -> UnusedWorker | None:
             return UnusedWorker(worker.address, UnusedReason.NOT_IN_WORKERS)
     lacking = [
         f"{key} {worker.resources.get(key, 0):g} of {need:g}"
-        for key, need in job.resources.items()
+        for key, need in job.terms.resources.items()
         if worker.resources.get(key, 0) < need
     ]
     if lacking:
@@ -290,14 +179,14 @@ def is_busy(job: JobRecord, worker: WorkerState) -> bool:
     return len(in_pool) >= worker.nthreads or any(
         worker.resources.get(name, 0) - need
         < sum((task.resource_restrictions or {}).get(name, 0) for task in others)
-        for name, need in job.resources.items()
+        for name, need in job.terms.resources.items()
     )
 
 
 def differing(job: JobRecord, record: WorkerRecord) -> str:
     """Return which versions of a worker are not those of a job's kernel."""
     return ", ".join(
-        f"{name} {record.versions.get(name)} (kernel: {job.versions.get(name)})"
+        f"{name} {record.versions.get(name)} (kernel: {job.terms.versions.get(name)})"
         for name in MUST_MATCH
-        if record.versions.get(name) != job.versions.get(name)
+        if record.versions.get(name) != job.terms.versions.get(name)
     )

@@ -1,11 +1,10 @@
 """Hook into retirement and adaptive scaling of a cluster.
 
-Runs in the scheduler, in its event loop. Dask removes a retired worker within milliseconds although
-a task still runs on it, and sizes an adaptive cluster by expected durations, which say nothing
-about training. There are no hooks for either, so two methods of the scheduler are wrapped: as
-handlers of its clients, and as attributes for those who call them in its process (its HTTP API,
-which Dask's Kubernetes operator uses, and Dask Gateway's preload). The originals are called in
-turn.
+Dask removes a retired worker within milliseconds although a task still runs on it, and sizes an
+adaptive cluster by expected durations, which say nothing about training. There are no hooks for
+either, so two methods of the scheduler are wrapped: as handlers of its clients, and as attributes
+for those who call them in its process (its HTTP API, which Dask's Kubernetes operator uses, and
+Dask Gateway's preload). The originals are called in turn.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class ScalingHooks:
     async def retire_workers(
         self, workers: list[str] | None = None, names: list[Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Let ranks leave at their next commit before their workers are retired."""
+        """Make ranks leave at their next commit before their workers are retired."""
         if workers is None and names is None:
             chosen = {
                 key: kwargs.pop(key)

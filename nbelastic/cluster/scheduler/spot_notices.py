@@ -39,7 +39,7 @@ class SpotNotices(SchedulerPlugin):
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Have machines watched, by the plugin that jobs have, too."""
+        """Watch machines by the plugin that jobs have, too."""
         await scheduler.register_scheduler_plugin(ElasticPlugin(), name=PLUGIN, idempotent=True)
         plugin = scheduler.plugins[PLUGIN]
         assert isinstance(plugin, ElasticPlugin)

@@ -1,8 +1,7 @@
 """Represent the ranks of a worker to the scheduler.
 
-Runs in the worker, in its event loop. A rank is known from :meth:`Agent.run` until its process has
-ended. An order to end that comes before (its task still waits for a thread) is kept, and obeyed
-when the rank is to start.
+A rank is known from :meth:`Agent.run` until its process has ended. An order to end that comes
+before (its task still waits for a thread) is kept, and obeyed when the rank is to start.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ class Agent(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Take up work: listen to the scheduler and say hello."""
         self._worker = worker
-        self._heed_interrupts = ignore_interrupts()
-        self._heed_termination = leave_on_termination(self._terminate)
+        self._undo_interrupts = ignore_interrupts()
+        self._undo_termination = leave_on_termination(self._terminate)
         self._ranks: dict[Key, HostedRank] = {}
         self._ended_early: set[Key] = set()
         self._payloads: dict[str, JobPayload] = {}
@@ -119,9 +118,9 @@ class Agent(WorkerPlugin):
         return server
 
     async def teardown(self, worker: Worker) -> None:
-        """Let ranks leave at their next commit, then end them: the worker is closing."""
+        """Make ranks leave at their next commit, then end them: the worker is closing."""
         self._beats.stop()
-        self._heed_termination()
+        self._undo_termination()
         self._notices.close()
         await self._leave("its worker is closing")
         await self._notices.stopped()
@@ -131,10 +130,10 @@ class Agent(WorkerPlugin):
             await self._wait_for_ranks()
         self._server.close()
         if worker.status is not Status.closing:
-            self._heed_interrupts()
+            self._undo_interrupts()
 
     def _shield_nanny(self, on: bool) -> None:
-        """Have the nanny pass on signals that would end it, or not any more."""
+        """Make the nanny pass on signals that would end it, or stop that."""
         nanny: Any = self._worker.nanny  # its address, whatever Dask declares
 
         async def tell() -> None:
@@ -148,7 +147,7 @@ class Agent(WorkerPlugin):
             self._worker.loop.add_callback(tell)
 
     def _terminate(self, go_on: Callable[[], None]) -> None:
-        """Have ranks leave before the process ends; called in a signal handler."""
+        """Make ranks leave before the process ends; called in a signal handler."""
 
         async def leave() -> None:
             try:
@@ -159,7 +158,7 @@ class Agent(WorkerPlugin):
         self._worker.loop.add_callback(leave)
 
     async def _leave(self, reason: str) -> None:
-        """Have ranks leave at their next commit, as far as they reach it in time."""
+        """Make ranks leave at their next commit, as far as they reach it in time."""
         for (job, start), rank in list(self._ranks.items()):
             self._send(RankLeaving(job, start))
             rank.obey(EndRankOrder(job, start, "leave", reason))
@@ -175,14 +174,9 @@ class Agent(WorkerPlugin):
     # -- ranks -------------------------------------------------------------------------------------
 
     async def run(self, spec: RankSpec, address: str) -> None:
-        """Run a rank until its process has ended.
+        """Run a rank until its process has ended; its `spec` lacks its interface so far.
 
-        Parameters
-        ----------
-        spec : RankSpec
-            The rank, without the address of its interface.
-        address : str
-            The scheduler's address of the worker.
+        `address` is the scheduler's of the worker.
         """
         key = (spec.job, spec.start)
         spec = dataclasses.replace(spec, bind=self.bind(address))
@@ -257,13 +251,7 @@ class Agent(WorkerPlugin):
         self._worker.loop.add_callback(faults.inflict, process, due)
 
     def bind(self, address: str) -> str:
-        """Return the address of the interface on which a rank is reached by others.
-
-        Parameters
-        ----------
-        address : str
-            The scheduler's address of the worker, by which others reach it.
-        """
+        """Return the interface on which others reach a rank, by the worker's own address."""
         if address.startswith("inproc"):
             return "127.0.0.1"
         comm = getattr(self._worker.batched_stream, "comm", None)
@@ -321,7 +309,7 @@ class Agent(WorkerPlugin):
             self._payloads.pop(message.job, None)
             self._ended_early = {key for key in self._ended_early if key[0] != message.job}
         elif isinstance(message, WatchOrder):
-            self._notices.heed(message)
+            self._notices.apply(message)
         elif isinstance(message, RankOrder):
             self._obey((message.job, message.start), message)
         else:

@@ -16,7 +16,7 @@ MUST_MATCH = ("python", "nbelastic", "torch")
 
 
 def own_interface(hosts: Iterable[str]) -> str:
-    """Return the first of some hosts that is this machine, as a number; else the loopback's.
+    """Return the first of `hosts` that this machine can bind, as an IP address; else 127.0.0.1.
 
     A worker's contact address may hold a name, which this machine may resolve to its loopback, or
     the address of a gateway before it, where nothing can listen.

@@ -1,8 +1,8 @@
 """Supervise one rank of a worker: its process, output, heartbeats and end.
 
-Runs in a worker, in its event loop. What ends a rank: its function's end; an order, which raises in
-the function, then SIGTERM and SIGKILL, each after a limit; a signal of someone else; too much
-memory. Whatever it is, the process ends within the limits, and its last event reaches the driver:
+What ends a rank: its function's end; an order, which raises in the function, then SIGTERM and
+SIGKILL, each after a limit; a signal of someone else; too much memory. Whatever it is, the process
+ends within the limits, and its last event reaches the driver:
 :class:`~nbelastic.membership.RankDied` where it has sent none itself.
 """
 
@@ -53,20 +53,9 @@ SILENCE_S = 1.2
 class HostedRank:
     """A rank from the start of its process to its end.
 
-    Parameters
-    ----------
-    key : tuple of (str, int)
-        Its job and start.
-    launch : callable
-        ``launch(take, output)`` starts the process.
-    send : callable
-        Sends a message to the scheduler.
-    waiting : callable
-        Returns how many bytes wait for the connection to the scheduler.
-    inflict : callable
-        ``inflict(process, due)`` injects a fault.
-    heartbeat_timeout : float
-        Seconds without a heartbeat after which a rank that does nothing is ended.
+    ``launch(take, output)`` starts the process. `send` and `waiting` (bytes that wait) are those of
+    the connection to the scheduler. ``inflict(process, due)`` injects a fault. A rank that does
+    nothing and sends no heartbeat for `heartbeat_timeout` seconds is ended.
     """
 
     def __init__(
@@ -132,7 +121,7 @@ class HostedRank:
             self._end_within(seconds, f"its worker has ended its process: {order.reason}")
 
     def leave_generation(self, reason: str) -> None:
-        """Have the rank go back to its last commit, if it is in an elastic loop."""
+        """Send the rank back to its last commit, if it is in an elastic loop."""
         if self._plan is not None and self._plan.loop:
             self.process.send(AbortOrder(*self._key, self._plan.generation, reason))
 

@@ -31,15 +31,7 @@ _MISSING = object()
 
 
 class PartitionServer:
-    """Server of one rank's requests.
-
-    Parameters
-    ----------
-    worker : distributed.Worker
-        The rank's worker.
-    channel : socket.socket
-        The worker's end of the socket on which the rank asks.
-    """
+    """Server of one rank's requests, on the worker's end of their socket."""
 
     def __init__(self, worker: Worker, channel: socket.socket) -> None:
         self._worker = worker

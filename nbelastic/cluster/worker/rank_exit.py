@@ -1,7 +1,4 @@
-"""Describe how the process of a rank has ended.
-
-Runs in a worker, in its event loop.
-"""
+"""Describe how the process of a rank has ended."""
 
 from __future__ import annotations
 
@@ -17,24 +14,12 @@ _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """End of a rank's process.
+    """End of a rank's process."""
 
-    Attributes
-    ----------
-    status : int or None
-        Its status, as ``wait(2)`` returns it; None if it is not known.
-    reason : str
-        Why the worker has ended it, or why its status is not known; else empty.
-    out_of_memory : bool
-        Whether the kernel ended a process of this cgroup for its memory while the rank ran.
-    stack : str
-        Stacks of its Python threads at a fatal signal; empty if there was none.
-    """
-
-    status: int | None = None
-    reason: str = ""
-    out_of_memory: bool = False
-    stack: str = ""
+    status: int | None = None  # as ``wait(2)`` returns it; None if it is not known
+    reason: str = ""  # why the worker has ended it, or why its status is not known
+    out_of_memory: bool = False  # the system ended a process of this cgroup while the rank ran
+    stack: str = ""  # of its Python threads at a fatal signal
 
     def __str__(self) -> str:
         if self.reason or self.status is None:

@@ -1,8 +1,7 @@
 """Buffer the output of a rank on its way to the scheduler.
 
-Runs in a worker, in its event loop. A rank may print a million lines in a second, so many lines go
-in one message. A rank that is faster than the connection waits: its pipe is not read, for a second
-at most each time.
+A rank may print a million lines in a second, so many lines go in one message. A rank that is faster
+than the connection waits: its pipe is not read, for a second at most each time.
 """
 
 from __future__ import annotations
@@ -33,14 +32,8 @@ PAUSE = 0.02
 class OutputBuffer:
     """Output of a rank that has not been sent.
 
-    Parameters
-    ----------
-    send : callable
-        ``send(text)`` sends text that the rank has printed.
-    waiting : callable
-        Returns how many bytes wait for the connection.
-    pause : callable
-        ``pause(True)`` ends the reading of the rank's pipe, ``pause(False)`` goes on with it.
+    `waiting` returns how many bytes wait for the connection. ``pause(True)`` ends the reading of
+    the rank's pipe, ``pause(False)`` continues it.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Start, watch and end the processes of a worker's ranks.
 
-Runs in a worker, in its event loop. A rank server (:mod:`.rank.server`) forks the processes, so
-that a rank starts in milliseconds and has none of the worker's sockets, locks and threads.
+A rank server (:mod:`.rank.server`) forks the processes, so that a rank starts in milliseconds and
+has none of the worker's sockets, locks and threads.
 
 ============  ====================================================================================
 a process is  then
@@ -57,14 +57,7 @@ _END_OF_CHANNEL = 1.0
 class RankProcess:
     """Process of one rank, from the request to its end; made by :meth:`RankServer.launch`.
 
-    Attributes
-    ----------
-    pid : int or None
-        Process id, while it runs.
-    partitions : socket.socket
-        The worker's end of the socket on which the rank asks for partitions.
-    at_end : list of callables
-        Called when it has ended.
+    `partitions` is the worker's end of the socket on which the rank asks for them.
     """
 
     def __init__(
@@ -74,8 +67,8 @@ class RankProcess:
         take: Callable[[Message], None],
         output: Callable[[bytes], None],
     ) -> None:
-        self.pid: int | None = None
-        self.at_end: list[Callable[[], None]] = []
+        self.pid: int | None = None  # while it runs
+        self.at_end: list[Callable[[], None]] = []  # called when it has ended
         self._server, self._number, self._take, self._output = server, number, take, output
         self._channel, self._theirs = socket.socketpair()
         self.partitions, self._asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -115,12 +108,7 @@ class RankProcess:
     def send_signal(self, number: int, reason: str = "") -> None:
         """Send a signal to the process and what it has started, unless it has ended.
 
-        Parameters
-        ----------
-        number : int
-            The signal.
-        reason : str, optional
-            What its end is to be explained with, if this ends it.
+        If this ends it, the `reason` explains that.
         """
         if not self.ended:
             self._reason = reason or self._reason
@@ -252,12 +240,7 @@ class RankServer:
     ) -> RankProcess:
         """Start the process of a rank.
 
-        Parameters
-        ----------
-        take : callable
-            Takes a message of the rank, after all that it has printed before.
-        output : callable
-            Takes what the rank prints.
+        `output` gets what it prints, `take` each message after all that it has printed before.
         """
         self.start()
         assert self._control is not None

@@ -20,17 +20,10 @@ if TYPE_CHECKING:
 
 
 def run_rank(spec: RankSpec, slot: str, address: str) -> None:
-    """Have the worker's agent run a rank, and wait for its end.
+    """Make the worker's agent run a rank, and wait for its end.
 
-    Parameters
-    ----------
-    spec : RankSpec
-        The rank, without the address of its interface.
-    slot : str
-        Id of the worker that it was meant for. A task that Dask sends again, to a worker that has
-        taken over the address, finds another id there and does nothing.
-    address : str
-        The worker's address, as the scheduler has it.
+    The `address` is the scheduler's of the worker. A task that Dask sends again, to another worker
+    at that address, finds another id there than its `slot` and does nothing.
     """
     worker = get_worker()
     agent = cast("Agent | None", worker.plugins.get(PLUGIN))

@@ -10,8 +10,8 @@ under a nanny has no use for SIGINT.
 A nanny that gets SIGTERM closes its worker in good order. A ``dask worker`` without one only ends
 its event loop, and its ranks with it. So there, ranks leave before Dask's handler is called.
 
-Batch systems send SIGUSR1 or SIGUSR2 some time before they end a job, to all processes of a step
-or to one. Both would end a worker and its nanny at once. So while notices are watched for, a worker
+Batch systems send SIGUSR1 or SIGUSR2 some time before they end a job, to all processes of a step or
+to one. Both would end a worker and its nanny at once. So while notices are watched for, a worker
 takes them as one, and a nanny passes them on to its workers; each only where the process has no
 handler of its own.
 """
@@ -39,7 +39,7 @@ HANDLERS_OF_DASK = "distributed._signals"
 
 
 def ignore_interrupts() -> Callable[[], None]:
-    """Have the process of a nanny's worker ignore SIGINT; return what undoes that.
+    """Make the process of a nanny's worker ignore SIGINT; return what undoes that.
 
     To be called in the process's main thread. In any other process nothing is changed: one that
     was not started by ``multiprocessing`` handles signals itself.
@@ -78,13 +78,10 @@ def after_shielding(probe: Callable[[], T]) -> Callable[[], T]:
 
 
 def leave_on_termination(leave: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
-    """Have SIGTERM call ``leave(go_on)`` in a ``dask worker`` without a nanny; return the undoing.
+    """Make SIGTERM call ``leave(go_on)`` in a ``dask worker`` without a nanny; return the undoing.
 
-    Parameters
-    ----------
-    leave : callable
-        It is called in the signal handler, and has ``go_on()`` called when ranks have left, in the
-        main thread: what Dask does on SIGTERM. A second signal does that at once.
+    It is called in the signal handler, and calls ``go_on()`` when ranks have left, in the main
+    thread: what Dask does on SIGTERM. A second signal does that at once.
     """
     before: Any = signal.getsignal(signal.SIGTERM)
     if getattr(before, "__module__", "") != HANDLERS_OF_DASK or not _in_main_thread():
@@ -103,12 +100,9 @@ def leave_on_termination(leave: Callable[[Callable[[], None]], None]) -> Callabl
 
 
 def leave_on_user_signals(leave: Callable[[str], None]) -> Callable[[], None]:
-    """Have SIGUSR1 and SIGUSR2 call ``leave(name)`` in a worker's process; return the undoing.
+    """Make SIGUSR1 and SIGUSR2 call ``leave(name)`` in a worker's process; return the undoing.
 
-    Parameters
-    ----------
-    leave : callable
-        It is called in the signal handler, in the main thread, with the name of the signal.
+    It is called in the signal handler, in the main thread, with the name of the signal.
     """
     process = os.getpid()
 
@@ -124,7 +118,7 @@ _nannies: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDi
 
 
 def pass_on_user_signals(on: bool, dask_worker: Nanny) -> None:
-    """Have a nanny's process pass SIGUSR1 and SIGUSR2 on to its workers, or do so no more.
+    """Make a nanny's process pass SIGUSR1 and SIGUSR2 on to its workers, or stop that.
 
     Run in the nanny (`dask_worker`, as Dask calls the argument). Several nannies may share a
     process. A process that runs them in another thread than the main one, as that of a
@@ -178,7 +172,7 @@ def _ends_process(signum: int) -> bool:
 
 
 def start_processes_shielded() -> None:
-    """Have processes that this thread starts from now on begin with SIGINT blocked.
+    """Block SIGINT in processes that this thread starts from now on.
 
     The event loop of a ``LocalCluster`` calls it: until a new worker has its agent, an interrupt
     would end it while it starts, and its nanny would not start it again. The kernel's own

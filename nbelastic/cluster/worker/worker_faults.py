@@ -1,7 +1,7 @@
 """Inject faults into a worker, its rank server and its rank's process.
 
-Runs in a worker, in its event loop. The rank knows when a fault of ``nbelastic.chaos`` is due, and
-its worker does what a process cannot, or should not, do to itself.
+The rank knows when a fault of ``nbelastic.chaos`` is due, and its worker does what a process
+cannot, or should not, do to itself.
 """
 
 from __future__ import annotations
@@ -29,17 +29,7 @@ if TYPE_CHECKING:
 
 
 class WorkerFaults:
-    """Injects the faults of one worker.
-
-    Parameters
-    ----------
-    worker : Worker
-        The worker.
-    server : RankServer
-        Its rank server.
-    send : callable
-        Sends a message to the scheduler.
-    """
+    """Injects the faults of one worker; `send` sends a message to the scheduler."""
 
     def __init__(self, worker: Worker, server: RankServer, send: Callable[[Message], None]) -> None:
         self._worker = worker
@@ -107,7 +97,7 @@ class WorkerFaults:
 
 
 def _continue_after(seconds: float, pids: list[int]) -> None:
-    """Have processes continued; by another one, as a stopped one cannot do that itself."""
+    """Continue processes from another one: a stopped one cannot do that itself."""
     words = " ".join(map(str, pids))
     subprocess.run(
         ["/bin/sh", "-c", f"(sleep {seconds:g}; kill -CONT {words}) >/dev/null 2>&1 &"],

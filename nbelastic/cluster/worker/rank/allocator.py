@@ -24,7 +24,7 @@ _CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep freed memory for the next step, unless the user has chosen."""
+    """Keep freed memory in this process for the next step, unless the user has chosen."""
     if any(name in os.environ for name in _CHOICES):
         return
     try:

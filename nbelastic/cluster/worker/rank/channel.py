@@ -35,42 +35,18 @@ HEADER = struct.Struct("=Q")
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a worker gives its rank at the start.
-
-    Attributes
-    ----------
-    spec : RankSpec
-        The rank.
-    payload : JobPayload
-        The function.
-    environment : mapping of str to str
-        Variables of the worker's environment.
-    directory : str
-        The worker's working directory.
-    path : tuple of str
-        Where the worker looks for modules.
-    threads : int
-        How many threads the rank is to compute with.
-    scheduler : str
-        Address of Dask's scheduler.
-    security : distributed.Security or None
-        Of connections to it.
-    dask_config : bytes
-        The worker's configuration of Dask, pickled; empty if it does not pickle.
-    scratch : str
-        Directory, which need not exist, that the worker deletes when the process has ended.
-    """
+    """What a worker gives its rank at the start."""
 
     spec: RankSpec
     payload: JobPayload
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # the worker's, as the next two
     directory: str
     path: tuple[str, ...]
-    threads: int
-    scheduler: str
-    security: Any
-    dask_config: bytes
-    scratch: str = ""
+    threads: int  # that the rank is to compute with
+    scheduler: str  # address of Dask's scheduler
+    security: Any  # of connections to it
+    dask_config: bytes  # the worker's, pickled; empty if it does not pickle
+    scratch: str = ""  # a directory, if it exists, that the worker deletes at the process's end
 
 
 def frame(data: bytes) -> bytes:
@@ -93,11 +69,6 @@ class RankChannel:
 
     Two threads serve it: one reads orders, the other sends messages and a heartbeat at regular
     intervals. Both end with the process, at the latest.
-
-    Parameters
-    ----------
-    descriptor : int
-        Of the socket.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -114,12 +85,8 @@ class RankChannel:
     def start(self, take: Callable[[Message], None], beat: Callable[[], None]) -> None:
         """Begin to serve the channel.
 
-        Parameters
-        ----------
-        take : callable
-            Takes an order, in the thread that reads.
-        beat : callable
-            Is called in every heartbeat's interval, in the thread that sends.
+        `take` gets each order, in the thread that reads. `beat` is called in each heartbeat's
+        interval, in the thread that sends.
         """
         self._sender = threading.Thread(
             target=self._serve_sender, args=[beat], name="nbelastic-sender", daemon=True

@@ -1,7 +1,4 @@
-"""Set up the standard streams of a rank, which has no console.
-
-Runs in a rank, before its function.
-"""
+"""Set up the standard streams of a rank, which has no console."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class _NoInput(io.TextIOWrapper):
 
 
 def set_up_streams() -> None:
-    """Have output leave line by line, and reading from the console refused."""
+    """Send output line by line, and refuse to read from the console."""
     # Those of the rank server know whether its own descriptors could seek, which a pipe cannot.
     sys.stdout = sys.__stdout__ = _lines(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _lines(2)  # type: ignore[misc]

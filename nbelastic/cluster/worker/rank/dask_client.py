@@ -1,7 +1,7 @@
 """Give code in a rank Dask's functions for tasks.
 
-Runs in a rank. A rank's process has no worker in it. So what a task gets from its worker, a rank
-gets from a client of its own, which is made when it is first asked for.
+A rank's process has no worker in it. So what a task gets from its worker, a rank gets from a client
+of its own, which is made when it is first asked for.
 """
 
 from __future__ import annotations
@@ -29,13 +29,7 @@ NO_WORKER = (
 
 
 class RankClient:
-    """The client of a rank.
-
-    Parameters
-    ----------
-    setup : RankSetup
-        What the worker has told of the cluster.
-    """
+    """The client of a rank."""
 
     def __init__(self, setup: RankSetup) -> None:
         self._setup = setup
@@ -43,7 +37,7 @@ class RankClient:
         self._client: Client | None = None
 
     def install(self) -> None:
-        """Have Dask's functions for tasks use this client, wherever they are imported."""
+        """Make Dask's functions for tasks use this client, wherever they are imported."""
         if self._setup.dask_config:
             with contextlib.suppress(Exception):  # a class that this process lacks
                 dask.config.update(dask.config.config, pickle.loads(self._setup.dask_config))

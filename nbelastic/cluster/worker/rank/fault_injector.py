@@ -1,10 +1,9 @@
 """Inject faults into a rank, on orders of ``nbelastic.chaos``.
 
-Runs in a rank. Orders come in the thread that reads. Faults that belong to a step are injected by
-the rank's thread, after each batch (:meth:`FaultInjector.step`). Faults of the process or of its
-worker are the worker's to inject (:mod:`nbelastic.cluster.worker.worker_faults`); the rank says
-when one is due. The kernel is told of each first, so that it knows even of a process that ends a
-moment later.
+Orders come in the thread that reads. Faults that belong to a step are injected by the rank's
+thread, after each batch (:meth:`FaultInjector.step`). Faults of the process or of its worker are
+the worker's to inject (:mod:`nbelastic.cluster.worker.worker_faults`); the rank says when one is
+due. The kernel is told of each first, so that it knows even of a process that ends a moment later.
 """
 
 from __future__ import annotations
@@ -37,17 +36,7 @@ class InjectedFault(RuntimeError):
 
 
 class FaultInjector:
-    """Injects the faults of one rank; there is none without orders.
-
-    Parameters
-    ----------
-    job : str
-        The rank's job.
-    session : Session
-        The rank.
-    send : callable
-        Sends a message to the worker.
-    """
+    """Injects the faults of one rank; `send` sends a message to its worker."""
 
     def __init__(self, job: str, session: Session, send: Callable[[Message], None]) -> None:
         self._job = job
@@ -196,7 +185,7 @@ def _name(number: int) -> str:
 
 
 def _fill_disk(seconds: float) -> None:
-    """Let no file of this process grow for a while."""
+    """Limit the size of files of this process for a while, so that none can grow."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -60,12 +60,8 @@ class _Port:
 def main(channel_fd: int, partitions_fd: int, crash_fd: int) -> None:
     """Run as a rank until its function is over.
 
-    Parameters
-    ----------
-    channel_fd, partitions_fd : int
-        Descriptors of the sockets to the worker: of messages and orders, and of partitions.
-    crash_fd : int
-        Descriptor of the file for Python's stack at a fatal signal.
+    The first two descriptors are sockets to the worker, the third is the file for Python's stack at
+    a fatal signal.
     """
     faulthandler.enable(crash_fd, all_threads=True)
     set_up_streams()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def install(modules: Modules) -> None:
-    """Have imports find a job's modules from now on.
+    """Make imports find a job's modules from now on.
 
     What is imported already stays: it is what every rank needs, and none of it is the user's, even
     if it lies in a folder of ``PYTHONPATH``.

@@ -1,6 +1,6 @@
 """Fetch partitions of Dask collections from the rank's worker.
 
-Runs in a rank, in any thread.
+Any thread may fetch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ ANSWER_BYTES = 1 << 18
 
 
 class PartitionFetcher:
-    """Fetches partitions from the worker's memory.
-
-    Parameters
-    ----------
-    descriptor : int
-        Of the socket on which the worker is asked.
-    """
+    """Fetches partitions from the worker's memory, by the descriptor of their socket."""
 
     def __init__(self, descriptor: int) -> None:
         self._channel = socket.socket(fileno=descriptor)
@@ -34,12 +28,7 @@ class PartitionFetcher:
     def __call__(self, text: str) -> Any:
         """Return the value of a key, which is given as JSON.
 
-        Raises
-        ------
-        LookupError
-            The scheduler has forgotten the key.
-        Exception
-            What computing it again has raised.
+        LookupError: the scheduler has forgotten it. What computing it again raises is raised here.
         """
         with self._lock:
             self._channel.send(text.encode())

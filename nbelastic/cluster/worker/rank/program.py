@@ -1,7 +1,7 @@
 """Run the training function of a job as one of its ranks.
 
-Runs in a rank, in its main thread; orders come in another one (:meth:`RankProgram.take`). All that
-it needs of its process is :class:`Port`, so that the simulation runs it, too.
+It runs in the main thread; orders come in another one (:meth:`RankProgram.take`). All that it needs
+of its process is :class:`Port`, so that the simulation runs it, too.
 """
 
 from __future__ import annotations
@@ -61,19 +61,7 @@ class Port(Protocol):
 
 
 class RankProgram:
-    """One start of the function.
-
-    Parameters
-    ----------
-    spec : RankSpec
-        The rank.
-    payload : JobPayload
-        The function.
-    port : Port
-        The way to the worker.
-    runtime : RankRuntime, optional
-        What the rank waits and connects with.
-    """
+    """One start of the function; `port` is the way to the worker."""
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ class _Server:
                     time.sleep(0.01)
 
     def _end_group(self, pid: int) -> None:
-        """Have the processes that a rank has started end: now, or in a moment by SIGKILL.
+        """End the processes that a rank has started: by SIGTERM, after a moment by SIGKILL.
 
         The resource tracker of multiprocessing ends by itself, when it has removed what the rank
         has left in shared memory.
@@ -195,7 +195,7 @@ class _Server:
         raise _Forked(channel, partitions, crash)
 
     def _let_go(self) -> None:
-        """Have what is the server's neither held nor handled by a rank."""
+        """Close the server's descriptors and undo its signal handlers in a rank."""
         signal.set_wakeup_fd(-1)
         ours = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, _ORPHANED)
         for number in ours:
@@ -228,7 +228,7 @@ class _Server:
 
 
 def end_with(parent: int, number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that is."""
+    """Make the system send this process a signal when its parent ends in any way."""
     _set(_DEATH_SIGNAL, number)
     if os.getppid() != parent:  # it has ended before
         os._exit(1)

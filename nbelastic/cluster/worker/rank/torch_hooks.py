@@ -1,8 +1,8 @@
 """Hook into torch to detect a rank that trains without nbelastic.
 
-Runs in a rank. Ranks often run code that was written for ``torch.distributed``. Two functions show
-that: ``init_process_group`` and ``SyncBatchNorm``. Steps of optimizers show what is trained, which
-should be the same on all ranks.
+Ranks often run code that was written for ``torch.distributed``. Two functions show that:
+``init_process_group`` and ``SyncBatchNorm``. Steps of optimizers show what is trained, which should
+be the same on all ranks.
 """
 
 from __future__ import annotations

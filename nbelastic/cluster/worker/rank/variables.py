@@ -1,7 +1,7 @@
 """Variables of the environment in which torchrun tells a process its rank.
 
-Runs in a rank. Trainers and scripts read them before they ask ``torch.distributed``, and some once
-more in each epoch.
+Trainers and scripts read them before they ask ``torch.distributed``, and some once more in each
+epoch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ _NO_ADDRESS = "nbelastic.invalid"
 def keep_variables(context: Context) -> None:
     """Set the variables now, and again as each generation has formed.
 
-    Parameters
-    ----------
-    context : Context
-        That of the rank. Before its first generation, the variables have the foreseen ranks.
+    Before the first one they have the foreseen ranks.
     """
 
     def write() -> None:

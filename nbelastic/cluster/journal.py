@@ -1,0 +1,133 @@
+"""Save the journal of a job as JSON lines, and replay it.
+
+The scheduler writes it (``nbelastic.debug.journal``); any process can read it. The first line has
+the membership machine, each other line one event with its time and chance, and the effects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dask.config
+
+from nbelastic.errors import OptionError
+from nbelastic.membership import Event, Machine, from_dict, to_dict
+from nbelastic.membership.serial import plain, typed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbelastic.membership import Effect
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 32 * 2**20
+"""Size at which a file begins anew; the one before it is kept as ``NAME.old.jsonl``."""
+
+
+class JournalFile:
+    """Journal of a job on the scheduler's disk, at most twice MOST_BYTES."""
+
+    def __init__(self, path: Path, job: str, machine: Machine, most: int = MOST_BYTES) -> None:
+        self.path = path
+        self._job = job
+        self._most = most
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._begin(machine)
+
+    def _begin(self, machine: Machine) -> None:
+        # Users' errors are in it, as in the scheduler's log: only its own user may read them.
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
+        self._write({"job": self._job, "machine": to_dict(machine)})
+
+    def write(
+        self, event: Event, now: float, chance: float, effects: list[Effect], machine: Machine
+    ) -> None:
+        """Add an event, and what the machine has decided on it."""
+        line = {"time": time.time(), "now": now, "chance": chance, "event": plain(event)}
+        self._write({**line, "effects": _plain_effects(effects)})
+        if self._file.tell() > self._most:  # the newest part must be one that can be replayed
+            self._file.close()
+            self.path.replace(self.path.with_suffix(".old.jsonl"))
+            self._begin(machine)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def open_journal(job: str, uid: str, machine: Machine) -> JournalFile | None:
+    """Begin the journal of a job, if Dask's configuration of this process asks for one."""
+    where = dask.config.get("nbelastic.debug.journal", None)
+    if not where:
+        return None
+    if not isinstance(where, str):
+        parent = dask.config.get("temporary-directory", None) or tempfile.gettempdir()
+        where = os.path.join(parent, "nbelastic-journals")
+    try:
+        name = re.sub(r"[^\w.-]", "_", f"{job}-{uid}.jsonl")
+        journal = JournalFile(Path(where) / name, job, machine)
+    except OSError as error:
+        logger.warning("job %r has no journal: %s", job, error)
+        return None
+    logger.info("the journal of job %r is written to %s", job, journal.path)
+    return journal
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayedStep:
+    """A line of a journal, handled again."""
+
+    time: float
+    event: Event
+    effects: list[Effect]
+    machine: Machine
+
+
+def replay(path: str | os.PathLike[str]) -> tuple[str, Iterator[ReplayedStep]]:
+    """Read a journal; return the job's name, and each step as a new machine decides it.
+
+    Raises
+    ------
+    OptionError
+        The file is no journal, or this version of nbelastic decides otherwise.
+    """
+    lines = _lines(path)
+    try:
+        first = next(lines)
+        machine = from_dict(first["machine"])
+    except (StopIteration, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise OptionError(f"{os.fspath(path)}: no journal of a job ({error!r})") from error
+    return first["job"], _steps(os.fspath(path), lines, machine)
+
+
+def _lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):  # the last one may be half written
+                yield json.loads(line)
+
+
+def _steps(path: str, lines: Iterator[dict[str, Any]], machine: Machine) -> Iterator[ReplayedStep]:
+    for number, line in enumerate(lines, 2):
+        event = typed(Event, line["event"])
+        effects = machine.handle(event, line["now"], line["chance"])
+        if json.loads(json.dumps(_plain_effects(effects))) != line["effects"]:
+            raise OptionError(f"{path}, line {number}: another version of nbelastic decided this")
+        yield ReplayedStep(line["time"], event, effects, machine)
+
+
+def _plain_effects(effects: list[Effect]) -> list[Any]:
+    return [[type(effect).__name__, plain(effect)] for effect in effects]
