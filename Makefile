@@ -10,7 +10,7 @@ NATIVE_SOURCES := nbelastic/native/CMakeLists.txt $(wildcard $(addprefix nbelast
 # Processes that run tests; much of a test is waiting.
 JOBS ?= 2
 
-.PHONY: test test-fast test-keras test-trainers demo native lint docs chaos simulate sanitize clean
+.PHONY: test test-fast nightly test-keras test-trainers demo native lint docs chaos simulate sanitize clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,15 +31,19 @@ $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 
 KERAS_NOTEBOOK := notebooks/08_keras.ipynb
 test: lint $(NATIVE)
-	$(BIN)/python -m pytest --nbval notebooks --ignore=$(KERAS_NOTEBOOK) --nbval-cell-timeout=300 \
-		-p no:cacheprovider
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --nbval tests notebooks --ignore=$(KERAS_NOTEBOOK) \
+		--nbval-cell-timeout=300 -p no:cacheprovider
 
 # For the edit loop: pure rooms and fakes; no cluster, no browser, no other process.
-FAST := tests/house tests/membership tests/driver tests/elastic tests/cluster tests/notebook tests/torch \
-	tests/cli
 test-fast: lint $(NATIVE)
-	$(BIN)/python -m pytest -n $(JOBS) -q -m "not slow" $(FAST)
+	$(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
+
+# What takes minutes each; `make test` has a short one of its kind.
+nightly: test
+	$(BIN)/python -m pytest -n $(JOBS) -m nightly
+	$(MAKE) chaos MINUTES=20
+	$(MAKE) simulate N=200000
+	$(MAKE) sanitize ROUNDS=2000
 
 # Keras on its three back ends, in an environment of its own: TensorFlow and JAX take 1.7 GB.
 KERAS_VENV ?= .venv-keras

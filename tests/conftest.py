@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections import Counter
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 import dask
@@ -62,6 +64,7 @@ class ByFile(LoadScopeScheduling):
 
 
 LONGEST = (
+    "notebooks/",
     "tests/jobs/test_many_kills.py",
     "tests/browser/",
     "tests/hosts/test_partitions.py",
@@ -75,12 +78,21 @@ LONGEST = (
 
 
 SLOW = (
+    "tests/benchmarks/",
+    "tests/campaign/",
     "tests/cluster/test_allocator.py",
     "tests/cluster/test_process_state.py",
+    "tests/cluster/test_profiler.py",
+    "tests/cluster/test_rank_process.py",
+    "tests/cluster/test_reachability.py",
+    "tests/collectives/test_processes.py",
     "tests/elastic/test_sampler_ledger.py",
     "tests/elastic/test_stack.py",
     "tests/membership/test_conformance_n.py::test_N14",
     "tests/membership/test_invariants.py",
+    "tests/simulation/test_mutations.py",
+    "tests/simulation/test_same_result.py",
+    "tests/simulation/test_simulation.py",
     "tests/torch/test_lazy_commit.py::test_restore",
 )
 """Seconds each. With tests of real clusters they are left out of ``make test-fast``."""
@@ -92,7 +104,8 @@ CLUSTERS = {"crew", "client", "kernel"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest; then files with many tests, of which most are short."""
     for item in items:
-        if item.nodeid.startswith(SLOW) or CLUSTERS & set(getattr(item, "fixturenames", ())):
+        is_long = item.nodeid.startswith(SLOW) or item.get_closest_marker("nightly")
+        if is_long or CLUSTERS & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
     files = Counter(str(item.path) for item in items)
 
@@ -107,6 +120,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
     """Have ``pytest -n`` share out the tests by file, in their order."""
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a test fail that starts a process and is not marked as slow."""
+    if request.node.get_closest_marker("slow"):
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("it starts a process: mark it as slow")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(BaseProcess, "start", refuse)
+    monkeypatch.setattr(os, "fork", refuse)
 
 
 @pytest.fixture(scope="session")

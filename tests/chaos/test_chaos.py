@@ -174,7 +174,7 @@ def test_what_was_done_when_a_plan_was_stopped_is_not_done_again_by_others(crew,
     assert len(plan.report().injections) == 1
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 3))])
 @pytest.mark.timeout(400)
 def test_a_random_plan_changes_no_result_and_leaves_nothing_behind(tmp_path, seed):
     with a_crew(n_workers=WORKERS) as crew:

@@ -11,7 +11,7 @@ from tests.hosts.network import Link
 from tests.support.clusters import until
 from tests.support.training import Workload, check
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 HEARTBEAT = 5.0
 QUICK = {"np": 4, "min_np": 2, "heartbeat_timeout": HEARTBEAT, "stall_timeout": 8.0}
@@ -90,7 +90,7 @@ def test_a_cut_shorter_than_all_timeouts_is_a_pause(cluster, tmp_path):
     assert job.sizes == [4]
 
 
-@pytest.mark.parametrize("direction", ["from", "to"])
+@pytest.mark.parametrize("direction", ["from", pytest.param("to", marks=pytest.mark.nightly)])
 def test_a_host_cut_off_in_one_direction_is_left_behind(cluster, tmp_path, direction):
     function, job = a_job(cluster, tmp_path, epochs=LONG, until_newcomers=2)
     getattr(cluster.network, f"cut_{direction}")("a")
@@ -100,7 +100,7 @@ def test_a_host_cut_off_in_one_direction_is_left_behind(cluster, tmp_path, direc
     check(job.results(timeout=90), function.work)
 
 
-@pytest.mark.parametrize("silently", [False, True])
+@pytest.mark.parametrize("silently", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_host_is_killed_with_all_its_workers(cluster, tmp_path, silently):
     function, job = a_job(cluster, tmp_path, epochs=20)
     if silently:

@@ -19,6 +19,7 @@ vmcluster = pytest.importorskip("dask_cloudprovider.generic.vmcluster")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     # The package asks with a new socket whether the scheduler listens, and closes none of them.
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
 ]

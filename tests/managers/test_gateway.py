@@ -16,7 +16,7 @@ from .planned import a_job_that_loses_nothing, shrinks
 
 pytest.importorskip("dask_gateway")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 TOKEN = "secret"
 
