@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dask
 import hypothesis
@@ -19,7 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 import tests.support.forking  # noqa: F401 -- workers start in a tenth of the time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from xdist.workermanage import WorkerController
 
@@ -124,16 +124,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
 
 @pytest.fixture(autouse=True)
 def _no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a test fail that starts a process and is not marked as slow."""
+    """Have a test fail that starts a process and is not marked as slow.
+
+    Other threads may: the cluster of this session replaces workers that an earlier test has killed.
+    """
     if request.node.get_closest_marker("slow"):
         return
 
-    def refuse(*_: object, **__: object) -> None:
-        pytest.fail("it starts a process: mark it as slow")
+    def only_elsewhere(start: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                pytest.fail("it starts a process: mark it as slow")
+            return start(*args, **kwargs)
 
-    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
-    monkeypatch.setattr(BaseProcess, "start", refuse)
-    monkeypatch.setattr(os, "fork", refuse)
+        return checked
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", only_elsewhere(subprocess.Popen.__init__))
+    monkeypatch.setattr(BaseProcess, "start", only_elsewhere(BaseProcess.start))
+    monkeypatch.setattr(os, "fork", only_elsewhere(os.fork))
 
 
 @pytest.fixture(scope="session")

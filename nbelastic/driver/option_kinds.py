@@ -42,7 +42,7 @@ class Kind:
     from_words: Callable[[tuple[str, ...]], Any] = operator.itemgetter(0)
     as_words: str = ""  # `expects` for the words of a line, where it differs
     words: int = 1  # of a line; -1 for one or more
-    commas: bool = True  # whether they are between several values of a line, too
+    free_text: bool = False  # may have commas, and may be secret
     choices: tuple[str, ...] = ()
 
     def check(self, name: str, value: Any) -> Any:
@@ -60,7 +60,9 @@ class Kind:
         """Return what the words of a line mean, or raise an OptionError."""
         try:
             return self.convert(self.from_words(words))
-        except ValueError:
+        except ValueError as error:
+            if self.free_text:
+                raise OptionError(str(error)) from None
             expected = self.as_words or self.expects
             raise OptionError(f"{' '.join(words)!r} must be {expected}") from None
 
@@ -241,9 +243,9 @@ def _variables(value: Any) -> dict[str, str]:
         if not isinstance(key, str) or not key or "=" in key or "\0" in key:
             raise OptionError(f": {shown(key)} must be the name of a variable")
         if not isinstance(text, str) or "\0" in text:
-            raise OptionError(f": {key!r} must be text, not {type(text).__name__}")
+            raise OptionError(f"[{key!r}]: must be text, not {type(text).__name__}")
         if key in OWN_VARIABLES:
-            raise OptionError(f": {key!r} is a variable that nbelastic sets itself")
+            raise OptionError(f"[{key!r}]: nbelastic sets this variable itself")
     return {str(key): str(text) for key, text in value.items()}
 
 
@@ -263,7 +265,7 @@ VARIABLES = Kind(
     "NAME[=VALUE] …",
     from_words=_variables_of,
     words=-1,
-    commas=False,
+    free_text=True,
 )
 """Environment variables by name; empty for none."""
 

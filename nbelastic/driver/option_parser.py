@@ -41,7 +41,7 @@ class LineOption(click.Option):
                 how |= {"is_flag": True, "default": None}
             elif kind.words < 0:
                 one = kind.metavar.partition(" ")[0]
-                how |= {"multiple": True, "metavar": f"{one},…" if kind.commas else one}
+                how |= {"multiple": True, "metavar": one if kind.free_text else f"{one},…"}
             else:
                 how |= {"nargs": kind.words}
         super().__init__(list(flags), **how | settings)
@@ -61,7 +61,7 @@ class LineOption(click.Option):
             return value
         kind: Any = self.kind
         words = value if isinstance(value, tuple) else (value,)
-        if self.multiple and kind.commas:
+        if self.multiple and not kind.free_text:
             words = tuple(word for each in words for word in each.split(",") if word)
         try:
             return kind.read(words)

@@ -186,7 +186,7 @@ def _written(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return ",".join(f"{name}={amount:g}" for name, amount in value.items())
+        return ",".join(f"{name}={_written(each)}" for name, each in value.items())
     if isinstance(value, (list, tuple)):
         return ",".join(map(_written, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

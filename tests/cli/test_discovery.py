@@ -149,11 +149,13 @@ def program(folder: Path, name: str, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_script_prints_the_hosts(tmp_path):
     source = ScriptSource(program(tmp_path, "hosts.sh", "echo a:2; echo b"), slots=3)
     assert source() == {"a": 2, "b": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -168,6 +170,7 @@ def test_a_script_that_fails_says_why(tmp_path, text, says):
         source()
 
 
+@pytest.mark.slow
 def test_a_process_that_a_script_leaves_behind_does_not_hold_it_up(tmp_path):
     """Such as the shared connection of ssh, which keeps the script's stderr open."""
     script = program(tmp_path, "hosts.sh", f"sleep 60 & echo $! > {tmp_path}/pid; echo a:2")
@@ -177,6 +180,7 @@ def test_a_process_that_a_script_leaves_behind_does_not_hold_it_up(tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["", ">&2"])
 def test_a_script_that_prints_without_end_is_ended(tmp_path, where):
     script = program(tmp_path, "hosts.sh", f"exec dd if=/dev/zero bs=1M count=64 {where}")
@@ -184,6 +188,7 @@ def test_a_script_that_prints_without_end_is_ended(tmp_path, where):
         ScriptSource(script)()
 
 
+@pytest.mark.slow
 def test_a_long_line_is_cut_in_the_error(tmp_path):
     for text in ("seq -s ' ' 1 10000", "seq -s ' ' 1 10000 >&2; exit 1"):
         with pytest.raises(DiscoveryFailed) as raised:
@@ -191,6 +196,7 @@ def test_a_long_line_is_cut_in_the_error(tmp_path):
         assert len(str(raised.value)) < 300
 
 
+@pytest.mark.slow
 def test_what_a_script_has_started_ends_with_it(tmp_path):
     script = program(tmp_path, "hosts.sh", f"sleep 60 & echo $! > {tmp_path}/pid; wait")
     with pytest.raises(DiscoveryFailed, match="has not ended"):
@@ -218,6 +224,7 @@ def path(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_slurm_gives_the_nodes_that_live(path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     program(
@@ -240,6 +247,7 @@ def test_slurm_outside_an_allocation_is_refused(monkeypatch):
         sources.slurm("", 1)
 
 
+@pytest.mark.slow
 def test_aws_gives_the_healthy_instances(path):
     program(
         path,
@@ -259,6 +267,7 @@ esac""",
         sources.aws_asg("cpus", 4)()
 
 
+@pytest.mark.slow
 def test_kubernetes_gives_the_ready_pods_with_their_gpus(path):
     ready = '"conditions": [{"type": "Ready", "status": "True"}]'
     gpus = '[{"resources": {"limits": {"nvidia.com/gpu": "2"}}}]'
@@ -272,6 +281,7 @@ def test_kubernetes_gives_the_ready_pods_with_their_gpus(path):
     assert sources.k8s("app=trainer", 1)() == {"10.1.0.1": 2, "10.1.0.2": 1}
 
 
+@pytest.mark.slow
 def test_a_program_that_is_missing_or_prints_nonsense_is_a_failure(path, monkeypatch):
     program(path, "kubectl", "echo nonsense")
     with pytest.raises(DiscoveryFailed, match="kubectl printed no JSON"):

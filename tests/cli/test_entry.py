@@ -24,6 +24,7 @@ def python(code: str, environment=None) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_the_entry_module_imports_click_alone():
     code = (
         "import sys, click; before = set(sys.modules); import nbelastic.cli.entry; "
@@ -48,6 +49,7 @@ def test_the_package_runs_as_a_module(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("Usage: nbelastic")
 
 
+@pytest.mark.slow
 def test_dask_has_the_commands(tmp_path):
     code = (
         "import sys; sys.argv = ['dask', 'elastic', '--help']; import dask.cli; dask.cli.run_cli()"

@@ -132,8 +132,8 @@ def test_everything_from_the_first_word_on_is_the_command():
         ("--blacklist-cooldown 9 1 x", "'9 1' must be LO HI"),
         ("--backend glo x", "must be one of auto"),
         ("--resources GPU x", "'GPU' must be NAME=AMOUNT"),
-        ("-x =1 x", "env: '' must be the name of a variable"),
-        ("-x RANK=1 x", "env['RANK']: nbelastic sets this variable itself"),
+        ("-x =1 x", "'' must be the name of a variable"),
+        ("-x RANK=1 x", "['RANK']: nbelastic sets this variable itself"),
     ],
 )
 def test_a_wrong_option_is_an_error_that_says_what_to_write(line, says):

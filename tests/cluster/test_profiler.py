@@ -1,11 +1,13 @@
 """Dask's profiler does not run in the cluster that is started for one job."""
 
+import pytest
 from distributed import LocalCluster
 
 from nbelastic.driver.attachment import attach_client
 from nbelastic.driver.options import Options
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_cluster_for_one_job_have_none():
     client, close = attach_client(None, Options(np=1))
     try:

@@ -274,6 +274,7 @@ def test_a_child_that_keeps_the_pipe_does_not_hold_up_the_end(
     assert len(rank.came) == seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_by", ["itself", "its worker", "the end of its server"])
 def test_what_a_killed_rank_had_in_shared_memory_is_removed(killed_by: str) -> None:
     def function() -> None:
@@ -330,6 +331,7 @@ def pids_in(text: str) -> list[int]:
     return [int(each) for each in text.partition("pids ")[2].partition(" end")[0].split()]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_takes_its_ranks_with_it_and_is_replaced() -> None:
     host = Host()
     try:
@@ -360,6 +362,7 @@ host.loop.run_forever()
 """
 
 
+@pytest.mark.slow
 def test_all_end_with_the_process_that_owns_the_server() -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -372,6 +375,7 @@ def test_all_end_with_the_process_that_owns_the_server() -> None:
     asyncio.run(until(lambda: not any(map(is_there, pids))))
 
 
+@pytest.mark.slow
 def test_all_end_where_the_server_does_not_answer() -> None:
     """A server that is stopped cannot act on the end of its worker. Its ranks do."""
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
@@ -387,6 +391,7 @@ def test_all_end_where_the_server_does_not_answer() -> None:
             os.kill(server, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_closing_a_server_ends_what_runs() -> None:
     host = Host()
     rank = host.launch(with_child)
@@ -434,6 +439,7 @@ def test_nothing_is_left_of_many_ranks(host: Host) -> None:
 # -- spawn -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_where_forking_is_not_safe_a_rank_is_a_new_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_cluster_that_was_closed_is_said_so():
         nbelastic.jobs(Closed())
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_has_stopped_answering_its_client_does_not_block_for_ever(told):
     async def never(**_):
         await asyncio.Event().wait()

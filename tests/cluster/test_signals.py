@@ -47,6 +47,7 @@ def test_a_process_of_its_own_takes_interrupts_as_before():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_what_an_event_loops_thread_starts_is_shielded_and_the_main_thread_is_not():
     start_processes_shielded()
     seen = [show()]
@@ -117,6 +118,7 @@ def test_another_thread_s_process_is_left_alone():
     done[0]()
 
 
+@pytest.mark.slow
 def test_nannies_of_one_process_pass_a_signal_on_to_each_worker():
     class Nanny:
         def __init__(self):

@@ -231,6 +231,7 @@ trailing.py\x20
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

@@ -75,6 +75,7 @@ def all_refused(world):
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_can_call_nothing_and_break_nothing(kind):
     with World(MAKERS[kind], 2) as world:
@@ -89,6 +90,7 @@ def test_a_fork_can_call_nothing_and_break_nothing(kind):
         assert sums == [[0, 1]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_operation_begun_before_a_fork_is_refused_in_it(kind):
     with World(MAKERS[kind], 2) as world:
@@ -103,6 +105,7 @@ def test_an_operation_begun_before_a_fork_is_refused_in_it(kind):
         world.do(0, lambda _: handle.wait())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_that_exits_normally_leaves_its_parent_alone(kind):
     """With what is done at exit, and the destructors of all that is left."""
@@ -122,6 +125,7 @@ def test_a_fork_that_exits_normally_leaves_its_parent_alone(kind):
         world.run(lambda c: c.allreduce(torch.ones(300_000), Op.SUM))
 
 
+@pytest.mark.slow
 @needs_core
 def test_what_a_fork_writes_to_shared_memory_does_not_show():
     with World(MAKERS["shm"], 2) as world:

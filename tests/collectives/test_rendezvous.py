@@ -122,6 +122,7 @@ def test_an_address_of_no_interface_is_an_error():
         RendezvousServer("203.0.113.1")
 
 
+@pytest.mark.slow
 def test_neither_the_package_nor_a_store_needs_torch():
     code = (
         "import sys; from nbelastic.collectives import RendezvousServer, SoloCommunicator;"

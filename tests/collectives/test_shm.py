@@ -247,6 +247,7 @@ def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
         assert world.run(rank_main) == [[1.5, 1.0, 1.0, 2.0, 3.0]] * 2
 
 
+@pytest.mark.slow
 def test_a_fork_cannot_break_what_its_parent_shares(kind):
     with World(kind, 2) as world:
         waiting = world.start(0, lambda c: c.allreduce(torch.ones(300_000)))

@@ -131,6 +131,7 @@ def test_streams_have_no_number_of_steps() -> None:
 WEIGHTS = [0.0] * 10 + [1.0] * 20 + [5.0] * 10
 
 
+@pytest.mark.slow
 def test_draws_depend_on_seed_and_epoch_and_not_on_the_number_of_ranks() -> None:
     alone = dealt(1, epochs=2, weights=WEIGHTS)
     assert dealt(3, epochs=2, weights=WEIGHTS) == alone

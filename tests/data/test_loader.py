@@ -96,10 +96,12 @@ def test_numbers_drawn_in_a_micro_batch_do_not_depend_on_the_number_of_ranks() -
     assert drawn(3) == alone
 
 
+@pytest.mark.slow
 def test_workers_of_the_data_loader_change_nothing() -> None:
     assert batches_of(1, num_workers=2, persistent_workers=True) == batches_of(1)
 
 
+@pytest.mark.slow
 def test_worker_processes_end_with_the_epoch() -> None:
     loader = Loader(Noisy(), Batch(24, micro=3), num_workers=1)
     gc.collect()
@@ -134,6 +136,7 @@ def shares_in_turn(rank: int, data: Any, **options: Any) -> dict[tuple[int, int]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_micro_batches_that_change_ranks_are_the_same(workers: int) -> None:
     options: dict[str, Any] = {"num_workers": workers} | ({"prefetch_factor": 9} if workers else {})
@@ -245,6 +248,7 @@ def test_the_epoch_of_a_state_is_any_whole_number(epoch: Any) -> None:
     assert list(loader) == []
 
 
+@pytest.mark.slow
 def test_a_state_dict_goes_on_at_another_number_of_ranks_and_workers() -> None:
     with activate(rank_of(0, 1)):
         alone = Loader(range(45), Batch(12, micro=3), seed=4)

@@ -207,6 +207,7 @@ def _member(rank: int, size: int) -> StaticContext:
     return context
 
 
+@pytest.mark.slow
 def test_what_a_dataset_draws_from_its_own_generators_depends_on_the_row_alone() -> None:
     alone = _epoch(1)
     assert len({value for rows in alone.values() for value in rows}) == 24

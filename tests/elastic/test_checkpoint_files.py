@@ -332,6 +332,7 @@ print(version, torn)
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_newest_complete_one_is_intact(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],

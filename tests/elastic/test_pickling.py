@@ -117,6 +117,7 @@ inner = outer()
 """
 
 
+@pytest.mark.slow
 def test_cached_functions_of_main_are_sent_by_value(tmp_path):
     """In another process, whose __main__ has none of them."""
     space = {"__name__": "__main__"}

@@ -41,6 +41,7 @@ def test_a_buffer_has_its_pages_and_returns_them_by_tensor() -> None:
     assert resident() - before < 0.2 * MANY
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_what_a_fork_writes_to_it_does_not_show() -> None:
     buffer = ReceiveBuffer(5000)

@@ -188,6 +188,7 @@ def test_a_state_of_ones_own_is_aligned_by_its_sync() -> None:
     assert state.synced == 1
 
 
+@pytest.mark.slow
 def test_the_room_does_not_import_torch() -> None:
     code = (
         "import sys; import nbelastic.elastic.state, nbelastic.elastic.sampler; "

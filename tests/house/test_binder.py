@@ -65,6 +65,7 @@ def test_the_environment_has_all_dependencies_of_the_package():
     assert needed <= conda_packages()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_are_strict_executable_bash(name: str):
     script = BINDER / name
@@ -76,6 +77,7 @@ def test_scripts_are_strict_executable_bash(name: str):
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.slow
 def test_start_ends_in_the_command_that_it_is_given():
     assert (BINDER / "start").read_text().splitlines()[-1] == 'exec "$@"'
     ran = start("/", sys.executable, "-c", "import sys; print(sys.argv); sys.exit(7)", "two words")
@@ -83,6 +85,7 @@ def test_start_ends_in_the_command_that_it_is_given():
     assert ran.returncode == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix", "link"),
     [
@@ -98,6 +101,7 @@ def test_start_sends_dask_dashboards_through_the_proxy(prefix: str | None, link:
     assert ran.stdout.strip() == link
 
 
+@pytest.mark.slow
 def test_binder_would_build_from_this_folder():
     expected = ["binder/environment.yml", "binder/postBuild", "binder/start"]
     assert all((ROOT / name).is_file() for name in expected)

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_rooms_import_only_from_lower_floors():
     linter = Path(sys.executable).with_name("lint-imports")
     result = subprocess.run(
@@ -17,6 +20,7 @@ def test_rooms_import_only_from_lower_floors():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_public_names_are_what_they_are_in_their_rooms():
     code = (
         "import nbelastic, types; "
@@ -32,6 +36,7 @@ def test_public_names_are_what_they_are_in_their_rooms():
     assert result.stdout.strip() == "[] True"
 
 
+@pytest.mark.slow
 def test_import_loads_neither_torch_nor_ipython_nor_ipywidgets():
     code = (
         "import nbelastic, sys; "

@@ -124,6 +124,7 @@ group.close()
 """
 
 
+@pytest.mark.slow
 def test_all_kinds_of_processors_come_to_the_same_bits():
     told = {}
     for isa in ("baseline", "avx2", "avx512"):
@@ -187,6 +188,7 @@ def test_nobody_can_shrink_a_segment_under_the_others():
     os.close(fd)
 
 
+@pytest.mark.slow
 def test_a_child_that_was_forked_leaves_its_parents_group_alone(groups):
     pid = os.fork()
     if pid == 0:

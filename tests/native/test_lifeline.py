@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from nbelastic.native import core
 from tests.support.clusters import until
 
@@ -53,6 +55,7 @@ def two_ranks():
         os.close(descriptor)
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_known_to_be_dead():
     with two_ranks() as (group, child):
         assert group.dead == []
@@ -62,6 +65,7 @@ def test_a_killed_process_is_known_to_be_dead():
         assert group.dead == [1]
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_not_dead():
     with two_ranks() as (group, child):
         child.send_signal(signal.SIGSTOP)
@@ -70,6 +74,7 @@ def test_a_stopped_process_is_not_dead():
         assert group.failure is None
 
 
+@pytest.mark.slow
 def test_who_has_left_is_not_dead():
     with two_ranks() as (group, child):
         child.stdin.write("leave")

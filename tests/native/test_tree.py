@@ -127,6 +127,7 @@ def test_subnormal_values_are_added_as_the_calling_thread_would(teams):
     assert total(False) > 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
 def test_no_loop_multiplies_and_adds_at_once():
     """A fused multiply-add rounds once, so its bits are those of some processors only."""

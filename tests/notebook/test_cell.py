@@ -183,6 +183,7 @@ def test_a_future_import_of_an_earlier_cell_holds():
     assert sent(function)() == 1
 
 
+@pytest.mark.slow
 def test_a_machine_without_ipython_can_run_it():
     data = cloudpickle.dumps(cell("import sys\n'IPython' in sys.modules"))
     code = f"import cloudpickle; print(cloudpickle.loads({data!r})())"

@@ -283,6 +283,7 @@ def test_the_extension_can_be_unloaded_and_loaded_again(shell):
     assert shell.find_line_magic("elastic") is not None
 
 
+@pytest.mark.slow
 def test_the_package_loads_neither_ipython_nor_ipywidgets():
     code = (
         "import nbelastic.notebook, nbelastic.notebook.cell, nbelastic.notebook.names, sys;"
