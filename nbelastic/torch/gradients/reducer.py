@@ -3,7 +3,7 @@
 A :class:`~nbelastic.torch.gradients.step.GradientStep` begins with the first gradient
 (or with :meth:`Reducer.synchronize`, on a rank that has computed none), and ends when
 :meth:`Reducer.synchronize` has the reduced gradients. All ranks reduce the same groups in the same
-order, whichever parameters they have used. See "Gradients" in ``docs/architecture.md``.
+order, whichever parameters they have used. See ``docs/design/gradients.md``.
 """
 
 from __future__ import annotations
