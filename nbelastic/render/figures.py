@@ -29,7 +29,7 @@ def _is_new(rank: RankStatus) -> bool:
     return rank.rank is None and not rank.commits
 
 
-FIGURES = (
+FIGURES = [
     Figure(
         "Commits",
         lambda rank: "–" if _is_new(rank) else f"{rank.commits:,}",
@@ -50,7 +50,8 @@ FIGURES = (
         lambda rank: block(rank.micro_batches),
         is_shown=lambda status: bool(status.micro_batches),
     ),
-)
+]
+"""The columns, from left to right; one more is one more element."""
 
 
 def shown_figures(status: JobStatus) -> list[Figure]:

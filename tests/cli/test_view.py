@@ -23,7 +23,8 @@ from nbelastic.cli.view.display import JsonView, QuietView, WaitView
 from nbelastic.cli.view.frame import frame
 from nbelastic.cli.view.live import LiveView
 from nbelastic.driver.status import Progress
-from nbelastic.render import JobSnapshot
+from nbelastic.render import FIGURES, JobSnapshot, page
+from nbelastic.render.figures import Figure
 from tests.notebook.fakes import FakeJob, rank_status
 
 
@@ -367,3 +368,20 @@ def test_the_cursor_is_back_also_when_the_last_look_fails(monkeypatch):
 
 def fail(_) -> None:
     raise RuntimeError
+
+
+@pytest.fixture
+def a_column():
+    """Give ranks a column that the package does not have."""
+    mine = Figure("Host", lambda rank: rank.worker.split(":")[1], in_frame=lambda _: "mine")
+    FIGURES.append(mine)
+    yield mine
+    FIGURES.remove(mine)
+
+
+def test_a_column_of_ones_own_is_in_the_panel_and_in_the_frame(a_column):
+    job = a_job()
+    assert "mine" in rows(job, 100)[1]
+    shown = page(JobSnapshot.of(job))
+    assert "Host" in shown
+    assert a_column.cell(job.status.ranks[0]) in shown
