@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SLIGHT = (1e-6, 0.0, 0.25)
 CLEAR = (1e-2, 1e-6, 0.05)
-"""Relative and absolute difference of two values, and the share of values that may differ so.
+"""Relative and absolute difference, and the share of values that may differ so.
 
 Processors of different kinds round differently, so that some values may differ in their last bits.
 Without an average over the ranks nearly all values differ a little, and many of them clearly.
@@ -37,12 +37,7 @@ def compare(
 ) -> WeightsDiffer | None:
     """Compare a sample with the first of its moment; return a warning if they differ.
 
-    Parameters
-    ----------
-    seen : mutable mapping of (int, bool) to WeightsSampled
-        The first sample of each moment, and whether it is one besides the state. It is updated.
-    sample : WeightsSampled
-        A sample of a member of the present generation.
+    `seen` has the first sample of each moment, those besides the state apart; it is updated.
     """
     key = (sample.moment, sample.besides)
     first = seen.get(key)

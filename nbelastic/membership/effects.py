@@ -40,7 +40,7 @@ class Abort(Effect):
 
 @dataclass(frozen=True)
 class Notify(Effect):
-    """Announce a change to members. They agree on the step at which they leave."""
+    """Announce a change to members, which agree on the step at which they leave."""
 
     generation: int
     starts: tuple[int, ...]
@@ -63,28 +63,15 @@ class SaveCommit(Effect):
 
 @dataclass(frozen=True)
 class EndRank(Effect):
-    """End a rank's function.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    slot : Slot
-        Its slot.
-    how : str
-        ``leave`` (at the agreed step), ``stop`` (where it waits, or at its next commit or
-        operation), ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it).
-    reason : Reason
-        The reason.
-    save : float
-        Seconds that it may take to write a checkpoint before, because no other rank has the state.
-    """
+    """End a rank's function."""
 
     start: int
     slot: Slot
+    # ``leave`` (at the agreed step), ``stop`` (where it waits, or at its next commit or operation),
+    # ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it).
     how: str
     reason: Reason
-    save: float = 0.0
+    save: float = 0.0  # seconds to write a checkpoint first, because no other rank has the state
 
 
 @dataclass(frozen=True)
@@ -97,35 +84,17 @@ class RestartWorker(Effect):
 
 @dataclass(frozen=True)
 class Record(Effect):
-    """Entry of the job's history.
+    """Entry of the job's history."""
 
-    Attributes
-    ----------
-    kind : str
-        ``joined``, ``lost``, ``left``, ``formed``, ``reset``, ``cooldown``, ``restarted``,
-        ``backend``, ``checkpoint``, ``warning``, ``waiting``, ``share``, ``notice``, ``finished``,
-        ``failed``, ``stopped``.
-    worker : str or None
-        Address of the worker concerned.
-    rank, start : int or None
-        The rank concerned, and its start of the function.
-    generation : int
-        The generation at that time.
-    reason : Reason or None
-        More about it.
-    name : str
-        Dask's name of that worker.
-    figures : dict of str to float
-        Numbers that belong to it.
-    """
-
+    # joined, lost, died, left, formed, reset, cooldown, restarted, backend, checkpoint, warning,
+    # phases, straggler, waiting, share, notice, finished, failed, or stopped.
     kind: str
-    generation: int
-    worker: str | None = None
+    generation: int  # at that time
+    worker: str | None = None  # address
     rank: int | None = None
-    start: int | None = None
+    start: int | None = None  # of the function, by that rank
     reason: Reason | None = None
-    name: str = ""
+    name: str = ""  # Dask's name of the worker
     figures: dict[str, float] = field(default_factory=dict, hash=False)
 
 

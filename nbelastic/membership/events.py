@@ -1,4 +1,7 @@
-"""Events: messages to the machine. Each may come late, twice, or out of order."""
+"""Events: messages to the machine. Each may arrive late, twice, or out of order.
+
+`start` is the number of a start of the function, counted over the job and never reused.
+"""
 
 from __future__ import annotations
 
@@ -46,29 +49,16 @@ class SlotDied(Event):
 
 @dataclass(frozen=True)
 class SlotLeaving(Event):
-    """A worker was asked to leave: retired, scaled away, or terminated with notice.
-
-    Attributes
-    ----------
-    slot : str
-        Its slot.
-    soon : bool
-        The worker closes in a few seconds, too soon for another rank to receive the state.
-    notice : NoticeGiven or None
-        What its machine, or its batch job, has announced.
-    """
+    """A worker was asked to leave: retired, scaled away, or terminated with notice."""
 
     slot: str
-    soon: bool = False
-    notice: NoticeGiven | None = None
+    soon: bool = False  # it closes in seconds, too soon for another rank to receive the state
+    notice: NoticeGiven | None = None  # what its host or its batch job has announced
 
 
 @dataclass(frozen=True)
 class SlotAtRisk(Event):
-    """A worker's machine may go at any time: it should be left once another rank has its place.
-
-    Nothing happens while no newcomer can take it.
-    """
+    """A worker's host may end at any time: its rank stays until a newcomer is ready."""
 
     slot: str
     notice: NoticeGiven
@@ -90,162 +80,82 @@ class SlotBusy(Event):
 
 @dataclass(frozen=True)
 class SlotSilent(Event):
-    """A worker's process is stopped, or has sent no heartbeat for the heartbeat timeout."""
+    """A worker's process is stopped, or has missed the heartbeat timeout."""
 
     slot: str
     reason: LossReason = LossReason.WORKER_SILENT
-    seconds: float = 0.0
+    seconds: float = 0.0  # without a heartbeat
 
 
 @dataclass(frozen=True)
 class RankReady(Event):
-    """A rank is set up and waits for a plan.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    left : int
-        Newest generation that the rank knows. It is ready for later ones only.
-    version : float
-        Its last commit, or ``FRESH``; half a commit more if it holds the state at the end of a
-        later step instead.
-    loop : int
-        Number of the elastic loop that it is about to enter; 0 outside one.
-    store : tuple of (str, int)
-        Address of the store that it keeps open.
-    failed : bool
-        It left its generation because an operation failed, not because members agreed to.
-    detail : str
-        The error of that operation.
-    unreached : tuple of int
-        Starts of the ranks that it could not reach, if plans in a row have not formed.
-    gone : tuple of int
-        Starts of members whose processes have ended. The system reports that to neighbours at
-        once, and to the scheduler only when the memory of the process is free.
-    own : bool
-        The failure was its own, or that of all ranks together: its communicator works.
-    """
+    """A rank is set up and waits for a plan."""
 
     start: int
-    left: int
+    left: int  # newest generation that it knows; it is ready for later ones only
+    # Last commit, or FRESH; half a commit more for the state at the end of a later step.
     version: float
-    loop: int
-    store: tuple[str, int]
-    failed: bool = False
-    detail: str = ""
+    loop: int  # number of the elastic loop that it is about to enter; 0 outside one
+    store: tuple[str, int]  # address of the store that it keeps open
+    failed: bool = False  # it left its generation because an operation failed, not as agreed
+    detail: str = ""  # error of that operation
+    # Starts that it could not reach, if plans in a row did not form.
     unreached: tuple[int, ...] = ()
+    # Starts of members whose processes have ended. The operating system reports that to neighbours
+    # at once, and to the scheduler only when the memory of the process is free.
     gone: tuple[int, ...] = ()
-    own: bool = False
+    own: bool = False  # the failure was its own, or that of all ranks: its communicator works
 
 
 @dataclass(frozen=True)
 class RankFormed(Event):
-    """A rank has connected to the others of its generation.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    generation : int
-        The generation.
-    backend : str
-        Kind of its communicator, such as ``gloo``, or ``solo`` for a rank that is alone. All
-        members have the same.
-    remark : str
-        Reason for not having a faster kind, for people.
-    """
+    """A rank has connected to the other members of its generation."""
 
     start: int
     generation: int
-    backend: str = ""
-    remark: str = ""
+    backend: str = ""  # kind of communicator, the same on all members: gloo, …; solo for one rank
+    remark: str = ""  # why it is not a faster kind, for people
 
 
 @dataclass(frozen=True)
 class LoopDone(Event):
-    """A rank's elastic loop has returned, and the rank waits for the others.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    generation : int
-        The generation.
-    version : int
-        Its last commit.
-    operations : int
-        Number of operations between ranks that its loop has begun in that generation.
-    """
+    """A rank's elastic loop has returned, and the rank waits for the other members."""
 
     start: int
     generation: int
-    version: int
-    operations: int = 0
+    version: int  # last commit
+    operations: int = 0  # between ranks, begun by its loop in this generation
 
 
 @dataclass(frozen=True)
 class RankReturned(Event):
-    """A rank's function has returned.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    isolated : tuple of str or None
-        Libraries for training that its process has imported, for a rank that exchanged nothing
-        with others and entered no elastic loop. None for any other rank.
-    """
+    """A rank's function has returned."""
 
     start: int
+    # Libraries for training that its process has imported, for a rank that exchanged nothing with
+    # others and entered no elastic loop; None for any other rank.
     isolated: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class RankRaised(Event):
-    """A rank has ended with an error: its function has raised, or could not be run.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    error : str
-        The exception in one line.
-    collective : bool
-        It was a failed operation between ranks, which is a consequence and not a cause.
-    version : int
-        Its last commit, or ``FRESH``.
-    on_all_ranks : bool
-        All ranks raise it at the same point, and would do so again.
-    state_mismatch : bool
-        The rank has built another state than the others have.
-    """
+    """A rank has ended with an error: its function raised, or could not be run."""
 
     start: int
-    error: str
-    collective: bool = False
-    version: int = FRESH
-    on_all_ranks: bool = False
-    state_mismatch: bool = False
+    error: str  # the exception in one line
+    collective: bool = False  # a failed operation between ranks: a consequence, not a cause
+    version: int = FRESH  # last commit
+    on_all_ranks: bool = False  # all ranks raise it at the same point, and would do so again
+    state_mismatch: bool = False  # the rank has built another state than the others
 
 
 @dataclass(frozen=True)
 class RankDied(Event):
-    """The process of a rank has ended without an event of its own; its worker lives.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    detail : str
-        What it has died of, in words.
-    version : int
-        Its last known commit, or ``FRESH``.
-    """
+    """The process of a rank has ended without an event of its own; its worker lives."""
 
     start: int
-    detail: str
-    version: int = FRESH
+    detail: str  # cause of death, in words
+    version: int = FRESH  # last known commit
 
 
 @dataclass(frozen=True)
@@ -257,87 +167,41 @@ class RankLeft(Event):
 
 @dataclass(frozen=True)
 class WeightsSampled(Event):
-    """A rank has sampled the parameters that it trains.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    generation : int
-        Its generation.
-    moment : int
-        Number of its commits in this generation before the sample; 0 at the end of the elastic
-        loop. Without a loop: minus the number of operations, and 0 at the end.
-    values : tuple of float
-        The sample, of values at the same places on all ranks.
-    plain : tuple of str
-        Classes of its optimizers that do not average gradients.
-    besides : bool
-        Whether these parameters are neither in the state nor in the broadcast.
-    """
+    """A rank has sampled the parameters that it trains."""
 
     start: int
     generation: int
+    # Number of its commits in this generation before the sample; 0 at the end of the elastic loop.
+    # Without a loop: minus the number of operations, and 0 at the end.
     moment: int
-    values: tuple[float, ...]
-    plain: tuple[str, ...] = ()
-    besides: bool = False
+    values: tuple[float, ...]  # of parameters at the same places on all ranks
+    plain: tuple[str, ...] = ()  # classes of its optimizers that do not average gradients
+    besides: bool = False  # these parameters are neither in the state nor in the broadcast
 
 
 @dataclass(frozen=True)
 class RankNote(Event):
-    """Entry for the job's history, from a rank.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    about : str
-        The history's ``kind``: ``checkpoint``, ``warning``, ``phases``, ``straggler``.
-    detail : str
-        A text for people.
-    figures : dict of str to float
-        Numbers that belong to it.
-    resumed : tuple of int, optional
-        Generation and version of the commit on disk that the rank resumes from.
-    """
+    """Entry for the job's history, from a rank."""
 
     start: int
-    about: str
-    detail: str
+    about: str  # kind in the history: checkpoint, warning, phases, straggler
+    detail: str  # for people
     figures: dict[str, float] = field(default_factory=dict, hash=False)
+    # Generation and version of the commit on disk resumed from.
     resumed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Part of a heartbeat that concerns one rank.
-
-    Attributes
-    ----------
-    start : int
-        Start of the function.
-    generation : int
-        Its generation, to which `operations` belongs.
-    progress : int
-        A number that changes when the rank makes progress.
-    waiting : bool
-        Whether it waits for other ranks.
-    version : int
-        Its last commit.
-    operations : int
-        Number of operations between ranks that its loop has begun in that generation.
-    operation : str
-        Name of the operation in which it waits; empty if that is not known.
-    """
+    """Part of a heartbeat that concerns one rank."""
 
     start: int
-    generation: int
-    progress: int
-    waiting: bool
-    version: int
-    operations: int = 0
-    operation: str = ""
+    generation: int  # to which `operations` belongs
+    progress: int  # a number that changes when the rank makes progress
+    waiting: bool  # for other ranks
+    version: int  # last commit
+    operations: int = 0  # between ranks, begun by its loop in this generation
+    operation: str = ""  # name of the operation in which it waits; empty if not known
 
 
 @dataclass(frozen=True)
@@ -349,26 +213,16 @@ class Beats(Event):
 
 @dataclass(frozen=True)
 class StopRequested(Event):
-    """Request to end the job at the next commit, or now.
-
-    Attributes
-    ----------
-    now : bool
-        Whether to end it now.
-    reason : StopReason
-        The reason.
-    seconds : float
-        The lease of an unattended job.
-    """
+    """Request to end the job at the next commit, or now."""
 
     now: bool = False
     reason: StopReason = StopReason.STOPPED
-    seconds: float = 0.0
+    seconds: float = 0.0  # lease of an unattended job
 
 
 @dataclass(frozen=True)
 class LimitsChanged(Event):
-    """Change of what a job may have, and of its place among others; None leaves it as it is."""
+    """Change of a job's limits, priority or weight; None leaves a value as it is."""
 
     min_np: int | None = None
     max_np: int | None = None
@@ -378,27 +232,13 @@ class LimitsChanged(Event):
 
 @dataclass(frozen=True)
 class ShareSet(Event):
-    """The cluster's arbiter has set the share of the job. Free slots of it are announced after.
+    """The scheduler has set the job's share; it announces the free slots after this."""
 
-    Attributes
-    ----------
-    share : int or None
-        Most ranks that it may have besides ``max_np``; None for no bound.
-    slots : int
-        Slots of the cluster that it could use.
-    others : tuple of str
-        Some of the jobs that it shares with, by name.
-    number : int
-        Number of all these jobs.
-    reclaimed : tuple of str
-        Slots that it has to leave, because another job can use no other.
-    """
-
-    share: int | None
-    slots: int = 0
-    others: tuple[str, ...] = ()
-    number: int = 0
-    reclaimed: tuple[str, ...] = ()
+    share: int | None  # most ranks that it may have besides max_np; None: no bound
+    slots: int = 0  # of the cluster that it could use
+    others: tuple[str, ...] = ()  # some of the jobs that it shares with, by name
+    number: int = 0  # of all these jobs
+    reclaimed: tuple[str, ...] = ()  # slots to leave, because another job can use no other
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .model import Limits, Slot
 
 SAME_ERROR = 2
-"""Times that the function's own ranks end a generation with one error at one commit."""
+"""Times that ranks themselves end a generation with one error at one commit."""
 
 SAME_KIND = 4
 """Times in a row, without progress, of one kind of setback: see :class:`Counted`."""
@@ -43,16 +43,16 @@ NEAR_SECONDS = 60.0
 """Errors at most this far apart belong together, whatever the number of commits."""
 
 FAILURE_THRESHOLD = 3
-"""Failures in a row after which a host, or a worker that is restarted each time, is excluded.
+"""Failures in a row that exclude a host, or a worker that is restarted each time.
 
 In a row: without a commit of a rank of it in between. For a host, failures of so many workers.
 """
 
 FAILURE_WINDOW = 2.0
-"""Seconds in which failures on a host count as one, because a machine takes all its workers."""
+"""Seconds in which failures on a host count as one: all its workers end with it."""
 
 EXCLUSION_RANGE = (10.0, 600.0)
-"""Shortest and longest exclusion of a host, in seconds, without a range from the job's owner."""
+"""Shortest and longest exclusion of a host, in seconds, if the owner sets none."""
 
 JITTER = 0.1
 """Largest random part of an exclusion, as a fraction of it."""
@@ -66,7 +66,7 @@ _CHANGING = re.compile(r"\b0x[0-9a-fA-F]+|\bgeneration \d+")
 
 @dataclass
 class Exclusions:
-    """Exclusions by key, a worker's or a host's, as with Horovod's ``--blacklist-cooldown-range``.
+    """Exclusions by worker or host, as with ``--blacklist-cooldown-range`` of Horovod.
 
     The first failure excludes for `lo` seconds, each further one for twice as long: for
     ``min(lo * 2**n, hi)`` plus at most a tenth, and never longer than `hi`.
@@ -253,7 +253,7 @@ class FailurePolicy:
         return found
 
     def forgive(self, slot: Slot) -> None:
-        """Forget the failures of a worker and its host, because its rank has made progress."""
+        """Forget failures of a worker and its host, because its rank made progress."""
         if not (self.worker_failures or self.host_failures or self.repeated.failures):
             return
         self.host_failures.pop(slot.host, None)
@@ -336,5 +336,5 @@ class FailurePolicy:
 
 
 def _equal(cause: str, other: str) -> bool:
-    """Return whether two causes are equal but for what differs from generation to generation."""
+    """Return whether two causes are equal, but for addresses and generations."""
     return _CHANGING.sub("…", cause) == _CHANGING.sub("…", other)

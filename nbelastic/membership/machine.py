@@ -73,16 +73,10 @@ class Machine:
         self._effects: list[Effect] = []
 
     def handle(self, event: ev.Event, now: float, chance: float = 0.0) -> list[Effect]:
-        """Take one event and return what to do.
+        """Process one event and return the effects.
 
-        Parameters
-        ----------
-        event : Event
-            The event.
-        now : float
-            The time in seconds, on any clock that never goes back.
-        chance : float, default 0.0
-            A random number from 0 up to 1, for the random part of an exclusion.
+        `now` is in seconds on any clock that never goes back; `chance`, from 0 up to 1, is the
+        random part of an exclusion.
         """
         self._chance, self._effects = chance, []
         roster = self.roster
@@ -150,7 +144,7 @@ class Machine:
             self._warn_if_none_stays()
 
     def _time_of(self, event: ev.SlotLeaving) -> tuple[float, float]:
-        """Return how long last holders of the state stay, and until when their worker is there."""
+        """Return how long last holders may stay, and after how long the worker is gone."""
         if event.soon:
             return 0.0, rules.SOON
         if event.notice is None:
@@ -255,7 +249,7 @@ class Machine:
         self._end_leaving()
 
     def _remove_dead_members(self, witness: Rank, gone: tuple[int, ...]) -> None:
-        """Remove members whose processes have ended, as a neighbour reports from the system."""
+        """Remove members whose processes have ended, as a neighbour reports."""
         for start in gone:
             rank = self.roster.ranks.get(start)
             if rank is None or rank.stage not in (Stage.MEMBER, Stage.DONE) or rank is witness:
@@ -535,7 +529,7 @@ class Machine:
             self._close()
 
     def _note_finish(self) -> None:
-        """Enter ``FINISHING`` if the members have reached the end of their loop or function."""
+        """Enter ``FINISHING`` if the members are at the end of their loop or function."""
         roster = self.roster
         if not roster.any_in(Stage.RETURNED):
             if roster.any_in(Stage.MEMBER):
@@ -1026,7 +1020,7 @@ class Machine:
             self.roster.lost[rank.slot.lasting] = lost
 
     def _evict(self, ranks: Sequence[Rank], reason: why.LossReason, seconds: float) -> None:
-        """Go on without ranks that do not answer. Their worker ends them; it is free again then."""
+        """Go on without ranks that do not answer; their workers end them and are free."""
         roster = self.roster
         for rank in ranks:
             lost = why.Lost(roster.id(rank), reason, seconds=seconds)
@@ -1062,7 +1056,7 @@ class Machine:
     # -- steps: the generation -----------------------------------------------------------------
 
     def _break(self, cause: why.Reason) -> None:
-        """End the present generation because of a fault: free its members wherever they wait.
+        """End the generation because of a fault, and free its members wherever they wait.
 
         Members that have left their loop for good go on, unless they wait for a lost member.
         """

@@ -15,24 +15,12 @@ FRESH = -1
 
 @dataclass(frozen=True)
 class Slot:
-    """Capacity for one rank.
+    """Capacity for one rank."""
 
-    Attributes
-    ----------
-    id : str
-        Identity of the worker *process*; a restarted worker has a new one.
-    worker : str
-        The worker's address.
-    name : str
-        The worker's name, which outlives a restart by its nanny.
-    host : str
-        The machine, identified by what its workers share.
-    """
-
-    id: str
-    worker: str
-    name: str
-    host: str
+    id: str  # of the worker *process*; a restarted worker has a new one
+    worker: str  # address
+    name: str  # of the worker; it outlives a restart by its nanny
+    host: str  # identified by what its workers share
 
     @property
     def lasting(self) -> str:
@@ -42,78 +30,37 @@ class Slot:
 
 @dataclass(frozen=True)
 class UnusedWorker:
-    """A worker that is there and not offered to the job.
+    """A worker of the cluster that is not offered to the job."""
 
-    Attributes
-    ----------
-    worker : str
-        The worker's address.
-    reason : UnusedReason
-        The reason.
-    detail : str
-        The other job for ``TAKEN``, what is lacking for ``LACKS_RESOURCES``, the versions for
-        ``OTHER_VERSIONS``, the error for ``REFUSED``.
-    """
-
-    worker: str
+    worker: str  # address
     reason: UnusedReason
+    # The other job for TAKEN, what is lacking for LACKS_RESOURCES, the versions for OTHER_VERSIONS,
+    # the error for REFUSED.
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits set by a job's owner. All times are in seconds.
+    """Limits set by a job's owner, with times in seconds."""
 
-    Attributes
-    ----------
-    np : int
-        Slots to wait for before anything is started.
-    min_np : int
-        Fewest ranks that may train.
-    max_np : int or None
-        Most ranks that may train; None for all that the cluster offers.
-    elastic_timeout : float
-        Longest wait for enough slots, and for a started rank to be ready.
-    stall_timeout : float
-        Longest time that a rank may hold up others that wait for it.
-    forming_timeout : float
-        Longest time that the ranks of a plan may take to connect.
-    ending_timeout : float
-        Longest time that ranks may take to end; then their workers are restarted.
-    reset_limit : int or None
-        Most changes of membership.
-    check_every : int
-        Fewest commits of a generation before newcomers join. Ranks leave at any commit.
-    cooldown : tuple of (float, float) or None
-        Shortest and longest exclusion of a worker that failed; None excludes its process for
-        good. Hosts are never excluded for good: without a range, for 10 to 600 s.
-    slots_per_host : int or None
-        Most ranks on one host.
-    priority : int
-        Among jobs of a cluster, higher ones are served first.
-    weight : float
-        Its part of what jobs of one priority share, relative to theirs.
-    preemptible : bool
-        Whether a job of a higher priority may take its floor, down to one rank.
-    checkpoint : bool
-        Whether ranks can write the state to files.
-    """
-
-    np: int = 1
-    min_np: int = 1
-    max_np: int | None = None
+    np: int = 1  # slots to wait for before anything is started
+    min_np: int = 1  # fewest ranks that may train
+    max_np: int | None = None  # most ranks that may train; None: all that the cluster offers
+    # Longest wait for enough slots, and for a started rank to be ready.
     elastic_timeout: float = 600.0
-    stall_timeout: float = 60.0
-    forming_timeout: float = 10.0
-    ending_timeout: float = 10.0
-    reset_limit: int | None = None
-    check_every: int = 1
+    stall_timeout: float = 60.0  # longest time that a rank may hold up others that wait for it
+    forming_timeout: float = 10.0  # longest time for the ranks of a plan to connect
+    ending_timeout: float = 10.0  # longest time for ranks to end; then their workers are restarted
+    reset_limit: int | None = None  # most changes of membership; None: no limit
+    check_every: int = 1  # fewest commits of a generation until newcomers join; ranks leave at any
+    # Shortest and longest exclusion of a worker that failed; None excludes its process for good.
+    # Hosts are never excluded for good: without a range, for 10 to 600 s.
     cooldown: tuple[float, float] | None = None
-    slots_per_host: int | None = None
-    priority: int = 0
-    weight: float = 1.0
-    preemptible: bool = False
-    checkpoint: bool = False
+    slots_per_host: int | None = None  # most ranks on one host; None: no limit
+    priority: int = 0  # among jobs of a cluster, higher ones are served first
+    weight: float = 1.0  # part of what jobs of one priority share, relative to theirs
+    preemptible: bool = False  # a job of a higher priority may take its floor, down to one rank
+    checkpoint: bool = False  # ranks can write the state to files
 
     def __post_init__(self) -> None:
         if self.max_np is not None and self.min_np > self.max_np:
@@ -161,44 +108,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of a plan.
+    """A rank of a plan."""
 
-    Attributes
-    ----------
-    start : int
-        Number of this start of the function, counted over the job and never reused.
-    slot : Slot
-        Where it runs.
-    store : tuple of (str, int)
-        Address of the store that it keeps open.
-    version : float
-        Its version of the state, as in :class:`~nbelastic.membership.RankReady`; ``FRESH`` if it
-        has never synchronised.
-    """
-
-    start: int
+    start: int  # number of the start of the function, over the job; never reused
     slot: Slot
-    store: tuple[str, int]
-    version: float
+    store: tuple[str, int]  # address of the store that it keeps open
+    version: float  # as in RankReady; FRESH if it has never synchronised
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One agreed membership, as the members of a generation receive it.
+    """One agreed membership, as the members of a generation receive it."""
 
-    Attributes
-    ----------
-    generation : int
-        Its number, which only grows.
-    members : tuple of Member
-        In the order of their ranks.
-    loop : int
-        Number of the members' elastic loop, from 1; 0 for a function without one.
-    """
-
-    generation: int
-    members: tuple[Member, ...]
-    loop: int
+    generation: int  # its number, which only grows
+    members: tuple[Member, ...]  # by rank
+    loop: int  # number of the members' elastic loop, from 1; 0 for a function without one
 
     @property
     def version(self) -> float:
@@ -244,21 +168,9 @@ class FailureKind(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job.
+    """The end of a job."""
 
-    Attributes
-    ----------
-    kind : str
-        ``finished``, ``failed`` or ``stopped``.
-    error : FailureKind or None
-        The kind of a failure.
-    reason : Reason or None
-        The reason for a failure or a stop.
-    starts : tuple of int
-        Starts whose results, or whose errors, the job ends with, by rank.
-    """
-
-    kind: str
-    error: FailureKind | None = None
-    reason: Reason | None = None
-    starts: tuple[int, ...] = ()
+    kind: str  # finished, failed or stopped
+    error: FailureKind | None = None  # None: no failure
+    reason: Reason | None = None  # for a failure or a stop
+    starts: tuple[int, ...] = ()  # with the results, or the errors, that the job ends with; by rank

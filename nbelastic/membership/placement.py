@@ -19,7 +19,7 @@ class Located(Protocol):
 
     @property
     def slot(self) -> Slot:
-        """Where it runs."""
+        """Slot on which it runs."""
 
 
 T = TypeVar("T", bound=Located)
@@ -29,28 +29,15 @@ def arrange(
     survivors: Sequence[T],
     newcomers: Sequence[T],
     *,
-    most: int | None = None,
-    per_host: int | None = None,
+    most: int | None = None,  # members; None: no limit
+    per_host: int | None = None,  # members on a host; None: no limit
 ) -> list[T]:
     """Choose members and put them in the order of their ranks.
 
-    Parameters
-    ----------
-    survivors : sequence
-        Members of the generation before, in the order of their old ranks. They are chosen first.
-    newcomers : sequence
-        The other candidates, in the order in which they were started.
-    most : int, optional
-        Most members.
-    per_host : int, optional
-        Most members on a host.
-
-    Returns
-    -------
-    list
-        Ranks on one host are contiguous; hosts stand in the order of their first survivor, then
-        of their first newcomer; on a host, newcomers follow survivors. So survivors keep their
-        relative order.
+    Survivors (in the order of their old ranks) are chosen first, then newcomers (in that of their
+    start). Ranks on one host are contiguous. Hosts stand in the order of their first survivor, then
+    of their first newcomer; on a host, newcomers follow survivors. So survivors keep their relative
+    order.
     """
     hosts: dict[str, list[T]] = {}
     for member in choose((*survivors, *newcomers), most=most, per_host=per_host):
@@ -74,18 +61,10 @@ def choose(
 
 
 def choose_released(members: Sequence[T], number: int, *, keep: T | None = None) -> list[T]:
-    """Return so many members that leave.
+    """Return the `number` members that leave; `members` have the oldest first.
 
     Small hosts are left as a whole, so that the others stay together; else the youngest leave.
-
-    Parameters
-    ----------
-    members : sequence
-        The members, the oldest first.
-    number : int
-        How many leave.
-    keep : optional
-        A member that stays, as long as there is another.
+    `keep` stays as long as there is another member.
     """
     left, released = list(members), list(members[:0])
     while left and len(released) < number:
@@ -157,7 +136,7 @@ def count_by_host(slots: Sequence[Slot]) -> dict[str, int]:
 def broken_pairs(
     order: Sequence[int], unreached: Mapping[int, Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Return the pairs of which either reports that it cannot reach the other, each once."""
+    """Return each pair of which either reports that it cannot reach the other."""
     place = {start: number for number, start in enumerate(order)}
     pairs = {
         (min(one, other, key=place.__getitem__), max(one, other, key=place.__getitem__))

@@ -59,33 +59,24 @@ _COUNTED = frozenset({"stage", "version", "loop", "planned", "formed", "leaving"
 
 @dataclass(eq=False)
 class Rank:
-    """One start of the function.
-
-    `planned` is the newest generation that the rank was planned into. A rank that was asked to
-    leave (`leaving`, because of `leave_reason`, since `leave_since`) stays until `leave_deadline`
-    if no other rank holds the state; its worker is gone at `gone_at`. `leave_sent` says whether the
-    order to leave was sent, `evicted` whether the others go on without it because it is at fault,
-    and `by_share` whether the rank was started in a job that shares its cluster.
-
-    Every change of a counted field updates the counts in :class:`Ranks`.
-    """
+    """One start of the function."""
 
     start: int
     slot: Slot
-    since: float
+    since: float  # when it entered its stage
     stage: Stage = Stage.STARTING
     version: float = FRESH
     loop: int = 0
     store: tuple[str, int] = ("", 0)
     unreached: tuple[int, ...] = ()
-    planned: int = 0
+    planned: int = 0  # newest generation that it was planned into
     formed: bool = False
-    leaving: bool = False
-    leave_sent: bool = False
+    leaving: bool = False  # it was asked to leave
+    leave_sent: bool = False  # the order to leave was sent
     leave_reason: EndReason = EndReason.WORKER_LEAVING
     leave_since: float = 0.0
-    leave_deadline: float = 0.0
-    gone_at: float = 0.0
+    leave_deadline: float = 0.0  # until then it stays, if no other rank holds the state
+    gone_at: float = 0.0  # when its worker is gone
     progress: int = 0
     waiting: bool = False
     operations: int = 0
@@ -93,10 +84,10 @@ class Rank:
     progress_at: float = 0.0
     heartbeat_at: float = 0.0
     version_at_join: float = 0
-    evicted: bool = False
-    by_share: bool = False
+    evicted: bool = False  # it is at fault, and the others go on without it
+    by_share: bool = False  # it was started in a job that shares its cluster
 
-    counted_by: ClassVar[Ranks | None] = None
+    counted_by: ClassVar[Ranks | None] = None  # updated by every change of a counted field
 
     def __setattr__(self, name: str, value: object) -> None:
         ranks = self.counted_by if name in _COUNTED else None
@@ -137,57 +128,24 @@ class Rank:
 
 
 class Ranks(dict[int, Rank]):
-    """Ranks by their starts; changed by assignment, :meth:`pop` and :meth:`clear` only.
-
-    Parameters
-    ----------
-    ranks : iterable of Rank
-        The first ranks.
-    slots : mapping of str to Slot
-        The known slots, by their identity.
-    generation : int
-        Number of the newest plan.
-
-    Attributes
-    ----------
-    stages : dict of Stage to dict of int to Rank
-        Ranks by stage, in the order in which they entered it.
-    on_slot : dict of str to dict of int to Rank
-        Ranks by slot.
-    vacant : dict of str to None
-        Slots without a rank.
-    staying : int
-        Number of ranks that are neither ending nor leaving.
-    loops : dict of int to int
-        Loops of the staying ranks that have been members: ranks in each.
-    newcomers : int
-        Number of ranks that are starting or ready and were never planned.
-    ready_loops : dict of int to int
-        Loops of the ready ranks: ranks in each.
-    ready : int
-        Number of ranks that are ready and not leaving.
-    synced : int
-        Number of those that have synchronised with the job's state.
-    present : int
-        Number of members of the newest plan that are left.
-    versions : dict of float to int
-        Versions that these members hold: ranks with each.
-    unformed : int
-        Number of these members that have not reported that they are connected.
-    """
+    """Ranks by start, changed by assignment, :meth:`pop` and :meth:`clear` only."""
 
     def __init__(self, ranks: Iterable[Rank], slots: Mapping[str, Slot], generation: int) -> None:
         super().__init__()
         self._slots = slots
-        self.generation = generation
+        self.generation = generation  # of the newest plan
+        # In the order in which ranks entered the stage.
         self.stages: dict[Stage, dict[int, Rank]] = {stage: {} for stage in Stage}
         self.on_slot: dict[str, dict[int, Rank]] = {}
-        self.vacant: dict[str, None] = dict.fromkeys(self._slots)
+        self.vacant: dict[str, None] = dict.fromkeys(self._slots)  # slots without a rank
+        # Numbers of ranks: neither ending nor leaving; starting or ready and never planned; ready
+        # and not leaving; of these, synchronised with the job's state.
         self.staying = self.newcomers = self.ready = self.synced = 0
+        # Members of the newest plan that are left; of these, not reported as connected.
         self.present = self.unformed = 0
-        self.loops: dict[int, int] = {}
-        self.ready_loops: dict[int, int] = {}
-        self.versions: dict[float, int] = {}
+        self.loops: dict[int, int] = {}  # of staying ranks that have been members: ranks in each
+        self.ready_loops: dict[int, int] = {}  # of ready ranks: ranks in each
+        self.versions: dict[float, int] = {}  # of these members: ranks with each
         for rank in ranks:
             self[rank.start] = rank
         for stage, group in self.stages.items():
@@ -221,7 +179,8 @@ class Ranks(dict[int, Rank]):
             self.pop(start)
 
     def note_version(self, rank: Rank, version: float) -> None:
-        """Note the version that a rank holds. Most messages come here, so this is a short way."""
+        """Note the version that a rank holds."""
+        # Most messages come here, so this is a short way.
         before = rank.version
         if FRESH in (before, version) or rank.start not in self:
             rank.version = version

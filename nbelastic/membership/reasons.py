@@ -25,13 +25,13 @@ _TRANSPORTS = {
 
 
 def over(backend: str) -> str:
-    """Return how tensors travel, such as ``over Gloo``; empty for one rank, or if not known."""
+    """Return how tensors travel: ``over Gloo``, …; empty for one rank, or unknown."""
     return "" if backend in ("", "solo") else f"over {_TRANSPORTS.get(backend, backend)}"
 
 
 @dataclass(frozen=True)
 class RankId:
-    """Identity of a rank at one moment; `rank` is None while it belongs to no generation."""
+    """Identity of a rank at one moment; `rank` is None outside a generation."""
 
     start: int
     rank: int | None
@@ -304,9 +304,9 @@ class Transport(Reason):
 
 @dataclass(frozen=True)
 class StateLost(Reason):
-    """No rank is left that holds the state; its newest known commit, or 0."""
+    """No rank is left that holds the state."""
 
-    commit: int
+    commit: int  # newest known one, or 0
 
     def __str__(self) -> str:
         state = f"commit {self.commit}, the newest known one" if self.commit else "the state"
@@ -318,10 +318,10 @@ class StateLost(Reason):
 
 @dataclass(frozen=True)
 class UserErrors(Reason):
-    """Errors of user code; with the workers that are there, if these are too few."""
+    """Errors of user code."""
 
     errors: tuple[str, ...]
-    presence: Presence | None = None
+    presence: Presence | None = None  # the workers that are there, if these are too few
 
     def __str__(self) -> str:
         return "; ".join([*self.errors, *([str(self.presence)] if self.presence else [])])
@@ -355,10 +355,10 @@ class NoNewCommit(Reason):
 
 @dataclass(frozen=True)
 class ResetLimit(Reason):
-    """The reset limit is reached; the causes of the next reset, none for a planned change."""
+    """The reset limit is reached."""
 
     limit: int
-    causes: tuple[Reason, ...]
+    causes: tuple[Reason, ...]  # of the next reset; none for a planned change
 
     def __str__(self) -> str:
         return f"reset_limit={self.limit} is reached; next reset: {_causes(self.causes)}"
@@ -399,14 +399,11 @@ class OperationsDiffer(Reason):
 
 @dataclass(frozen=True)
 class PastFirstLoop(Reason):
-    """No rank can join any more: the others are in a later elastic loop, of at least `low` ranks.
-
-    `ranks` are left; it is None while they are enough.
-    """
+    """No rank can join any more, because the others are in a later elastic loop."""
 
     loop: int
-    ranks: int | None = None
-    low: int = 0
+    ranks: int | None = None  # that are left; None while they are enough
+    low: int = 0  # fewest ranks of the job
 
     def __str__(self) -> str:
         what = "no rank can join any more"
@@ -504,10 +501,10 @@ class Stopping(Reason):
 
 @dataclass(frozen=True)
 class NeverMet(Reason):
-    """No two ranks ever exchanged anything; the libraries for training that they imported."""
+    """No two ranks ever exchanged anything."""
 
     ranks: int
-    libraries: tuple[str, ...]
+    libraries: tuple[str, ...]  # for training, imported in the ranks
 
     def __str__(self) -> str:
         imported = (
@@ -525,9 +522,9 @@ class NeverMet(Reason):
 
 @dataclass(frozen=True)
 class WeightsDiffer(Reason):
-    """Ranks train different parameters; classes of optimizers that are not wrapped."""
+    """Ranks train different parameters."""
 
-    optimizers: tuple[str, ...]
+    optimizers: tuple[str, ...]  # classes of optimizers that are not wrapped
 
     def __str__(self) -> str:
         if self.optimizers:
@@ -576,12 +573,12 @@ class UnusedReason(str, enum.Enum):
 
 @dataclass(frozen=True)
 class UnusedGroup(Reason):
-    """Workers that a job does not use, for one reason: their number, and some addresses."""
+    """Workers that a job does not use, for one reason."""
 
     reason: UnusedReason
     detail: str
     number: int
-    workers: tuple[str, ...]
+    workers: tuple[str, ...]  # addresses of some
 
     def __str__(self) -> str:
         more = self.number - len(self.workers)
@@ -707,9 +704,9 @@ class NoticeSource(str, enum.Enum):
 
 @dataclass(frozen=True)
 class NoticeGiven(Reason):
-    """The machine or the batch job of the worker `name` ends in some seconds, or is at risk."""
+    """The machine or batch job of a worker ends in some seconds, or is at risk."""
 
-    name: str
+    name: str  # of the worker
     source: NoticeSource
     action: str  # what will happen, in the source's own word
     seconds: float  # until then
@@ -735,10 +732,10 @@ class NoticeRevoked(Reason):
 
 @dataclass(frozen=True)
 class GoneBeforeCommit(Reason):
-    """A worker was gone before its rank came to a commit, so many seconds after the request."""
+    """A worker was gone before its rank reached a commit."""
 
-    name: str
-    seconds: float
+    name: str  # of the worker
+    seconds: float  # after the request to leave
 
     def __str__(self) -> str:
         return (
@@ -762,10 +759,10 @@ class NoneStays(Reason):
 
 @dataclass(frozen=True)
 class Noticed(Reason):
-    """Workers that will go: the notices of some, the first to go first, and the number of all."""
+    """Workers that will go."""
 
-    notices: tuple[NoticeGiven, ...]
-    number: int
+    notices: tuple[NoticeGiven, ...]  # of some of them, the first to go first
+    number: int  # of all of them
 
     def __str__(self) -> str:
         more = self.number - len(self.notices)
@@ -782,10 +779,10 @@ class StopPending(Reason):
 
 @dataclass(frozen=True)
 class WaitingForRanks(Reason):
-    """A job waits for ranks to leave a generation, or to be ready for the first time (0)."""
+    """A job waits for ranks to leave a generation, or to be ready."""
 
     number: int
-    generation: int
+    generation: int  # 0: they are to be ready for the first time
     unused: tuple[UnusedGroup, ...] = ()  # workers that may be what holds them up
 
     def __str__(self) -> str:
@@ -797,9 +794,9 @@ class WaitingForRanks(Reason):
 
 @dataclass(frozen=True)
 class KernelLost(Reason):
-    """The kernel of a job is gone; seconds that the job goes on without one."""
+    """The kernel of a job is gone."""
 
-    seconds: float
+    seconds: float  # that the job goes on without a kernel
 
     def __str__(self) -> str:
         return f"its kernel is gone; it goes on for up to {self.seconds:g} s"

@@ -14,133 +14,66 @@ from .reasons import GenerationLeft, Lost, NoticeGiven, RankId, Reason, Sharing
 
 @dataclass
 class Roster:
-    """All that the machine remembers of one job.
-
-    Attributes
-    ----------
-    now : float
-        Time of the newest event.
-    generation : int
-        Number of the newest plan.
-    plan : Plan or None
-        The newest plan; in force in ``FORMING``, ``RUNNING`` and ``FINISHING``.
-    aborted : bool
-        Whether its members were ordered to end their generation.
-    pending : bool
-        Whether a change was announced to its members.
-    stopping : bool
-        Whether the job ends at the next commit.
-    launched : bool
-        Whether enough slots were there once.
-    ran : bool
-        Whether any generation has formed in an elastic loop, so that there was a state to lose.
-    first_starts : int
-        Starts below this number were started together, when the job had no other ranks.
-    closed : bool
-        Whether the function turned out to be one that newcomers cannot join.
-    backend : str
-        Communicator of the newest plan's members, once the first of them has reported it.
-    remark : str
-        The newest report on why there is no faster communicator.
-    version : int
-        Newest commit that every member holds.
-    newest : int
-        Newest known commit of any rank since the job last started over.
-    starts : int
-        Number of starts of the function.
-    expected : list of int
-        Starts that have to return for the job to finish, by rank: the members of the newest plan;
-        without any plan, the ranks that were there when the first of them returned.
-    saved_in : int
-        The generation after which a rank of the suspended job was last told to write its commit.
-    short_since : float or None
-        Time since when there has been no training because there are too few slots.
-    still_since : float
-        No member made progress before this time; some have since.
-    reset_causes : list of Reason
-        Faults since the last reset.
-    departing : dict of str to float
-        Slots that are leaving or gone, and since when. Nothing is ever started on them again.
-    departed : dict of str to float
-        When a process of a worker was last to leave or gone, by the worker's lasting name.
-    notices : dict of str to NoticeGiven
-        Notices of workers with a rank, by slot, each with the moment in the place of `seconds`.
-    at_risk : dict of str to NoticeGiven
-        Notices without a time, by slot: of workers that another should take the place of.
-    isolated : dict of int to tuple of str
-        Starts that returned without an exchange with another rank, with what trained in them.
-    samples : dict of (int, bool) to WeightsSampled
-        The first sample of parameters of each moment of the present generation, those besides the
-        state apart.
-    warnings : list of Reason
-        Warnings so far.
-    dead : dict of int to Slot
-        Starts whose processes have ended, as neighbours report; their workers will say of what.
-    unused : list of UnusedWorker
-        Workers that the cluster does not offer to the job.
-    user_errors : dict of int to str
-        Errors that user code raised since the newest plan, by start.
-    policy : FailurePolicy
-        Limits on failures, and what is counted for them.
-    own_failure : GenerationLeft or None
-        The first report of the failure by which the newest plan's members ended it themselves.
-    lost : dict of str to Lost
-        Lost members of the newest plan, by their workers' lasting names.
-    last_death : str
-        Cause of the last known death of a process.
-    share : int or None
-        Most ranks that the job may have besides ``max_np``, while it shares its cluster.
-    sharing : Sharing or None
-        The share for people.
-    shared : bool
-        Whether it has ever had a share.
-    gave_way : bool
-        Whether ranks have left for other jobs since the newest plan.
-    """
+    """All that the machine remembers of one job."""
 
     limits: Limits
-    now: float = 0.0
+    now: float = 0.0  # time of the newest event
     phase: Phase = Phase.GATHERING
     phase_since: float = 0.0
-    generation: int = 0
-    plan: Plan | None = None
-    aborted: bool = False
-    pending: bool = False
-    stopping: bool = False
-    launched: bool = False
-    ran: bool = False
-    first_starts: int = 0
-    closed: bool = False
-    backend: str = ""
-    remark: str = ""
-    version: int = 0
-    newest: int = 0
-    starts: int = 0
+    generation: int = 0  # number of the newest plan
+    plan: Plan | None = None  # the newest; in force in FORMING, RUNNING and FINISHING
+    aborted: bool = False  # its members were ordered to end their generation
+    pending: bool = False  # a change was announced to its members
+    stopping: bool = False  # the job ends at the next commit
+    launched: bool = False  # enough slots were there once
+    ran: bool = False  # a generation has formed in an elastic loop, so there was a state to lose
+    first_starts: int = 0  # lower starts were started together, when the job had no other ranks
+    closed: bool = False  # the function turned out to be one that newcomers cannot join
+    backend: str = ""  # communicator of the plan's members, once the first has reported it
+    remark: str = ""  # newest report on why there is no faster communicator
+    version: int = 0  # newest commit that every member holds
+    newest: int = 0  # newest known commit of any rank since the job last started over
+    starts: int = 0  # number of starts of the function
+    # Starts that have to return for the job to finish, by rank: the members of the newest plan;
+    # without a plan, the ranks that were there when the first of them returned.
     expected: list[int] = field(default_factory=list)
+    # Generation after which a rank of the suspended job was told to write its commit.
     saved_in: int = -1
-    short_since: float | None = None
-    still_since: float = 0.0
-    reset_causes: list[Reason] = field(default_factory=list)
-    ranks: dict[int, Rank] = field(default_factory=dict)
-    slots: dict[str, Slot] = field(default_factory=dict)
+    short_since: float | None = None  # no training since then, because there are too few slots
+    still_since: float = 0.0  # no member made progress before; some have since
+    reset_causes: list[Reason] = field(default_factory=list)  # faults since the last reset
+    ranks: dict[int, Rank] = field(default_factory=dict)  # by start
+    slots: dict[str, Slot] = field(default_factory=dict)  # by identity
+    # Slots that are leaving or gone, and since when; nothing is ever started on them again.
     departing: dict[str, float] = field(default_factory=dict)
+    # When a process of a worker was last to leave or gone, by the worker's lasting name.
     departed: dict[str, float] = field(default_factory=dict)
+    # Notices of workers with a rank, by slot, each with the moment in the place of `seconds`.
     notices: dict[str, NoticeGiven] = field(default_factory=dict)
+    # Notices without a time, by slot: a newcomer on another worker should replace the rank.
     at_risk: dict[str, NoticeGiven] = field(default_factory=dict)
+    # Starts that returned without an exchange with another rank, with what trained in them.
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    # The first sample of parameters of each moment of this generation; True: besides the state.
     samples: dict[tuple[int, bool], WeightsSampled] = field(default_factory=dict)
     warnings: list[Reason] = field(default_factory=list)
+    # Starts whose processes have ended, as neighbours report; their workers report the cause later.
     dead: dict[int, Slot] = field(default_factory=dict)
+    # Workers that the cluster does not offer to the job.
     unused: list[UnusedWorker] = field(default_factory=list)
+    # Raised by user code since the newest plan, by start.
     user_errors: dict[int, str] = field(default_factory=dict)
+    # Limits on failures, and their counts.
     policy: FailurePolicy = field(default_factory=FailurePolicy)
+    # First report of the failure by which members ended the plan.
     own_failure: GenerationLeft | None = None
+    # Lost members of the newest plan, by their workers' lasting names.
     lost: dict[str, Lost] = field(default_factory=dict)
-    last_death: str = ""
-    share: int | None = None
-    sharing: Sharing | None = None
-    shared: bool = False
-    gave_way: bool = False
+    last_death: str = ""  # cause of the last known death of a process
+    share: int | None = None  # most ranks besides max_np, while the job shares its cluster
+    sharing: Sharing | None = None  # the share for people
+    shared: bool = False  # it has had a share at some time
+    gave_way: bool = False  # ranks have left for other jobs since the newest plan
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:

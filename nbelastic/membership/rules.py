@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from .roster import Roster
 
 JOIN_WINDOW = 1.0
-"""Seconds that a newcomer waits for others that are starting, so that they join in one reset."""
+"""Seconds that a newcomer waits for others that start, to join in one reset."""
 
 STAY = 20.0
-"""Seconds that the last holders of the state stay for others to take it, when asked to leave.
+"""Seconds that last holders of the state, asked to leave, stay for a successor.
 
 Dask's workers are given longer, by MARGIN, so that they reach their next commit then.
 """
 
 LONGEST_STAY = 110.0
-"""Seconds that they stay on a retired worker while others are being prepared, which takes long."""
+"""Seconds that they stay on a retired worker while others are being prepared."""
 
 MARGIN = 10.0
-"""Seconds before the end of a machine at which its workers are retired, whatever ranks do."""
+"""Seconds before a machine's end at which its workers are retired in any case."""
 
 SOON = 5.0
-"""Seconds that ranks have in any case when their worker closes, or its machine goes."""
+"""Seconds that ranks have in any case when their worker or machine ends."""
 
 VAIN_WAIT = 1.0
-"""Seconds that a rank must wait for an operation that can never finish before that counts."""
+"""Seconds after which a wait for an operation that can never finish counts."""
 
 QUIET = 5.0
 """Seconds without a heartbeat after which a rank is silent, if others are not."""
@@ -51,7 +51,7 @@ MOST_NAMES = 3
 
 
 def loop(roster: Roster) -> int | None:
-    """Return the elastic loop of the ranks that have been members, or None if there are none.
+    """Return the elastic loop of ranks that have been members, or None without any.
 
     Newcomers start the function from the top, so they can join ranks in loop 1 only.
     """
@@ -79,9 +79,9 @@ def last_holders(roster: Roster) -> list[Rank]:
 
 
 def stays_until(roster: Roster, rank: Rank) -> float:
-    """Return until when a last holder of the state stays: longer while newcomers are on the way.
+    """Return until when a last holder stays: longer while newcomers are on the way.
 
-    It does not where a machine goes: there, each second is planned.
+    On a machine with a notice it stays no longer, because each second is planned there.
     """
     newcomers = roster.in_stage(Stage.STARTING, Stage.READY, Stage.MEMBER)
     if rank.slot.id in roster.notices or all(each.leaving for each in newcomers):
@@ -90,9 +90,9 @@ def stays_until(roster: Roster, rank: Rank) -> float:
 
 
 def time_to_stay(roster: Roster, left: float) -> float:
-    """Return how long the last holders of the state stay on a machine that goes in `left` s.
+    """Return how long last holders stay on a machine that ends in `left` seconds.
 
-    With a checkpoint half of the time is left to write it. Without one, the state goes with them.
+    With a checkpoint half of the time is left to write it. Without one, the state ends with them.
     """
     if roster.limits.checkpoint:
         return max(left - MARGIN, 0.0) / 2
@@ -100,9 +100,9 @@ def time_to_stay(roster: Roster, left: float) -> float:
 
 
 def heir(roster: Roster, going: list[Rank]) -> Rank | None:
-    """Return the one of the ranks that are `going` which should save the state, if any.
+    """Return the one of the ranks `going` that should save the state, if any.
 
-    That is so if no other rank would keep it.
+    There is one only if no other rank would keep the state.
     """
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
     if roster.stopping or any(rank.version != FRESH and not rank.leaving for rank in ranks):
@@ -133,7 +133,7 @@ def can_start(roster: Roster) -> bool:
 
 
 def free_slots(roster: Roster) -> list[Slot]:
-    """Return the slots on which a rank could be started now, in the order of discovery."""
+    """Return the slots on which a rank could start now, in the order of discovery."""
     vacant = [roster.slots[id] for id in roster.counted.vacant]
     vacant = [slot for slot in vacant if not roster.excluded(slot)]
     if len(vacant) > 1:
@@ -153,7 +153,7 @@ def free_slots(roster: Roster) -> list[Slot]:
 
 
 def most_ranks(roster: Roster) -> int | None:
-    """Return how many ranks the job may have now, by its limits and its share; None for any."""
+    """Return how many ranks the limits and the share allow now; None for any number."""
     most, share = roster.limits.max_np, roster.share
     if share is None:
         return most
@@ -161,7 +161,7 @@ def most_ranks(roster: Roster) -> int | None:
 
 
 def suspended(roster: Roster) -> bool:
-    """Return whether the job waits with its state, because it has given way to other jobs.
+    """Return whether the job waits with its state, having given way to other jobs.
 
     It does not if the cluster has too few slots for it, whatever the others have, or if it is to
     yield its last slot and cannot: then it lacks workers like any other job.
@@ -174,7 +174,7 @@ def suspended(roster: Roster) -> bool:
 
 
 def saver(roster: Roster) -> Rank | None:
-    """Return the rank that writes the last commit of a job that has just been suspended."""
+    """Return the rank that writes the last commit of a job that was just suspended."""
     if not roster.limits.checkpoint or roster.saved_in == roster.generation:
         return None
     if roster.phase != Phase.GATHERING or not suspended(roster):
@@ -185,14 +185,14 @@ def saver(roster: Roster) -> Rank | None:
 
 
 def yields(roster: Roster) -> bool:
-    """Return whether the last ranks end, too, and the job goes on from its checkpoint later."""
+    """Return whether the last ranks end, too, and a checkpoint resumes the job later."""
     limits = roster.limits
     may = limits.preemptible and limits.checkpoint and roster.ran
     return may and roster.share == 0 and roster.phase == Phase.GATHERING
 
 
 def slots_to_start(roster: Roster) -> list[Slot]:
-    """Return the slots on which ranks are to be started now, as many as the job may have."""
+    """Return the slots on which ranks start now, as many as the job may have."""
     most = most_ranks(roster)
     room = None if most is None else most - roster.counted.staying
     extra = _on_top(roster)
@@ -210,7 +210,7 @@ def slots_to_start(roster: Roster) -> list[Slot]:
 
 
 def replaceable(roster: Roster) -> list[Rank]:
-    """Return the ranks that newcomers may replace, as their machines are at risk; oldest first."""
+    """Return ranks on machines at risk, which newcomers may replace; oldest first."""
     if not roster.at_risk:
         return []
     found = [rank for slot in roster.at_risk for rank in roster.on_slot(slot)]
@@ -219,7 +219,7 @@ def replaceable(roster: Roster) -> list[Rank]:
 
 
 def _on_top(roster: Roster) -> int:
-    """Return how many newcomers may prepare on top of the ranks that a job may have, to replace.
+    """Return how many newcomers may prepare, to replace, beyond the most ranks.
 
     A job that shares its cluster starts none on top of its share.
     """
@@ -272,7 +272,7 @@ def is_stuck(roster: Roster) -> bool:
 
 
 def presence(roster: Roster) -> Presence:
-    """Return how many workers there are of those needed, and which others are not used."""
+    """Return how many of the needed workers there are, and which are not used."""
     out = sum(map(roster.excluded, roster.slots.values()))
     return Presence(within_reach(roster), needed(roster), out, unused(roster))
 
@@ -293,14 +293,9 @@ def shortage(roster: Roster) -> Shortage:
 
 
 def unused(roster: Roster, *, chosen: bool = True) -> tuple[UnusedGroup, ...]:
-    """Return the workers that the job does not use, by reason, without the excluded ones.
+    """Return the workers that the job does not use, by reason, without excluded ones.
 
-    Parameters
-    ----------
-    roster : Roster
-        The machine's memory.
-    chosen : bool, default True
-        Whether to include workers that the job's own options exclude.
+    `chosen` includes workers that the job's own options exclude.
     """
     groups: dict[tuple[UnusedReason, str], list[str]] = {}
     for each in roster.unused:
@@ -322,7 +317,7 @@ def unused(roster: Roster, *, chosen: bool = True) -> tuple[UnusedGroup, ...]:
 
 
 def past_first_loop(roster: Roster) -> PastFirstLoop | None:
-    """Return that no rank can join any more, if that is so and the job may have more ranks.
+    """Return that no rank can join any more, if so and the job may have more ranks.
 
     If it has too few, it cannot go on.
     """
@@ -343,7 +338,7 @@ def held_up(roster: Roster) -> list[Rank]:
 
 
 def cannot_begin(roster: Roster, late: list[Rank]) -> bool:
-    """Return whether the job waits for nothing but ranks that are held up, some for too long."""
+    """Return whether the job waits only for ranks that are held up, some too long."""
     if roster.phase != Phase.GATHERING or roster.any_in(Stage.MEMBER, Stage.DONE, Stage.ENDING):
         return False
     all_starting = roster.in_stage(Stage.STARTING)
@@ -420,7 +415,7 @@ def is_fatal(roster: Roster, event: ev.RankRaised) -> bool:
 
 
 def left_behind(roster: Roster) -> list[Rank]:
-    """Return ranks that cannot take part any more, because the others are past their place."""
+    """Return ranks that cannot take part, because the others are past their place."""
     here = loop(roster)
     together = here is None or all(each == here for each in roster.counted.ready_loops)
     if together and (here in (None, 1) or not roster.counted.newcomers):
@@ -477,16 +472,16 @@ def _should_join(roster: Roster, waiting: list[Rank]) -> bool:
 
 
 def silent(roster: Roster, ranks: list[Rank], quiet: float = QUIET) -> list[Rank]:
-    """Return those of `ranks` that send no heartbeats for `quiet` s while other members do.
+    """Return those of `ranks` that are silent for `quiet` s, if other members are not.
 
-    If no member sends any, the messages are late, not the ranks.
+    If no member sends heartbeats, the messages are late, not the ranks.
     """
     heard = {rank for rank in roster.awaited() if roster.now < rank.heartbeat_at + quiet}
     return [rank for rank in ranks if rank not in heard] if heard else []
 
 
 def waits_for_finished(roster: Roster) -> tuple[Rank, Rank] | None:
-    """Return a member whose loop has ended and one that waits for it in vain, if there are.
+    """Return a member past its loop and one that waits for it in vain, if any.
 
     All members still in the loop have sent a heartbeat since, so what the one waits for is not
     late.
@@ -507,7 +502,7 @@ def waits_for_finished(roster: Roster) -> tuple[Rank, Rank] | None:
 
 
 def different_operations(roster: Roster) -> dict[str, Rank]:
-    """Return a member for each of several operations, all of which wait for all members.
+    """Return a member for each of several operations that wait for all members.
 
     All have begun equally many operations, all wait, and all have sent a heartbeat since. So they
     wait for the same operation, but do not mean the same by it.
@@ -592,13 +587,13 @@ def deadline(roster: Roster) -> float | None:
 
 
 def _oldest(roster: Roster, stage: Stage, limit: float) -> list[float]:
-    """Return when the rank that is in `stage` the longest has been there for `limit` s."""
+    """Return when the oldest rank in `stage` will have been there for `limit` s."""
     first = roster.counted.first(stage)
     return [] if first is None else [first.since + limit]
 
 
 def needs_nothing(roster: Roster, event: ev.Event) -> bool:
-    """Return whether an event that was taken in calls for nothing more.
+    """Return whether a processed event calls for nothing more.
 
     It had no effect, and nothing is due by time. Without this rule the decisions are the same; it
     spares a large job the rules for most of its messages.

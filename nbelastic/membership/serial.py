@@ -34,7 +34,7 @@ def from_dict(data: dict[str, Any]) -> Machine:
 
 
 def tag(base: type, key: str, classes: Iterable[type]) -> None:
-    """Have the subclasses of a base be written with their name under a key, and read by it."""
+    """Write the subclasses of a base with their name under a key, and read them by it."""
     _TAGS[base] = (key, {each.__name__: each for each in classes})
 
 
@@ -44,7 +44,7 @@ _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def plain(value: object) -> object:
-    """Write dataclasses, enums and collections of them as dicts, lists and plain values.
+    """Write dataclasses, enums and collections of them as plain values.
 
     An event has its class in the item ``kind``, a reason in the item ``code``.
     """
@@ -78,10 +78,7 @@ def _key(kind: type) -> str | None:
 def typed(kind: Any, value: Any, *, strict: bool = False) -> Any:
     """Read `value`, as :func:`plain` wrote it, as the annotated type `kind`.
 
-    Raises
-    ------
-    TypeError
-        With `strict`: a plain value is of another type.
+    With `strict`, a plain value of another type raises a :class:`TypeError`.
     """
     return _reader(kind, strict)(value)
 

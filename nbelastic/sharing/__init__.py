@@ -2,7 +2,7 @@
 
 Nothing here reads a clock, starts a thread or opens a connection. :func:`shares` says how many
 slots each job should have, :class:`SharePolicy` when that takes effect, and :func:`assign` which
-slots are whose.
+job each slot is for.
 """
 
 from .assignment import Assignment, SharedSlot, assign

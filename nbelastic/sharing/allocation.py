@@ -76,19 +76,11 @@ class AlikeSlots(Allocation):
 
 
 class MatchedSlots(Allocation):
-    """Allocation of slots that are not alike.
-
-    Attributes
-    ----------
-    count : dict of str to int
-        Slots of each job.
-    used : list of dict of str to int
-        Slots of each job, by group.
-    """
+    """Allocation of slots that are not alike."""
 
     def __init__(self, wants: Sequence[Want], groups: Sequence[SlotGroup]) -> None:
         self.count = {want.job: 0 for want in wants}
-        self.used: list[dict[str, int]] = [{} for _ in groups]
+        self.used: list[dict[str, int]] = [{} for _ in groups]  # slots of each job, by group
         self._free = [group.size for group in groups]
         self._hosts = [group.host for group in groups]
         self._cap = {want.job: want.per_host for want in wants}

@@ -1,4 +1,4 @@
-"""Assign slots to jobs, once it is known how many each should have."""
+"""Assign slots to jobs, once the number that each should have is known."""
 
 from __future__ import annotations
 
@@ -16,58 +16,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedSlot:
-    """A slot in a cluster that jobs share.
-
-    Attributes
-    ----------
-    id : str
-        Its identity.
-    host : str
-        Its host.
-    jobs : frozenset of str or None
-        The jobs that can use it; None for all.
-    holder : str or None
-        The job that has it, and is to have it if its share allows.
-    free : bool
-        Whether it can be claimed now.
-    """
+    """A slot in a cluster that jobs share."""
 
     id: str
     host: str = ""
-    jobs: frozenset[str] | None = None
-    holder: str | None = None
-    free: bool = True
+    jobs: frozenset[str] | None = None  # that can use it; None: all
+    holder: str | None = None  # the job that has it, and is to have it if its share allows
+    free: bool = True  # it can be claimed now
 
 
 @dataclass
 class Assignment:
-    """Slots and jobs.
+    """Slots that jobs may claim, and slots that they have to leave."""
 
-    Attributes
-    ----------
-    reserved : dict of str to str
-        The job for which each free slot is.
-    reclaimed : dict of str to list of str
-        Slots that a job has to leave because another can use no other.
-    """
-
-    reserved: dict[str, str] = field(default_factory=dict)
+    reserved: dict[str, str] = field(default_factory=dict)  # the job for which each free slot is
+    # By job: slots that it has to leave, because another job can use no other.
     reclaimed: dict[str, list[str]] = field(default_factory=dict)
 
 
 def assign(
     wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
 ) -> Assignment:
-    """Return which slots are whose.
+    """Return the slots that each job may claim, and those that it has to leave.
 
-    Parameters
-    ----------
-    wants : sequence of Want
-        What the jobs want; earlier ones choose first.
-    given : mapping of str to int
-        Their shares.
-    slots : sequence of SharedSlot
-        All slots. Of a job that has more than its share, the first are those that it keeps.
+    Earlier `wants` choose first; `given` has the share of each job; `slots` has all slots. A job
+    that has more than its share keeps the first of its slots.
     """
     everyone = {want.job for want in wants}
     alike = all(want.per_host is None for want in wants) and all(
@@ -98,7 +71,7 @@ def _in_order(
 def _matched(
     wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
 ) -> Assignment:
-    """Match slots with jobs; a job leaves a slot that another needs, and has another instead."""
+    """Match slots with jobs; a job may exchange a slot that another job needs."""
     matched = MatchedSlots(wants, [SlotGroup(1, slot.host, slot.jobs) for slot in slots])
     for number, slot in enumerate(slots):
         holder = slot.holder

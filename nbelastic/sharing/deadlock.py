@@ -21,25 +21,14 @@ if TYPE_CHECKING:
 def jobs_to_yield(
     wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float, patience: float = math.inf
 ) -> frozenset[str]:
-    """Return the suspended jobs that should yield what they keep, so that another has its floor.
+    """Return suspended jobs that should yield what they keep, for another's floor.
 
     While a job trains, a suspended job that is resumable yields to one that comes before it: of a
     higher priority, or older. If no job trains and none can start, suspended jobs yield to any
     job: first those that are resumable, then those of the lowest priority, then the youngest.
 
-    Parameters
-    ----------
-    wants : sequence of Want
-        What the jobs want.
-    capacity : sequence of SlotGroup
-        All slots.
-    now, patience : float
-        As for :func:`~nbelastic.sharing.shares`.
-
-    Returns
-    -------
-    frozenset of str
-        No more of them than it takes; empty if nothing is gained, or if a job is about to start.
+    They are no more than it takes; none if nothing is gained, or if a job is about to start.
+    `capacity` has all slots; `now` and `patience` are as for :func:`~nbelastic.sharing.shares`.
     """
     suspended = [want for want in wants if want.preemptible and 0 < want.kept < want.least]
     suspended = [want for want in suspended if want.running and want.has < want.least]

@@ -25,29 +25,15 @@ def shares(
 
     First come the floors, each all or nothing: those of running jobs, then by priority, then by
     age. What is left goes to the jobs that have their floor: by priority, and within a priority by
-    weight. Ties go to the job that has the slot, then to the older one.
+    weight. Ties go to the job that has the slot, then to the older one. A job that gets no floor
+    has what it keeps; a new one has 0.
 
     A preemptible job gives its floor, but not what it keeps, to a higher priority. A job that has
-    waited for `patience` *closes the door*: no job that was submitted later starts before it. A
-    preemptible job closes no door.
+    waited for `patience` seconds *closes the door*: no job that was submitted later starts before
+    it. A preemptible job closes no door.
 
-    Asked again with its outcome, it returns the same.
-
-    Parameters
-    ----------
-    wants : sequence of Want
-        What the jobs want.
-    capacity : sequence of SlotGroup
-        All slots: free ones, and those that jobs hold.
-    now : float
-        The time, on the clock of the wants.
-    patience : float, default infinite
-        Seconds after which a waiting job closes the door.
-
-    Returns
-    -------
-    dict of str to int
-        A job that gets no floor has what it keeps; a new one has 0.
+    Asked again with its outcome, it returns the same. `capacity` has the free slots and those that
+    jobs hold; `now` is on the clock of the wants.
     """
     allocation = allocate(wants, capacity)
     for want in wants:
@@ -69,7 +55,7 @@ def _raise(allocation: Allocation, want: Want, to: int) -> bool:
 
 @dataclass
 class _Floors:
-    """Serves floors, and takes those of preemptible jobs back where a higher priority needs it."""
+    """Serves floors, and takes them back from preemptible jobs for a higher priority."""
 
     allocation: Allocation
     wants: Sequence[Want]
@@ -125,12 +111,12 @@ class _Floors:
 
 
 def _could_ever(want: Want, capacity: Sequence[SlotGroup]) -> bool:
-    """Return whether the floor of a job fits if it is alone: if not, waiting is in vain."""
+    """Return whether a job's floor fits if it is alone; if not, it waits in vain."""
     return _raise(allocate([want], capacity), want, want.least)
 
 
 def _fill(allocation: Allocation, wants: Sequence[Want]) -> None:
-    """Give what is free to jobs of one priority: always to the one with the least by weight."""
+    """Give free slots to jobs of one priority, each to the one with least by weight."""
     _fill_at_once(allocation, wants)
     heap = [_turn(allocation, want) for want in wants if allocation.count[want.job] < want.most]
     heapq.heapify(heap)
@@ -149,7 +135,7 @@ def _turn(allocation: Allocation, want: Want) -> tuple[float, bool, float, str]:
 
 
 def _fill_at_once(allocation: Allocation, wants: Sequence[Want]) -> None:
-    """Fill slots that are alike up to a level that is certain, so that few turns are left.
+    """Fill slots that are alike up to a safe level, so that few turns are left.
 
     It gives what all turns below that level would give.
     """

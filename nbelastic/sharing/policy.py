@@ -17,24 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharingRules:
-    """Rules by which jobs share a cluster. All times are in seconds.
+    """Rules by which jobs share a cluster, with times in seconds."""
 
-    Attributes
-    ----------
-    policy : str
-        ``fair``, or ``first``: every job takes what it finds free, and keeps it.
-    settle : float
-        How long a job's share has to be different before it grows, or shrinks only to be fair.
-    protect : float
-        How long a job keeps its size before it gives up slots only to be fair.
-    patience : float
-        How long a job waits for its floor before no later job starts before it.
-    """
-
-    policy: str = "fair"
+    policy: str = "fair"  # fair, or first: every job takes what it finds free, and keeps it
+    # How long a job's share has to be different before it grows, or shrinks only to be fair.
     settle: float = 2.0
-    protect: float = 30.0
-    patience: float = 300.0
+    protect: float = 30.0  # how long a job keeps its size before it shrinks only to be fair
+    patience: float = 300.0  # how long a job waits for its floor before no later job starts first
 
 
 @dataclass
@@ -55,11 +44,6 @@ class SharePolicy:
     seconds, and a job shrinks only to be fair no sooner than `protect` seconds after its last
     change. A job that is alone has no share: it may have all slots. Suspended jobs that keep each
     other from their floors for `patience` yield what they keep, as :func:`jobs_to_yield` says.
-
-    Parameters
-    ----------
-    rules : SharingRules
-        Its rules.
     """
 
     def __init__(self, rules: SharingRules) -> None:
@@ -73,16 +57,9 @@ class SharePolicy:
     def decide(
         self, wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float
     ) -> dict[str, int | None]:
-        """Return the share that each job has from now on.
+        """Return the share that each job has from now on; None for no bound.
 
-        Parameters
-        ----------
-        wants : sequence of Want
-            What the jobs want; `has` is what they hold.
-        capacity : sequence of SlotGroup
-            All slots.
-        now : float
-            The time, on the clock of the wants.
+        `has` of a want is what the job holds, `capacity` all slots, `now` on the clock of wants.
         """
         self._jobs = {want.job: self._jobs.get(want.job, _Memory()) for want in wants}
         if self.rules.policy == "first":
@@ -122,7 +99,7 @@ class SharePolicy:
         return [replace(want, kept=0) if want.job in yielding else want for want in wants]
 
     def _keeps(self, want: Want, aim: int, now: float, *, admitting: bool) -> int:
-        """Return the share that a job keeps, because it is too early to take slots from it."""
+        """Return the share that a job keeps, because it is too soon to shrink it."""
         memory = self._jobs[want.job]
         if memory.share is None or aim >= memory.share:
             memory.shrinking_since = None
@@ -130,7 +107,7 @@ class SharePolicy:
         return 0 if admitting or self._may_shrink(memory, now) else memory.share
 
     def _bounded(self, want: Want, aim: int, now: float, keeps: int) -> Want:
-        """Return a want that keeps what may not be taken now, and asks for no growth too early."""
+        """Return a want that keeps what must stay now, and asks for no growth too early."""
         memory = self._jobs[want.job]
         if memory.share is None:
             return want
