@@ -79,7 +79,9 @@ LONGEST = (
 
 SLOW = (
     "tests/benchmarks/",
+    "tests/browser/",
     "tests/campaign/",
+    "tests/chaos/test_chaos.py",
     "tests/cluster/test_allocator.py",
     "tests/cluster/test_process_state.py",
     "tests/cluster/test_profiler.py",
@@ -88,12 +90,17 @@ SLOW = (
     "tests/collectives/test_processes.py",
     "tests/elastic/test_sampler_ledger.py",
     "tests/elastic/test_stack.py",
+    "tests/hosts/",
+    "tests/jobs/",
+    "tests/keras/",
+    "tests/managers/",
     "tests/membership/test_conformance_n.py::test_N14",
     "tests/membership/test_invariants.py",
     "tests/simulation/test_mutations.py",
     "tests/simulation/test_same_result.py",
     "tests/simulation/test_simulation.py",
     "tests/torch/test_lazy_commit.py::test_restore",
+    "tests/trainers/",
 )
 """Seconds each. With tests of real clusters they are left out of ``make test-fast``."""
 

@@ -13,6 +13,11 @@ import os
 import dask
 from distributed.utils import get_mp_context
 
-dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+dask.config.set(
+    {
+        "distributed.worker.multiprocessing-method": "forkserver",
+        "distributed.worker.profile.enabled": False,  # it costs each idle worker CPU
+    }
+)
 get_mp_context().set_forkserver_preload(["distributed", "nbelastic.cluster.worker.agent"])
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a worker that crashes says where
