@@ -148,7 +148,7 @@ def test_what_cannot_be_done_is_told_in_the_report(crew, tmp_path):
 def test_a_plan_that_was_stopped_injects_nothing_more(crew, tmp_path):
     work = Workload(tmp_path, epochs=30)
     job = crew.fit(work, **PATIENT)
-    plan = chaos.inject(job, chaos.kill(rank=0, step=80), chaos.kill(rank=1, after=60))
+    plan = chaos.inject(job, chaos.kill(rank=0, step=200), chaos.kill(rank=1, after=60))
     until(lambda: job.status.commits > 5 or job.done(), "commits")
     with pytest.raises(OptionError, match="has a plan of faults already"):
         chaos.inject(job)

@@ -55,6 +55,22 @@ def pools(dask_worker):
     return len(dask_worker.executors["default"]._threads), len(named)
 
 
+def ask_for_a_client():
+    """Leave a client in the worker, which makes it the scheduler of Dask's configuration."""
+    import dask
+    from distributed import get_client
+
+    get_client()
+    return dask.config.get("scheduler", None)
+
+
+def test_a_client_of_the_worker_is_not_the_ranks(crew):
+    for address in crew.workers():
+        task = crew.client.submit(ask_for_a_client, workers=[address], pure=False)
+        assert task.result() == "dask.distributed"
+    assert crew.fit(compute, args=[1], np=4).results() == [[100]] * 4
+
+
 def test_ranks_on_all_workers_compute_collections(crew):
     assert crew.fit(compute, args=[15], np=4).results() == [[100] * 15] * 4
 

@@ -16,10 +16,12 @@ def retire_one(crew, job):
 
 def test_N4_N9_a_retired_worker_leaves_at_a_commit_and_each_sample_counts_once(tmp_path):
     with a_crew(n_workers=3) as crew:
-        work = Workload(tmp_path, epochs=12)
+        work = Workload(tmp_path, epochs=1000, until_told=True)
         job = crew.fit(work, np=3, min_np=1, block=False)
         until(lambda: job.status.commits > 5 or job.done(), "commits")
         retire_one(crew, job)
+        until(lambda: sizes(job) == [3, 2] or job.done(), "it goes on without it")
+        (tmp_path / "enough").touch()
         results = job.results(120)
         check(results, work)
         assert sizes(job) == [3, 2]

@@ -269,7 +269,7 @@ def bytes_kept(dask_scheduler):
     archives = [each for each in kept if type(each) is JobLog]
     records = [each for each in kept if type(each) is JobRecord]
     of_results = [len(result) for each in archives for result in each.results.values()]
-    return sum(of_results) + sum(len(each.payload.call) for each in records)
+    return sum(of_results) + sum(len(each.terms.payload.call) for each in records)
 
 
 def test_large_results_are_kept_once_and_in_the_kernel_alone(crew):

@@ -109,7 +109,8 @@ def test_a_job_without_max_np_gives_way_to_a_newcomer_and_grows_back(cluster, tm
         assert wide.status.share is None
     kept_all(wide)
     shares = [event.detail for event in wide.history if event.kind == "share"]
-    assert shares == ["all → 3: shares with late", "3 → all"]
+    assert shares[0] == "all → 3: shares with late"
+    assert shares[-1].endswith(" → all")  # perhaps by way of 6, while the other one ends
 
 
 def two_that_need_most_of_four_workers(cluster, folder):

@@ -237,7 +237,8 @@ class Agent(WorkerPlugin):
             threads=int(self._worker.state.nthreads),
             scheduler=str(self._worker.scheduler.address),
             security=self._worker.security,
-            dask_config=_pickled(dask.config.config),
+            # A client in the worker, of any task, has set `scheduler`; the rank has its own client.
+            dask_config=_pickled({k: v for k, v in dask.config.config.items() if k != "scheduler"}),
         )
         process.send_bytes(frame(pickle.dumps(setup)))
         process.at_end.append(PartitionServer(self._worker, process.partitions).close)
