@@ -205,7 +205,7 @@ def describe_event(event: Event, ranks: Mapping[int, tuple[int, str]]) -> str:
 def _fact(name: str, value: object) -> str:
     """Return one field of an event in words; empty where it says nothing."""
     if isinstance(value, enum.Enum):
-        value = value.value
+        value = value.name.lower().replace("_", " ")  # its value may be a template
     if value in (None, "", False, 0) or name == "store":
         return ""
     if isinstance(value, str):

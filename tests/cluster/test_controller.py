@@ -208,7 +208,7 @@ def test_each_decision_is_one_line_with_its_numbers_and_what_was_seen(caplog):
     lost = next(line for line in lines if "job 'job': lost" in line)
     assert "start 0 on tcp://w0" in lost
     assert "seconds 10.5" in lost
-    assert "seen by the scheduler: slot silent, reason worker sends no heartbeat" in lost
+    assert "seen by the scheduler: slot silent, reason worker silent" in lost
     assert not any("\n" in line for line in lines)
 
 

@@ -212,7 +212,7 @@ def test_each_cloud_is_taken_for_itself_alone(name):
         lower = {key.lower(): value for key, value in headers.items()}
         return Answer(*FakeMetadata(name).answer(method, path, lower))
 
-    assert [c.source.value for c in CLOUDS if c.probe(ask) is not None] == [name]
+    assert [c.source.name.lower() for c in CLOUDS if c.probe(ask) is not None] == [name]
 
 
 @pytest.mark.parametrize(
