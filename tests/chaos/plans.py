@@ -14,6 +14,7 @@ import psutil
 
 from nbelastic import chaos
 from tests.support.clusters import until
+from tests.support.rank_servers import workers_of_servers
 from tests.support.training import Workload, check
 
 if TYPE_CHECKING:
@@ -203,24 +204,20 @@ def _count(status: str) -> int:
 
 
 def _of_rank_servers() -> dict[str, int]:
-    """Count rank servers and what they have forked, by the worker that their command line names."""
-    servers: Counter[int] = Counter()
-    ranks = orphans = 0
-    for process in psutil.process_iter(["cmdline", "ppid"]):
-        words = process.info["cmdline"] or ()
-        if not any("worker.rank.server" in word for word in words):
-            continue
-        worker = int(words[-2])
-        if process.info["ppid"] == worker:
-            servers[worker] += 1
-        elif psutil.pid_exists(worker):
-            ranks += 1
-        else:
-            orphans += 1
+    """Count rank servers and what they have forked, as seen from their workers."""
+    workers = workers_of_servers()  # and those that a worker has started name it
+    processes = [each.info for each in psutil.process_iter(["pid", "cmdline", "ppid"])]
+    for process in processes:
+        words = process["cmdline"] or ()
+        if any("worker.rank.server" in word for word in words):
+            worker = int(words[-2])
+            if process["ppid"] == worker or not psutil.pid_exists(worker):
+                workers[process["pid"]] = worker
+    alive = [worker for worker in workers.values() if psutil.pid_exists(worker)]
     return {
-        "rank servers of a worker beyond the first": sum(servers.values()) - len(servers),
-        "processes of ranks": ranks,
-        "rank servers and ranks without a worker": orphans,
+        "rank servers of a worker beyond the first": len(alive) - len(set(alive)),
+        "processes of ranks": sum(each["ppid"] in workers for each in processes),
+        "rank servers and ranks without a worker": len(workers) - len(alive),
     }
 
 

@@ -270,12 +270,14 @@ def _gather(work: Workload, fault: Fault) -> list[int]:
 
 
 def worker_process() -> int:
-    """Return the process id of this rank's worker: that of its rank server's parent."""
+    """Return the process id of this rank's worker, which has started its rank server."""
     import psutil
+
+    from tests.support.rank_servers import workers_of_servers
 
     server = psutil.Process().parent()
     assert server is not None
-    return server.ppid()
+    return workers_of_servers().get(server.pid) or server.ppid()
 
 
 def _keep_busy(fault: Fault, marks: Path) -> None:

@@ -202,6 +202,21 @@ class RankProcess:
         self._exit.set_result(ProcessExit(status, reason or self._reason, killed, stack))
 
 
+def start_process(control: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the process of a rank server, which is spoken to over the other end of `control`."""
+    variables = {
+        **os.environ,
+        **dict.fromkeys(_ONE_THREAD, "1"),  # one thread, or it could not fork
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # has torch look for GPUs without CUDA
+        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
+    }
+    words = [sys.executable, "-c", _CODE, str(control.fileno()), str(os.getpid()), METHOD]
+    # The kernel's death signal is for the end of this thread, which is the worker's loop.
+    return subprocess.Popen(
+        words, env=variables, stdin=subprocess.DEVNULL, pass_fds=[control.fileno()]
+    )
+
+
 class RankServer:
     """The rank server of a worker."""
 
@@ -220,18 +235,8 @@ class RankServer:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        variables = {
-            **os.environ,
-            **dict.fromkeys(_ONE_THREAD, "1"),  # one thread, or it could not fork
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # has torch look for GPUs without CUDA
-            "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
-        }
-        words = [sys.executable, "-c", _CODE, str(theirs.fileno()), str(os.getpid()), METHOD]
         with theirs:
-            # The kernel's death signal is for the end of this thread, which is the worker's loop.
-            self._process = subprocess.Popen(
-                words, env=variables, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
+            self._process = start_process(theirs)
         self.pid, self._control = self._process.pid, ours
         self.loop.add_reader(ours, self._receive)
 
