@@ -86,7 +86,6 @@ def _train_on(
     checkpoints: CheckpointManager,
     checks: TrainingChecks,
 ) -> object:
-    session.prepare_to_join = state.prepare_to_join
     foreseen = (session.rank, session.size)
     failure: CollectiveError | None = None
     first = True

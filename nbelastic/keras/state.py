@@ -165,18 +165,6 @@ class KerasState(TorchState):
                 "callback"
             )
 
-    def prepare_to_join(self) -> None:
-        """Touch as much memory as the first step takes."""
-        if not self._back.in_place:
-            return
-        trained = self._back.read(self._keras["model"].trainable_variables)
-        for _ in range(3):  # until all of it lies where it fits
-            gradients = [torch.zeros_like(each) for each in trained]
-            for each in gradients:
-                temporary = [torch.zeros_like(each) for _ in range(2)]
-                del temporary
-            del gradients
-
     def _batch(self) -> int:
         return super()._batch() if "batch" in self._names else max(self._progress.batch - 1, 0)
 

@@ -6,15 +6,10 @@ have their environment.
 
 import os
 import platform
-import resource
-import signal
 import subprocess
 import sys
 
 import pytest
-import torch
-
-import nbelastic.torch as nbt
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no glibc")
 
@@ -61,41 +56,3 @@ def test_a_rank_keeps_memory_for_its_next_step(environment):
 def test_what_a_user_has_chosen_stays(name):
     _, inside = measured({"MALLOC_TRIM_THRESHOLD_": "65536", name: "131072"})
     assert inside > 50_000
-
-
-PAGES = 3 * 2048 * 2048 * 4 // 4096
-"""Of the gradients in `taught`."""
-
-
-def taught(marks):
-    nbt.init()
-    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)))
-    optimizer = nbt.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
-    state = nbt.elastic.TorchState(model, optimizer, whole=0)
-    taken = []
-
-    def faults():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-    @nbt.elastic.run
-    def train(state):
-        while state.whole < 3:
-            before = faults()
-            model(torch.ones(4, 2048)).sum().backward()
-            optimizer.step()
-            taken.append(faults() - before)
-            optimizer.zero_grad()
-            if nbt.rank() == 1 and not (marks / "killed").exists():
-                (marks / "killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            state.whole += (marks / "killed").exists() and nbt.size() == 2
-            state.commit()
-
-    train(state)
-    return taken
-
-
-def test_what_a_newcomer_needs_for_a_step_it_has_before_others_wait_for_it(crew, tmp_path):
-    old, new = crew.fit(taught, args=[tmp_path], np=2, min_np=1).results()
-    assert old[0] > 2 * PAGES  # that it is not by chance
-    assert new[0] < old[0] / 3  # first touches of libraries, and pages of the fork, are in it

@@ -348,22 +348,3 @@ def test_lazy_modules_become_part_once_they_have_parameters() -> None:
 def test_names_that_a_state_needs_itself_are_refused(name: str) -> None:
     with pytest.raises(OptionError, match=name):
         TorchState(**{name: 1})
-
-
-@pytest.mark.parametrize(("steps", "times"), [(True, 3), (False, 1)])
-def test_to_join_it_touches_what_a_step_will_take_and_no_more(
-    monkeypatch: pytest.MonkeyPatch, steps: bool, times: int
-) -> None:
-    model = nn.Sequential(nn.Embedding(1000, 8, sparse=True), nn.Linear(8, 3), nn.Linear(3, 2))
-    model[2].weight.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if steps else None
-    state = TorchState(model, optimizer, lazy=nn.LazyLinear(4))
-    touched: list[torch.Size] = []
-
-    def touch(tensor: torch.Tensor) -> torch.Tensor:
-        touched.append(tensor.shape)
-        return tensor
-
-    monkeypatch.setattr(torch, "zeros_like", touch)
-    state.prepare_to_join()
-    assert sorted(touched) == sorted(3 * times * [(2,), (3,), (3, 8)])

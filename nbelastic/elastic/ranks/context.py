@@ -61,7 +61,6 @@ class Context(abc.ABC):
     # Whether there is a process group of torch.distributed with other ranks; None without a group.
     in_torch_group: bool | None = None
     receive_buffer: ReceiveBuffer | None = None
-    prepare_to_join: Callable[[], None] | None = None  # the state's: what costs time only once
     max_np: int | None = None  # that the job was started with; None if there is no limit
     # Returns a partition of a Dask collection by the text of its key; any thread may call it.
     fetch_partition: Callable[[str], Any] | None = None

@@ -224,7 +224,7 @@ class Session(Context):
         if self._store is None:
             self._store = store = self._runtime.open_store(self.spec.bind, self.secret)
             terms = self.spec.alone(store.address, self.secret)
-            self.receive_buffer = warm_up(self.spec, terms, self._runtime, self.prepare_to_join)
+            self.receive_buffer = warm_up(self.spec, terms, self._runtime)
         while True:
             plan = self._await_plan(loop, failed, detail, own)
             try:

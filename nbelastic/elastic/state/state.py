@@ -149,9 +149,6 @@ class State:
         """Return the number of the last batch that is done in the epoch."""
         return _count(self, "batch")
 
-    def prepare_to_join(self) -> None:
-        """Do what takes time only once, before other ranks wait. Called on newcomers."""
-
     def _run_due(self) -> None:
         """Call functions that are due at the last commit."""
 

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Module, Parameter
-from torch.nn.parameter import is_lazy
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbelastic.data import Loader
@@ -319,19 +318,6 @@ class TorchState(ObjectState):
                     handler.sync()
                     self.__dict__[name] = handler.value
 
-    def prepare_to_join(self) -> None:
-        """Touch as much memory as the first step takes; the process keeps it until then."""
-        objects = objects_in(self._values().values())
-        expected = _dense_gradients([each for each in objects if isinstance(each, Module)])
-        steps = any(isinstance(each, Optimizer) for each in objects)
-        for _ in range(3):  # until all of it lies where it fits
-            gradients = [torch.zeros_like(parameter) for parameter in expected]
-            for each in gradients if steps else []:
-                # Adam and its like need two temporary tensors for each parameter in turn.
-                temporary = [torch.zeros_like(each) for _ in range(2)]
-                del temporary
-            del gradients
-
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
@@ -554,19 +540,6 @@ def _means_of(state: TorchState) -> Callable[[], Iterable[torch.Tensor]]:
 
 def _captured(commit: Commit) -> CapturedState:
     return CapturedState(commit.objects, commit.cache.labels, commit.captured, commit.owners)
-
-
-def _dense_gradients(models: Iterable[Module]) -> list[Parameter]:
-    """Return the parameters that will have a dense gradient in the host's memory."""
-    parts = dict.fromkeys(part for model in models for part in model.modules())
-    found = dict.fromkeys(
-        parameter
-        for part in parts
-        if not getattr(part, "sparse", False)  # an embedding's may be much smaller
-        for parameter in part.parameters(recurse=False)
-        if parameter.requires_grad and parameter.is_cpu and not is_lazy(parameter)
-    )
-    return list(found)
 
 
 # Values may refer to models and optimizers of the state; for the receiver these are its own.
