@@ -56,9 +56,11 @@ from nbelastic.torch.ops.built import (
     rocm_built,
 )
 from nbelastic.torch.ops.compression import Compression
+from nbelastic.torch.ops.coordination import global_process_set
+from nbelastic.torch.ops.environment import init
 from nbelastic.torch.ops.functions import barrier
-from nbelastic.torch.ops.process_sets import global_process_set, init
-from nbelastic.torch.ops.reductions import Adasum, Average, Max, Min, Product, Sum
+from nbelastic.torch.ops.operation import Adasum
+from nbelastic.torch.ops.reductions import Average, Max, Min, Product, Sum
 
 __all__ = [
     "Adasum",

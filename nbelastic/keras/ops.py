@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Op
-    from nbelastic.torch.ops.adasum import GradientOp
+    from nbelastic.torch.ops.operation import GradientOp
 
 
 def _applied(value: Any, operation: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Op
     from nbelastic.keras.backends import Reduction
-    from nbelastic.torch.ops.adasum import GradientOp
+    from nbelastic.torch.ops.operation import GradientOp
 
 
 Optimizer = TypeVar("Optimizer", bound=Any)

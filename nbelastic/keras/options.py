@@ -10,8 +10,8 @@ from nbelastic.collectives import Op
 from nbelastic.torch.gradients.options import ReduceOptions
 
 if TYPE_CHECKING:
-    from nbelastic.torch.ops.adasum import GradientOp
     from nbelastic.torch.ops.compression import Compressor
+    from nbelastic.torch.ops.operation import GradientOp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.torch.ops.process_sets import global_process_set
+from nbelastic.torch.ops.coordination import global_process_set
 
 
 def check_process_set(process_set: object) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Op
-    from nbelastic.torch.ops.adasum import GradientOp
+    from nbelastic.torch.ops.operation import GradientOp
 
 broadcast_global_variables = ops.broadcast_global_variables
 broadcast_variables = ops.broadcast_variables

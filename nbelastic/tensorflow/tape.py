@@ -16,7 +16,7 @@ from nbelastic.torch.ops.reductions import Average
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Op
-    from nbelastic.torch.ops.adasum import GradientOp
+    from nbelastic.torch.ops.operation import GradientOp
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name

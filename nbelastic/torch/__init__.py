@@ -41,6 +41,14 @@ from nbelastic.torch.ops.built import (
     rocm_built,
 )
 from nbelastic.torch.ops.compression import Compression
+from nbelastic.torch.ops.coordination import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    join,
+    remove_process_set,
+)
+from nbelastic.torch.ops.environment import init
 from nbelastic.torch.ops.functions import (
     allgather,
     allgather_async,
@@ -56,16 +64,8 @@ from nbelastic.torch.ops.functions import (
     poll,
     synchronize,
 )
-from nbelastic.torch.ops.join import join
-from nbelastic.torch.ops.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    init,
-    remove_process_set,
-)
+from nbelastic.torch.ops.operation import Adasum
 from nbelastic.torch.ops.reductions import (
-    Adasum,
     Average,
     Max,
     Min,

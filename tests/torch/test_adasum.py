@@ -11,7 +11,7 @@ import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch.gradients import layout
-from nbelastic.torch.ops.adasum import adasum_async, combine
+from nbelastic.torch.ops.operation.adasum import adasum_async, combine
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext
 from tests.torch.training import assert_equal, loss_of, make_model, parameters_of

@@ -9,7 +9,7 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import activate
-from nbelastic.torch.ops import fusion
+from nbelastic.torch.ops.operation import fusion
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator
 from tests.torch.training import assert_equal, loss_of, make_model, parameters_of

@@ -15,9 +15,9 @@ from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names_of
 from nbelastic.torch.gradients.reducer import Reducer
-from nbelastic.torch.ops.adasum import GradientOp
 from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.process_sets import group_of
+from nbelastic.torch.ops.coordination import group_of
+from nbelastic.torch.ops.operation import GradientOp
 from nbelastic.torch.ops.reductions import allreduce
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from nbelastic.torch.ops.compression import AnyCompressor
-    from nbelastic.torch.ops.process_sets import ProcessSet
+    from nbelastic.torch.ops.coordination import ProcessSet
 
     Base = torch.optim.Optimizer
 else:
@@ -99,8 +99,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         count.
     op : default Average
         Average, Sum or Adasum, which adds up what differs between the ranks' gradients of a
-        parameter and averages what does not (:mod:`nbelastic.torch.ops.adasum`). It combines
-        gradients; Horovod's combines what each rank's optimizer makes of them.
+        parameter and averages what does not (:mod:`nbelastic.torch.ops.operation.adasum`). It
+        combines gradients; Horovod's combines what each rank's optimizer makes of them.
     gradient_predivide_factor : float, default 1.0
         With Average: gradients are divided by this before they are summed, and by
         ``size / gradient_predivide_factor`` after. Makes room in float16.

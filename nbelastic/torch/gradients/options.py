@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops.adasum import Adasum, GradientOp
 from nbelastic.torch.ops.compression import Compressor
+from nbelastic.torch.ops.operation import Adasum, GradientOp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

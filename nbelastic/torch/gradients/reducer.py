@@ -28,9 +28,7 @@ from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, Previou
 from nbelastic.torch.gradients.reduction_step import ReductionStep
 from nbelastic.torch.gradients.separate import SeparateReduction
 from nbelastic.torch.identity import same
-from nbelastic.torch.ops.coordination import announce
-from nbelastic.torch.ops.join import SERVICES, at_end
-from nbelastic.torch.ops.process_sets import Group, global_process_set
+from nbelastic.torch.ops.coordination import SERVICES, Group, announce, at_end, global_process_set
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
     from nbelastic.torch.gradients.step import GradientStep
-    from nbelastic.torch.ops.process_sets import ProcessSet
+    from nbelastic.torch.ops.coordination import ProcessSet
 
 _NONE: set[int] = set()
 

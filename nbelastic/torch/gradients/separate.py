@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops.begin import begin
+from nbelastic.torch.ops.coordination import begin
 from nbelastic.torch.ops.operation import Allgather, Allreduce
 from nbelastic.torch.ops.sparse import parts_of, sum_of_parts
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nbelastic.torch.gradients.options import ReduceOptions
-    from nbelastic.torch.ops.process_sets import Group
+    from nbelastic.torch.ops.coordination import Group
 
 
 class SeparateReduction:

@@ -12,11 +12,11 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.ops import operation as operations
-from nbelastic.torch.ops.begin import begin
+from nbelastic.torch.ops.coordination import begin
 
 if TYPE_CHECKING:
-    from nbelastic.torch.ops.adasum import GradientOp
-    from nbelastic.torch.ops.process_sets import Group
+    from nbelastic.torch.ops.coordination import Group
+    from nbelastic.torch.ops.operation import GradientOp
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

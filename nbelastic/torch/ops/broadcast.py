@@ -14,17 +14,14 @@ from nbelastic.elastic.parameter_samples import sampler_of
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.training_checks import watch
 from nbelastic.pickling import dumps
-from nbelastic.torch.ops import description
-from nbelastic.torch.ops.begin import agree, begin
-from nbelastic.torch.ops.fusion import Chunk, plan
-from nbelastic.torch.ops.operation import TensorOperation, check_root
-from nbelastic.torch.ops.process_sets import group_of
+from nbelastic.torch.ops.coordination import agree, begin, group_of
+from nbelastic.torch.ops.operation import Chunk, TensorOperation, check_root, description, plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator, Handle
-    from nbelastic.torch.ops.process_sets import Group
+    from nbelastic.torch.ops.coordination import Group
 
 T = TypeVar("T")
 

@@ -1,12 +1,19 @@
-"""Horovod's environment variables: heeded, or named once as ignored."""
+"""``init()`` and Horovod's environment variables, heeded or named as ignored."""
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
-from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.context import current, initialize
 from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.torch.ops.coordination import add_first_sets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbelastic.torch.ops.coordination import ProcessSet
 
 logger = logging.getLogger("nbelastic")
 
@@ -32,6 +39,37 @@ _INSTEAD = {
 }
 
 _heeded: list[bool] = []
+
+
+def init(
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+) -> None:
+    """Make the calling thread a rank: of its job, or outside one of a world of its own.
+
+    Idempotent. It never waits for other ranks.
+
+    Parameters
+    ----------
+    comm : None
+        For Horovod's signature: the cluster decides on the ranks.
+    process_sets : list of ProcessSet, or "dynamic", optional
+        Sets of the ranks with which the job begins, the same on all ranks. Others can be added
+        later in any case, so ``"dynamic"`` has no effect.
+
+    Raises
+    ------
+    ValueError
+        A subset of ranks is asked for, or `process_sets` is something else.
+    """
+    if comm:
+        raise ValueError(f"comm must be None, not {comm!r}: the cluster decides on the ranks")
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
+        raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
+    initialize()
+    heed_environment()
+    if process_sets and not isinstance(process_sets, str):
+        add_first_sets(process_sets)
 
 
 def heed_environment() -> None:

@@ -16,10 +16,8 @@ import torch
 
 from nbelastic.torch.ops import autograd
 from nbelastic.torch.ops import operation as operations
-from nbelastic.torch.ops.begin import begin
-from nbelastic.torch.ops.coordination import coordination_of
+from nbelastic.torch.ops.coordination import begin, coordination_of, group_of
 from nbelastic.torch.ops.operation import only
-from nbelastic.torch.ops.process_sets import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,38 +13,15 @@ import torch
 from nbelastic.collectives import Op
 from nbelastic.torch.ops import autograd
 from nbelastic.torch.ops import operation as operations
-from nbelastic.torch.ops.adasum import Adasum, GradientOp
-from nbelastic.torch.ops.begin import begin
 from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.operation import only
-from nbelastic.torch.ops.process_sets import group_of
+from nbelastic.torch.ops.coordination import begin, group_of
+from nbelastic.torch.ops.operation import GradientOp, only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.torch.ops.compression import AnyCompressor
     from nbelastic.torch.ops.operation import Pending
-
-__all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "reducescatter",
-    "reducescatter_async",
-]
 
 Average = Op.AVERAGE
 Sum = Op.SUM

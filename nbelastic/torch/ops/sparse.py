@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops.begin import begin
+from nbelastic.torch.ops.coordination import begin, group_of
 from nbelastic.torch.ops.operation import Allgather, Pending
-from nbelastic.torch.ops.process_sets import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

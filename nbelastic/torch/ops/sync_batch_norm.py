@@ -11,9 +11,7 @@ from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.autograd import apply
-from nbelastic.torch.ops.coordination import announce
-from nbelastic.torch.ops.join import SERVICES
-from nbelastic.torch.ops.process_sets import Group, global_process_set, group_of
+from nbelastic.torch.ops.coordination import SERVICES, Group, announce, global_process_set, group_of
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.context import Context

@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.ranks.subgroups import Subgroup
 from nbelastic.errors import CollectiveError, NbelasticError
-from nbelastic.torch.ops import description
+from nbelastic.torch.ops.operation import description
 from nbelastic.torch.process_group import operations
 from nbelastic.torch.process_group.messages import Mailbox, mailbox_of
 from nbelastic.torch.process_group.operations import Started

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from nbelastic.collectives import Op
-    from nbelastic.torch.ops.adasum import GradientOp
+    from nbelastic.torch.ops.operation.adasum import GradientOp
 
 
 def kind(dtype: torch.dtype, shape: Sequence[object]) -> str:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.ranks.context import before_check, current
 from nbelastic.errors import RanksDisagree
-from nbelastic.torch.ops.begin import begin
-from nbelastic.torch.ops.coordination import CHECK, JOINED, announce, coordination_of
+from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.coordination.coordination import CHECK, JOINED, announce, coordination_of
+from nbelastic.torch.ops.coordination.process_sets import Group, global_process_set
 from nbelastic.torch.ops.operation import Allreduce, Barrier
-from nbelastic.torch.ops.process_sets import Group, global_process_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Collective operations on tensors of users, on any device and in any layout.
 
 A :class:`TensorOperation` knows what it is about to do on this rank.
-:mod:`nbelastic.torch.ops.begin` has the ranks compare that and then launches it.
+:func:`nbelastic.torch.ops.coordination.begin` has the ranks compare that and then launches it.
 The communicator is lent private buffers only, so a failed operation leaves the caller's tensors as
 they were.
 """
@@ -14,15 +14,15 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import current
-from nbelastic.torch.ops import description
-from nbelastic.torch.ops.adasum import GradientOp, adasum_async
-from nbelastic.torch.ops.fusion import pack
+from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.operation.adasum import GradientOp, adasum_async
+from nbelastic.torch.ops.operation.fusion import pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.torch.ops.fusion import Chunk
+    from nbelastic.torch.ops.operation.fusion import Chunk
 
 T = TypeVar("T")
 

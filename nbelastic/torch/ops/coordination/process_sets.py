@@ -12,11 +12,10 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from nbelastic.elastic.ranks.context import current, initialize
+from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.subgroups import Members
 from nbelastic.errors import NotInitialized
-from nbelastic.torch.ops.coordination import announce
-from nbelastic.torch.ops.environment import heed_environment
+from nbelastic.torch.ops.coordination.coordination import announce
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
@@ -264,35 +263,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def init(
-    comm: Sequence[int] | None = None,
-    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
-) -> None:
-    """Make the calling thread a rank: of its job, or outside one of a world of its own.
-
-    Idempotent. It never waits for other ranks.
-
-    Parameters
-    ----------
-    comm : None
-        For Horovod's signature: the cluster decides on the ranks.
-    process_sets : list of ProcessSet, or "dynamic", optional
-        Sets of the ranks with which the job begins, the same on all ranks. Others can be added
-        later in any case, so ``"dynamic"`` has no effect.
-
-    Raises
-    ------
-    ValueError
-        A subset of ranks is asked for, or `process_sets` is something else.
-    """
-    if comm:
-        raise ValueError(f"comm must be None, not {comm!r}: the cluster decides on the ranks")
-    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
-        raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
-    initialize()
-    heed_environment()
-    if not process_sets or isinstance(process_sets, str):
-        return
+def add_first_sets(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
+    """Add the sets with which a job begins, unless they are known; nothing is exchanged."""
     made = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
     context = current()
     registry = _registry(context)

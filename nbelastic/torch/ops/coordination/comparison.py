@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nbelastic.elastic.ranks.timeline import now, timeline
 from nbelastic.errors import RanksDisagree
-from nbelastic.torch.ops.coordination import JOINED, announce, coordination_of, not_with_join
+from nbelastic.torch.ops.coordination.coordination import (
+    JOINED,
+    announce,
+    coordination_of,
+    not_with_join,
+)
 from nbelastic.torch.ops.operation import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
+    from nbelastic.torch.ops.coordination.process_sets import Group
     from nbelastic.torch.ops.operation import TensorOperation, Waitable
-    from nbelastic.torch.ops.process_sets import Group
 
 T = TypeVar("T")
 

@@ -1,0 +1,32 @@
+"""Process sets, names and joined ranks: who takes part, and in which order."""
+
+from nbelastic.torch.ops.coordination.comparison import agree, begin
+from nbelastic.torch.ops.coordination.coordination import announce, coordination_of, is_joined
+from nbelastic.torch.ops.coordination.joined_rank import SERVICES, at_end, join
+from nbelastic.torch.ops.coordination.process_sets import (
+    Group,
+    ProcessSet,
+    add_first_sets,
+    add_process_set,
+    global_process_set,
+    group_of,
+    remove_process_set,
+)
+
+__all__ = [
+    "SERVICES",
+    "Group",
+    "ProcessSet",
+    "add_first_sets",
+    "add_process_set",
+    "agree",
+    "announce",
+    "at_end",
+    "begin",
+    "coordination_of",
+    "global_process_set",
+    "group_of",
+    "is_joined",
+    "join",
+    "remove_process_set",
+]
