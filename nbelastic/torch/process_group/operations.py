@@ -15,6 +15,8 @@ from torch import distributed as dist
 
 from nbelastic.collectives import Op
 from nbelastic.errors import CollectiveError
+from nbelastic.torch.ops.operation import Allgather, wire_op
+from nbelastic.torch.ops.sparse import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,8 +131,8 @@ def allreduce(
     communicator: Communicator, tensors: Sequence[torch.Tensor], op: Any, private: bool
 ) -> Started:
     """Reduce each of `tensors` over all ranks, in place."""
-    parts = [_allreduce(communicator, each, each, op, private) for each in tensors]
-    return parts[0] if len(parts) == 1 else _together(parts)
+    parts = [_allreduce(communicator, each, op, private) for each in tensors]
+    return parts[0] if len(parts) == 1 else Started(parts)
 
 
 def reduce(
@@ -138,18 +140,12 @@ def reduce(
 ) -> Started:
     """Reduce `tensor` over all ranks, on rank `root` only."""
     if communicator.rank == root:
-        return _allreduce(communicator, tensor, tensor, op, private)
+        return _allreduce(communicator, tensor, op, private)
     scratch = tensor.detach().clone(memory_format=torch.preserve_format)
-    return _allreduce(communicator, scratch, scratch, op, False)
+    return _allreduce(communicator, scratch, op, False)
 
 
-def _allreduce(
-    communicator: Communicator,
-    target: torch.Tensor,
-    tensor: torch.Tensor,
-    op: Any,
-    private: bool,
-) -> Started:
+def _allreduce(communicator: Communicator, tensor: torch.Tensor, op: Any, private: bool) -> Started:
     if tensor.layout is not torch.strided:
         return _allreduce_sparse(communicator, tensor, op)
     kind, factor = _kind_and_factor(op)
@@ -160,20 +156,23 @@ def _allreduce(
     else:
         buffer = None
     if buffer is None:
-        return _allreduce_pairwise(communicator, target, tensor, kind)
-    wire, divisor = _OPS[kind], 1
+        return _allreduce_pairwise(communicator, tensor, kind)
     flat = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    if wire is Op.AVERAGE and not flat.is_floating_point():
-        wire, divisor = Op.SUM, communicator.size
+    wire, divisor = wire_op(_OPS[kind], flat.dtype, communicator.size)
     handle = communicator.allreduce_async(flat, wire)
-    back = _back([(target, buffer)])
+    return Started([handle], _divided(tensor, buffer, divisor))
+
+
+def _divided(target: torch.Tensor, total: torch.Tensor, divisor: int) -> Callable[[], None]:
+    """Return what makes an average of a sum of integers, and copies it to its place."""
+    back = _back([(target, total)])
 
     def finish() -> None:
         if divisor != 1:
-            buffer.copy_(torch.div(buffer, divisor, rounding_mode="trunc"))
+            total.div_(divisor, rounding_mode="trunc")
         back()
 
-    return Started([handle], finish)
+    return finish
 
 
 def _kind_and_factor(op: Any) -> tuple[Any, Any]:
@@ -192,9 +191,7 @@ def _is_direct(tensor: torch.Tensor, kind: Any) -> bool:
     return tensor.dtype in _DIRECT
 
 
-def _allreduce_pairwise(
-    communicator: Communicator, target: torch.Tensor, tensor: torch.Tensor, kind: Any
-) -> Started:
+def _allreduce_pairwise(communicator: Communicator, tensor: torch.Tensor, kind: Any) -> Started:
     """Gather the values of all ranks, and reduce them on each in the order of the ranks."""
     combine = _PAIRWISE.get(kind)
     if combine is None:
@@ -211,7 +208,7 @@ def _allreduce_pairwise(
             total = combine(total, each)
         if kind == ReduceOp.AVG:
             total = total / communicator.size
-        target.detach().copy_(total)
+        tensor.detach().copy_(total)
 
     return Started([handle], finish)
 
@@ -224,26 +221,16 @@ def _allreduce_sparse(communicator: Communicator, tensor: torch.Tensor, op: Any)
             f"a tensor of layout {tensor.layout} cannot be reduced by {kind}; sparse tensors are "
             "added up (SUM, AVG) in the layout torch.sparse_coo"
         )
-    own = tensor.detach().coalesce()
-    counts = [int(each) for each in communicator.allgather_bytes(f"{own._nnz():20d}".encode())]
-    most = max(counts)
-    indices = own.indices().new_zeros((own.indices().shape[0], most))
-    indices[:, : own._nnz()] = own.indices()
-    values = own.values().new_zeros((most, *own.values().shape[1:]))
-    values[: own._nnz()] = own.values()
-    all_indices = [torch.empty_like(indices) for _ in counts]
-    all_values = [torch.empty_like(values) for _ in counts]
-    handles = []
-    if most:
-        handles.append(communicator.allgather_async(all_indices, indices))
-        if values.numel():
-            handles.append(communicator.allgather_async(all_values, values))
+    gather = Allgather(parts_of(tensor.detach().coalesce()))
+    gather.prepare()
+    mine = f"{gather.numbers[0]:20d}".encode()
+    counts = [int(each) for each in communicator.allgather_bytes(mine)]
+    handles = gather.launch(communicator, [(count, count) for count in counts])
 
     def finish() -> None:
-        columns = [each[:, :count] for each, count in zip(all_indices, counts, strict=True)]
-        rows = [each[:count] for each, count in zip(all_values, counts, strict=True)]
+        indices, values = gather.finish()
         total = torch.sparse_coo_tensor(
-            torch.cat(columns, 1), torch.cat(rows), own.shape, check_invariants=True
+            indices.transpose(0, 1), values, tensor.shape, check_invariants=True
         ).coalesce()
         if kind == ReduceOp.AVG:
             total = total / communicator.size
@@ -266,25 +253,14 @@ def reduce_scatter(
         inputs = [each.detach() * factor for each in inputs]
     if kind not in _OPS or output.is_complex() or not _is_direct(output, kind):
         everything = [_lent(each, True) for each in inputs]
-        whole = _together(
-            [_allreduce(communicator, each, each, kind, False) for each in everything]
-        )
-        return Started([whole], _back([(output, everything[communicator.rank])]))
-    wire, divisor = _OPS[kind], 1
-    if wire is Op.AVERAGE and not output.is_floating_point():
-        wire, divisor = Op.SUM, communicator.size
+        sums = [_allreduce(communicator, each, kind, False) for each in everything]
+        return Started(sums, _back([(output, everything[communicator.rank])]))
+    wire, divisor = wire_op(_OPS[kind], output.dtype, communicator.size)
     result = _lent(output, private, load=False)
     handle = communicator.reduce_scatter_async(
         result, [_lent(each, False) for each in inputs], wire
     )
-    back = _back([(output, result)])
-
-    def finish() -> None:
-        if divisor != 1:
-            result.copy_(torch.div(result, divisor, rounding_mode="trunc"))
-        back()
-
-    return Started([handle], finish)
+    return Started([handle], _divided(output, result, divisor))
 
 
 # -- copies ----------------------------------------------------------------------------------------
@@ -369,11 +345,3 @@ def all_to_all(
 def barrier(communicator: Communicator) -> Started:
     """Wait for all ranks."""
     return Started([communicator.barrier_async()])
-
-
-def _together(parts: Sequence[Started]) -> Started:
-    def finish() -> None:
-        for part in parts:
-            part.wait()
-
-    return Started(parts, finish)

@@ -15,6 +15,7 @@ from nbelastic.torch.ops.operation.tensor_operations import (
     Waitable,
     check_root,
     only,
+    wire_op,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "description",
     "only",
     "plan",
+    "wire_op",
 ]

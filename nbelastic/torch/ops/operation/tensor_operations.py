@@ -183,9 +183,9 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
                 handles.append(adasum_async(communicator, chunk.buffer, chunk.counts))
                 self._divisors.append(1)
                 continue
-            wire_op, divisor = _wire_op(self._op, chunk.buffer.dtype, communicator.size)
+            op, divisor = wire_op(self._op, chunk.buffer.dtype, communicator.size)
             buffer = _as_real(chunk.buffer, self._op)
-            handles.append(communicator.allreduce_async(buffer, wire_op))
+            handles.append(communicator.allreduce_async(buffer, op))
             self._divisors.append(divisor)
         return handles
 
@@ -368,8 +368,8 @@ class Reducescatter(TensorOperation[list[torch.Tensor]]):
         handles: list[Waitable] = []
         for inputs in self._inputs:
             output = torch.empty_like(inputs[communicator.rank])
-            wire_op, divisor = _wire_op(self._op, output.dtype, communicator.size)
-            handles.append(communicator.reduce_scatter_async(output, inputs, wire_op))
+            op, divisor = wire_op(self._op, output.dtype, communicator.size)
+            handles.append(communicator.reduce_scatter_async(output, inputs, op))
             self._outputs.append(output)
             self._divisors.append(divisor)
         return handles
@@ -415,7 +415,7 @@ def _as_real(tensor: torch.Tensor, op: Op) -> torch.Tensor:
     return torch.view_as_real(tensor) if pairs else tensor
 
 
-def _wire_op(op: Op, dtype: torch.dtype, size: int) -> tuple[Op, int]:
+def wire_op(op: Op, dtype: torch.dtype, size: int) -> tuple[Op, int]:
     """Return the operation to ask for, and what to divide integers by afterwards."""
     if op is Op.AVERAGE and not _is_inexact(dtype):
         return Op.SUM, size
