@@ -10,7 +10,8 @@ from __future__ import annotations
 import struct
 import time
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<qq")
 _POLL_S = 0.0002
+_BARRIER_TAG = 2**62  # of the messages of a monitored barrier
 
 
 class Mailbox:
@@ -147,6 +149,7 @@ class Waiter:
     """A send or a receive."""
 
     what = "a message"
+    source = -1  # the rank that a message is from, once it is here
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -225,3 +228,40 @@ class Receiving(Waiter):
 
 def _bytes_of(tag: int, length: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(_HEADER.pack(tag, length)), dtype=torch.uint8)
+
+
+def monitored_barrier(communicator: Communicator, timeout: Any, wait_all_ranks: bool) -> None:
+    """Wait for all ranks; rank 0 names those that do not come, and raises what torch raises."""
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
+    mailbox, rank = mailbox_of(communicator), communicator.rank
+    if timeout == timedelta(0):
+        raise RuntimeError(f"Rank {rank} timed out in monitoredBarrier after 0 ms")
+    token = torch.zeros(1, dtype=torch.uint8)
+    if rank != 0:
+        try:
+            mailbox.send(token, 0, _BARRIER_TAG).wait(limit_s)
+            mailbox.receive(token, 0, _BARRIER_TAG).wait(limit_s)
+        except CollectiveError as error:
+            communicator.check()
+            raise RuntimeError(
+                f"Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms"
+            ) from error
+        return
+    others = range(1, communicator.size)
+    waiting = {other: mailbox.receive(token, other, _BARRIER_TAG) for other in others}
+    end, late = time.monotonic() + limit_s, []
+    for other, receive in waiting.items():
+        try:
+            receive.wait(max(end - time.monotonic(), 1e-3) if limit_s else 0.0)
+        except CollectiveError:
+            communicator.check()
+            late.append(other)
+            if not wait_all_ranks:
+                break
+    if late:
+        names = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        raise RuntimeError(f"{names} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms")
+    for sent in [mailbox.send(token, other, _BARRIER_TAG) for other in waiting]:
+        sent.wait()

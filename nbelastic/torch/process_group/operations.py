@@ -17,11 +17,13 @@ from nbelastic.collectives import Op
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.operation import Allgather, wire_op
 from nbelastic.torch.ops.sparse import parts_of
+from nbelastic.torch.process_group.messages import mailbox_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator
+    from nbelastic.torch.process_group.messages import Waiter
 
 _POLL_S = 0.0005
 
@@ -78,6 +80,8 @@ class Started:
 
     At the end, `finish` fills the outputs.
     """
+
+    source = -1  # the rank that a message is from; known at its end
 
     def __init__(
         self, handles: Sequence[Part] = (), finish: Callable[[], object] | None = None
@@ -342,6 +346,46 @@ def all_to_all(
     return Started([handle], _back(list(zip(outputs, results, strict=True))))
 
 
-def barrier(communicator: Communicator) -> Started:
+# -- barriers and messages -------------------------------------------------------------------------
+
+
+def barrier(communicator: Communicator, _private: bool) -> Started:
     """Wait for all ranks."""
     return Started([communicator.barrier_async()])
+
+
+def send(
+    communicator: Communicator, tensor: torch.Tensor, to: int, tag: int, _private: bool
+) -> Started:
+    """Send `tensor` to rank `to`."""
+    return _Message(mailbox_of(communicator).send(tensor, to, tag))
+
+
+def receive(
+    communicator: Communicator, tensor: torch.Tensor, source: int | None, tag: int, _private: bool
+) -> Started:
+    """Receive `tensor` from rank `source`, or from any."""
+    return _Message(mailbox_of(communicator).receive(tensor, source, tag))
+
+
+class _Message(Started):
+    """A send or a receive, which advances others while it waits."""
+
+    def __init__(self, message: Waiter) -> None:
+        super().__init__([message])
+        self._message = message
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Wait for the message."""
+        self._message.wait(timeout_s)
+        self.source = self._message.source
+
+
+def each_of(
+    communicator: Communicator,
+    operation: Callable[..., Started],
+    arguments: Sequence[tuple[Any, ...]],
+    private: bool,
+) -> Started:
+    """Begin an operation several times, with other arguments."""
+    return Started([operation(communicator, *each, private) for each in arguments])

@@ -130,6 +130,7 @@ class OperationWork(dist.Work):
         self._future: _Future | None = None
         self._error: BaseException | None = None
         self._completed = False
+        self._source = -1
 
     def start(self) -> None:
         """Begin the operation, unless it has begun."""
@@ -157,7 +158,7 @@ class OperationWork(dist.Work):
         except BaseException as error:
             self._error = error
             raise
-        self._completed, self._started = True, None
+        self._completed, self._started, self._source = True, None, started.source
         if self._future is not None:
             self._future.set_result(self._outputs)
 
@@ -211,7 +212,7 @@ class OperationWork(dist.Work):
 
     def _source_rank(self) -> int:
         self.complete()
-        return getattr(self, "source", -1)
+        return self._source
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the outputs; outside of backward it is complete."""
