@@ -32,7 +32,7 @@ from nbelastic.data.dealing import Dealing, block_of
 from nbelastic.elastic.ranks.context import LocalContext, activate
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.torch.elastic import LRScaler, by_samples
-from nbelastic.torch.gradients.tree_sums import MicroBatchSum
+from nbelastic.torch.gradients.micro_batches import MicroBatchSum
 
 RANKS, MICRO = 8, 16
 CANDIDATES = ("batch", "linear", "sqrt", "nothing")

@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 import nbelastic.torch as hvd
 from nbelastic.collectives.reduction_tree import IDENTITY
 from nbelastic.data import Batch, Loader
-from nbelastic.torch.gradients import sparse_sums
-from nbelastic.torch.gradients.sparse_sums import add_rows, as_dense
+from nbelastic.torch.gradients.micro_batches import sparse_sums
+from nbelastic.torch.gradients.micro_batches.sparse_sums import add_rows, as_dense
 from tests.collectives.worlds import KINDS, MAKERS
 from tests.support.world import run_ranks
 

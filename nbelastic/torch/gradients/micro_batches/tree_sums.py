@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives.reduction_tree import IDENTITY, Node, cover
-from nbelastic.torch.gradients.sparse_sums import add_rows, as_dense, sum_rows_over_ranks
+from nbelastic.torch.gradients.micro_batches.sparse_sums import (
+    add_rows,
+    as_dense,
+    sum_rows_over_ranks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
