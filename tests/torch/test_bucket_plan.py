@@ -8,6 +8,7 @@ from nbelastic.torch.gradients.layout import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     LARGE_BYTES,
+    Manifest,
     plan_groups,
 )
 from nbelastic.torch.ops.compression import Compression
@@ -23,8 +24,15 @@ def same(dtype):
     return dtype
 
 
+def planned(
+    parameters, order, wire_dtype=same, groups=(), in_place_bytes=LARGE_BYTES, coalesces=False
+):
+    manifest = Manifest(order, in_place_bytes, coalesces, False)
+    return plan_groups(parameters, manifest, wire_dtype, groups)
+
+
 def packed(parameters, order, wire_dtype=same, groups=()):
-    plan = plan_groups(parameters, order, wire_dtype, groups, in_place_bytes=math.inf)
+    plan = planned(parameters, order, wire_dtype, groups, math.inf)
     assert not any(each.in_place for each in plan)
     return [each.indices for each in plan]
 
@@ -63,22 +71,22 @@ def test_groups_have_any_size():
 
 def test_a_large_gradient_is_by_itself():
     parameters = tensors(8, 1, 7, 1, 30)
-    plan = plan_groups(parameters, [4, 3, 2, 1, 0], same)
+    plan = planned(parameters, [4, 3, 2, 1, 0])
     assert LARGE_BYTES == 8 * MEGA
     assert [tuple(each) for each in plan] == [([4], True), ([0], True), ([3, 2, 1], False)]
 
 
 def test_what_all_share_comes_last_even_if_all_are_large():
-    assert plan_groups(tensors(8, 8), [1, 0], same)[-1] == ([], False)
-    plan = plan_groups(tensors(20, 10, 20, 7), [3, 2, 1, 0], same, groups=[[0, 2]])
+    assert planned(tensors(8, 8), [1, 0])[-1] == ([], False)
+    plan = planned(tensors(20, 10, 20, 7), [3, 2, 1, 0], groups=[[0, 2]])
     assert [tuple(each) for each in plan] == [([3], False), ([1], True), ([2, 0], False)]
 
 
 def test_where_many_are_reduced_at_once_they_share_buckets_wherever_they_are():
     parameters = tensors(20, 0.01, 10, 20, 0.01)
-    plan = plan_groups(parameters, [4, 3, 2, 1, 0], same, in_place_bytes=MEGA, coalesces=True)
+    plan = planned(parameters, [4, 3, 2, 1, 0], in_place_bytes=MEGA, coalesces=True)
     assert [tuple(each) for each in plan] == [([3], True), ([2, 0], True), ([4, 1], False)]
-    plan = plan_groups(parameters, [3, 2, 1, 0, 4], same, groups=[[2, 1]], coalesces=True)
+    plan = planned(parameters, [3, 2, 1, 0, 4], groups=[[2, 1]], coalesces=True)
     assert [tuple(each) for each in plan] == [
         ([3], True),
         ([2, 1], False),
@@ -89,7 +97,7 @@ def test_where_many_are_reduced_at_once_they_share_buckets_wherever_they_are():
 
 def test_what_is_changed_on_the_wire_or_is_elsewhere_is_not_large():
     parameters = tensors(20)
-    assert not plan_groups(parameters, [0], Compression.fp16.wire_dtype)[0].in_place
+    assert not planned(parameters, [0], Compression.fp16.wire_dtype)[0].in_place
     on_device = [torch.empty(20 * MEGA, device="meta")]
-    assert not plan_groups(on_device, [0], same)[0].in_place
-    assert not plan_groups([torch.empty(20 * MEGA, dtype=torch.complex64)], [0], same)[0].in_place
+    assert not planned(on_device, [0])[0].in_place
+    assert not planned([torch.empty(20 * MEGA, dtype=torch.complex64)], [0])[0].in_place

@@ -71,24 +71,17 @@ class Layout:
     ) -> None:
         self.parameters = parameters  # in the order of the optimizer
         self.manifest = manifest
-        # What is combined by other means than a communicator's is gathered on the host.
-        devices = manifest.devices if isinstance(options.op, Op) else frozenset()
+        if not isinstance(options.op, Op):  # not the communicator's: gathered, on the host
+            manifest = manifest._replace(in_place_bytes=math.inf, devices=frozenset())
         asynchronous = [each for each in parameters if is_accelerator(each.device)]
         # Some gradients are brought to the host to be reduced.
-        self.staged = any(each.device.type not in devices for each in asynchronous)
+        self.staged = any(each.device.type not in manifest.devices for each in asynchronous)
         self.found_sparse: list[torch.Tensor] = []  # on any rank, in the last step
         self._options = options
         self._arrived = arrived
         wire_dtype = options.wire_dtype
-        plan = plan_groups(
-            parameters,
-            manifest.order,
-            wire_dtype,
-            groups_of(parameters, manifest.order, options.groups),
-            in_place_bytes=manifest.in_place_bytes if isinstance(options.op, Op) else math.inf,
-            coalesces=manifest.coalesces,
-            bucket_bytes=manifest.bucket_bytes,
-        )
+        asked_for = groups_of(parameters, manifest.order, options.groups)
+        plan = plan_groups(parameters, manifest, wire_dtype, asked_for)
         self.groups: list[GradientGroup] = []
         # By the id of a parameter: its group, and its position there.
         self.places: dict[int, tuple[GradientGroup, int]] = {}
@@ -101,7 +94,7 @@ class Layout:
                 trailer = N_FLAGS + len(parameters) if planned is plan[-1] else 0
                 last = self.groups[-1].dtype if self.groups else torch.float32
                 dtype = wire_dtype(members[0].dtype) if members else last
-                group = Bucket(members, dtype, arrived, trailer, devices)
+                group = Bucket(members, dtype, arrived, trailer, manifest.devices)
             self.groups.append(group)
             for position, parameter in enumerate(members):
                 self.places[id(parameter)] = (group, position)
@@ -266,13 +259,9 @@ def fusion_threshold() -> int:
 
 def plan_groups(
     parameters: Sequence[torch.Tensor],
-    order: Sequence[int],
+    manifest: Manifest,
     wire_dtype: Callable[[torch.dtype], torch.dtype],
     groups: Iterable[Sequence[int]] = (),
-    *,
-    in_place_bytes: float = LARGE_BYTES,
-    coalesces: bool = False,
-    bucket_bytes: int | None = None,
 ) -> list[PlannedGroup]:
     """Distribute parameters over buckets.
 
@@ -280,13 +269,15 @@ def plan_groups(
     where it is, by itself: it has nothing to gain from a bucket, and a copy to lose. Where one
     operation reduces many tensors wherever they are, all but small ones stay where they are.
 
-    The given `groups` of indices share a bucket whatever their size. From `in_place_bytes` on, a
-    gradient is reduced where it is, if it is on the CPU, in no group, and travels as what it is; if
-    the communicator `coalesces`, several such gradients share a group.
+    The given `groups` of indices share a bucket whatever their size. From
+    ``manifest.in_place_bytes`` on, a gradient is reduced where it is, if it is on the CPU, in no
+    group, and travels as what it is; if the communicator coalesces, several such gradients share a
+    group.
 
     Groups are in the order in which they are expected to be complete, except that the last bucket
     comes after all others. If there is none, an empty one does.
     """
+    order, full = manifest.order, manifest.bucket_bytes
     expected = {index: place for place, index in enumerate(order)}
     group_of = {index: number for number, group in enumerate(groups) for index in group}
 
@@ -296,12 +287,11 @@ def plan_groups(
     def stays(index: int) -> bool:
         parameter = parameters[index]
         as_it_is = wire_dtype(parameter.dtype) == parameter.dtype and not parameter.is_complex()
-        on_host = parameter.device.type == "cpu"
-        return as_it_is and on_host and index not in group_of and bytes_of(index) >= in_place_bytes
+        large = index not in group_of and bytes_of(index) >= manifest.in_place_bytes
+        return as_it_is and large and parameter.device.type == "cpu"
 
-    alone = set() if coalesces else {index for index in order if stays(index)}
+    alone = set() if manifest.coalesces else {index for index in order if stays(index)}
     shared = [index for index in order if index not in alone and index not in group_of]
-    full = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     several = sum(map(bytes_of, shared)) > full
     done: list[PlannedGroup] = []
     filling: dict[tuple[object, ...], PlannedGroup] = {}
