@@ -144,19 +144,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         groups=check_groups(optimizer, groups, num_groups),
         sparse_as_dense=sparse_as_dense,
     )
-    return _wrap(optimizer, names, options, op, process_set)
+    return _wrap(optimizer, names, options, process_set)
 
 
 def _wrap(
     optimizer: AnyOptimizer,
     names: Mapping[int, str],
     options: ReduceOptions,
-    op: Op | GradientOp,
     process_set: ProcessSet,
 ) -> AnyOptimizer:
     reducer = Reducer(optimizer, names, options, process_set)
     optimizer._reducer = reducer  # type: ignore[attr-defined]
-    optimizer._op = op  # type: ignore[attr-defined]
     current().telemetry.device = next((str(p.device) for p in _parameters(optimizer)), "cpu")
     patched = vars(optimizer).pop("step", None)
     optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[assignment,arg-type]
@@ -184,7 +182,6 @@ class _Distributed(Base):
     """Methods of a distributed optimizer; the first base of its class."""
 
     _reducer: Reducer
-    _op: Op | GradientOp
     _skips = False
 
     @property
@@ -290,17 +287,8 @@ class _Distributed(Base):
         names = self._reducer.names
         named = {id(copied): names[id(mine)] for mine, copied in pairs if id(mine) in names}
         options = self._reducer.options
-        groups = copy.deepcopy(options.groups, memo)
-        return cast(
-            "_Distributed",
-            _wrap(
-                made,
-                named,
-                dataclasses.replace(options, groups=groups),
-                self._op,
-                self._reducer.process_set,
-            ),
-        )
+        options = dataclasses.replace(options, groups=copy.deepcopy(options.groups, memo))
+        return cast("_Distributed", _wrap(made, named, options, self._reducer.process_set))
 
 
 @functools.cache
@@ -358,8 +346,9 @@ def _reduced(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
     if loss is None:
         return None
     value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
-    op = optimizer._op if isinstance(optimizer._op, Op) else Op.AVERAGE
-    process_set = optimizer._reducer.process_set
+    reducer = optimizer._reducer
+    op = reducer.options.op if isinstance(reducer.options.op, Op) else Op.AVERAGE
+    process_set = reducer.process_set
     if not process_set.included():
         return loss
     reduced = allreduce(value, op=op, process_set=process_set)
