@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.torch.gradients.staging import Streams
+from nbelastic.torch.identity import same
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,6 +94,18 @@ class ArrivedGradients:
             _, gradient, _, _ = self.noted[id(self.sample.parameter)]
             if self.sample.compare(gradient):
                 self.check_sample()
+
+    def check_trained(self, trained: list[torch.Tensor], before: list[torch.Tensor]) -> None:
+        """Refuse gradients of `trained` parameters that were no such as the step began."""
+        if same(trained, before):
+            return
+        known = {id(parameter) for parameter in before}
+        for parameter in trained:
+            if id(parameter) not in known and parameter.grad is not None:
+                raise RuntimeError(
+                    f"{self.name(parameter)} was added or unfrozen between a backward() and its "
+                    "step(); do it after step()"
+                )
 
     def check_sample(self) -> None:
         """Raise if the sampled gradient was changed; this waits for an accelerator."""

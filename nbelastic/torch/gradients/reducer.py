@@ -212,7 +212,6 @@ class Reducer:
         if context.share is not None:
             return self._micro_batches(context, communicator, parameters, context.share)
         of_all = self.process_set is global_process_set
-        announcement = functools.partial(self._announce, communicator) if of_all else None
         step = ReductionStep(
             context,
             communicator,
@@ -220,8 +219,7 @@ class Reducer:
             self._arrived,
             self.options.passes,
             self._use_agreed_layout,
-            of_all=of_all,
-            announce=announcement,
+            functools.partial(self._announce, communicator) if of_all else None,
         )
         if communicator.size == 1:
             if self._agreement.layout is not None:

@@ -10,7 +10,6 @@ from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import SumTiming
 from nbelastic.torch.gradients.step import GradientStep, StepFlags
-from nbelastic.torch.identity import same
 from nbelastic.torch.ops.coordination import is_joined
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ SMALL_GRADIENT = 1 << 16
 class ReductionStep(GradientStep):
     """Progress of one step: passes counted, groups launched.
 
-    `agree` calls :meth:`use`, at the beginning of the step or when backward has ended. With
-    `of_all`, the step is one of all ranks, not of a process set.
+    `agree` calls :meth:`use`, at the beginning of the step or when backward has ended. A step of a
+    process set has no `announce`: it concerns no rank that has joined, and carries no flags.
     """
 
     def __init__(
@@ -40,9 +39,7 @@ class ReductionStep(GradientStep):
         arrived: ArrivedGradients,
         passes: int,
         agree: Callable[[ReductionStep], None],
-        *,
-        of_all: bool = True,
-        announce: Callable[[str], None] | None = None,
+        announce: Callable[[str], None] | None,
     ) -> None:
         super().__init__(context, communicator, parameters)
         self.layout: Layout | None = None  # None in a world of one
@@ -54,7 +51,6 @@ class ReductionStep(GradientStep):
         self._launched = 0
         self._description = ""
         self._timing = SumTiming.AFTER_BACKWARD
-        self._of_all = of_all
         self._announce = announce
         self._announced: set[str] = set()
 
@@ -200,20 +196,13 @@ class ReductionStep(GradientStep):
     def check(self, trained: list[torch.Tensor]) -> None:
         """Refuse gradients, or trained parameters, that the user has changed since backward."""
         self._arrived.check_untouched()
-        if same(trained, self.parameters):
-            return
-        for parameter in trained:
-            if id(parameter) not in self._passes_left and parameter.grad is not None:
-                raise RuntimeError(
-                    f"{self._arrived.name(parameter)} was added or unfrozen between a backward() "
-                    "and its step(); do it after step()"
-                )
+        self._arrived.check_trained(trained, self.parameters)
 
     def finish(self) -> None:
         """Launch what has not been launched, wait, and write the reduced gradients."""
         layout, context = self.layout, self.context
         if layout is None:
-            if self._of_all:
+            if self._announce is not None:
                 self._flags().agree(context)
             return
         if layout.coalesced:
@@ -234,11 +223,11 @@ class ReductionStep(GradientStep):
         self.found_sparse = layout.found_sparse
         # Where sums are formed on an accelerator, all were launched during backward.
         self._arrived.check_sample()
-        if self._of_all:
+        if self._announce is not None:
             flags.agree(context)
 
     def _flags(self) -> StepFlags:
-        if not self._of_all:
+        if self._announce is None:
             return StepFlags()
         return StepFlags.of_rank(self.context, joined=is_joined(self.communicator))
 

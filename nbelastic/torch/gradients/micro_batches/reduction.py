@@ -28,7 +28,6 @@ from nbelastic.torch.gradients.micro_batches.tree_sums import (
     sum_sparse_over_ranks,
 )
 from nbelastic.torch.gradients.step import GradientStep, StepFlags
-from nbelastic.torch.identity import same
 from nbelastic.torch.ops.compression import Compression
 
 if TYPE_CHECKING:
@@ -234,14 +233,7 @@ class MicroBatchReduction(GradientStep):
         self._arrived.check_sample()
         self._check_seen(self.parameters)
         self.share.finish()
-        if same(trained, self.parameters):
-            return
-        for parameter in trained:
-            if id(parameter) not in self._sums and parameter.grad is not None:
-                raise RuntimeError(
-                    f"{self._arrived.name(parameter)} was added or unfrozen between a backward() "
-                    "and its step(); do it after step()"
-                )
+        self._arrived.check_trained(trained, self.parameters)
 
     def finish(self) -> None:
         """Form the sums over all ranks, and divide them by the sum of the weights."""
