@@ -75,27 +75,21 @@ class LayoutAgreement:
 
         A rank that does not train what rank 0 trains has a ValueError.
         """
-        if self.layout is None or not same(self.layout.parameters, parameters):
-            self.layout = self._observed = self._generation = None
+        stage = self._stage(communicator, parameters)
+        if self.layout is not None:
+            if stage in (ExchangeStage.PARAMETERS, ExchangeStage.ORDER):
+                return self.layout
+            if not same(self.layout.parameters, parameters):
+                self.layout = self._observed = None
         # Unless the exchange goes well, nothing is known of the other ranks.
-        progress, self._progress = self._progress, ExchangeStage.NOTHING
-        if self._generation != communicator.generation:
-            progress = ExchangeStage.NOTHING
-        default = list(reversed(range(len(parameters))))
-        order = default if self.layout is None else self.layout.manifest.order
-        if progress is ExchangeStage.NOTHING:
-            root_has_order = self._compare(communicator, parameters)
-            if self._numbered_in != communicator.generation:
-                self._numbered_in = communicator.generation
-                self.number = _agreed[communicator] = _agreed.get(communicator, 0) + 1
-            order = self._order_of_root(communicator, default) if root_has_order else default
-            progress = ExchangeStage.ORDER if root_has_order else ExchangeStage.PARAMETERS
-        elif progress is ExchangeStage.STEP:
-            order = self._order_of_root(communicator, default)
-            progress = ExchangeStage.ORDER
-        elif self.layout is not None:
-            self._progress = progress
-            return self.layout
+        self._progress = ExchangeStage.NOTHING
+        root_has_order = stage is ExchangeStage.STEP or self._compare(communicator, parameters)
+        if self._numbered_in != communicator.generation:
+            self._numbered_in = communicator.generation
+            self.number = _agreed[communicator] = _agreed.get(communicator, 0) + 1
+        order = list(reversed(range(len(parameters))))
+        if root_has_order:
+            order = self._order_of_root(communicator, order)
         manifest = Manifest(
             order,
             _in_place_bytes(communicator, parameters, self._after_backward),
@@ -106,17 +100,24 @@ class LayoutAgreement:
         )
         if self.layout is None or self.layout.manifest != manifest:
             self.layout = Layout(parameters, manifest, self._options, self._arrived)
-        self._generation, self._progress = communicator.generation, progress
+        self._generation = communicator.generation
+        self._progress = ExchangeStage.ORDER if root_has_order else ExchangeStage.PARAMETERS
         return self.layout
 
     def exchanges(self, communicator: Communicator, parameters: list[torch.Tensor]) -> bool:
         """Return whether :meth:`arrange` exchanges anything with other ranks."""
-        return (
+        stage = self._stage(communicator, parameters)
+        return stage in (ExchangeStage.NOTHING, ExchangeStage.STEP)
+
+    def _stage(self, communicator: Communicator, parameters: list[torch.Tensor]) -> ExchangeStage:
+        """Return what ranks have exchanged about these parameters in this generation."""
+        if (
             self._generation != communicator.generation
-            or self._progress in (ExchangeStage.NOTHING, ExchangeStage.STEP)
             or self.layout is None
             or not same(self.layout.parameters, parameters)
-        )
+        ):
+            return ExchangeStage.NOTHING
+        return self._progress
 
     def number_in(self, communicator: Communicator) -> int:
         """Return this optimizer's number in a generation, or the one that it would get now."""
