@@ -15,7 +15,14 @@ from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.training_checks import watch
 from nbelastic.pickling import dumps
 from nbelastic.torch.ops.coordination import agree, begin, group_of
-from nbelastic.torch.ops.operation import Chunk, TensorOperation, check_root, description, plan
+from nbelastic.torch.ops.operation import (
+    Allgather,
+    Chunk,
+    TensorOperation,
+    check_root,
+    description,
+    plan,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,9 +123,10 @@ def broadcast_optimizer_state(
     tensors: list[torch.Tensor] = []
     is_root = communicator.rank == root
     skeleton: Any = _extract_tensors(optimizer.state_dict(), tensors) if is_root else None
-    skeleton = _broadcast_object(communicator, skeleton, root, f"{verb} from rank {root_rank}")
-    if not is_root:
-        skeleton = _allocate_tensors(skeleton, tensors)
+    copies = _ObjectBroadcast(skeleton, root, f"{verb} from rank {root_rank}", group)
+    for handle in copies.launch(communicator, agree(communicator, copies.text, copies.numbers)):
+        handle.wait()
+    skeleton = copies.finish() if is_root else _allocate_tensors(copies.finish(), tensors)
     _broadcast(communicator, tensors, root)
     if not is_root:
         optimizer.load_state_dict(skeleton)
@@ -202,7 +210,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: object = None
     group.check_member()
     if group.size == 1:
         return [obj]
-    gathered: list[T] = begin(group, _ObjectAllgather(obj, name, group), name).wait()
+    gathered: list[Any] = begin(group, _ObjectAllgather(obj, name, group), name).wait()
     return gathered
 
 
@@ -230,46 +238,24 @@ class _ObjectBroadcast(TensorOperation[Any]):
         return self._obj if self._is_root else _decode(self._payload)
 
 
-class _ObjectAllgather(TensorOperation[list[Any]]):
+class _ObjectAllgather(Allgather):
     """Allgather of pickled objects."""
 
     verb = "allgather_object"
 
     def __init__(self, obj: object, name: str | None, group: Group) -> None:
+        super().__init__([_encode(obj)])
         self._obj, self._rank = obj, group.ranks.index(group.context.rank)
         self.text = description.called("allgather_object", name)
-        self._payload = _encode(obj)
-        self.numbers = (self._payload.numel(),)
-        self._everyone: list[torch.Tensor] = []
-
-    def launch(
-        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Handle]:
-        """Begin to gather payloads, each as long as the longest."""
-        self._lengths = [length for (length,) in numbers]
-        longest = torch.empty(max(self._lengths), dtype=torch.uint8)
-        longest[: self._payload.numel()] = self._payload
-        self._everyone = [torch.empty_like(longest) for _ in self._lengths]
-        return [communicator.allgather_async(self._everyone, longest)]
 
     def finish(self) -> list[Any]:
         """Return the objects, this rank's own as it is."""
-        pairs = zip(self._everyone, self._lengths, strict=True)
+        (payloads,), (lengths,) = self._gathered, self.lengths
+        pairs = zip(payloads, lengths, strict=True)
         return [
             self._obj if rank == self._rank else _decode(theirs[:length])
             for rank, (theirs, length) in enumerate(pairs)
         ]
-
-
-def _broadcast_object(communicator: Communicator, obj: Any, root: int, text: str) -> Any:
-    """Return the `obj` of rank `root`; the ranks compare `text`."""
-    is_root = communicator.rank == root
-    payload = _encode(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    lengths = communicator.agree(text, payload.numel())
-    if not is_root:
-        payload = torch.empty(lengths[root], dtype=torch.uint8)
-    communicator.broadcast(payload, root)
-    return obj if is_root else _decode(payload)
 
 
 @dataclass(frozen=True)
