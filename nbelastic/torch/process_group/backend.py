@@ -7,7 +7,6 @@ public functions make groups by the names of built-in back ends, and cache who i
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -42,18 +41,10 @@ def install() -> None:
     ):
         original = getattr(c10d, name)
         if not hasattr(original, "_nbelastic"):
-            replacement = _around(original, around)
+            replacement = ddp.wrapped(original, around)
+            replacement._nbelastic = True  # type: ignore[attr-defined]
             for module in (c10d, dist):
                 setattr(module, name, replacement)
-
-
-def _around(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
-
-    call._nbelastic = True  # type: ignore[attr-defined]
-    return call
 
 
 def default_group() -> ElasticProcessGroup | None:
@@ -80,11 +71,9 @@ def answer(
     names = set(str(backend or "").lower().replace("cpu:", "").replace("cuda:", "").split(","))
     ours = NAME in names
     in_job = isinstance(current_or_none(), Session)
-    addressed = store is not None or (init_method or "env://").partition("?")[0] != "env://"
-    if not ours and (not in_job or addressed or not names <= _OWN):
-        original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
-        return
-    if store is not None:  # asked again, by this function
+    addressed = (init_method or "env://").partition("?")[0] != "env://"
+    # A store is for a world of the caller's own, also by the name of this back end.
+    if store is not None or (not ours and (not in_job or addressed or not names <= _OWN)):
         original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
         return
     initialize()

@@ -47,15 +47,17 @@ def install() -> None:
         ("register_comm_hook", _around_hook),
         ("_register_builtin_comm_hook", _around_built_in_hook),
     ):
-        setattr(kind, name, _wrapped(getattr(kind, name), around))
+        setattr(kind, name, wrapped(getattr(kind, name), around))
 
 
-def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+def wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `around` with `original` and its arguments."""
+
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(original, self, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
 
-    return method
+    return call
 
 
 def _around_init(original: Callable[..., Any], ddp: Any, *args: Any, **kwargs: Any) -> None:
