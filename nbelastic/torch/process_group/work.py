@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from nbelastic.torch.process_group.operations import Started
 
 _NO_TIMEOUT_S = 0.0
-_POLL_S = 0.0005
 
 
 class OperationQueue:

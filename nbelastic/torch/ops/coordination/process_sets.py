@@ -100,18 +100,6 @@ class _GlobalProcessSet(ProcessSet):
         """All ranks."""
         return list(range(current().size))
 
-    def included(self) -> bool:
-        """Return True: every rank is in it."""
-        return True
-
-    def rank(self) -> int:
-        """Return the calling rank."""
-        return current().rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return current().size
-
 
 global_process_set: Final = _GlobalProcessSet()
 
