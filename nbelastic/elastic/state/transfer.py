@@ -103,12 +103,13 @@ def spread_everywhere(
             payload, places, there = _without(payload, devices)
         payload = spread(communicator, members, payload, buffer)
         if rank != root:
-            payload, places, shapes = _head_of(payload)
+            head, places, shapes = pickle.loads(payload.head)
+            payload = replace(payload, head=head)
             try:
                 there = [_empty(*each) for each in shapes]
             except RuntimeError:  # torch's error for a device without memory is one
                 problem = True
-    total = sum(map(_nbytes, there)) if rank == root else 0
+    total = sum(each.nbytes for each in there) if rank == root else 0
     said = communicator.allgather_bytes(bytes([problem]) + total.to_bytes(8, "little"))
     total = int.from_bytes(said[root][1:], "little")
     if any(each[0] for each in said):
@@ -217,19 +218,10 @@ def _without(
     return replace(payload, head=head, tensors=tensors, devices=kinds), places, there
 
 
-def _head_of(payload: StatePayload) -> tuple[StatePayload, list[int], list[Any]]:
-    head, places, shapes = pickle.loads(payload.head)
-    return replace(payload, head=head), places, shapes
-
-
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     import torch
 
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _broadcast_there(
