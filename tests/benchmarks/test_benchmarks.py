@@ -16,6 +16,7 @@ import torch
 from benchmarks import side_by_side
 from benchmarks.side_by_side import ROOT
 from tests.benchmarks.forked import ForkedRank
+from tests.support.rank_servers import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,9 @@ def _this_process(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(side_by_side, "spawn", ForkedRank)
     handler, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     key = "distributed.worker.profile.enabled"
-    with dask.config.set({key: dask.config.get(key)}):
+    # The benchmark of recovery knows a worker as the parent of its rank server.
+    servers = {"distributed.nanny.environ": {FOLDER: ""}}
+    with dask.config.set({key: dask.config.get(key), **servers}):
         yield
     signal.signal(signal.SIGTERM, handler)
     torch.set_num_threads(threads)
