@@ -28,7 +28,7 @@ from torch import nn
 
 from benchmarks.figures import Target, machine, table
 from nbelastic.collectives.reduction_tree import Blocks, cover, fold
-from nbelastic.data.dealing import Dealing, block_of
+from nbelastic.data.plan.dealing import Dealing, block_of
 from nbelastic.elastic.ranks.context import LocalContext, activate
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.torch.elastic import LRScaler, by_samples

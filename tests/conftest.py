@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -113,7 +114,9 @@ CLUSTERS = {"crew", "client", "kernel"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest; then files with many tests, of which most are short."""
     for item in items:
-        is_long = item.nodeid.startswith(SLOW) or item.get_closest_marker("nightly")
+        is_long = item.nodeid.startswith(("notebooks/", *SLOW)) or item.get_closest_marker(
+            "nightly"
+        )
         if is_long or CLUSTERS & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
     files = Counter(str(item.path) for item in items)
@@ -129,6 +132,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Import torch for rank servers once, if tests start any."""
     if any(item.get_closest_marker("slow") for item in session.items):
         start_fork_server()
+
+
+class NotebookWorkers:
+    """Has the workers of clusters in notebooks forked, too; their kernels inherit how."""
+
+    def __init__(self) -> None:
+        self._patch = pytest.MonkeyPatch()
+
+    @pytest.hookimpl(tryfirst=True)  # before a notebook's first cell starts its kernel
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._patch.undo()
+        if item.nodeid.startswith("notebooks/"):
+            self._patch.setenv("DASK_DISTRIBUTED__NANNY__PRELOAD", "['tests.support.forking']")
+            root = str(Path(__file__).parents[1])
+            self._patch.setenv("PYTHONPATH", root, prepend=os.pathsep)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Look at notebooks as well, which lie outside of this folder."""
+    config.pluginmanager.register(NotebookWorkers())
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:

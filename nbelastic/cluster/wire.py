@@ -33,7 +33,7 @@ from .rank_error import PackedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Number of this protocol. To be raised with each change of a message."""
 
 PLUGIN = "nbelastic"

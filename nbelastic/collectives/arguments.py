@@ -129,7 +129,7 @@ def check_gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor, size: in
         _check_alike(output, tensor, "every output", "the tensor gathered")
 
 
-def check_scatter(
+def check_reduce_scatter(
     output: torch.Tensor, inputs: Sequence[torch.Tensor], rank: int, size: int, op: Op
 ) -> None:
     """Refuse arguments of a reduce-scatter that do not fit together."""

@@ -23,7 +23,7 @@ from nbelastic.collectives.arguments import (
     check_op,
     check_peer,
     check_rank,
-    check_scatter,
+    check_reduce_scatter,
     check_together,
     check_tree,
 )
@@ -257,7 +257,7 @@ class Communicator(TensorTransport):
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
     ) -> Handle:
         """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
-        check_scatter(output, inputs, self.rank, self.size, op)
+        check_reduce_scatter(output, inputs, self.rank, self.size, op)
         if not any(tensor.numel() for tensor in inputs):
             return self.begin_nothing()
         near = self._near([output], load=False)

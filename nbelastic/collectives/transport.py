@@ -92,6 +92,9 @@ class TensorTransport(abc.ABC):
     All ranks begin the same operations in the same order, except for messages. A handle that fails,
     or an abort, breaks the communicator: from then on every method and every handle raises
     :class:`~nbelastic.errors.CollectiveError`.
+
+    An operation that is added later has a default here, made of :meth:`begin_all_to_all` as that of
+    :meth:`begin_allreduce_tree` is, so that no transport must change.
     """
 
     capabilities: Capabilities = Capabilities()

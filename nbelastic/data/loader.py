@@ -16,15 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch
-from nbelastic.data.dealing import Dealing, imbalance
-from nbelastic.data.draws import Draws
 from nbelastic.data.kernels import kernel_fingerprint
-from nbelastic.data.ledger import RowLedger
-from nbelastic.data.permutation import mix
-from nbelastic.data.sources import MapSource
+from nbelastic.data.plan import Dealing, Draws, RowLedger, imbalance, mix
+from nbelastic.data.sources import MapSource, StreamRows, StreamSource, UnitSource, WindowedRows
 from nbelastic.data.step import Step
-from nbelastic.data.streams import StreamRows, StreamSource
-from nbelastic.data.units import UnitSource, WindowedRows
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.step_share import StepShare
@@ -35,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.data.comparison import DataSample
-    from nbelastic.data.sources import RowSource
+    from nbelastic.data.sources import DataSample, RowSource
     from nbelastic.data.step import StepParticipant
     from nbelastic.elastic.ranks.context import Context
 

@@ -6,15 +6,15 @@ import contextlib
 import math
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbelastic.data.permutation import mix
-from nbelastic.data.seeding import seed_generators
+from nbelastic.data.plan import mix
+from nbelastic.data.sources import seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nbelastic.data.dealing import Dealing
     from nbelastic.data.loader import Loader
+    from nbelastic.data.plan import Dealing
     from nbelastic.elastic.ranks.step_share import StepShare
 
 # Kind of seeds: of the micro-batches that are computed, apart from those of sources.

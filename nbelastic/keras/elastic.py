@@ -2,13 +2,13 @@
 
 from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
 from nbelastic.elastic.state import ObjectState, State
-from nbelastic.keras.callback_list import OnRankZero
-from nbelastic.keras.dataset import ElasticDataset
-from nbelastic.keras.elastic_callbacks import (
+from nbelastic.keras.callbacks.callback_list import OnRankZero
+from nbelastic.keras.callbacks.elastic_callbacks import (
     CommitStateCallback,
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
+from nbelastic.keras.dataset import ElasticDataset
 from nbelastic.keras.fit import fit
 from nbelastic.keras.state import KerasState
 from nbelastic.keras.translate import run

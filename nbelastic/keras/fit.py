@@ -10,8 +10,8 @@ import torch
 
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
-from nbelastic.keras.callback_list import ElasticCallbackList, make_callbacks
-from nbelastic.keras.elastic_callbacks import report_logs
+from nbelastic.keras.callbacks.callback_list import ElasticCallbackList, make_callbacks
+from nbelastic.keras.callbacks.elastic_callbacks import report_logs
 from nbelastic.keras.feeds import LoaderFeed, feed_of, shard_of
 from nbelastic.keras.metrics import MetricSums
 from nbelastic.keras.optimizer import distribution_of, is_distributed

@@ -9,8 +9,7 @@ import keras
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import backend
-from nbelastic.keras.options import KerasOptions
-from nbelastic.keras.process_sets import check_process_set
+from nbelastic.keras.options import KerasOptions, check_process_set
 from nbelastic.torch.ops.compression import Compression, Compressor
 from nbelastic.torch.ops.reductions import Average
 

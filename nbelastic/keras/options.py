@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Op
 from nbelastic.torch.gradients.options import ReduceOptions
+from nbelastic.torch.ops.coordination import global_process_set
 
 if TYPE_CHECKING:
     from nbelastic.torch.ops.compression import Compressor
@@ -47,3 +48,12 @@ class KerasOptions:
     def is_local(self) -> set[int]:
         """Return the identities of variables whose gradients stay on their rank."""
         return {id(each) for layer in self.local for each in layer.trainable_variables}
+
+
+def check_process_set(process_set: object) -> None:
+    """Refuse any set of ranks but all of them."""
+    if process_set is not None and process_set is not global_process_set:
+        raise ValueError(
+            f"process_set must be None or global_process_set, not {process_set!r}: gradients of "
+            "Keras and TensorFlow are averaged over all ranks"
+        )

@@ -14,8 +14,8 @@ from nbelastic.elastic.ranks.session import warn
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
 from nbelastic.keras.backends.torch import rates_of, variable_step
+from nbelastic.keras.callbacks.progress import FitProgress
 from nbelastic.keras.optimizer import distribution_of, is_distributed, settle_scaling
-from nbelastic.keras.progress import FitProgress
 from nbelastic.keras.variables import Variables
 from nbelastic.torch.ops.reductions import Average, grouped_allreduce
 from nbelastic.torch.state.torch_state import TorchState

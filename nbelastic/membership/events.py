@@ -43,7 +43,8 @@ class SlotGone(Event):
 class SlotDied(Event):
     """The cause of death of a worker's process has become known."""
 
-    slot: str
+    slot: Slot
+    start: int  # of the rank that it had
     detail: str
 
 

@@ -73,12 +73,12 @@ class Exclusions:
     """
 
     bounds: tuple[float, float] | None = None  # shortest and longest, in seconds; None: for good
-    failures: dict[str, int] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)
     until: dict[str, float | None] = field(default_factory=dict)  # None: for good
 
     def exclude(self, key: str, now: float, chance: float) -> float | None:
         """Exclude `key` after a failure; return for how many seconds, None for good."""
-        count = self.failures[key] = self.failures.get(key, 0) + 1
+        count = self.times[key] = self.times.get(key, 0) + 1
         if self.bounds is None:
             self.until[key] = None
             return None
@@ -169,7 +169,20 @@ class Setback:
 
 @dataclass
 class FailurePolicy:
-    """All limits on the failures of one job, and what is counted for them."""
+    """All limits on the failures of one job, and what is counted for them.
+
+    =========================  ====================  =============================================
+    excluded                   by                    after
+    =========================  ====================  =============================================
+    a worker, for good         ``workers``           an error of its rank, or its eviction
+    a worker, with a cooldown  ``workers``           any failure of its rank
+    a worker's lasting name    ``repeated``          FAILURE_THRESHOLD in a row, without a cooldown
+    a host                     ``repeated``          the failures of so many of its workers
+    =========================  ====================  =============================================
+
+    A commit of its rank begins the row of ``repeated`` anew. The times of ``workers`` only grow, as
+    with Horovod.
+    """
 
     workers: Exclusions = field(default_factory=Exclusions)  # alive, by :meth:`worker_key`
     # Hosts, and workers by lasting names, that failed FAILURE_THRESHOLD times in a row.
@@ -222,7 +235,7 @@ class FailurePolicy:
             return None
         key = self.worker_key(slot)
         seconds = self.workers.exclude(key, now, chance)
-        return Exclusion("worker", slot.worker, seconds, self.workers.failures[key])
+        return Exclusion("worker", slot.worker, seconds, self.workers.times[key])
 
     def exclude_name(self, slot: Slot, now: float, chance: float) -> Exclusion:
         """Exclude a worker by its lasting name."""
@@ -230,7 +243,7 @@ class FailurePolicy:
 
     def _exclude(self, kind: str, name: str, now: float, chance: float) -> Exclusion:
         seconds = self.repeated.exclude(name, now, chance)
-        return Exclusion(kind, name, seconds, self.repeated.failures[name])
+        return Exclusion(kind, name, seconds, self.repeated.times[name])
 
     def count_failure(self, slot: Slot, now: float, chance: float) -> list[Exclusion]:
         """Count a failure of a worker and its host; return what is excluded for it.
@@ -254,12 +267,12 @@ class FailurePolicy:
 
     def forgive(self, slot: Slot) -> None:
         """Forget failures of a worker and its host, because its rank made progress."""
-        if not (self.worker_failures or self.host_failures or self.repeated.failures):
+        if not (self.worker_failures or self.host_failures or self.repeated.times):
             return
         self.host_failures.pop(slot.host, None)
         self.worker_failures.pop(slot.lasting, None)
         for key in (slot.host, slot.lasting):
-            self.repeated.failures.pop(key, None)
+            self.repeated.times.pop(key, None)
 
     # -- the job
 

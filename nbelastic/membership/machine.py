@@ -212,8 +212,14 @@ class Machine:
             self._warn(why.GoneBeforeCommit(rank.slot.name, waited))
 
     def _on_slot_died(self, event: ev.SlotDied) -> None:
-        if event.slot in self.roster.departing:
-            self.roster.last_death = event.detail
+        if event.slot.id in self.roster.departing:
+            self._note_death(event.start, event.slot, event.detail)
+
+    def _note_death(self, start: int, slot: Slot, detail: str) -> None:
+        """Note what a rank that is lost already has died of."""
+        self.roster.last_death = detail
+        if not self.roster.ended:
+            self._record("died", Rank(start, slot, self._now), why.Text(detail))
 
     def _on_slot_silent(self, event: ev.SlotSilent) -> None:
         self.roster.drop_slot(event.slot)
@@ -427,9 +433,7 @@ class Machine:
         rank = roster.ranks.get(event.start)
         slot = roster.dead.pop(event.start, None)
         if slot is not None:  # a neighbour has noticed it before
-            roster.last_death = event.detail
-            if not roster.ended:
-                self._record("died", Rank(event.start, slot, self._now), why.Text(event.detail))
+            self._note_death(event.start, slot, event.detail)
         elif rank is not None and rank.stage == Stage.ENDING:
             roster.ranks.pop(rank.start)
         elif rank is not None and rank.stage != Stage.RETURNED:
@@ -444,7 +448,10 @@ class Machine:
         if rank is None or rank.stage == Stage.RETURNED:
             return
         if not roster.ended and not rank.evicted:
-            self._record("left", rank, why.Lost(roster.id(rank), why.LossReason.LEFT))
+            ordered = rank.leaving or rank.stage == Stage.ENDING
+            reason = why.LossReason.LEFT if ordered else why.LossReason.ENDED
+            detail = rank.leave_reason.value if ordered else ""
+            self._record("left", rank, why.Lost(roster.id(rank), reason, detail))
         agreed = rank.leaving and roster.phase in (Phase.GATHERING, Phase.FINISHING)
         planned = roster.phase == Phase.RUNNING and roster.pending
         if planned or agreed:
@@ -925,6 +932,8 @@ class Machine:
         """Order a rank to end. From now on it does not count."""
         if rank.stage != Stage.ENDING:
             rank.stage, rank.since = Stage.ENDING, self._now
+            if isinstance(reason, why.EndOrder):
+                rank.leave_reason = reason.reason
             self._send_end(rank, how, reason, save)
 
     def _send_end(self, rank: Rank, how: str, reason: why.Reason, save: float = 0.0) -> None:
@@ -1027,7 +1036,11 @@ class Machine:
             was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
             rank.evicted = True
             roster.drop_slot(rank.slot.id)
-            self._record("left" if rank.leaving else "lost", rank, lost)
+            ages = {
+                "seconds_since_heartbeat": self._now - rank.heartbeat_at,
+                "seconds_since_progress": self._now - rank.progress_at,
+            }
+            self._record("left" if rank.leaving else "lost", rank, lost, ages)
             self._end_rank(rank, "evict", lost)
             if was_member:
                 self._break(lost)

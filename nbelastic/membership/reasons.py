@@ -79,14 +79,14 @@ class LossReason(str, enum.Enum):
     PROCESS_ENDED = "its process has ended"
     PROCESS_STOPPED = "its process is stopped"
     WORKER_GONE = "its worker left the cluster"
-    WORKER_SILENT = "its worker has sent no heartbeat for {seconds:.0f} s"
+    WORKER_SILENT = "its worker has sent no heartbeat for {seconds:.0f} s (heartbeat_timeout)"
     UNREADABLE = "its worker has sent a message that cannot be read: {detail}"
     NOT_READY = "not ready {seconds:g} s after its start (elastic_timeout)"
     NOT_CONNECTED = "not connected to the other ranks after {seconds:g} s"
     NOT_LEFT = "did not leave its generation within {seconds:g} s (stall_timeout)"
     STALLED = "held up the others for {seconds:g} s (stall_timeout)"
     UNREACHABLE = "the other ranks cannot connect to it"
-    LEFT = "as planned"
+    LEFT = "as planned: {detail}"
     ENDED = "ended without an order"
 
 

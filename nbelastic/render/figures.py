@@ -51,7 +51,11 @@ FIGURES = [
         is_shown=lambda status: bool(status.micro_batches),
     ),
 ]
-"""The columns, from left to right; one more is one more element."""
+"""The columns, from left to right; one more is one more element.
+
+A value that ``RankStatus`` lacks comes from the rank in ``TelemetrySnapshot``, is kept in
+``RankMetrics`` and copied by ``Job._rank_status``; nothing between needs a change.
+"""
 
 
 def shown_figures(status: JobStatus) -> list[Figure]:

@@ -9,8 +9,7 @@ import tensorflow as tf
 from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends.callback import Gradients
 from nbelastic.keras.backends.tensorflow import densified, reduce_tensors
-from nbelastic.keras.options import KerasOptions
-from nbelastic.keras.process_sets import check_process_set
+from nbelastic.keras.options import KerasOptions, check_process_set
 from nbelastic.torch.ops.compression import Compression, Compressor
 from nbelastic.torch.ops.reductions import Average
 

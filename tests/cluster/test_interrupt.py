@@ -89,3 +89,11 @@ def test_outside_of_the_function_it_waits(interrupt) -> None:
         interrupt.nudge()
     with interrupt.reachable():
         interrupt.nudge()  # it has been obeyed
+
+
+def test_our_own_rooms_are_where_a_rank_waits() -> None:
+    from nbelastic.collectives import operations
+    from nbelastic.elastic.ranks.session import Session
+
+    for waits in (Session.form, operations.OperationHandle.wait):
+        assert waits.__code__.co_filename.startswith(room._OURS)

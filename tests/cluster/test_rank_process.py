@@ -21,6 +21,7 @@ from nbelastic.cluster.wire import EndRankOrder, RankEvent, RankTelemetry
 from nbelastic.cluster.worker import rank_process
 from nbelastic.membership import RankLeft, RankRaised, RankReturned
 from tests.support.rank_processes import Host, is_there, until
+from tests.support.rank_servers import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,8 +29,16 @@ if TYPE_CHECKING:
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import the tests
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_servers() -> Iterator[None]:
+    """Have rank servers started as workers start them, not forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, "")
+        yield
+
+
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
+def host(_own_servers: None) -> Iterator[Host]:
     made = Host()
     yield made
     made.close()
@@ -353,6 +362,7 @@ def test_a_server_that_is_killed_takes_its_ranks_with_it_and_is_replaced() -> No
 OWNER = """
 import os, sys, time
 from tests.cluster.test_rank_process import with_child
+from tests.support.rank_servers import FOLDER
 from tests.support.rank_processes import Host
 host = Host()
 rank = host.launch(with_child)

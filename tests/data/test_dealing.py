@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.data.dealing import Dealing, block_of, imbalance
-from nbelastic.data.permutation import Permutation, mix
+from nbelastic.data.plan.dealing import Dealing, block_of, imbalance
+from nbelastic.data.plan.permutation import Permutation, mix
 
 lengths = st.integers(1, 400)
 counts = st.integers(1, 13)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.data.leases import Lease, LeaseTable
+from nbelastic.data.plan.leases import Lease, LeaseTable
 
 
 def rows_of_steps(

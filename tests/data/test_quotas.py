@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.data import stopwatch
-from nbelastic.data.quotas import (
+from nbelastic.data import balancer
+from nbelastic.data.balancer import Stopwatch
+from nbelastic.data.plan.quotas import (
     GAIN,
     LEAST_STEPS,
     PATIENCE,
@@ -22,7 +23,6 @@ from nbelastic.data.quotas import (
     predict,
     slowness,
 )
-from nbelastic.data.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +106,7 @@ def test_a_stopwatch_times_what_is_between_start_and_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moments = iter((10.0, 12.0, 50.0, 54.0))
-    monkeypatch.setattr(stopwatch, "clock", lambda: next(moments))
+    monkeypatch.setattr(balancer, "clock", lambda: next(moments))
     watch = Stopwatch()
     assert watch.take() is None
     for _ in range(2):
@@ -130,8 +130,8 @@ def test_a_stopwatch_does_not_wait_for_a_device(monkeypatch: pytest.MonkeyPatch)
         def elapsed_time(self, later: Event) -> float:
             return float(later.at - self.at)
 
-    monkeypatch.setattr(stopwatch.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(stopwatch, "_event", Event)
+    monkeypatch.setattr(balancer.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(balancer, "_event", Event)
     watch = Stopwatch()
     watch.start()
     watch.stop()

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.data.dealing import BlockSchedule, Dealing
-from nbelastic.data.ranges import RowRange, UnitStreams, cut
+from nbelastic.data.plan.dealing import BlockSchedule, Dealing
+from nbelastic.data.plan.ranges import RowRange, UnitStreams, cut
 
 sizes_of_units = st.lists(
     st.one_of(st.just(0), st.just(1), st.integers(0, 40), st.integers(200, 400)), max_size=12

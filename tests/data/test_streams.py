@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 import nbelastic.torch as hvd
 from nbelastic import load_checkpoint
 from nbelastic.data import Batch, Loader, Shards, Stateful
-from nbelastic.data.stream_reader import StreamReader, row_digest
+from nbelastic.data.sources.stream_reader import StreamReader, row_digest
 from nbelastic.elastic.checkpoint.manager import checkpointing
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from nbelastic.torch.state.torch_state import TorchState

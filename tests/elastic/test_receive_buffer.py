@@ -61,13 +61,10 @@ def test_less_than_a_page_stays() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 100, 10_000])
-def test_pieces_become_chunks_and_the_same_parcel_again(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", chunk)
+def test_pieces_become_chunks_and_the_same_parcel_again(chunk: int) -> None:
     tensors = [torch.arange(3), torch.zeros(0), torch.randn(70), torch.tensor(2.5)]
     length, lengths, pieces = flatten(StatePayload(b"head", tensors))
-    chunks = [torch.cat(parts) for parts in transfer._chunks(pieces, sum(lengths))]
+    chunks = [torch.cat(parts) for parts in transfer._chunks(pieces, sum(lengths), chunk)]
     assert {len(each) for each in chunks[:-1]} <= {chunk}
     payload = unflatten(torch.cat(chunks), length)
     assert payload.head == b"head"

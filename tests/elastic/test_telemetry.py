@@ -38,11 +38,11 @@ def test_batches_since_the_last_commit_need_a_sampler():
     telemetry = Telemetry()
     telemetry.checked()
     assert telemetry.uncommitted() == (0, 0)  # nobody says what a batch is
-    telemetry.committed()
+    telemetry.nothing_to_redo()
     for _ in range(3):
         telemetry.recorded(4)
     assert telemetry.uncommitted() == (3, 12)
-    telemetry.committed()
+    telemetry.nothing_to_redo()
     telemetry.checked()
     assert telemetry.uncommitted() == (0, 0)
     telemetry.recorded(4)

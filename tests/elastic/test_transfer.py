@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from nbelastic.collectives import Capabilities
 from nbelastic.elastic.state import transfer
-from nbelastic.elastic.state.state_payload import StatePayload
-from nbelastic.elastic.state.transfer import allgather_object, spread, tree
+from nbelastic.elastic.state.state_payload import StatePayload, flatten
+from nbelastic.elastic.state.transfer import allgather_object, spread, spread_everywhere, tree
 from nbelastic.errors import CollectiveError
+from tests.collectives.worlds import KINDS, MAKERS
 from tests.support.world import StaticContext, run_ranks
 
 
@@ -113,3 +114,76 @@ def test_a_peer_that_goes_away_frees_those_who_wait_for_it() -> None:
         freed.set()
 
     run_ranks(2, main)
+
+
+DEVICES = [each for each in KINDS if each.values[0] in ("cuda_ipc", "nccl", "cuda_ipc+nccl")]
+
+
+def wait_for_all(context: StaticContext, members: list[int]) -> StatePayload | None:
+    """Send some tensors of a fake device to members, and check what has come."""
+    sent = [torch.arange(1000.0), torch.zeros(0, 2), torch.tensor(1.5), torch.ones(3, 3).t()]
+    payload = StatePayload(b"head", sent) if context.rank == members[0] else None
+    found = spread_everywhere(context.communicator(), members, payload)
+    if context.rank not in members:
+        assert found is None
+    elif context.rank != members[0]:
+        assert found is not None and found.head == b"head"
+        for came, expected in zip(found.tensors, sent, strict=True):
+            assert came.dtype == expected.dtype and torch.equal(came, expected)
+    return found
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("chunk", [1000, 1 << 20])
+@pytest.mark.parametrize("members", [[0, 1], [2, 0], [1, 2, 0]])
+def test_tensors_of_devices_do_not_travel_through_the_host(
+    kind: str, chunk: int, members: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "DEVICE_CHUNK_BYTES", chunk)
+    through_host: list[int] = []
+    monkeypatch.setattr(
+        transfer,
+        "flatten",
+        lambda payload: (
+            through_host.append(sum(map(torch.numel, payload.tensors))) or flatten(payload)
+        ),
+    )
+    run_ranks(3, lambda context: wait_for_all(context, members), make=MAKERS[kind])
+    assert through_host == [0]
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_receiver_without_memory_has_all_receive_through_the_host(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = iter([True])
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+        if next(full, False):
+            raise torch.OutOfMemoryError("the device is full")
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    monkeypatch.setattr(transfer, "_empty", empty)
+    monkeypatch.setattr(transfer, "_broadcast_there", lambda *_: pytest.fail("it was broadcast"))
+    run_ranks(3, lambda context: wait_for_all(context, [0, 1, 2]), make=MAKERS[kind])
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_peer_that_fails_while_devices_send_frees_all(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "DEVICE_CHUNK_BYTES", 1000)
+
+    def main(context: StaticContext) -> None:
+        if context.rank == 2:  # it needs nothing, and takes part
+            broadcast = context.communicator().broadcast
+
+            def fail(tensor: torch.Tensor, root: int) -> None:
+                broadcast(tensor, root)
+                context.communicator().abort("gone")
+
+            context.communicator().broadcast = fail  # type: ignore[method-assign]
+        with pytest.raises(CollectiveError):
+            wait_for_all(context, [0, 1])
+
+    run_ranks(3, main, make=MAKERS[kind])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tests.hosts.kernel import ENDING, HISTORY, ORDER, Ending, Order
 from tests.hosts.network import Network, a_network, environment
 from tests.support.clusters import until
+from tests.support.rank_servers import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +37,7 @@ SETTINGS = {
     # What takes long happens once on each host, however many workers are lost there.
     "DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.support.forking']",
     "OMP_NUM_THREADS": "1",
+    FOLDER: "",  # a rank server belongs to its worker's host
 }
 
 

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MODULES = 14
+"""Most modules of a folder, without its door; a room that has more gets sub-rooms."""
+
+TOO_LARGE = {"driver"}
+"""Folders that have no sub-rooms yet."""
+
+
+def test_a_folder_has_few_modules():
+    package = ROOT / "nbelastic"
+    count = Counter(
+        str(path.parent.relative_to(package))
+        for path in package.rglob("*.py")
+        if path.name != "__init__.py"
+    )
+    assert not {room: n for room, n in count.items() if n > MODULES and room not in TOO_LARGE}
 
 
 @pytest.mark.slow

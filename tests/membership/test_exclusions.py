@@ -60,7 +60,7 @@ def test_jitter_is_at_most_a_tenth_and_never_above_the_longest(
     low: float, factor: float, failures: int, chance: float
 ) -> None:
     high = low * factor
-    exclusions = Exclusions(bounds=(low, high), failures={"w": failures - 1})
+    exclusions = Exclusions(bounds=(low, high), times={"w": failures - 1})
     seconds = exclusions.exclude("w", 0.0, chance)
     plain = min(low * 2.0 ** (failures - 1), high)
     assert plain <= seconds <= min(plain * (1 + JITTER), high) * (1 + 1e-12)

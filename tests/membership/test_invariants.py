@@ -271,7 +271,7 @@ class FaultyWorld(RuleBasedStateMachine):
             lambda: SlotAtRisk(slot, RISK),
             lambda: SlotStays(slot),
             lambda: SlotBusy(slot),
-            lambda: SlotDied(slot, "was killed"),
+            lambda: SlotDied(replace(unknown, id=slot), start, "was killed"),
             lambda: SlotSilent(slot),
             lambda: SlotsFound((unknown,)),
         ]

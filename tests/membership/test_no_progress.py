@@ -275,9 +275,11 @@ def test_what_it_has_died_of_is_said_where_a_nanny_knows() -> None:
     world = restarting(2)
 
     def die(_: int) -> None:
-        slot = world.worker("B0").slot.id
+        slot = world.worker("B0").slot
         world.kill("B0")
-        world.later(0.1, lambda: world.tell(SlotDied(slot, "B0 was killed by signal 11 (SIGSEGV)")))
+        world.later(
+            0.1, lambda: world.tell(SlotDied(slot, 0, "B0 was killed by signal 11 (SIGSEGV)"))
+        )
 
     in_each_generation(world, die, lambda _: 1)
     assert world.outcome.reason.last_death == "B0 was killed by signal 11 (SIGSEGV)"
@@ -285,10 +287,12 @@ def test_what_it_has_died_of_is_said_where_a_nanny_knows() -> None:
 
 def test_a_job_that_lacks_workers_says_what_the_last_has_died_of() -> None:
     world = trained(job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=LONG))
-    slot = world.worker("B0").slot.id
+    slot = world.worker("B0").slot
     world.kill("B0")
     world.run_for(1.0)
-    world.tell(SlotDied(slot, "B0 was killed by signal 11 (SIGSEGV)"))
+    world.tell(SlotDied(slot, 1, "B0 was killed by signal 11 (SIGSEGV)"))
+    (died,) = world.records("died")
+    assert (died.worker, str(died.reason)) == (slot.worker, "B0 was killed by signal 11 (SIGSEGV)")
     world.run_for(40.0)
     assert world.outcome.error == "not_enough_workers"
     assert world.outcome.reason.last_death == "B0 was killed by signal 11 (SIGSEGV)"

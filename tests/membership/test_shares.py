@@ -54,7 +54,8 @@ def test_a_share_takes_ranks_at_a_commit_and_nothing_is_redone() -> None:
     assert world.sizes() == [4, 2]
     assert batches(world) == sorted(set(batches(world)))
     assert not world.records("lost")
-    assert {record.reason.reason for record in world.records("left")} == {LossReason.LEFT}
+    left = {(record.reason.reason, record.reason.detail) for record in world.records("left")}
+    assert left == {(LossReason.LEFT, EndReason.SHARED.value)}
     orders = {effect.reason for effect in world.of(EndRank)}
     assert orders == {EndOrder(EndReason.SHARED)}
 

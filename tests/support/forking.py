@@ -2,9 +2,9 @@
 
 Imported before clusters are made, this module has their workers forked from one that has Dask and
 the agent. (A worker has no torch: its rank server has, and is forked, too, once the session has a
-fork server for them: :mod:`tests.support.rank_servers`.) Kernels of notebooks in a browser import
-this, and the nannies of several hosts: they start beside other tests. Clusters of notebooks that
-are only executed, of examples and benchmarks start as Dask does.
+fork server for them: :mod:`tests.support.rank_servers`.) Kernels of notebooks import this, and the
+nannies of several hosts: they start beside other tests. Clusters of examples and benchmarks start
+as Dask does.
 """
 
 from __future__ import annotations

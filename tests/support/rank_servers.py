@@ -99,8 +99,10 @@ def ask_fork_server() -> None:
     start_one = rank_process.start_process
 
     def start(control: socket.socket) -> ForkedServer | subprocess.Popen[bytes]:
-        folder = os.environ.get(FOLDER)
-        return ForkedServer(folder, control) if folder else start_one(control)
+        if folder := os.environ.get(FOLDER):
+            with contextlib.suppress(ConnectionError, FileNotFoundError):  # it has been killed
+                return ForkedServer(folder, control)
+        return start_one(control)
 
     rank_process.start_process = start
 

@@ -56,7 +56,7 @@ class SameResult:
         from torch import nn
 
         import nbelastic.torch as hvd
-        from nbelastic.data import stopwatch
+        from nbelastic.data import balancer
         from nbelastic.elastic.ranks.context import current
 
         hvd.init()
@@ -120,7 +120,7 @@ class SameResult:
                         state.commit()
                     time.sleep(max(0.0, self.seconds - (time.monotonic() - began)))
 
-        with mock.patch.object(stopwatch, "clock", tick):
+        with mock.patch.object(balancer, "clock", tick):
             train(state)
         tensors = [*model.state_dict().values()]
         tensors += [each for kept in optimizer.state.values() for each in kept.values()]

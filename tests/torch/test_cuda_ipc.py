@@ -155,6 +155,27 @@ def test_a_broadcast_stays_on_the_gpu(ranks):
     assert ranks.run(4, rank_main) == [True] * 4
 
 
+def test_states_move_from_gpu_to_gpu(ranks):
+    def rank_main(context):
+        joined(context)
+        torch.manual_seed(context.rank)
+        model = make_model().cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        state = hvd.elastic.TorchState(model, optimizer, step=context.rank)
+        if context.rank == 0:
+            model(batch(0, 0, 1)[0].cuda()).sum().backward()
+            optimizer.step()
+        state.align(behind=[1, 2])
+        moments = [each["exp_avg"] for each in optimizer.state.values()]
+        assert all(each.is_cuda for each in (*model.parameters(), *moments))
+        return state.step, [each.detach().cpu() for each in (*model.parameters(), *moments)]
+
+    (step, first), *others = ranks.run(3, rank_main)
+    for other, tensors in others:
+        assert other == step == 0
+        assert all(torch.equal(a, b) for a, b in zip(first, tensors, strict=True))
+
+
 def test_gradients_are_launched_in_backward_and_never_visit_the_host(ranks):
     def rank_main(context):
         communicator = joined(context)

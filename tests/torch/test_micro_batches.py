@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 import nbelastic.torch as hvd
 from nbelastic.collectives import connect
 from nbelastic.collectives.reduction_tree import Node, cover
-from nbelastic.data import Batch, Loader, stopwatch
-from nbelastic.data.dealing import block_of
+from nbelastic.data import Batch, Loader, balancer
+from nbelastic.data.plan.dealing import block_of
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
@@ -333,7 +333,7 @@ class Ticks:
 def test_quotas_change_who_computes_and_not_what_comes_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stopwatch, "clock", Ticks("rank-1"))
+    monkeypatch.setattr(balancer, "clock", Ticks("rank-1"))
 
     def train(context: StaticContext) -> tuple[str, list[int]]:
         model = normed()
@@ -360,7 +360,7 @@ def test_quotas_change_who_computes_and_not_what_comes_out(
 def test_ranks_that_balance_and_ranks_that_do_not_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stopwatch, "clock", Ticks("rank-1"))
+    monkeypatch.setattr(balancer, "clock", Ticks("rank-1"))
 
     def train(context: StaticContext) -> None:
         model = net()

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from nbelastic.data import Batch, Dask, Loader, Parquet
-from nbelastic.data.quotas import Pace
+from nbelastic.data.plan.quotas import Pace
 from nbelastic.elastic.ranks.context import current
 from tests.collectives.worlds import MAKERS, needs_core
 from tests.support.exact_training import EPOCHS, ExactTraining, one_thread, train_alone

@@ -27,6 +27,7 @@ STYLES = {
 MAX_EVENTS = 5
 MAX_METRICS = 3
 NARROWEST_BAR = 4
+NARROWEST_END = 22  # so that bars keep their length while figures grow
 
 _OF_STATE = {
     "running": "good",
@@ -87,21 +88,29 @@ def _ranks(ranks: tuple[RankStatus, ...], width: int, room: int) -> list[Row]:
     fastest = max((rank.samples_per_s or 0.0 for rank in ranks), default=0.0)
     names = [rank.name or rank.worker.rpartition("://")[2] for rank in shown]
     longest = min(max(map(len, names), default=0), max(width // 3, 8))
+    ends = [" ".join(each.in_frame(rank) for each in FIGURES if each.in_frame) for rank in shown]
+    most = max([NARROWEST_END, *map(len, ends)])
     rows = [
-        _rank(rank, name, longest, width, fastest) for rank, name in zip(shown, names, strict=True)
+        _rank(rank, name, end.rstrip(), (longest, most, width), fastest)
+        for rank, name, end in zip(shown, names, ends, strict=True)
     ]
     if len(shown) < len(ranks):
         rows.append([(f"  + {len(ranks) - len(shown)} more", "quiet")])
     return rows
 
 
-def _rank(rank: RankStatus, name: str, longest: int, width: int, fastest: float) -> Row:
-    """Return a rank with a bar for its pace, relative to the fastest."""
+def _rank(
+    rank: RankStatus, name: str, end: str, widths: tuple[int, int, int], fastest: float
+) -> Row:
+    """Return a rank with a bar for its pace, relative to the fastest.
+
+    The `widths` are those of names, of ends, and of the terminal.
+    """
+    longest, most, width = widths
     which = "   –" if rank.rank is None else f"{rank.rank:4d}"
-    end = " ".join(figure.in_frame(rank) for figure in FIGURES if figure.in_frame).rstrip()
     start = f"{which}  {abbreviate(name, longest):<{longest}}  "
     state = f"{rank.state:<9} "
-    room = width - len(start) - len(state) - 24
+    room = width - len(start) - len(state) - most - 2
     style = _OF_STATE.get(rank.state, "busy")
     bar: Row = []
     if room >= NARROWEST_BAR:

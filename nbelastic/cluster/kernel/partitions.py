@@ -40,7 +40,7 @@ def with_sources(
     """
     args = tuple(map(_source_of, args))
     kwargs = {name: _source_of(value) for name, value in kwargs.items()}
-    module = sys.modules.get("nbelastic.data.partitions")  # which imports torch
+    module = sys.modules.get("nbelastic.data.sources.partitions")  # which imports torch
     if module is None:
         return args, kwargs, []
     parts = [value for _, value in parts_of(function, args, kwargs)]
@@ -52,7 +52,7 @@ def _source_of(value: Any) -> Any:
     several = isinstance(value, (tuple, list)) and len(value) > 0
     if not all(map(_has_rows, value)) if several else not _has_rows(value):
         return value
-    from nbelastic.data.partitions import Dask
+    from nbelastic.data.sources.partitions import Dask
 
     return Dask(tuple(value) if several else value)
 

@@ -350,7 +350,7 @@ class ElasticPlugin(SchedulerPlugin):
             return
         host = self._workers.pop(slot)
         if host.nanny and host.holder is not None and not host.leaving:
-            self.spawn(self._tell_death(host.nanny, host, host.holder[0]))
+            self.spawn(self._tell_death(host.nanny, host, *host.holder))
         for name, record in list(self.jobs.items()):
             lost = [start for start, at in record.ranks.items() if at == slot]
             for start in lost:
@@ -360,12 +360,12 @@ class ElasticPlugin(SchedulerPlugin):
             self._event(name, SlotGone(slot))
         self.arbiter.schedule()
 
-    async def _tell_death(self, nanny: str, host: WorkerRecord, job: str) -> None:
+    async def _tell_death(self, nanny: str, host: WorkerRecord, job: str, start: int) -> None:
         """Report the cause of death of a rank's process, once it is known."""
         cause = await cause_of_death(self._scheduler, nanny, host.process.pid)
         if cause and job in self.jobs:
             detail = f"the process of {host.address} {cause}"
-            self._event(job, SlotDied(host.slot.id, detail))
+            self._event(job, SlotDied(host.slot, start, detail))
 
     def mark_leaving(
         self, address: str, *, soon: bool = False, notice: NoticeGiven | None = None

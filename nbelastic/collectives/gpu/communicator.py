@@ -121,7 +121,7 @@ class DeviceCommunicator(AsyncCommunicator):
             lambda: self._host.allgather(buffers, source), copying_back(outputs, buffers)
         )
 
-    def _scatter_there(
+    def _reduce_scatter_there(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
         sources, buffers = list(map(on_host, inputs)), _empty_on_host([output])
@@ -192,7 +192,7 @@ class DeviceCommunicator(AsyncCommunicator):
     ) -> Handle:
         """Fill `output` with the reduction of all ranks' inputs for this one."""
         if self._device.holds(output):
-            return self._scatter_there(output, inputs, op)
+            return self._reduce_scatter_there(output, inputs, op)
         return self._submit(lambda: self._host.reduce_scatter(output, inputs, op))
 
     def begin_all_to_all(

@@ -103,7 +103,7 @@ class NcclCommunicator(DeviceCommunicator):
             deliver,
         )
 
-    def _scatter_there(
+    def _reduce_scatter_there(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
         flat = torch.cat([each.detach().view(-1) for each in inputs])

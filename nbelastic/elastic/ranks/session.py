@@ -320,7 +320,7 @@ class Session(Context):
         self.version = max(math.ceil(plan.version), 0)
         self.ahead = False
         self.receive_buffer = None
-        self.telemetry.committed()
+        self.telemetry.nothing_to_redo()
         self._exchanges_before = self.exchanges
         self.timings.mark("synchronised")
         self.moves += 1
@@ -389,7 +389,7 @@ class Session(Context):
         self._check_process()
         self.version += 1
         self.ahead = False
-        self.telemetry.committed()
+        self.telemetry.nothing_to_redo()
 
     def restored(self) -> None:
         """Record that the state is back at its last commit."""

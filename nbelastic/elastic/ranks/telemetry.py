@@ -118,8 +118,8 @@ class Telemetry:
         if self.observer is not None:
             self.observer.step(True)
 
-    def committed(self) -> None:
-        """Record that everything counted so far is in a commit."""
+    def nothing_to_redo(self) -> None:
+        """Record that all that is counted so far is in a commit, this rank's or a received one."""
         self._at_commit = (self.steps, self.samples)
 
     def uncommitted(self) -> tuple[int, int]:

@@ -48,10 +48,10 @@ class ReceiveBuffer:
         return torch.frombuffer(self._pages, dtype=torch.uint8, offset=start, count=end - start)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Return the pages of a tensor in this buffer to the system; it must not be read again."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
+        """Return the pages of a tensor to the system, if it is here; it must not be read again."""
         start = tensor.data_ptr() - self.bytes.data_ptr()
+        if not hasattr(mmap, "MADV_DONTNEED") or not 0 <= start < len(self.bytes):
+            return
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (start + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:

@@ -25,7 +25,7 @@ from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.elastic.state.commit_store import CommitStore, StateHooks
 from nbelastic.elastic.state.in_place import Originals, adopt
 from nbelastic.elastic.state.state_payload import StatePayload
-from nbelastic.elastic.state.transfer import spread
+from nbelastic.elastic.state.transfer import spread_everywhere
 from nbelastic.errors import (
     HostsUpdatedInterrupt,
     NbelasticError,
@@ -474,12 +474,12 @@ class ObjectState(State):
             from nbelastic.elastic.sampler import agree_on_progress
 
             agreed = agree_on_progress([each.progress() for each in samplers], context, behind)
-        if context.rank in receivers or (receivers and context.rank == context.source):
+        if receivers:
             members = [context.source, *receivers]
             payload = self._pack() if context.rank == context.source else None
-            buffer = context.take_receive_buffer()
-            payload = spread(context.communicator(), members, payload, buffer)
-            if context.rank != context.source:
+            buffer = context.take_receive_buffer() if context.rank in members else None
+            payload = spread_everywhere(context.communicator(), members, payload, buffer)
+            if payload is not None and context.rank != context.source:
                 self._take_over(payload, context.source)
         for sampler, progress in zip(samplers, agreed, strict=True):
             sampler.install(progress, context.rank, context.size, resumed=resumed)

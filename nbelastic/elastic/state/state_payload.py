@@ -26,7 +26,7 @@ class StatePayload:
     """A state to send, to receive or to write."""
 
     head: bytes  # describes the contents to the receiver
-    tensors: Sequence[torch.Tensor] = ()  # dense; received on the CPU
+    tensors: Sequence[torch.Tensor] = ()  # dense
     devices: Sequence[str] = ()  # for each tensor the type of the sender's device
     buffer: ReceiveBuffer | None = None  # memory that the tensors were received in
     names: Sequence[str] = ()  # of the tensors in a checkpoint; empty if it is not to be written

@@ -6,6 +6,9 @@ receives the next one, so that depth costs little. Ranks outside the tree take n
 The sender copies chunk by chunk into buffers of its own where a communicator might read memory
 after a failure. A receiver takes everything into new memory, and returns when all of it has arrived
 and been passed on. A failure on the way leaves both as they were.
+
+Tensors on a device that the communicator is at home on are broadcast there, in which all ranks of a
+generation take part, unless a receiver lacks the memory.
 """
 
 # Writing straight into pages of the receiver's memory, mapped by both, halves the copying and was
@@ -13,9 +16,11 @@ and been passed on. A failure on the way leaves both as they were.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
@@ -31,6 +36,9 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 16 << 20
 """How much is sent at a time."""
+
+DEVICE_CHUNK_BYTES = 64 << 20
+"""How much is broadcast at a time between devices; a rank that needs none of it has so much."""
 
 _SLOT_BYTES = 1024
 _LENGTH_BYTES = 8
@@ -71,6 +79,50 @@ def spread(
     if children:
         _serve(communicator, children, payload)
     return payload
+
+
+def spread_everywhere(
+    communicator: Communicator,
+    members: Sequence[int],
+    payload: StatePayload | None = None,
+    buffer: ReceiveBuffer | None = None,
+) -> StatePayload | None:
+    """Do what :func:`spread` does, and leave tensors on their devices; all ranks call this.
+
+    Returns None on a rank that is no member.
+    """
+    devices = communicator.capabilities.devices
+    rank, root = communicator.rank, members[0]
+    if not devices:
+        return spread(communicator, members, payload, buffer) if rank in members else None
+    there: list[torch.Tensor] = []
+    places: list[int] = []
+    problem = False
+    if rank in members:
+        if payload is not None:
+            payload, places, there = _without(payload, devices)
+        payload = spread(communicator, members, payload, buffer)
+        if rank != root:
+            head, places, shapes = pickle.loads(payload.head)
+            payload = replace(payload, head=head)
+            try:
+                there = [_empty(*each) for each in shapes]
+            except RuntimeError:  # torch's error for a device without memory is one
+                problem = True
+    total = sum(each.nbytes for each in there) if rank == root else 0
+    said = communicator.allgather_bytes(bytes([problem]) + total.to_bytes(8, "little"))
+    total = int.from_bytes(said[root][1:], "little")
+    if any(each[0] for each in said):
+        if rank in members:
+            there = list(spread(communicator, members, StatePayload(b"", there)).tensors)
+    elif total:
+        _broadcast_there(communicator, root, there, total, next(iter(devices)))
+    if payload is None:
+        return None
+    tensors = list(payload.tensors)
+    for place, tensor in zip(places, there, strict=True):
+        tensors[place] = tensor
+    return replace(payload, tensors=tensors)
 
 
 def allgather_object(communicator: Communicator, value: object) -> list[Any]:
@@ -114,7 +166,7 @@ def _serve(communicator: Communicator, children: Sequence[int], payload: StatePa
     if not communicator.capabilities.stops_sending_on_failure:
         most = min(total, CHUNK_BYTES)
         buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(_Sends.limit + 1)]
-    for number, parts in enumerate(_chunks(pieces, total)):
+    for number, parts in enumerate(_chunks(pieces, total, CHUNK_BYTES)):
         if buffers:
             chunk = buffers[number % len(buffers)][: sum(map(len, parts))]
             parts = [torch.cat(parts, out=chunk)]  # noqa: PLW2901
@@ -144,6 +196,57 @@ def _pass_on(
         sends.send([chunk])
     sends.wait()
     return unflatten(buffer.bytes, length, buffer)
+
+
+# Between devices: in the row, a tensor's place is empty, and the head says what belongs there.
+
+
+def _without(
+    payload: StatePayload, devices: frozenset[str]
+) -> tuple[StatePayload, list[int], list[torch.Tensor]]:
+    """Return a payload without its tensors on devices, their places, and these."""
+    import torch
+
+    tensors = list(payload.tensors)
+    kinds = list(payload.devices) or [each.device.type for each in tensors]
+    places = [n for n, each in enumerate(tensors) if each.device.type in devices and each.numel()]
+    there = [tensors[n].detach().resolve_conj().contiguous() for n in places]
+    shapes = [(tuple(each.shape), each.dtype, each.device.type) for each in there]
+    for place in places:
+        tensors[place] = torch.empty(0)
+    head = pickle.dumps((payload.head, places, shapes))
+    return replace(payload, head=head, tensors=tensors, devices=kinds), places, there
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    import torch
+
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _broadcast_there(
+    communicator: Communicator,
+    root: int,
+    tensors: Sequence[torch.Tensor],
+    total: int,
+    device: str,
+) -> None:
+    """Fill tensors with those of the root; a rank that is no member has none."""
+    import torch
+
+    rows = [each.view(-1).view(torch.uint8) for each in tensors]
+    chunk = torch.empty(min(total, DEVICE_CHUNK_BYTES), dtype=torch.uint8, device=device)
+    pieces = _chunks(iter(rows), total, len(chunk)) if rows else itertools.repeat([])
+    for start, parts in zip(range(0, total, len(chunk)), pieces, strict=False):
+        part = chunk[: min(len(chunk), total - start)]
+        places = torch.split(part, [len(each) for each in parts]) if parts else ()
+        if communicator.rank == root:
+            torch._foreach_copy_(places, parts)
+            communicator.broadcast(part, root)
+        else:
+            communicator.broadcast(part, root)
+            if parts:
+                torch._foreach_copy_(parts, places)
 
 
 class _Sends:
@@ -177,11 +280,11 @@ class _Sends:
             handle.wait()
 
 
-def _chunks(pieces: Iterator[torch.Tensor], total: int) -> Iterator[list[torch.Tensor]]:
+def _chunks(pieces: Iterator[torch.Tensor], total: int, size: int) -> Iterator[list[torch.Tensor]]:
     """Yield the parts of pieces that each chunk consists of."""
     piece = next(pieces)
-    for start in range(0, total, CHUNK_BYTES):
-        left = min(CHUNK_BYTES, total - start)
+    for start in range(0, total, size):
+        left = min(size, total - start)
         parts: list[torch.Tensor] = []
         while left:
             if not len(piece):

@@ -13,7 +13,7 @@ import torch
 
 from nbelastic.elastic.ranks.context import Acting, current
 from nbelastic.keras.backends import Reduction
-from nbelastic.keras.reduce import reduce
+from nbelastic.keras.backends.reduce import reduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ import torch
 
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.keras.backends import Backend, Reduction
-from nbelastic.keras.reduce import reduce
+from nbelastic.keras.backends.reduce import reduce
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
 
 if TYPE_CHECKING:

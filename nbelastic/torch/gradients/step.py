@@ -19,7 +19,10 @@ _JOINED = -1000.0  # less than the flags of all other ranks can make up for
 class StepFlags(NamedTuple):
     """Numbers that travel with the gradients of each step, summed or averaged over the ranks.
 
-    A new one is added here: given in :meth:`of_rank`, acted upon in :meth:`agree`.
+    A new one is added here: given in :meth:`of_rank`, acted upon in :meth:`agree`. Other
+    carriers of ``change``: :mod:`nbelastic.keras.backends.reduce`, :mod:`nbelastic.keras.metrics`,
+    DDP's :mod:`nbelastic.torch.process_group.group`, and ``one_of_all`` where nothing else carries
+    it.
     """
 
     change: float = 0.0  # the membership is about to change

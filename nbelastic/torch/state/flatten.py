@@ -322,7 +322,7 @@ class Unflattener:
         target = self._owners[ref] if self._owners is not None else live
         if target is value:
             pass  # not copied, so it still has the value
-        elif target is None and self._keep and self._device(ref, None) == "cpu":
+        elif target is None and self._keep and self._device(ref, None) == value.device.type:
             self.kept.add(ref)
             target = value
         elif target is None or target.is_inference():

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbelastic.data import Loader
-from nbelastic.data.comparison import USUAL_CAUSES, DataSample, difference, sample_of
+from nbelastic.data.sources import USUAL_CAUSES, DataSample, difference, sample_of
 from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import current_or_none, zero_is_source
 from nbelastic.elastic.sampler import ShardSampler

@@ -12,6 +12,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbelastic import collectives
+from nbelastic.elastic.ranks import session
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import FrameType
@@ -19,8 +22,7 @@ if TYPE_CHECKING:
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """One that neither users nor batch systems are likely to use."""
 
-_PACKAGE = Path(__file__).parents[3]
-_OURS = (str(_PACKAGE / "collectives"), str(_PACKAGE / "elastic" / "session.py"))
+_OURS = (str(Path(collectives.__file__).parent), session.__file__)
 
 
 class SignalInterrupt:

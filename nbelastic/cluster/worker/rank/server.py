@@ -2,7 +2,7 @@
 
 The main program of a rank server. It has imported what every rank needs, has one thread, so that
 forking is safe, and never initialises CUDA, so that its forks can. The worker starts it and speaks
-to it (:mod:`nbelastic.cluster.worker.rank_server`).
+to it (:mod:`nbelastic.cluster.worker.rank_process`).
 
 Where forking is not safe, each rank begins as a new interpreter (``spawn``), which takes seconds.
 """

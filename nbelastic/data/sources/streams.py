@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, default_collate
 
-from nbelastic.data.leases import LeaseTable
-from nbelastic.data.permutation import Permutation, mix
-from nbelastic.data.seeding import generators_kept, seed_generators
-from nbelastic.data.sources import COLLATING, RowSource
-from nbelastic.data.stream_reader import StreamReader
+from nbelastic.data.plan import LeaseTable, Permutation, mix
+from nbelastic.data.sources.row_source import COLLATING, RowSource
+from nbelastic.data.sources.seeding import generators_kept, seed_generators
+from nbelastic.data.sources.stream_reader import StreamReader
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import DataError, OptionError, StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from nbelastic.data.dealing import BlockSchedule, Dealing
-    from nbelastic.data.permutation import Rows
-    from nbelastic.data.stream_reader import Mark
+    from nbelastic.data.plan import BlockSchedule, Dealing, Rows
+    from nbelastic.data.sources.stream_reader import Mark
     from nbelastic.elastic.ranks.context import Context
 
 # Kinds of seeds, apart from those of the loader and of units.
@@ -225,7 +223,7 @@ class Shards(StreamSource):
 
 
 class StreamRows(RowSource):
-    """Micro-batches of streams; see :mod:`nbelastic.data.leases` for what is in a commit."""
+    """Micro-batches of streams; see :mod:`nbelastic.data.plan.leases` for what is in a commit."""
 
     is_open = True
 

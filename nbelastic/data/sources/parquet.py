@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import numpy as np
 
-from nbelastic.data.columns import (
+from nbelastic.data.sources.columns import (
     NEEDS_TRANSFORM,
     ColumnChoice,
     arrow_array,
@@ -25,13 +25,13 @@ from nbelastic.data.columns import (
     choose,
     row_block,
 )
-from nbelastic.data.row_block import MadeBlocks, RowBlock, transformed
-from nbelastic.data.units import UnitSource
+from nbelastic.data.sources.row_block import MadeBlocks, RowBlock, transformed
+from nbelastic.data.sources.units import UnitSource
 from nbelastic.elastic.redaction import Secrets
 from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
-    from nbelastic.data.permutation import Rows
+    from nbelastic.data.plan import Rows
 
 _AT_ONCE = 16
 """Footers that are read at the same time."""

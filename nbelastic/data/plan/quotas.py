@@ -24,7 +24,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives.reduction_tree import Blocks
-from nbelastic.data.dealing import BlockSchedule
+from nbelastic.data.plan.dealing import BlockSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

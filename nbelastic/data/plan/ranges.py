@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbelastic.data.permutation import Permutation, Rows, mix
+from nbelastic.data.plan.permutation import Permutation, Rows, mix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from nbelastic.data.dealing import BlockSchedule, Dealing
+    from nbelastic.data.plan.dealing import BlockSchedule, Dealing
 
 # Kinds of seeds, apart from those of the loader.
 _UNITS, _WINDOW = 11, 12

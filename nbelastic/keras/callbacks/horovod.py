@@ -9,7 +9,7 @@ import torch
 
 from nbelastic.elastic.ranks.ranks import rank, size
 from nbelastic.keras.backends import backend
-from nbelastic.keras.callback_list import RankZeroModel
+from nbelastic.keras.callbacks.callback_list import RankZeroModel
 from nbelastic.keras.ops import broadcast_variables
 from nbelastic.keras.optimizer import settle_scaling
 from nbelastic.torch.ops.reductions import Average, allreduce

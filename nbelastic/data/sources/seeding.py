@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbelastic.data.permutation import mix
+from nbelastic.data.plan import mix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

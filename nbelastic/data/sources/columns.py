@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.data.row_block import RowBlock
+from nbelastic.data.sources.row_block import RowBlock
 from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbelastic.data.permutation import mix
-from nbelastic.data.seeding import seed_generators
+from nbelastic.data.plan import mix
+from nbelastic.data.sources.seeding import seed_generators
 from nbelastic.errors import DataError, NbelasticError, summary_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from nbelastic.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.keras.progress import FitProgress
+    from nbelastic.keras.callbacks.progress import FitProgress
 
 _WRITERS = ("CSVLogger", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
 """Callbacks of Keras that write for all ranks, and keep nothing that others need."""

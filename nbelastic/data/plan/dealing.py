@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbelastic.data.permutation import Permutation, Rows, mix
+from nbelastic.data.plan.permutation import Permutation, Rows, mix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbelastic.data.draws import Draws
+    from nbelastic.data.plan.draws import Draws
 
 
 def block_of(rank: int, size: int, micro_batches: int) -> range:

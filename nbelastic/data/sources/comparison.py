@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from nbelastic.data.permutation import mix
-from nbelastic.data.seeding import generators_in, generators_kept, seed_generators
-from nbelastic.data.stream_reader import row_digest
+from nbelastic.data.plan import mix
+from nbelastic.data.sources.seeding import generators_in, generators_kept, seed_generators
+from nbelastic.data.sources.stream_reader import row_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

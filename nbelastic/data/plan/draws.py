@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.data.permutation import hash_places
+from nbelastic.data.plan.permutation import hash_places
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
-    from nbelastic.data.permutation import Rows
+    from nbelastic.data.plan.permutation import Rows
 
 _TOTAL = 1 << 62
 

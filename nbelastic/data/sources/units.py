@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.data.ranges import UnitStreams
-from nbelastic.data.row_block import RowBlock
-from nbelastic.data.sources import RowSource
-from nbelastic.data.windows import COPIES, LoadedWindow, WindowReader
+from nbelastic.data.plan import UnitStreams
+from nbelastic.data.sources.row_block import RowBlock
+from nbelastic.data.sources.row_source import RowSource
+from nbelastic.data.sources.windows import COPIES, LoadedWindow, WindowReader
 from nbelastic.errors import DataError, OptionError, StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from nbelastic.data.dealing import BlockSchedule, Dealing
-    from nbelastic.data.permutation import Rows
-    from nbelastic.data.ranges import Window
+    from nbelastic.data.plan import BlockSchedule, Dealing, Rows, Window
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 

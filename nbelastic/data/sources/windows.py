@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nbelastic.data.ranges import Window
-    from nbelastic.data.row_block import RowBlock
+    from nbelastic.data.plan import Window
+    from nbelastic.data.sources.row_block import RowBlock
 
 COPIES = 3
 """Copies of a window that exist while it is read: as a table, joined, and permuted."""

@@ -16,7 +16,7 @@ from nbelastic.errors import DataError, summary_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbelastic.data.permutation import Rows
+    from nbelastic.data.plan import Rows
 
 _SINGLE, _TUPLE = "a tensor", "a tuple"
 Form = str | tuple[Any, ...]

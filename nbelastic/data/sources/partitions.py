@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.data.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
-from nbelastic.data.row_block import RowBlock, transformed
-from nbelastic.data.units import UnitSource
+from nbelastic.data.sources.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
+from nbelastic.data.sources.row_block import RowBlock, transformed
+from nbelastic.data.sources.units import UnitSource
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
 
 if TYPE_CHECKING:
-    from nbelastic.data.permutation import Rows
+    from nbelastic.data.plan import Rows
 
 
 def is_rows(value: Any) -> bool:

@@ -1,0 +1,31 @@
+"""Plan of an epoch: rows of each micro-batch, and the rank that computes it; pure.
+
+It depends on seeds, sizes and the times that ranks have told each other, so each rank computes the
+same plan by itself. The linter refuses torch, clocks and threads here.
+"""
+
+from .dealing import BlockSchedule, Dealing, imbalance
+from .draws import Draws
+from .leases import LeaseTable
+from .ledger import RowLedger
+from .permutation import Permutation, Rows, mix
+from .quotas import Balance, Pace, is_straggler, slowness
+from .ranges import UnitStreams, Window
+
+__all__ = [
+    "Balance",
+    "BlockSchedule",
+    "Dealing",
+    "Draws",
+    "LeaseTable",
+    "Pace",
+    "Permutation",
+    "RowLedger",
+    "Rows",
+    "UnitStreams",
+    "Window",
+    "imbalance",
+    "is_straggler",
+    "mix",
+    "slowness",
+]
