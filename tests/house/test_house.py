@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = 14
 """Most modules of a folder, without its door; a room that has more gets sub-rooms."""
 
-TOO_LARGE = {"driver", "torch/gradients", "torch/ops"}
+TOO_LARGE = {"torch/gradients", "torch/ops"}
 """Folders that have no sub-rooms yet."""
 
 
