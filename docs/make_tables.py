@@ -1,6 +1,6 @@
 """Write the tables of options in the documents from the tables in the code.
 
-Those are in ``nbelastic/driver/options.py`` and ``nbelastic/cli/options.py``.
+Those are in ``nbelastic/driver/options/table.py`` and ``nbelastic/cli/options.py``.
 
 Run it after an option was added or changed: ``python docs/make_tables.py``.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nbelastic.cli.options import TERMINAL, flags_of
-from nbelastic.driver.option_parser import LineOption
-from nbelastic.driver.options import DEFAULTS, TABLE, OptionRow
+from nbelastic.driver.options import DEFAULTS, TABLE, LineOption, OptionRow
 
 DOCS = Path(__file__).parent
 MARK = "<!-- options: made by docs/make_tables.py -->"

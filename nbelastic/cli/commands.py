@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from nbelastic import driver
-from nbelastic.driver.option_parser import LIMITS, ROWS, LineOption
+from nbelastic.driver.options import LIMITS, ROWS, LineOption
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.render import JobSnapshot, duration, line, rank_line, sentence
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nbelastic.driver.option_parser import LineCommand, LineOption
-from nbelastic.driver.options import TABLE
+from nbelastic.driver.options import TABLE, LineCommand, LineOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable

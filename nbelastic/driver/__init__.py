@@ -1,4 +1,7 @@
-"""The kernel's part of a job: ``fit``, the driver thread, and ``Job``."""
+"""The kernel's part of a job: ``fit``, the driver thread, and ``Job``.
+
+``options`` checks what a job is asked to do, ``records`` keeps for people what it did.
+"""
 
 from nbelastic.cluster import JobInfo
 from nbelastic.cluster.scheduler.spot_notices import SpotNotices
@@ -6,6 +9,7 @@ from nbelastic.cluster.scheduler.spot_notices import SpotNotices
 from .display import set_display
 from .fit import fit, run
 from .job import Job, driver_of
+from .records import explain_journal
 from .status import (
     DataStatus,
     HistoryEvent,
@@ -18,7 +22,6 @@ from .status import (
 from .takeover import ask_to_scale, ask_to_stop, attach, jobs, look
 from .versions import show_versions
 from .waiting import wait_interruptibly
-from .why import explain_journal
 
 __all__ = [
     "DataStatus",

@@ -16,7 +16,7 @@ from nbelastic.cluster import ElasticPlugin, check_answers, check_scheduler, los
 from nbelastic.errors import ClusterLost, OptionError, summary_of
 
 from . import display
-from .option_kinds import shown
+from .options import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable

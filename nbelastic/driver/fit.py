@@ -24,10 +24,8 @@ from nbelastic.membership import Machine
 
 from . import display
 from .attachment import attach_client
-from .hints import with_hints
 from .job import Job
-from .option_kinds import FLAG
-from .options import Options, call_arguments, check_name
+from .options import FLAG, Options, call_arguments, check_name, with_hints
 from .thread import Driver
 from .waiting import wait_interruptibly
 

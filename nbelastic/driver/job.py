@@ -14,12 +14,10 @@ from nbelastic.errors import JobStopped, OptionError
 from nbelastic.membership import StopReason, StopRequested
 
 from . import display
-from .hints import with_hints
-from .option_kinds import count
-from .options import changed_limits
+from .options import changed_limits, count, with_hints
+from .records import explain
 from .report import save_report
 from .status import JobStatus, RankStatus
-from .why import explain
 
 if TYPE_CHECKING:
     import os

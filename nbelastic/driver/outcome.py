@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nbelastic.membership import Outcome, StopRequested
 
-    from .job_log import KernelLog
+    from .records import KernelLog
 
 
 def settle(

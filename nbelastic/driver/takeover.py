@@ -20,9 +20,8 @@ from nbelastic.membership import StopReason, StopRequested
 
 from .attachment import attach_client
 from .fit import hand_out
-from .hints import with_hints
 from .job import Job
-from .options import Options, changed_limits, check_name
+from .options import Options, changed_limits, check_name, with_hints
 from .status import JobTable
 from .thread import Driver
 

@@ -44,8 +44,8 @@ from nbelastic.membership import (
 )
 
 from .clock import LiveClock
-from .job_log import KernelLog
 from .outcome import abandon, settle
+from .records import KernelLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -6,8 +6,7 @@ import difflib
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.driver import Job
-from nbelastic.driver.option_kinds import Kind, count
-from nbelastic.driver.option_parser import LIMITS, ROWS, LineOption
+from nbelastic.driver.options import LIMITS, ROWS, Kind, LineOption, count
 from nbelastic.errors import OptionError
 from nbelastic.render import rank_line
 

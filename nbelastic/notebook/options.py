@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from nbelastic.driver.hints import did_you_mean
-from nbelastic.driver.option_kinds import FLAG, Kind, choice
-from nbelastic.driver.option_parser import LineCommand, LineOption
-from nbelastic.driver.options import DEFAULTS, TABLE, OptionRow
+from nbelastic.driver.options import (
+    DEFAULTS,
+    FLAG,
+    TABLE,
+    Kind,
+    LineCommand,
+    LineOption,
+    OptionRow,
+    choice,
+    did_you_mean,
+)
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.driver.describe import rows_in_words
+from nbelastic.driver.records import rows_in_words
 from nbelastic.membership import over
 
 from .formatting import abbreviate, count, duration, limits, rate, shorten

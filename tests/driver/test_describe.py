@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.driver.describe import history_detail, reset_detail, straggler_detail
+from nbelastic.driver.records.describe import history_detail, reset_detail, straggler_detail
 from nbelastic.membership import LossReason
 from nbelastic.membership import reasons as why
 

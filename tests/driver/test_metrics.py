@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from nbelastic.cluster import LogContents, RankTelemetry
 from nbelastic.driver.job import Job
-from nbelastic.driver.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.options import Options
+from nbelastic.driver.records.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.thread import Driver
 from nbelastic.elastic.ranks.telemetry import DataProgress, MetricsReport, TelemetrySnapshot
 
@@ -138,7 +138,7 @@ def test_a_clock_that_is_set_back_makes_no_job_younger(monkeypatch):
     log.note("joined")
     earlier = SimpleNamespace(time=lambda: log.started - 3600.0)
     monkeypatch.setattr("nbelastic.cluster.job_log.time", earlier)
-    monkeypatch.setattr("nbelastic.driver.job_log.time", earlier)
+    monkeypatch.setattr("nbelastic.driver.records.job_log.time", earlier)
     log.note("reset")
     assert 0 <= job.status.elapsed < 3600
     first, second = job.history

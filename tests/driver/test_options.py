@@ -29,9 +29,9 @@ from nbelastic.cluster.wire import (
     unpack,
 )
 from nbelastic.driver import Job, ask_to_scale, ask_to_stop, look
-from nbelastic.driver.hints import ELSEWHERE
-from nbelastic.driver.option_kinds import MOST_SECONDS
 from nbelastic.driver.options import DEFAULTS, TABLE, Options, call_arguments
+from nbelastic.driver.options.hints import ELSEWHERE
+from nbelastic.driver.options.kinds import MOST_SECONDS
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
 from nbelastic.membership import Machine, Place, Slot, StartRank, Tick

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from nbelastic.cluster.rank_error import MOST_FRAMES, pack_error, unpack_error
-from nbelastic.driver.job_log import KernelLog
 from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import settle
+from nbelastic.driver.records import KernelLog
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import JobError, JobStopped, RankFailed
 from nbelastic.membership import FailureKind, Outcome, StopReason, StopRequested

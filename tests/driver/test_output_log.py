@@ -6,8 +6,8 @@ import pytest
 
 from nbelastic.cluster import LogContents
 from nbelastic.driver.job import Job
-from nbelastic.driver.job_log import KernelLog
 from nbelastic.driver.options import Options
+from nbelastic.driver.records import KernelLog
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import OptionError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.cluster.journal import JournalFile
+from nbelastic.driver.records.why import MOST, explain, explain_journal
 from nbelastic.driver.status import HistoryEvent
-from nbelastic.driver.why import MOST, explain, explain_journal
 from nbelastic.errors import OptionError
 from nbelastic.membership import Limits, Machine, Slot, SlotsFound, SlotSilent
 

@@ -13,9 +13,6 @@ ROOT = Path(__file__).parents[2]
 MODULES = 14
 """Most modules of a folder, without its door; a room that has more gets sub-rooms."""
 
-TOO_LARGE = {"driver"}
-"""Folders that have no sub-rooms yet."""
-
 
 def test_a_folder_has_few_modules():
     package = ROOT / "nbelastic"
@@ -24,7 +21,7 @@ def test_a_folder_has_few_modules():
         for path in package.rglob("*.py")
         if path.name != "__init__.py"
     )
-    assert not {room: n for room, n in count.items() if n > MODULES and room not in TOO_LARGE}
+    assert not {room: n for room, n in count.items() if n > MODULES}
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ import pytest
 
 import nbelastic
 from nbelastic.cli.options import run_command
-from nbelastic.driver.option_parser import ROWS
-from nbelastic.driver.options import TABLE, Options
+from nbelastic.driver.options import ROWS, TABLE, Options
 from nbelastic.errors import OptionError
 from nbelastic.notebook.commands import _written
 from nbelastic.notebook.magics import ElasticMagics

@@ -19,7 +19,7 @@ import time
 from importlib.metadata import entry_points
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from nbelastic.driver.hints import did_you_mean
+from nbelastic.driver.options import did_you_mean
 from nbelastic.errors import OptionError
 
 from .discovery import DiscoveryFailed, parse_output

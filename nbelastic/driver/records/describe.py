@@ -9,7 +9,7 @@ from nbelastic.membership import LossReason, Lost, Reason
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .status import DataStatus
+    from nbelastic.driver.status import DataStatus
 
 OUTPUT_GAP = "output of ranks was left out, because this kernel did not read it for a while"
 

@@ -9,13 +9,13 @@ import click
 from nbelastic.errors import OptionError
 
 from .hints import did_you_mean
-from .options import DEFAULTS, TABLE
+from .table import DEFAULTS, TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .option_kinds import Kind
-    from .options import OptionRow
+    from .kinds import Kind
+    from .table import OptionRow
 
 ROWS = {row.name: row for row in TABLE}
 """The options of a job by name."""

@@ -31,7 +31,7 @@ from nbelastic.elastic.ranks.timeline import part_of
 from nbelastic.errors import OptionError
 from nbelastic.membership import Limits, LimitsChanged, Place
 
-from .option_kinds import (
+from .kinds import (
     AMOUNTS,
     DURATION,
     FILE,
@@ -51,7 +51,7 @@ from .option_kinds import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .status import JobStatus
+    from nbelastic.driver.status import JobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ READ_PATIENCE = 60.0
 PYGLOO_SILENCE = 30.0
 """Seconds for which pygloo may hold the interpreter of a rank that does nothing but wait."""
 
-_FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[1] / "nbelastic.yaml").read_text())
+_FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "nbelastic.yaml").read_text())
 dask.config.update_defaults(_FILE)
 
 DEFAULTS: dict[str, Any] = {

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
 
-    from .status import HistoryEvent
+    from nbelastic.driver.status import HistoryEvent
 
 MOST = 20
 """Decisions that are shown, the newest."""

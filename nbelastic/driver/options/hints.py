@@ -13,11 +13,11 @@ import os
 import re
 import reprlib
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from nbelastic.driver import display
 from nbelastic.errors import OptionError, UnknownOption
-
-from . import display
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _SHELL = re.compile(r"[\\/](IPython|ipykernel)[\\/]")
 """Files of IPython and its kernel."""
 

@@ -11,9 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbelastic.driver.status import DataStatus, Progress
 from nbelastic.elastic.ranks.telemetry import TelemetrySnapshot
-
-from .status import DataStatus, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -19,7 +19,7 @@ from dask.utils import parse_bytes
 from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
-    from .status import Output
+    from nbelastic.driver.status import Output
 
 BYTES = "NBELASTIC_LOG_BYTES"
 DIRECTORY = "NBELASTIC_LOG_DIR"

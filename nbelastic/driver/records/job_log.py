@@ -11,13 +11,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from nbelastic.cluster import JobLog, Modules
+from nbelastic.driver import display
+from nbelastic.driver.clock import steady_time
+from nbelastic.driver.status import HistoryEvent, Output
 
-from . import display
-from .clock import steady_time
 from .describe import OUTPUT_GAP, history_detail, reset_detail, straggler_detail
 from .metrics import MetricsAggregator
 from .output_log import OutputLog
-from .status import HistoryEvent, Output
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

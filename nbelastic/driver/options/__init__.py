@@ -1,0 +1,39 @@
+"""Options of a job, in one table for ``fit``, the magics and the terminal.
+
+``table`` has a row for each option. ``kinds`` checks values, ``parser`` reads lines of magics and
+of the terminal, and ``hints`` names options that are like an unknown one.
+"""
+
+from .hints import did_you_mean, with_hints
+from .kinds import FLAG, Kind, choice, count, shown
+from .parser import LIMITS, ROWS, LineCommand, LineOption
+from .table import (
+    DEFAULTS,
+    TABLE,
+    OptionRow,
+    Options,
+    call_arguments,
+    changed_limits,
+    check_name,
+)
+
+__all__ = [
+    "DEFAULTS",
+    "FLAG",
+    "LIMITS",
+    "ROWS",
+    "TABLE",
+    "Kind",
+    "LineCommand",
+    "LineOption",
+    "OptionRow",
+    "Options",
+    "call_arguments",
+    "changed_limits",
+    "check_name",
+    "choice",
+    "count",
+    "did_you_mean",
+    "shown",
+    "with_hints",
+]
