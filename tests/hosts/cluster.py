@@ -35,9 +35,9 @@ SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s",
     "DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "False",
     # What takes long happens once on each host, however many workers are lost there.
-    "DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.support.forking']",
+    "DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.hosts.workers']",
     "OMP_NUM_THREADS": "1",
-    FOLDER: "",  # a rank server belongs to its worker's host
+    FOLDER: "",  # of this process's host: each has its own
 }
 
 
