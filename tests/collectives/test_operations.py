@@ -99,7 +99,7 @@ def test_a_large_allreduce_is_the_same_on_all_ranks(world, dtype):
         same(actual, first)
 
 
-@by_reduced
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8], ids=str)
 def test_tensors_in_many_places_are_reduced_as_one(world, dtype):
     shapes = [(3, 5), (0,), (1,), (70_000,), (2, 3)], [(6,), (8, 1)], [(150_000,)]
 

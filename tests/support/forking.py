@@ -19,7 +19,11 @@ from tests.support.rank_servers import ask_fork_server
 dask.config.set(
     {
         "distributed.worker.multiprocessing-method": "forkserver",
-        "distributed.worker.profile.enabled": False,  # it costs each idle worker CPU
+        # What idle workers spend processor time on, of which tests keep many.
+        "distributed.worker.profile.enabled": False,
+        "distributed.admin.tick.interval": "500ms",
+        "distributed.admin.system-monitor.interval": "5s",
+        "distributed.admin.system-monitor.gil.enabled": False,
     }
 )
 get_mp_context().set_forkserver_preload(
