@@ -117,6 +117,10 @@ def test_a_fork_that_exits_normally_leaves_its_parent_alone(kind):
         if child == 0:
             import atexit
 
+            from distributed import SpecCluster
+
+            # Other tests' clusters wait 10 s for a thread that is not in the fork.
+            SpecCluster._instances.clear()
             atexit._run_exitfuncs()
             world.communicators.clear()
             gc.collect()
