@@ -85,8 +85,8 @@ def _whole_again(crew, die, cause, mark):
     job = crew.fit(train, args=(die, str(mark)), np=4)
     assert job.results() == [(steps, float(steps)) for steps, _ in job.results()]
     assert sizes(job)[-1] == 4
-    died = next(event for event in job.history if event.kind == "died")
-    assert cause in died.detail
+    # Its neighbours may report its end before its agent does, or after.
+    died = next(e for e in job.history if e.kind in ("died", "lost") and cause in e.detail)
     assert died.rank == 1
     assert cause in job.why(rank=1)
     assert "seen by the agent of rank 1 on " in job.why(rank=1)
