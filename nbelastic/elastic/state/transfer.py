@@ -91,38 +91,40 @@ def spread_everywhere(
 
     Returns None on a rank that is no member.
     """
+    import torch
+
     devices = communicator.capabilities.devices
     rank, root = communicator.rank, members[0]
     if not devices:
         return spread(communicator, members, payload, buffer) if rank in members else None
     there: list[torch.Tensor] = []
     places: list[int] = []
-    problem = False
+    row, shapes, full = payload, [], False
+    if payload is not None:
+        row, places, there = _without(payload, devices)
     if rank in members:
-        if payload is not None:
-            payload, places, there = _without(payload, devices)
-        payload = spread(communicator, members, payload, buffer)
+        row = spread(communicator, members, row, buffer)
         if rank != root:
-            head, places, shapes = pickle.loads(payload.head)
-            payload = replace(payload, head=head)
-            try:
-                there = [_empty(*each) for each in shapes]
-            except RuntimeError:  # torch's error for a device without memory is one
-                problem = True
-    total = sum(each.nbytes for each in there) if rank == root else 0
-    said = communicator.allgather_bytes(bytes([problem]) + total.to_bytes(8, "little"))
-    total = int.from_bytes(said[root][1:], "little")
+            head, places, shapes = pickle.loads(row.head)
+            row = replace(row, head=head)
+    total = sum(each.nbytes for each in there)
+    try:
+        chunk = _empty((DEVICE_CHUNK_BYTES,), torch.uint8, next(iter(devices)))
+        there += [_empty(*each) for each in shapes]
+    except RuntimeError:  # torch's error for a device without memory is one
+        full = True
+    said = communicator.allgather_bytes(bytes([full]) + total.to_bytes(8, "little"))
     if any(each[0] for each in said):
         if rank in members:
             there = list(spread(communicator, members, StatePayload(b"", there)).tensors)
-    elif total:
-        _broadcast_there(communicator, root, there, total, next(iter(devices)))
-    if payload is None:
-        return None
-    tensors = list(payload.tensors)
+    else:
+        _broadcast_there(communicator, root, there, int.from_bytes(said[root][1:], "little"), chunk)
+    if row is None or payload is not None:
+        return payload
+    tensors = list(row.tensors)
     for place, tensor in zip(places, there, strict=True):
         tensors[place] = tensor
-    return replace(payload, tensors=tensors)
+    return replace(row, tensors=tensors)
 
 
 def allgather_object(communicator: Communicator, value: object) -> list[Any]:
@@ -229,13 +231,12 @@ def _broadcast_there(
     root: int,
     tensors: Sequence[torch.Tensor],
     total: int,
-    device: str,
+    chunk: torch.Tensor,
 ) -> None:
-    """Fill tensors with those of the root; a rank that is no member has none."""
+    """Fill tensors with those of the root, by way of a chunk; a rank that is no member has none."""
     import torch
 
     rows = [each.view(-1).view(torch.uint8) for each in tensors]
-    chunk = torch.empty(min(total, DEVICE_CHUNK_BYTES), dtype=torch.uint8, device=device)
     pieces = _chunks(iter(rows), total, len(chunk)) if rows else itertools.repeat([])
     for start, parts in zip(range(0, total, len(chunk)), pieces, strict=False):
         part = chunk[: min(len(chunk), total - start)]
