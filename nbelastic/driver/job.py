@@ -262,7 +262,7 @@ class Job:
         elapsed = log.elapsed if self._driver.ended is None else self._driver.ended
         state = view.state
         if state in ("finished", "failed", "stopped") and not self.done():
-            state = "running"
+            state = "stopping" if state == "stopped" else "running"
         elif self._driver.detached:
             state = "detached"
         metrics = log.metrics

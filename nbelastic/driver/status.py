@@ -132,8 +132,8 @@ class JobStatus:
     name : str
         The job's name.
     state : str
-        ``waiting``, ``forming``, ``running``, ``finished``, ``failed``, ``stopped`` or
-        ``detached`` (another kernel has attached to it).
+        ``waiting``, ``forming``, ``running``, ``stopping``, ``finished``, ``failed``, ``stopped``
+        or ``detached`` (another kernel has attached to it).
     generation : int
         Number of the newest generation.
     size : int

@@ -7,6 +7,7 @@ is read, but not waited for.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import threading
 import time
@@ -94,6 +95,8 @@ def bundle(job: Any, panel: Panel | None = None) -> dict[str, Any]:
     note = ""
     if not snapshot.ended:
         note = f"As of {duration(snapshot.status.elapsed)} after the start: the job went on."
+        if importlib.util.find_spec("ipywidgets") is None:
+            note += " A live panel with a Stop button needs ipywidgets: pip install ipywidgets."
     data: dict[str, Any] = {"text/html": page(snapshot, note), "text/plain": text(snapshot)}
     if panel is not None and not panel.broken and not snapshot.ended:
         model = panel.widget.model_id

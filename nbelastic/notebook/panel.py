@@ -37,6 +37,9 @@ MOST_RANKS = 1_000_000
 PATIENCE = 3.0
 """Seconds for which the fields keep the requested limits until the job reports them."""
 
+SHOWN_REFUSAL = 15.0
+"""Seconds for which the panel says why limits were refused."""
+
 STALE = (
     '<p class="nbe-stale">No news for 15 s: the kernel is busy, was restarted or is gone. '
     "<code>nbelastic.jobs()</code> lists what still runs.</p>"
@@ -64,6 +67,7 @@ class Panel:
         self._wanted: tuple[tuple[int, int], float] | None = None
         self._limits: tuple[int, int] | None = None
         self._setting = 0
+        self._refused = 0.0
         self._parts = {name: _html() for name in PARTS}
         self.stop = ipywidgets.Button(
             description="Stop", icon="stop", tooltip="End the job at its next commit"
@@ -139,7 +143,9 @@ class Panel:
                 part.layout.display = display
             if key is not None:
                 self._keys[name] = key
-        if snapshot.status.state in ENDED:
+        if self._refusal.value and self._clock() - self._refused > SHOWN_REFUSAL:
+            self._refusal.value = ""
+        if snapshot.status.state in ENDED or snapshot.status.state == "stopping":
             self._disable()
         else:
             self._put_limits(snapshot)
@@ -232,7 +238,9 @@ class Panel:
         except OptionError as error:
             refusal = str(error)
         with self._lock:
-            self._refusal.value = escape(refusal)
+            words = refusal.replace("min_np=", "min ranks ").replace("max_np=", "max ranks ")
+            self._refusal.value = f'<p class="nbe-refusal">{escape(words)}</p>' if words else ""
+            self._refused = self._clock()
             if refusal:  # show the actual limits
                 self._wanted = self._limits = None
                 self._put_limits(JobSnapshot.of(job))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .formatting import count, duration, shorten, worker
+from .formatting import abbreviate, count, duration, worker
 from .job_snapshot import ENDED
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def sentence(snapshot: JobSnapshot, event: HistoryEvent) -> str:
 
 
 def _sentence(event: HistoryEvent) -> str:
-    detail = f": {shorten(event.detail, 160)}" if event.detail else ""
+    detail = f": {abbreviate(event.detail, 160)}" if event.detail else ""
     if event.kind == "straggler":
         return _slow(event)
     if event.kind in HAPPENED:
@@ -112,7 +112,7 @@ def _sentence(event: HistoryEvent) -> str:
 
 
 def _slow(event: HistoryEvent) -> str:
-    return f"{_rank(event)} {shorten(event.detail, 160)}"
+    return f"{_rank(event)} {abbreviate(event.detail, 160)}"
 
 
 def _happened(event: HistoryEvent) -> str:
@@ -125,7 +125,7 @@ def _happened(event: HistoryEvent) -> str:
 
 def _gone(event: HistoryEvent) -> str:
     verb = "lost" if event.kind == "lost" else "left"
-    detail = f": {shorten(event.detail, 160)}" if event.kind == "lost" and event.detail else ""
+    detail = f": {abbreviate(event.detail, 160)}" if event.kind == "lost" and event.detail else ""
     return f"{_rank(event)} {verb}{detail}"
 
 

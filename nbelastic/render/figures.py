@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .formatting import block, count, rate, shorten
+from .formatting import abbreviate, block, count, rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ FIGURES = [
             "" if rank.samples_per_s is None else f" {rate(rank.samples_per_s)}/s"
         ),
     ),
-    Figure("Device", lambda rank: shorten(rank.device, 24) or "–"),
+    Figure("Device", lambda rank: abbreviate(rank.device, 24) or "–"),
     Figure(
         "Micro-batches",
         lambda rank: block(rank.micro_batches),

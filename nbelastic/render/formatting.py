@@ -11,7 +11,7 @@ from markupsafe import escape as markup_escape
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML cannot hold."""
 
-_PLURALS = {"loss": "losses", "leave": "leaves"}
+_PLURALS = {"rank lost": "ranks lost"}
 
 
 def printable(value: object) -> object:
@@ -26,26 +26,24 @@ def escape(value: str) -> str:
     return str(markup_escape(printable(value)))
 
 
-def shorten(value: object, most: int) -> str:
-    """Return a value on one line of at most `most` characters."""
+def abbreviate(value: object, most: int) -> str:
+    """Return a value on one line of at most `most` characters, cut in its middle.
+
+    Names differ at their ends, and a message ends with the line of code or the remedy.
+    """
     line = " ".join(str(value).split())
-    return line if len(line) <= most else line[: most - 1].rstrip() + "…"
-
-
-def abbreviate(name: object, most: int) -> str:
-    """Return a name of at most `most` characters: its two ends, since many differ at theirs."""
-    line = " ".join(str(name).split())
     kept = most - 1
     return line if len(line) <= most else f"{line[: kept - kept // 2]}…{line[-(kept // 2) :]}"
 
 
-def first_lines(value: str, lines: int = 12, width: int = 200) -> str:
-    """Return the first lines of a text, each cut to `width` characters."""
+def some_lines(value: str, lines: int = 12, width: int = 600) -> str:
+    """Return the first and the last lines of a text, each cut in its middle to `width`."""
     every = value.strip().splitlines()
-    shown = [line if len(line) <= width else line[: width - 1] + "…" for line in every[:lines]]
+    cut = [line if len(line) <= width else abbreviate(line, width) for line in every]
     if len(every) > lines:
-        shown.append(f"+ {len(every) - lines} more lines")
-    return "\n".join(shown)
+        last = lines // 3
+        cut[lines - last : -last] = [f"… {len(every) - lines:,} more lines"]
+    return "\n".join(cut)
 
 
 def count(amount: int, noun: str) -> str:
@@ -95,4 +93,4 @@ def worker(name: str, address: str | None) -> str:
     """Return a worker's name in Dask if it has one, else its address."""
     if name and name != address:
         return f"worker {abbreviate(name, 32)}"
-    return shorten((address or "").rpartition("://")[2], 40)
+    return abbreviate((address or "").rpartition("://")[2], 40)

@@ -21,15 +21,14 @@ from .formatting import (
     abbreviate,
     count,
     duration,
-    first_lines,
     limits,
     printable,
     rate,
-    shorten,
+    some_lines,
     worker,
 )
 from .theme import STYLE, SYMBOLS
-from .timeline import legend, timeline
+from .timeline import legend, timeline, world_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,11 +47,10 @@ AWAY_S = 120.0
 def _load() -> Any:
     environment = Environment(autoescape=True, finalize=printable, undefined=StrictUndefined)
     environment.filters |= {
-        "abbreviate": abbreviate,
         "duration": duration,
-        "first_lines": first_lines,
+        "some_lines": some_lines,
         "rate": rate,
-        "shorten": shorten,
+        "abbreviate": abbreviate,
         "thousands": "{:,}".format,
         "worker": worker,
     }
@@ -73,7 +71,10 @@ def head(snapshot: JobSnapshot) -> str:
     """Return the state in word, symbol and colour, the name, the figures and any errors."""
     status = snapshot.status
     symbol = SYMBOLS.get(status.state, "○")
-    return str(_template.head(status, symbol, limits(status.min_np, status.max_np)))
+    ranks, words = status.size, f"({limits(status.min_np, status.max_np)})"
+    if snapshot.ended:  # a stopped job has no ranks any more
+        ranks, words = ranks or world_sizes(snapshot)[-1][1], "at the end"
+    return str(_template.head(status, symbol, ranks, words))
 
 
 def progress(snapshot: JobSnapshot) -> str:

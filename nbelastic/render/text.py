@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nbelastic.driver.records import rows_in_words
 from nbelastic.membership import over
 
-from .formatting import abbreviate, count, duration, limits, rate, shorten
+from .formatting import abbreviate, count, duration, limits, rate
 
 if TYPE_CHECKING:
     from .job_snapshot import JobSnapshot
@@ -28,7 +28,7 @@ def text(snapshot: JobSnapshot) -> str:
             count(status.resets, "reset"),
             count(status.commits, "commit"),
             *(rows_in_words(each, ended=True) for each in status.data),
-            *(f"warning: {shorten(headline, 120)}" for headline in status.headlines),
+            *(f"warning: {abbreviate(headline, 120)}" for headline in status.headlines),
         ]
     elif snapshot.ended:
         facts = [status.state]
@@ -43,7 +43,7 @@ def line(snapshot: JobSnapshot) -> str:
     status = snapshot.status
     state = status.state
     if status.reason and not snapshot.ended:
-        state = f"{state} ({shorten(status.reason, 60)})"
+        state = f"{state} ({abbreviate(status.reason, 60)})"
     ranks = f"{count(status.size, 'rank')} {over(status.backend)}".rstrip()
     facts = [state, ranks, count(status.commits, "commit")]
     if status.progress is not None:
@@ -52,5 +52,5 @@ def line(snapshot: JobSnapshot) -> str:
         facts.append(f"{rate(status.samples_per_s)} samples/s")
     if status.progress is not None and status.progress.remaining_s is not None:
         facts.append(f"{duration(status.progress.remaining_s)} left")
-    facts += [f"warning: {shorten(headline, 60)}" for headline in status.headlines]
+    facts += [f"warning: {abbreviate(headline, 60)}" for headline in status.headlines]
     return f"{abbreviate(status.name, 30)}: {' · '.join(facts)}"

@@ -6,6 +6,7 @@ SYMBOLS = {
     "waiting": "○",
     "forming": "◐",
     "running": "●",
+    "stopping": "◧",
     "finished": "✓",
     "failed": "✕",
     "stopped": "■",
@@ -44,7 +45,7 @@ max-width:920px;box-sizing:border-box;overflow:hidden}
 .nbe-badge{display:inline-flex;align-items:center;gap:6px;padding:1px 10px 1px 8px;
 border:1px solid var(--nbe-state);border-radius:99px;font-weight:600}
 .nbe-badge i{color:var(--nbe-state);font-style:normal}
-.nbe-waiting,.nbe-stopped,.nbe-detached{--nbe-state:var(--nbe-warn)}
+.nbe-waiting,.nbe-stopping,.nbe-stopped,.nbe-detached{--nbe-state:var(--nbe-warn)}
 .nbe-forming,.nbe-running{--nbe-state:var(--nbe-accent)}
 .nbe-finished{--nbe-state:var(--nbe-good)}
 .nbe-failed{--nbe-state:var(--nbe-bad)}
@@ -78,7 +79,6 @@ font-family:var(--jp-ui-font-family,system-ui,sans-serif)}
 .nbe-lost{stroke:var(--nbe-bad);stroke-width:2.2;fill:none}
 .nbe-joined{fill:var(--nbe-good);stroke:var(--nbe-bg);stroke-width:.8}
 .nbe-left{fill:var(--nbe-bg);stroke:var(--nbe-warn);stroke-width:1.6}
-.nbe-reset{fill:var(--nbe-fg);stroke:var(--nbe-bg);stroke-width:.8}
 .nbe ul.nbe-legend{display:flex;flex-wrap:wrap;gap:2px 18px;list-style:none;margin:2px 0 0;
 padding:0;color:var(--nbe-muted);font-size:12px}
 .nbe ul.nbe-legend li{display:flex;align-items:center;gap:5px;margin:0}
@@ -90,6 +90,7 @@ list-style:none;margin:0;padding:0}
 display:flex;flex-wrap:wrap;gap:0 8px;align-items:baseline}
 .nbe ul.nbe-curves span{flex:1 1 auto;overflow-wrap:anywhere}
 .nbe ul.nbe-curves b{order:1}
+.nbe ul.nbe-curves small{order:3;flex:1 0 100%;color:var(--nbe-muted);font-size:12px}
 .nbe ul.nbe-curves li>svg{order:2;flex:1 0 100%}
 .nbe-rows{overflow-x:auto;container-type:inline-size}
 .nbe caption span{display:inline-block;position:sticky;left:0;max-width:100cqw}
@@ -107,8 +108,9 @@ white-space:normal;overflow-wrap:break-word;max-width:none;color:inherit}
 .nbe p.nbe-more{color:var(--nbe-muted);margin:4px 0 0}
 .nbe details summary{cursor:pointer;color:var(--nbe-muted)}
 .nbe ol.nbe-causes{list-style:none;margin:4px 0 0;padding:0}
-.nbe ol.nbe-causes li{overflow-wrap:anywhere;margin:0}
-.nbe ol.nbe-causes time{color:var(--nbe-muted);display:inline-block;min-width:4.5em}
+.nbe ol.nbe-causes li{display:grid;grid-template-columns:minmax(4.5em,auto) minmax(0,1fr);
+overflow-wrap:anywhere;margin:0}
+.nbe ol.nbe-causes time{color:var(--nbe-muted)}
 .nbe tr.nbe-away td,.nbe tr.nbe-away th{color:var(--nbe-muted)}
 .nbe p.nbe-live{position:absolute;width:1px;height:1px;margin:0;overflow:hidden;
 clip-path:inset(50%);white-space:nowrap}
@@ -137,6 +139,7 @@ color:var(--nbe-muted)}
 .nbe-panel .widget-html-content{line-height:1.45;font-size:13px;overflow:hidden}
 .nbe-panel,.nbe-panel .widget-box{overflow:visible}
 .nbe-panel .widget-label,.nbe-panel .widget-readout{color:var(--nbe-fg)}
+.nbe-panel p.nbe-refusal{margin:0;border-left:3px solid var(--nbe-bad);padding-left:8px}
 .nbe-panel button:focus-visible{outline:2px solid var(--nbe-accent);outline-offset:2px}
 """
 

@@ -8,14 +8,16 @@ in a narrow column and without its style.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .formatting import count, duration, escape, rate, shorten, worker
-from .job_snapshot import ENDED
+from .formatting import abbreviate, count, duration, escape, rate, worker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from nbelastic.driver.status import HistoryEvent
 
     from .job_snapshot import JobSnapshot
 
@@ -36,12 +38,17 @@ MAX_TICKS = 4
 """Maximum of times under the drawing: they must not touch at a width of 180 pixels."""
 
 MARKS = {
-    "lost": ("loss", "m-4-4l8 8m0-8l-8 8"),
+    "lost": ("rank lost", "m-4-4l8 8m0-8l-8 8"),
     "left": ("leave", "m-4.5-4h9l-4.5 8z"),
     "joined": ("join", "m-4.5 4h9l-4.5-8z"),
-    "reset": ("reset", "m0-5l4.5 5l-4.5 5l-4.5-5z"),
 }
 """Marked kinds of event: noun, and shape around the current point. No two share a shape."""
+
+SIZED = frozenset({"formed", "reset", "lost", "left"})
+"""Kinds of event whose size is the world size. That of a refused worker is 0 while others train."""
+
+MOST_OF_PACE = 0.99
+"""Share of the throughput's values that set its scale: a single spike would flatten all others."""
 
 _STROKE = 'fill="none" stroke="currentColor" vector-effect="non-scaling-stroke"'
 
@@ -55,11 +62,15 @@ _NICE = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 4
 class _Scale:
     """Maps seconds and ranks to positions in the drawing."""
 
+    begin: float
     end: float
     top: int
 
+    def share(self, seconds: float) -> float:
+        return min(max((seconds - self.begin) / (self.end - self.begin), 0.0), 1.0)
+
     def x(self, seconds: float) -> float:
-        return round(WIDTH * min(max(seconds / self.end, 0.0), 1.0), 1)
+        return round(WIDTH * self.share(seconds), 1)
 
     def y(self, size: float) -> float:
         return round(TOP + STEP_HEIGHT * (1 - size / self.top), 1)
@@ -88,15 +99,13 @@ def timeline(snapshot: JobSnapshot) -> str:
 
 def legend(snapshot: JobSnapshot) -> str:
     """Return the meaning of the marks as an HTML list. The page's head counts the resets."""
-    items = []
-    for kind, (noun, shape) in MARKS.items():
-        amount = snapshot.count(kind)
-        words = noun if kind == "reset" else count(amount, noun)
-        if amount:
-            items.append(
-                f'<li><svg viewBox="0 0 12 12" width="12" height="12" aria-hidden="true">'
-                f"{_mark(kind, 6, 6, shape)}</svg>{words}</li>"
-            )
+    counts = Counter(event.kind for event in _changes(snapshot))
+    items = [
+        f'<li><svg viewBox="0 0 12 12" width="12" height="12" aria-hidden="true">'
+        f"{_mark(kind, 6, 6, shape)}</svg>{count(counts[kind], noun)}</li>"
+        for kind, (noun, shape) in MARKS.items()
+        if counts[kind]
+    ]
     return f'<ul class="nbe-legend">{"".join(items)}</ul>' if items else ""
 
 
@@ -120,18 +129,19 @@ def thin(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[floa
 
 
 def _draw(snapshot: JobSnapshot, most_marks: int) -> str:
-    steps = _steps(snapshot)
+    steps = world_sizes(snapshot)
     status = snapshot.status
     sizes = [size for _, size in steps]
-    end = max(status.elapsed, steps[-1][0], 1.0)
+    begin = next((at for at, size in steps if size), 0.0)
+    end = max(status.elapsed, steps[-1][0], begin + 1.0)
     limit = status.max_np if status.max_np and status.max_np <= 2 * max(*sizes, 2) else 0
-    scale = _Scale(end, max(*sizes, limit, status.min_np, 1))
+    scale = _Scale(begin, end, max(*sizes, limit, status.min_np, 1))
     height = TOP + STEP_HEIGHT + (PACE_HEIGHT + GAP if snapshot.pace else 0) + FOOT
     lines = [_grid(scale, status.min_np, limit), _line(scale, steps), _pace(scale, snapshot.pace)]
     return "".join(
         [
             f'<svg width="100%" height="{height}" role="img" font-size="12" '
-            f'aria-label="{escape(_summary(snapshot, sizes, end))}">',
+            f'aria-label="{escape(_summary(snapshot, sizes, end - begin))}">',
             f'<svg class="nbe-lines" viewBox="0 0 {WIDTH} {height}" width="100%" '
             f'height="{height}" preserveAspectRatio="none">{"".join(lines)}</svg>',
             _labels(scale, height, snapshot.pace),
@@ -141,21 +151,29 @@ def _draw(snapshot: JobSnapshot, most_marks: int) -> str:
     )
 
 
-def _steps(snapshot: JobSnapshot) -> list[tuple[float, int]]:
+def world_sizes(snapshot: JobSnapshot) -> list[tuple[float, int]]:
     """Return the times and values of the world size."""
     steps = [(0.0, 0)]
     for event in snapshot.history:
-        if event.kind not in ENDED and event.size != steps[-1][1]:
+        if event.kind in SIZED and event.size != steps[-1][1]:
             steps.append((max(snapshot.offset(event), steps[-1][0]), event.size))
     return steps
 
 
-def _summary(snapshot: JobSnapshot, sizes: Sequence[int], end: float) -> str:
-    counts = (count(snapshot.count(kind), noun) for kind, (noun, _) in MARKS.items())
+def _changes(snapshot: JobSnapshot) -> Iterator[HistoryEvent]:
+    """Yield the marked events; the ranks of the first generation do not count as joins."""
+    formed = False
+    for event in snapshot.history:
+        formed = formed or event.kind in SIZED
+        if event.kind in MARKS and formed:
+            yield event
+
+
+def _summary(snapshot: JobSnapshot, sizes: Sequence[int], seconds: float) -> str:
+    counts = Counter(event.kind for event in _changes(snapshot))
+    words = ", ".join(count(counts[kind], noun) for kind, (noun, _) in MARKS.items())
     most = count(max(sizes), "rank")
-    return f"World size over {duration(end)}: {sizes[-1]} at last, at most {most}; " + ", ".join(
-        counts
-    )
+    return f"World size over {duration(seconds)}: {sizes[-1]} at last, at most {most}; {words}"
 
 
 def _levels(scale: _Scale) -> list[int]:
@@ -180,17 +198,17 @@ def _labels(scale: _Scale, height: int, pace: Sequence[tuple[float, float]]) -> 
         if size == scale.top:
             words += _WIDE.format(count(size, "rank").removeprefix(words))
         parts.append(f'{_TEXT} x="0" y="{scale.y(size) - 4:g}">{words}</text>')
-    nice = (s for s in _NICE if scale.end / s < MAX_TICKS)
-    step = next(nice, 86400 * math.ceil(scale.end / 86400 / MAX_TICKS))
-    for i in range(int(scale.end / step) + 1):
+    length = scale.end - scale.begin
+    nice = (s for s in _NICE if length / s < MAX_TICKS)
+    step = next(nice, 86400 * math.ceil(length / 86400 / MAX_TICKS))
+    for i in range(math.ceil(scale.begin / step), int(scale.end / step) + 1):
         at = scale.x(i * step) / 10
         seldom = ' class="nbe-wide"' if i % 2 else ""
-        anchor = "start" if i == 0 else "end" if at > 90 else "middle"
+        anchor = "start" if at < 5 else "end" if at > 90 else "middle"
         parts.append(f'{_TEXT}{seldom} x="{at:g}%" y="{height - 6}" text-anchor="{anchor}">')
         parts.append(f"{duration(i * step)}</text>")
     if pace:
-        highest = max(value for _, value in pace)
-        words = f"samples/s{_WIDE.format(f', at most {rate(highest)}')}"
+        words = f"samples/s{_WIDE.format(f', {_most_of(pace)[1]}')}"
         parts.append(f'{_TEXT} x="0" y="{TOP + STEP_HEIGHT + 15}">{words}</text>')
     return "".join(parts)
 
@@ -199,15 +217,15 @@ def _line(scale: _Scale, steps: Sequence[tuple[float, int]]) -> str:
     """Return the step line: of each column its first, lowest, highest and last size."""
     columns: dict[int, list[int]] = {}
     for at, size in steps:
-        columns.setdefault(int(at / scale.end * COLUMNS), []).append(size)
+        columns.setdefault(int(scale.share(at) * COLUMNS), []).append(size)
     parts: list[str] = []
     exact = len(columns) == len(steps)
     for column, sizes in columns.items():
-        at = steps[len(parts)][0] if exact else column * scale.end / COLUMNS
+        x = scale.x(steps[len(parts)][0]) if exact else column * WIDTH / COLUMNS
         turns = [min(sizes), max(sizes), sizes[-1]]
         turns = [size for i, size in enumerate(turns) if i == 0 or size != turns[i - 1]]
         heights = "".join(f"V{scale.y(size):g}" for size in turns)
-        parts.append(f"H{scale.x(at):g}{heights}" if parts else heights)
+        parts.append(f"H{x:g}{heights}" if parts else heights)
     path = f"M0 {scale.y(0):g}{''.join(parts)}H{scale.x(scale.end):g}"
     return (
         f'<path class="nbe-under" fill="none" d="{path}V{scale.y(0):g}z"/>'
@@ -220,14 +238,14 @@ def _pace(scale: _Scale, pace: Sequence[tuple[float, float]]) -> str:
     points = thin(pace, COLUMNS // 2)
     if not points:
         return ""
-    highest = max((value for _, value in points), default=0.0) or 1.0
+    highest, most = _most_of(pace)
     floor = TOP + STEP_HEIGHT + GAP + PACE_HEIGHT
     places = [
-        f"{scale.x(at):g} {floor - PACE_HEIGHT * max(value, 0.0) / highest:.1f}"
+        f"{scale.x(at):g} {floor - PACE_HEIGHT * min(max(value / highest, 0.0), 1.0):.1f}"
         for at, value in points
     ]
     last = rate(points[-1][1])
-    title = f"throughput: {last} samples/s at last, at most {rate(highest)}"
+    title = f"throughput: {last} samples/s at last, {most}"
     left, right = scale.x(points[0][0]), scale.x(points[-1][0])
     return (
         f'<path class="nbe-under" fill="none" d="M{left:g} {floor}L{"L".join(places)}'
@@ -235,6 +253,15 @@ def _pace(scale: _Scale, pace: Sequence[tuple[float, float]]) -> str:
         f'<path class="nbe-step" {_STROKE} d="M{"L".join(places)}"/>'
         f'<path class="nbe-grid" d="M0 {floor}H{WIDTH}"/>'
     )
+
+
+def _most_of(pace: Sequence[tuple[float, float]]) -> tuple[float, str]:
+    """Return the value at the top of the throughput's scale, and in words what it is."""
+    values = sorted(value for _, value in pace if math.isfinite(value)) or [0.0]
+    most = values[int(MOST_OF_PACE * (len(values) - 1))]
+    if values[-1] <= 2 * most:
+        return values[-1] or 1.0, f"max {rate(values[-1])}"
+    return most or values[-1], f"{MOST_OF_PACE:.0%} below {rate(most)}"
 
 
 # -- marks -----------------------------------------------------------------------------------------
@@ -254,13 +281,13 @@ class _Group:
 
 def _marks(snapshot: JobSnapshot, scale: _Scale, most: int) -> Iterable[str]:
     columns = COLUMNS
-    groups = _grouped(snapshot, scale.end, columns)
+    groups = _grouped(snapshot, scale, columns)
     while len(groups) > most and columns > 1:
         columns = columns * 3 // 4
-        groups = _grouped(snapshot, scale.end, columns)
+        groups = _grouped(snapshot, scale, columns)
     for group in groups:
         noun, shape = MARKS[group.kind]
-        y = TOP - 8.0 if group.kind == "reset" else scale.y(min(group.size, scale.top))
+        y = scale.y(min(group.size, scale.top))
         when = duration(group.first)
         if group.amount > 1:
             words = f"{count(group.amount, noun)}, {when} to {duration(group.last)}"
@@ -271,20 +298,17 @@ def _marks(snapshot: JobSnapshot, scale: _Scale, most: int) -> Iterable[str]:
         yield f'<svg class="nbe-at" x="{x:g}%" y="{y:g}" overflow="visible">{mark}</svg>'
 
 
-def _grouped(snapshot: JobSnapshot, end: float, columns: int) -> list[_Group]:
+def _grouped(snapshot: JobSnapshot, scale: _Scale, columns: int) -> list[_Group]:
     groups: dict[tuple[str, int], _Group] = {}
-    for event in snapshot.history:
-        if event.kind not in MARKS:
-            continue
+    for event in _changes(snapshot):
         at = snapshot.offset(event)
-        key = (event.kind, int(at / end * columns))
+        key = (event.kind, int(scale.share(at) * columns))
         group = groups.get(key)
         if group is None:
-            groups[key] = _Group(event.kind, at, at, event.size, 1, "")
-            source = "" if event.rank is None else f" of rank {event.rank}"
-            source += f" on {worker(event.name, event.worker)}" if event.worker and source else ""
-            detail = f": {shorten(event.detail, 60)}" if event.detail else ""
-            groups[key].words = f"{MARKS[event.kind][0]}{source}{detail}"
+            who = "a rank" if event.rank is None else f"rank {event.rank}"
+            who += f" on {worker(event.name, event.worker)}" if event.worker else ""
+            detail = f": {abbreviate(event.detail, 60)}" if event.detail else ""
+            groups[key] = _Group(event.kind, at, at, event.size, 1, f"{who} {event.kind}{detail}")
         else:
             group.last, group.size = at, event.size
             group.amount += 1

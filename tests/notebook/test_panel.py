@@ -200,7 +200,7 @@ def test_refused_limits_are_reset_with_the_reason(monkeypatch):
     monkeypatch.setattr(job, "scale", refuse)
     panel.least.value = 9
     assert limits(panel) == (2, 6)
-    assert "min_np=9 would be above max_np=6" in panel._refusal.value
+    assert "min ranks 9 would be above max ranks 6" in panel._refusal.value
     panel.most.value = 0
     assert limits(panel) == (2, 6)
     assert "keeps one" in panel._refusal.value

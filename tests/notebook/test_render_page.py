@@ -116,7 +116,7 @@ def test_progress_is_a_labelled_element_with_the_remaining_time():
 def test_drawings_have_a_role_and_a_summary():
     drawings = [svg for svg in Page(page(full())).all("svg") if "role" in svg]
     assert [svg["role"] for svg in drawings] == ["img", "img"]
-    assert "1 loss" in (drawings[0]["aria-label"] or "")
+    assert "1 rank lost" in (drawings[0]["aria-label"] or "")
     assert "loss: 0.5 at step 1, 2 values" in (drawings[1]["aria-label"] or "")
 
 
@@ -190,7 +190,7 @@ COST = {"noticed": 0.0, "restored": 6.0, "synchronised": 25.6, "stepped": 470.0}
 def lines(*history, **changes) -> list[str]:
     """Return what the page says has happened, newest first."""
     source = PARTS["changes"](JobSnapshot(job_status(**changes), history, STARTED))
-    return re.findall(r"</time> (.*?)</li>", source)
+    return re.findall(r"</time> <span>(.*?)</span></li>", source)
 
 
 def test_a_failure_says_who_was_lost_and_what_it_has_cost():
@@ -292,10 +292,10 @@ def test_metrics_that_are_not_finite_are_drawn_as_far_as_they_go():
     assert not re.search(r' d="[^"]*(nan|inf)', source)
 
 
-def test_a_failure_shows_the_first_lines_of_its_reason():
+def test_a_failure_shows_the_ends_of_its_reason():
     reason = "ValueError: no\n" + "\n".join(f"line {i}" for i in range(50))
     source = page(JobSnapshot(job_status(state="failed", reason=reason)))
-    assert "ValueError: no" in source and "line 10" in source and "line 12" not in source
+    assert "ValueError: no" in source and "line 6\n" in source and "line 49" in source
     assert "more lines" in source
 
 
@@ -388,3 +388,17 @@ def test_the_rows_of_each_source_are_a_line():
     assert "Shards: 1 row of epoch 1 done, 0 redone, 0 lost" in running
     ended = Page(page(JobSnapshot(job_status(state="finished", data=(known,))))).text
     assert "1,960 rows once, 48 redone, 0 lost" in ended
+
+
+def test_a_metric_shows_its_range_and_a_value_under_the_pointer():
+    falling = [(float(step), 2.0 / (1 + step) ** 2) for step in range(50)]
+    source = PARTS["curves"](JobSnapshot(job_status(), curves={"loss": falling, "one": [(0, 1.0)]}))
+    assert "<small>0.0008 to 2, log</small>" in source  # else all but its start is a flat line
+    assert "<title>step 49: 0.0008</title>" in source
+    assert "<small></small>" in source  # a single value has no range
+
+
+def test_a_stopped_job_has_the_ranks_that_it_had():
+    history = (event("formed", 2, size=4), event("refused", 3, size=0), event("stopped", 9, size=0))
+    source = PARTS["head"](JobSnapshot(job_status(state="stopped", size=0), history, STARTED))
+    assert "<dd>4 <small>at the end</small></dd>" in source

@@ -6,7 +6,7 @@ import pytest
 
 from nbelastic.driver.status import DataStatus, Progress
 from nbelastic.render import JobSnapshot, line, text
-from nbelastic.render.formatting import count, duration, first_lines, limits, number, rate
+from nbelastic.render.formatting import count, duration, limits, number, rate, some_lines
 
 from .fakes import STARTED, event, job_status, rank_status
 
@@ -100,5 +100,5 @@ def test_numbers_read_well():
     assert [rate(v) for v in (None, float("nan"), 0.123, 1234.5)] == ["–", "–", "0.12", "1,234"]
     assert [number(v) for v in (0.123456, 12345.6, 1e12)] == ["0.1235", "12,346", "1e+12"]
     assert [limits(*x) for x in ((4, 4), (2, 8), (1, None))] == ["4", "2 to 8", "1 or more"]
-    assert count(2, "loss") == "2 losses"
-    assert first_lines("a\nb\nc", 2) == "a\nb\n+ 1 more lines"
+    assert count(2, "rank lost") == "2 ranks lost"
+    assert some_lines("a\nb\nc\nd", 3) == "a\nb\n… 1 more lines\nd"
