@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from nbelastic.errors import OptionError
-from nbelastic.render import PARTS, STYLE, JobSnapshot, timeline_key
+from nbelastic.render import OUTPUT_TITLE, PARTS, STYLE, JobSnapshot, timeline_key
 from nbelastic.render.curves import curves_key
 from nbelastic.render.formatting import escape
 from nbelastic.render.job_snapshot import ENDED
@@ -83,7 +83,10 @@ class Panel:
         )
         frame = ipywidgets.HTML(STYLE, layout={"display": "none"})
         above = [self._parts[name] for name in ("head", "progress")]
+        # A widget, because one that is open stays so when its text is replaced.
+        self._printed = ipywidgets.Accordion([self._parts["output"]], titles=[OUTPUT_TITLE])
         below = [self._parts[name] for name in PARTS if name not in ("head", "progress")]
+        below[below.index(self._parts["output"])] = self._printed
         self.widget = ipywidgets.VBox([frame, *above, self._controls, *below])
         self.widget.add_class("nbe-panel")
         self.stop.on_click(self._stop_pressed)
@@ -139,6 +142,8 @@ class Panel:
             if part.value != shown:
                 part.value = shown
             display = None if drawn else "none"
+            if name == "output":
+                part = self._printed
             if part.layout.display != display:
                 part.layout.display = display
             if key is not None:

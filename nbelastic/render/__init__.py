@@ -11,13 +11,14 @@ from .figures import FIGURES, rank_line
 from .formatting import abbreviate, count, duration, limits, number, printable, rate
 from .job_snapshot import JobSnapshot
 from .output import Mode, RankLines, Streamer
-from .page import PARTS, page
+from .page import OUTPUT_TITLE, PARTS, page
 from .text import line, text
 from .theme import STYLE
 from .timeline import timeline, timeline_key
 
 __all__ = [
     "FIGURES",
+    "OUTPUT_TITLE",
     "PARTS",
     "STYLE",
     "JobSnapshot",

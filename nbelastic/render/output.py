@@ -64,12 +64,12 @@ class RankLines:
         text = self.unfinished(output.start) + output.text
         *lines, rest = text.replace("\r\n", "\n").split("\n")
         if "\r" in rest:  # a trailing one may be half of a line's end: the next piece tells
-            rest = f"\r{_visible(rest)}" + ("\r" if rest.endswith("\r") else "")
+            rest = f"\r{visible(rest)}" + ("\r" if rest.endswith("\r") else "")
         elif len(rest) > MAX_UNFINISHED:
             lines.append(rest)
             rest = ""
         self._open[output.start] = (output.rank, rest)
-        return list(map(_visible, lines))
+        return list(map(visible, lines))
 
     def unfinished(self, start: int) -> str:
         """Return the line of a start that has not ended; of a progress bar with its returns."""
@@ -77,9 +77,7 @@ class RankLines:
 
     def rest(self) -> list[tuple[int, int | None, str]]:
         """Return start, rank and text of the lines that have not ended, which then have."""
-        found = [
-            (start, rank, _visible(text)) for start, (rank, text) in sorted(self._open.items())
-        ]
+        found = [(start, rank, visible(text)) for start, (rank, text) in sorted(self._open.items())]
         self._open.clear()
         return [each for each in found if each[2]]
 
@@ -154,7 +152,7 @@ class Streamer:
         for line in lines:
             self._queue.add(line, start, rank, now)
         rest = self._lines.unfinished(start)
-        if rank == 0 and _visible(rest) and "\r" in rest:
+        if rank == 0 and visible(rest) and "\r" in rest:
             shown += self._update_bar(start, rest, now)
         return shown
 
@@ -169,7 +167,7 @@ class Streamer:
         """Return the last state of a progress bar, so that it overwrites the one before."""
         self._source = "rank 0"
         prefix = "[rank 0] " if self._mode == "all" else ""
-        return f"\r{prefix}{_visible(text)}"
+        return f"\r{prefix}{visible(text)}"
 
     def _end_open_line(self) -> str:
         if self._open < 0:
@@ -268,7 +266,7 @@ class _Cap:
         return not self._closed
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Return the visible part of a line that overwrites itself."""
     return text.rstrip("\r").rpartition("\r")[2] if "\r" in text else text
 

@@ -27,6 +27,7 @@ from .formatting import (
     some_lines,
     worker,
 )
+from .output import MAX_LINE, visible
 from .theme import STYLE, SYMBOLS
 from .timeline import legend, timeline, world_sizes
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 20
 MAX_CHANGES = 6
 MAX_AWAY = 3
+MAX_LINES = 20
+OUTPUT_TITLE = "The last lines of rank 0; all output: job.logs()"
 AWAY_S = 120.0
 """Seconds after its loss for which a worker that has not come back is shown among the ranks."""
 
@@ -63,7 +66,9 @@ _template = _load()
 
 def page(snapshot: JobSnapshot, note: str = "") -> str:
     """Return a complete static fragment of HTML, style included, with a note at the end."""
-    parts = [part(snapshot) for name, part in PARTS.items() if name != "live"]
+    parts = [part(snapshot) for name, part in PARTS.items() if name not in ("live", "output")]
+    if printed := output(snapshot):
+        parts.append(_template.folded(OUTPUT_TITLE, printed))
     return STYLE + str(_template.page(snapshot.status.name, parts, note))
 
 
@@ -74,7 +79,7 @@ def head(snapshot: JobSnapshot) -> str:
     ranks, words = status.size, f"({limits(status.min_np, status.max_np)})"
     if snapshot.ended:  # a stopped job has no ranks any more
         ranks, words = ranks or world_sizes(snapshot)[-1][1], "at the end"
-    return str(_template.head(status, symbol, ranks, words))
+    return str(_template.head(status, symbol, ranks, words, snapshot.error))
 
 
 def progress(snapshot: JobSnapshot) -> str:
@@ -141,6 +146,13 @@ def changes(snapshot: JobSnapshot) -> str:
     return str(_template.changes(shown, len(lines) - MAX_CHANGES)) if lines else ""
 
 
+def output(snapshot: JobSnapshot) -> str:
+    """Return the last lines that rank 0 has printed."""
+    lines = [visible(line) for line in snapshot.output.replace("\r\n", "\n").split("\n")]
+    shown = "\n".join(line[:MAX_LINE] for line in lines[-MAX_LINES:]).strip("\n")
+    return str(_template.output(shown)) if shown else ""
+
+
 def live(snapshot: JobSnapshot) -> str:
     """Return the newest event for screen readers."""
     return str(_template.live(newest_event(snapshot)))
@@ -154,6 +166,7 @@ PARTS: dict[str, Callable[[JobSnapshot], str]] = {
     "curves": curves,
     "ranks": ranks,
     "changes": changes,
+    "output": output,
     "live": live,
 }
 """The parts of a page, from top to bottom; each is empty if there is nothing to show."""

@@ -61,6 +61,8 @@ border:1px solid var(--nbe-state);border-radius:99px;font-weight:600}
 background:var(--nbe-soft);color:var(--nbe-fg);border-left:3px solid var(--nbe-bad);
 border-radius:0 4px 4px 0;font-size:12px;
 font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)}
+.nbe pre.nbe-output{margin:4px 0 0;overflow-wrap:anywhere;font-size:12px;color:var(--nbe-fg);
+font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)}
 .nbe pre.nbe-warning{border-left-color:var(--nbe-warn)}
 .nbe-progress{display:flex;flex-wrap:wrap;align-items:center;gap:4px 12px}
 .nbe-progress progress{flex:1 1 220px;height:10px;accent-color:var(--nbe-accent)}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nbelastic.driver.status import HistoryEvent, JobStatus, RankStatus
+from nbelastic.errors import RankFailed
 
 STARTED = 1_000_000.0
 
@@ -95,7 +96,13 @@ class FakeJob:
 
     @property
     def _driver(self) -> Any:  # its log's metrics are the job's own
-        return SimpleNamespace(log=SimpleNamespace(metrics=self))
+        return SimpleNamespace(log=SimpleNamespace(metrics=self, last_output=self.last_output))
+
+    def last_output(self, most: int) -> str:
+        return "".join(each.text for each in self.printed if each.rank == 0)[-most:]
+
+    def exception(self) -> Exception:
+        return RankFailed(f"{self.status.reason}\nat line 3 of the cell")
 
     def curves(self, most: int) -> dict[str, list[tuple[float, float]]]:
         return self.shapes

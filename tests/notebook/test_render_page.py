@@ -11,7 +11,7 @@ from nbelastic.membership import reasons
 from nbelastic.render import PARTS, STYLE, JobSnapshot, page
 from nbelastic.render.theme import _COLOURS, SYMBOLS
 
-from .fakes import STARTED, event, job_status, rank_status
+from .fakes import STARTED, FakeJob, event, job_status, rank_status
 
 VOID = {"br", "hr", "img", "input", "meta"}
 
@@ -402,3 +402,18 @@ def test_a_stopped_job_has_the_ranks_that_it_had():
     history = (event("formed", 2, size=4), event("refused", 3, size=0), event("stopped", 9, size=0))
     source = PARTS["head"](JobSnapshot(job_status(state="stopped", size=0), history, STARTED))
     assert "<dd>4 <small>at the end</small></dd>" in source
+
+
+def test_the_last_lines_of_rank_0_are_folded_into_the_page():
+    job = FakeJob()
+    job.prints("".join(f"line {i}\n" for i in range(100)) + "\r10%\r20%")
+    job.prints("not this\n", rank=1)
+    source = page(JobSnapshot.of(job))
+    assert "<details><summary>The last lines of rank 0" in source
+    assert "line 99\n20%" in source and "line 80\n" not in source and "not this" not in source
+
+
+def test_a_failed_job_shows_the_error_that_its_result_raises():
+    job = FakeJob()
+    job.end("failed", reason="start 1 on tcp://10.0.0.1:1: ValueError: no")
+    assert "at line 3 of the cell" in page(JobSnapshot.of(job))

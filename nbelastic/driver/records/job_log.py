@@ -62,6 +62,11 @@ class KernelLog(JobLog):
         with self._lock:
             return self._kept.since(since)
 
+    def last_output(self, most: int) -> str:
+        """Return the last `most` characters, about, that rank 0 has printed."""
+        with self._lock:
+            return self._kept.last(0, most)
+
     def output_dropped(self) -> str:
         """Return a line on output that is not in memory any more; empty if all of it is."""
         with self._lock:

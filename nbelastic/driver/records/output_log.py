@@ -62,6 +62,17 @@ class OutputLog:
         first = max(cursor - self._gone, 0)
         return self._gone + len(self._pieces), tuple(islice(self._pieces, first, None))
 
+    def last(self, rank: int, most: int) -> str:
+        """Return the last pieces of a rank, of `most` characters or somewhat more."""
+        found: list[str] = []
+        for piece in reversed(self._pieces):
+            if piece.rank == rank:
+                found.append(piece.text)
+                most -= len(piece.text)
+            if most <= 0:
+                break
+        return "".join(reversed(found))
+
     def clear(self) -> None:
         """Forget all that is in memory, and count anew."""
         self._pieces.clear()
