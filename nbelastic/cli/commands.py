@@ -40,7 +40,7 @@ def _with_scheduler(function: F) -> F:
 
 
 def _run(**options: Any) -> None:
-    r"""Run a Python script as an elastic job.
+    """Run a Python script as an elastic job.
 
     COMMAND is a script and its arguments, as in "python train.py --epochs 3". It runs in each rank,
     from the top, and its elastic loop goes on while ranks come and go. Without options that name
@@ -50,7 +50,7 @@ def _run(**options: Any) -> None:
     dask elastic run -np 4 python train.py
     dask elastic run -np 2 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh train.py
     dask elastic run --scheduler tcp://10.0.0.5:8786 --min-np 2 train.py
-    """
+    """  # noqa: D301 -- click wants the character, which keeps lines apart
     from .run import run as run_script
 
     _exit(lambda: run_script(options))

@@ -48,7 +48,7 @@ def rows(job: FakeJob, width: int, height: int = 24) -> list[str]:
 
 FRAMES = {
     80: """\
-quickstart running · 3/8 ranks · epoch 3/10 (30%) · 1,000 samples/s · loss 0.21…
+quickstart running · 3/8 ranks · epoch 3/10 (30%) · 0:42, 1:15 left
    0  10.0.0.0:40000   running   ███████████████████████ 10 commits  250/s
    1  10.0.0.1:40001   running   ███████████████████████ 10 commits  250/s
    2  10.0.0.2:40002   running   ███████████████████████ 10 commits  250/s
@@ -56,8 +56,8 @@ quickstart running · 3/8 ranks · epoch 3/10 (30%) · 1,000 samples/s · loss 0
   0:01 Rank 2 has joined
   0:40 Rank 3 is lost: its process has ended""",
     160: """\
-quickstart running · 3/8 ranks · epoch 3/10 (30%) · 1,000 samples/s · loss 0.2134 · 2 resets · \
-1:15 left · 0:42
+quickstart running · 3/8 ranks · epoch 3/10 (30%) · 0:42, 1:15 left · 1,000 samples/s · \
+loss 0.2134 · 2 resets
    0  10.0.0.0:40000   running   ████████████████████████████████████████ 10 commits  250/s
    1  10.0.0.1:40001   running   ████████████████████████████████████████ 10 commits  250/s
    2  10.0.0.2:40002   running   ████████████████████████████████████████ 10 commits  250/s
@@ -75,6 +75,17 @@ def test_a_frame_at_its_width(width):
 @pytest.mark.parametrize("width", [1, 20, 40, 79, 200])
 def test_no_row_is_wider_than_the_terminal(width):
     assert max(map(len, rows(a_job(), width))) <= width
+
+
+def test_without_a_pace_there_are_no_bars():
+    job = FakeJob(ranks=(dataclasses.replace(rank_status(0), samples_per_s=None),))
+    assert not set("█░") & set("".join(rows(job, 120)))
+
+
+def test_the_end_of_an_event_is_not_cut():
+    job = FakeJob()
+    job.happens("lost", 1.0, rank=1, detail=f"{'x' * 300} raised at train.py, line 7")
+    assert rows(job, 80)[-1].endswith("train.py, line 7")
 
 
 def test_a_newcomer_has_no_commits_of_its_own():

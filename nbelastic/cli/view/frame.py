@@ -43,7 +43,7 @@ _OF_STATE = {
 def frame(snapshot: JobSnapshot, width: int, height: int = 24) -> list[Row]:
     """Return the rows of a frame for a terminal, none wider than `width`."""
     status = snapshot.status
-    rows = [_head(snapshot)]
+    rows = [_head(snapshot, width)]
     if status.reason and not snapshot.ended:
         rows.append([("  " + status.reason, "busy")])
     rows += [[(f"  warning: {headline}", "bad")] for headline in status.headlines]
@@ -53,25 +53,30 @@ def frame(snapshot: JobSnapshot, width: int, height: int = 24) -> list[Row]:
     return [_cut(row, width) for row in [*rows, *events]]
 
 
-def _head(snapshot: JobSnapshot) -> Row:
-    """Return the status line: state, ranks, progress, pace, metrics, resets."""
+def _head(snapshot: JobSnapshot, width: int) -> Row:
+    """Return the status line: state, ranks, progress, times, pace; then what there is room for."""
     status = snapshot.status
     facts = [_size(status)]
     if (progress := status.progress) is not None:
         facts.append(f"epoch {progress.epoch}/{progress.epochs} ({progress.fraction:.0%})")
     else:
         facts.append(count(status.commits, "commit"))
+    facts.append(duration(status.elapsed))
+    if progress is not None and progress.remaining_s is not None:
+        facts[-1] += f", {duration(progress.remaining_s)} left"
     if status.samples_per_s is not None:
         facts.append(f"{rate(status.samples_per_s)} samples/s")
-    for name, points in list(snapshot.curves.items())[:MAX_METRICS]:
-        if points:
-            facts.append(f"{abbreviate(name, 16)} {number(points[-1][1])}")
+    facts += [
+        f"{abbreviate(name, 16)} {number(points[-1][1])}"
+        for name, points in list(snapshot.curves.items())[:MAX_METRICS]
+        if points
+    ]
     facts.append(count(status.resets, "reset"))
-    if progress is not None and progress.remaining_s is not None:
-        facts.append(f"{duration(progress.remaining_s)} left")
-    facts.append(duration(status.elapsed))
+    name = abbreviate(status.name, 24)
+    while len(" · ".join([f"{name} {status.state}", *facts])) > width and len(facts) > 3:
+        facts.pop()  # a fact is whole, or is not there
     return [
-        (f"{abbreviate(status.name, 24)} ", "head"),
+        (f"{name} ", "head"),
         (status.state, _OF_STATE.get(status.state, "busy")),
         (" · " + " · ".join(facts), ""),
     ]
@@ -113,9 +118,9 @@ def _rank(
     room = width - len(start) - len(state) - most - 2
     style = _OF_STATE.get(rank.state, "busy")
     bar: Row = []
-    if room >= NARROWEST_BAR:
+    if fastest and room >= NARROWEST_BAR:  # an empty bar would look like no progress
         size = min(room, 40)
-        share = (rank.samples_per_s or 0.0) / fastest if fastest else 0.0
+        share = (rank.samples_per_s or 0.0) / fastest
         full = round(size * min(share, 1.0))
         bar = [("█" * full, style), ("░" * (size - full), "quiet")]
     return [(start, ""), (state, style), *bar, (f" {end}", "")]
@@ -133,13 +138,14 @@ def _events(snapshot: JobSnapshot) -> list[Row]:
 
 
 def _cut(row: Row, width: int) -> Row:
-    """Cut a row to a width; control characters and breaks are replaced."""
+    """Cut a row to a width, a text in its middle; control characters and breaks are replaced."""
     cut: Row = []
     left = width
     for text, style in row:
         clean = str(printable(text.replace("\n", " ").replace("\t", " ")))
-        if len(clean) > left:
-            clean = clean[: max(left - 1, 0)] + ("…" if left else "")
+        if len(clean) > left:  # a message ends with the line of code or the remedy
+            kept = max(left - 1, 0)
+            clean = clean[: kept - kept // 3] + "…" * (left > 0) + clean[len(clean) - kept // 3 :]
         if clean:
             cut.append((clean, style))
         left -= len(clean)
