@@ -1,4 +1,4 @@
-"""The README's first program, as a reader pastes it."""
+"""Programs of the documents, as a reader pastes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
 README = Path(__file__).parents[2] / "README.md"
 
 
@@ -21,3 +23,14 @@ def test_the_first_program_of_the_readme_runs_as_a_script(tmp_path):
     assert run.returncode == 0, run.stderr
     assert float(run.stdout) < 0.01
     assert "finished · 4 ranks" in run.stderr
+
+
+def test_the_functions_of_the_recipes_run(crew):
+    programs = re.findall(r"```python\n(def train.*?)```", RECIPES.read_text(), re.DOTALL)
+    results = []
+    for program in programs:
+        names: dict[str, Any] = {}
+        exec(compile(program, "recipe", "exec"), names)
+        results.append(crew.fit(names["train"], np=2).result())
+    weights, steps, best = results
+    assert set(weights) == {"weight", "bias"} and steps == 20 and best < float("inf")
