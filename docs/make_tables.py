@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nbelastic.cli.options import TERMINAL, flags_of
-from nbelastic.driver.options import DEFAULTS, TABLE, LineOption, OptionRow
+from nbelastic.driver.options import DEFAULTS, OF_SCRIPTS, TABLE, LineOption, OptionRow
 
 DOCS = Path(__file__).parent
 MARK = "<!-- options: made by docs/make_tables.py -->"
@@ -60,7 +60,7 @@ def terminal(text: str) -> str:
     old, rest = rest.split(END)
     between, rest = rest.split(TERMINAL_MARK)
     older, after = rest.split(TERMINAL_END)
-    jobs = [*old.strip().splitlines()[:2], *map(of_run, TABLE)]
+    jobs = [*old.strip().splitlines()[:2], *map(of_run, OF_SCRIPTS)]
     own = [*older.strip().splitlines()[:2], *map(of_terminal, TERMINAL)]
     parts = [before + MARK, "", *jobs, "", END + between + TERMINAL_MARK, "", *own, ""]
     return "\n".join([*parts, TERMINAL_END + after])

@@ -1,7 +1,8 @@
 """Options of ``run``: those of ``fit`` from its table, and the terminal's own.
 
-The options of a job come from :data:`nbelastic.driver.options.TABLE`, so a new one is an option of
-the command, too. :data:`TERMINAL` lists the others. The tables in the documents are made from both.
+The options of a job come from :data:`nbelastic.driver.options.OF_SCRIPTS`, so a new one is an
+option of the command, too. :data:`TERMINAL` lists the others. The tables in the documents are made
+from both.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nbelastic.driver.options import TABLE, LineCommand, LineOption
+from nbelastic.driver.options import OF_SCRIPTS, LineCommand, LineOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +100,7 @@ class RunCommand(LineCommand):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.context_settings["allow_interspersed_args"] = False
-        jobs = (LineOption.of(row, flags_of(row)) for row in TABLE)
+        jobs = (LineOption.of(row, flags_of(row)) for row in OF_SCRIPTS)
         words = click.Argument(["command"], nargs=-1, type=click.UNPROCESSED, metavar="COMMAND …")
         self.params = [*jobs, *TERMINAL, words]
 

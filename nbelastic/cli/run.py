@@ -110,7 +110,7 @@ def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
     Where hosts are named, ``--slots-per-host`` is the number of slots of a host without one, as in
     Horovod; the number that a host has is not limited by it.
     """
-    given = {row.name: options[row.name] for row in TABLE}
+    given = {row.name: options.get(row.name) for row in TABLE}
     if any(options.get(name) for name in clusters.HOST_OPTIONS):
         given["slots_per_host"] = None
     return given

@@ -13,6 +13,7 @@ from .kernel.preflight import check_versions, pack_function
 from .kernel.reachability import check_answers, check_scheduler
 from .kernel.sources import why_missing
 from .payload import Modules
+from .pulled import LARGE, Returned, check_pulled, put, variables_of
 from .rank_error import Failure, summary_of, unpack_error
 from .scheduler.plugin import ElasticPlugin
 from .wire import (
@@ -41,6 +42,7 @@ from .worker.environment import versions as own_versions
 from .worker.rank.fault_injector import InjectedFault
 
 __all__ = [
+    "LARGE",
     "AttachRefusal",
     "DriverReplaced",
     "ElasticPlugin",
@@ -63,11 +65,13 @@ __all__ = [
     "Modules",
     "RankOutput",
     "RankTelemetry",
+    "Returned",
     "SlotGranted",
     "TelemetryBatch",
     "ToDriver",
     "WorkerRefused",
     "check_answers",
+    "check_pulled",
     "check_scheduler",
     "check_versions",
     "hold_partitions",
@@ -77,11 +81,13 @@ __all__ = [
     "own_versions",
     "pack_function",
     "pack_machine",
+    "put",
     "replay",
     "send_wish",
     "summary_of",
     "unpack_error",
     "unpack_machine",
+    "variables_of",
     "why_missing",
     "with_sources",
 ]

@@ -18,6 +18,7 @@ from nbelastic.membership import (
     LimitsChanged,
     Publish,
     RankDied,
+    RankLeft,
     RankRaised,
     RankReturned,
     Record,
@@ -63,7 +64,7 @@ class JobLog:
 
     def note_event(self, event: Event, result: bytes | None, error: PackedError | None) -> None:
         """Keep the result or the error that belongs to an event."""
-        if isinstance(event, RankReturned) and result is not None:
+        if isinstance(event, RankReturned | RankLeft) and result is not None:
             self.results[event.start] = result
         elif isinstance(event, RankRaised) and error is not None:
             self.failures[event.start] = error

@@ -11,12 +11,14 @@ from nbelastic.cluster import (
     HeldPartitions,
     JobClient,
     JobTerms,
+    check_pulled,
     check_versions,
     hold_partitions,
     lost_while,
     own_versions,
     pack_function,
     pack_machine,
+    variables_of,
     with_sources,
 )
 from nbelastic.errors import ClusterLost, OptionError
@@ -69,6 +71,7 @@ def fit(
     backend: str | None = None,
     env: Mapping[str, str] | None = None,
     timeline: str | os.PathLike[str] | None = None,
+    pull: str | Iterable[str] | None = None,
     name: str | None = None,
     block: bool = True,
 ) -> Job:
@@ -155,6 +158,11 @@ def fit(
         format, which https://ui.perfetto.dev opens: operations, steps, commits and resets, with a
         row for each rank. Written at the job's end; until then each rank appends to a file
         next to it. Horovod's ``HOROVOD_TIMELINE``.
+    pull : str or iterable of str, optional
+        Variables of the function from outside it, such as a model of the notebook. Rank 0's values
+        come back when the function ends, and when the job is stopped, into the objects that have
+        these names here: by ``load_state_dict`` or ``set_weights``, lists, dicts and sets in
+        place, other values by assignment. With ``block=False``, :meth:`Job.pull` does it.
     name : str, optional
         Name of the job, unique on the cluster; made up if not given.
     block : bool, default True
@@ -192,6 +200,7 @@ def fit(
     FLAG.check("block", block)
     if not callable(fn):
         raise OptionError(f"fn={fn!r}: must be a function")
+    check_pulled(fn, options.pull)
     job_name = check_name(name)
     positional, named, sources = with_sources(fn, *call_arguments(fn, args, kwargs))
     # What cannot be sent is refused before a cluster starts, unless that has to compute first.
@@ -210,6 +219,7 @@ def fit(
         driver = Driver(job_name, options, cleanup)
         driver.owns_cluster = cluster is None
         driver.log.modules = modules
+        driver.variables = variables_of(fn)
         job_client = JobClient(client, job_name, driver.receive)
         job_client.open(terms_of(payload, options, held))
         driver.start(job_client)
@@ -289,5 +299,7 @@ def hand_out(driver: Driver, *, block: bool) -> Job:
     if block:
         if threading.current_thread() is threading.main_thread():
             wait_interruptibly(job)
+        if driver.options.pull and (job.exception() is None or job.cancelled()):
+            job.pull()
         job.results()
     return job

@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.cluster import LARGE, put
 from nbelastic.errors import JobStopped, OptionError
 from nbelastic.membership import StopReason, StopRequested
 
@@ -21,7 +22,7 @@ from .status import JobStatus, RankStatus
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, MutableMapping
     from pathlib import Path
 
     from nbelastic.cluster import Modules
@@ -140,6 +141,44 @@ class Job:
             return False
         self._driver.tell(StopRequested(now=True, reason=StopReason.CANCELLED))
         return True
+
+    def pull(
+        self, into: MutableMapping[str, Any] | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Bring back the variables that ``fit(pull=…)`` names, waiting for the end of the job.
+
+        Parameters
+        ----------
+        into : mapping, optional
+            Where the names are looked up and set, such as ``globals()``; without it, the variables
+            of the function. A kernel that has attached to the job has none.
+        timeout : float, optional
+            As for :meth:`result`.
+
+        Returns
+        -------
+        dict
+            The objects by name, with the values of rank 0.
+
+        Raises
+        ------
+        OptionError
+            The job has no ``pull``, or a variable could not be sent or does not fit.
+        JobError
+            The job failed, as :meth:`result` says; one that was stopped has values.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"job {self.name!r} has not ended after {timeout:g} s; it goes on")
+        pulled = self._driver.log.returned.pulled
+        if not pulled:
+            self.result()
+            raise OptionError("fit(pull=…) names the variables of a job that come back; none here")
+        variables = self._driver.variables if into is None else into
+        for name, each in pulled.items():
+            if len(each.data) > LARGE:
+                display.say(f"{name}: {len(each.data) / 1e9:,.1f} GB")
+            put(variables, name, each)
+        return {name: variables[name] for name in pulled}
 
     # -- more than a future --------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from nbelastic.cluster import summary_of, unpack_error
+from nbelastic.cluster import Returned, summary_of, unpack_error
 from nbelastic.errors import Detached, JobError, JobStopped
 from nbelastic.membership.reasons import Stopping
 
@@ -66,12 +66,19 @@ def _ending(
         problem = "its driver ended early" if bug is None else summary_of(bug)
         return _caused(f"job {name!r}: the driver failed: {problem}", bug)
     if outcome.kind != "finished":
+        for packed in log.results.values():  # of rank 0, if the job was stopped
+            if isinstance(found := cloudpickle.loads(packed), Returned):
+                log.returned = found
         starts = [start for start in outcome.starts if start in log.failures]
         failures = {start: unpack_error(log.failures[start]) for start in starts}
         return exception_for(name, outcome, failures, log.names, log.modules)
     try:
         # One by one, so that no result is kept both pickled and read.
-        return [cloudpickle.loads(log.results.pop(start)) for start in outcome.starts]
+        values = [cloudpickle.loads(log.results.pop(start)) for start in outcome.starts]
+        if isinstance(values[0], Returned):
+            log.returned = values[0]
+            values[0] = log.returned.value
+        return values
     except BaseException as error:  # unpickling runs code of any class, and imports modules
         problem = f"a result of job {name!r} cannot be read here: {summary_of(error)}"
         return _caused(problem, error)

@@ -48,7 +48,7 @@ from .outcome import abandon, settle
 from .records import KernelLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, MutableMapping
 
     from nbelastic.cluster import FaultOrder, JobClient, Message
 
@@ -114,6 +114,7 @@ class Driver:
         self.future: Future[list[Any]] = Future()
         self.chaos: Callable[[FaultReport], None] | None = None
         self.owns_cluster = False
+        self.variables: MutableMapping[str, Any] = {}  # of the function, here
         self.free_workers: frozenset[str] | None = None
         self.options = options
         self._cleanup = cleanup

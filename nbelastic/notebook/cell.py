@@ -63,6 +63,7 @@ class CellFunction:
         self._flags = flags
         self._home = home
         self._shared: dict[str, Any] | None = None
+        self._ran: dict[str, Any] | None = None
         self._anchor: types.FunctionType | None = None
         self._remember_lines()
         self._code: types.CodeType | None = self._compile()
@@ -78,6 +79,7 @@ class CellFunction:
         # as well, because CPython 3.11 has one recursion counter for both.
         code = importlib.util.MAGIC_NUMBER, marshal.dumps(self._code)
         state = {**self.__dict__, "_home": None, "_shared": None, "_code": code}
+        state["_ran"] = None
         if self._home is not None:
             # Functions of one namespace that are pickled together share one again on the rank.
             # This one keeps it, whether or not the cell uses another.
@@ -97,7 +99,7 @@ class CellFunction:
         notebook.
         """
         self._remember_lines()
-        namespace = self._namespace()
+        namespace = self._ran = self._namespace()
         exec(self._code or self._compile(), namespace)
         value = namespace.pop(_RESULT, None)
         context = current_or_none()
@@ -106,6 +108,10 @@ class CellFunction:
         if context.rank != 0:
             return None
         return value if isinstance(context, LocalContext) else pack(value)
+
+    def variables(self) -> dict[str, Any]:
+        """Return the cell's variables: on a rank those of its run, else the notebook's."""
+        return self._ran if self._ran is not None else self._home or {}
 
     # -- source --------------------------------------------------------------------------------
 

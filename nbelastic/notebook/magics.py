@@ -116,7 +116,12 @@ class ElasticMagics(Magics):
             _write(job.modules.describe())
         if out is not None:
             self.shell.user_ns[out] = job
-        return _wait(job) if block else job
+        if not block:
+            return job
+        try:
+            return _wait(job)
+        finally:
+            _bring_back(job, quiet)
 
     @line_magic
     def elastic(self, line: str) -> None:
@@ -230,6 +235,21 @@ def _wait(job: Any) -> Any:
         if not job.done():  # interrupted just outside the wait that handles it
             job.cancel()
         raise
+
+
+def _bring_back(job: Any, quiet: bool) -> None:
+    """Bring back what `--pull` names, or say which models of the notebook are unchanged."""
+    returned = nbelastic.driver.driver_of(job).log.returned
+    if job.done() and returned.pulled:
+        job.pull()
+    left = [name for name in returned.trained if name not in returned.pulled]
+    if left and not quiet and os.environ.get("NBELASTIC_NONINTERACTIVE") != "1":
+        several = len(left) > 1
+        names = ", ".join(f"`{name}`" for name in left)
+        _write(
+            f"{names} of this notebook {'are' if several else 'is'} unchanged; "
+            f"--pull {','.join(left)} brings {'them' if several else 'it'} back\n"
+        )
 
 
 def _warn_of_large_variables(function: CellFunction) -> None:

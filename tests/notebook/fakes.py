@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from nbelastic.cluster import Returned
 from nbelastic.driver.status import HistoryEvent, JobStatus, RankStatus
 from nbelastic.errors import RankFailed
 
@@ -96,7 +97,11 @@ class FakeJob:
 
     @property
     def _driver(self) -> Any:  # its log's metrics are the job's own
-        return SimpleNamespace(log=SimpleNamespace(metrics=self, last_output=self.last_output))
+        return SimpleNamespace(
+            log=SimpleNamespace(
+                metrics=self, last_output=self.last_output, returned=Returned(None, {})
+            )
+        )
 
     def last_output(self, most: int) -> str:
         return "".join(each.text for each in self.printed if each.rank == 0)[-most:]

@@ -9,6 +9,7 @@ from .kinds import FLAG, Kind, choice, count, shown
 from .parser import LIMITS, ROWS, LineCommand, LineOption
 from .table import (
     DEFAULTS,
+    OF_SCRIPTS,
     TABLE,
     OptionRow,
     Options,
@@ -21,6 +22,7 @@ __all__ = [
     "DEFAULTS",
     "FLAG",
     "LIMITS",
+    "OF_SCRIPTS",
     "ROWS",
     "TABLE",
     "Kind",

@@ -209,6 +209,24 @@ NAMES = Kind(
 """Addresses, names and hosts of workers; None for all."""
 
 
+def _variable_names(value: Any) -> tuple[str, ...]:
+    names = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    names = tuple(each for name in names for each in name.split(","))
+    if not all(name.isidentifier() for name in names):
+        raise ValueError
+    return names
+
+
+VARIABLE_NAMES = Kind(
+    _variable_names,
+    "names of variables, as in ('model', 'history')",
+    "NAME …",
+    from_words=tuple,
+    words=-1,
+)
+"""Names of variables of the function."""
+
+
 def _amounts(value: Any) -> dict[str, float]:
     if value is None:
         return {}

@@ -40,6 +40,7 @@ from .kinds import (
     NAMES,
     NUMBER,
     RANGE,
+    VARIABLE_NAMES,
     VARIABLES,
     Kind,
     choice,
@@ -93,11 +94,12 @@ def _option(kind: Kind, group: str, meaning: str, example: str) -> Any:
     return field(default=_UNSET, repr=shown, metadata={"row": (kind, group, meaning, example)})
 
 
-_MANY, _WHERE, _SHARED, _WAY, _WRONG = (
+_MANY, _WHERE, _SHARED, _WAY, _BACK, _WRONG = (
     "How many ranks",
     "Where",
     "When jobs share the cluster",
     "How tensors travel",
+    "What comes back",
     "When things go wrong",
 )
 
@@ -182,6 +184,13 @@ class Options:
         _WAY,
         "environment variables of the ranks' processes, added to those of their workers",
         "--env NCCL_DEBUG=INFO",
+    )
+    pull: tuple[str, ...] = _option(
+        VARIABLE_NAMES,
+        _BACK,
+        "variables of rank 0 that come back at the end, or at a stop, into the objects of these "
+        "names: models, optimizers, plain values",
+        "--pull model history",
     )
     reset_limit: int | None = _option(
         count(0),
@@ -327,6 +336,7 @@ class Options:
             timeline=None if self.timeline is None else part_of(self.timeline, run, start),
             heeded=tuple(name for name in HOROVODS if name in os.environ),
             env=self.env,
+            pull=self.pull,
         )
 
     def pack(self) -> dict[str, Any]:
@@ -372,6 +382,9 @@ TABLE: tuple[OptionRow, ...] = tuple(
     OptionRow(each.name, *each.metadata["row"]) for each in fields(Options)
 )
 """All options of a job that a line or a configuration can set."""
+
+OF_SCRIPTS = tuple(row for row in TABLE if row.name != "pull")
+"""Those of a script, which no notebook waits for."""
 
 
 HOROVODS: Mapping[str, tuple[str, Callable[[str], Any]]] = {

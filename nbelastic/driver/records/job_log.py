@@ -10,7 +10,7 @@ import time
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from nbelastic.cluster import JobLog, Modules
+from nbelastic.cluster import JobLog, Modules, Returned
 from nbelastic.driver import display
 from nbelastic.driver.clock import steady_time
 from nbelastic.driver.status import HistoryEvent, Output
@@ -36,6 +36,7 @@ class KernelLog(JobLog):
         self.metrics = MetricsAggregator()
         self.names: dict[int, str] = {}  # of starts, for people: rank and worker
         self.modules = Modules()
+        self.returned = Returned(None, {})
         self.highest_rank: int | None = None
         self._lock = threading.Lock()
         self._history: list[HistoryEvent] = []

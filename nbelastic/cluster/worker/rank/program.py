@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.cluster.payload import take_settings, unpack_call, unpack_modules
+from nbelastic.cluster.pulled import Pulled, Returned, pack_variables, trained_models
 from nbelastic.cluster.rank_error import pack_error, summary_of
 from nbelastic.cluster.sendable import MOST_BYTES
 from nbelastic.cluster.wire import (
@@ -35,7 +36,7 @@ from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.timeline import timeline
-from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch
+from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch, Stopped
 from nbelastic.membership import RankLeft, RankRaised, RankReturned
 from nbelastic.pickling import dumps
 
@@ -45,6 +46,8 @@ from .modules import install
 from .torch_hooks import advise, trainers_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nbelastic.cluster.rank_error import PackedError
     from nbelastic.cluster.wire import JobPayload, Message
     from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
@@ -74,6 +77,7 @@ class RankProgram:
         self._payload = payload
         self._port = port
         self._over = False
+        self._called: Callable[..., Any] | None = None
         self._process = os.getpid()
         self.session = Session(spec, self, runtime)
         self.session.secret = payload.secret
@@ -169,8 +173,9 @@ class RankProgram:
                     result = self._function()
             finally:
                 timeline.close_part()  # before the event with which the job may end
-        except RankExit:
-            self._finish(RankLeft(start))
+        except RankExit as error:
+            stopped = isinstance(error, Stopped)  # else another rank becomes rank 0
+            self._finish(RankLeft(start), result=self._variables() if stopped else None)
         except BaseException as error:  # the user's, whatever it is: it goes to the kernel
             self._report_error(error)
         else:
@@ -193,6 +198,7 @@ class RankProgram:
     def _function(self) -> bytes:
         """Unpickle and call the user's function; return its pickled result."""
         function, args, kwargs = unpack_call(self._payload)
+        self._called = function
         try:
             value = contextvars.copy_context().run(function, *args, **kwargs)
         except BaseException as error:
@@ -200,7 +206,10 @@ class RankProgram:
             raise
         self._end_fork(None)
         try:
-            result = dumps(value)
+            pulled = self._packed()
+            first = self.session.rank == 0
+            trained = trained_models(getattr(function, "captured", {})) if first else ()
+            result = dumps(Returned(value, pulled, trained) if pulled or trained else value)
         except Exception as error:  # pickling runs code of any class
             kind = type(value).__name__
             raise TypeError(
@@ -213,6 +222,17 @@ class RankProgram:
                 "most; write it to a file, and return the file's name"
             )
         return result
+
+    def _packed(self) -> dict[str, Pulled]:
+        """Return the variables of rank 0 that go back to the kernel."""
+        if self.session.rank != 0 or self._called is None:
+            return {}
+        return pack_variables(self._called, self._spec.pull, MOST_BYTES // 2)
+
+    def _variables(self) -> bytes | None:
+        """Return them as the result of a job that was stopped; None if there are none."""
+        pulled = self._packed()
+        return dumps(Returned(None, pulled)) if pulled else None
 
     def _end_fork(self, error: BaseException | None) -> None:
         """End a fork of the rank that comes out of the function, as it would end a script."""
