@@ -1,4 +1,4 @@
-"""Streams of torchdata and Hugging Face's datasets, where these are installed."""
+"""Data of torchdata, WebDataset and Hugging Face's datasets, where these are installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from nbelastic.data import Batch, Loader, Stateful
+from nbelastic.data import Batch, Loader, Shards, Stateful
 from nbelastic.errors import DataError
 from tests.data.lockstep import run_in_turns
 
@@ -59,19 +59,24 @@ def of_datasets(where: Path, buffer: int = 0) -> Make:
 
 
 def train(make: Make, every: int | None, sizes: list[int]) -> Rows:
+    """Train an epoch over streams; see :func:`epoch`."""
+    return epoch(lambda: Stateful(make, states_every=every), sizes)
+
+
+def epoch(source: Callable[[], Any], sizes: list[int]) -> Rows:
     """Train an epoch, seven steps on so many ranks at a time; each time all are new."""
     found: Rows = {}
     saved: dict[str, Any] = {}
 
     def main(_: StaticContext) -> dict[str, Any]:
-        loader = Loader(Stateful(make, states_every=every), Batch(MICRO * STREAMS, micro=MICRO))
+        loader = Loader(source(), Batch(MICRO * STREAMS, micro=MICRO))
         loader.load_state_dict(saved or loader.state_dict())
         first = loader.step
         for step in loader:
             for number, batch in zip(step.numbers, step, strict=True):
                 found[step.number, number] = batch["id"].tolist()
             if step.number == first + 6:
-                if step.number % 2:
+                if step.number % 2 and isinstance(source(), Stateful):
                     loader.exchange_states()
                 break
         return loader.state_dict()
@@ -97,3 +102,29 @@ def test_a_shuffle_buffer_of_datasets_is_read_again_or_refused(tmp_path: Path) -
     assert train(make, None, [1, 2, 3, 1, 2, 3]) == train(make, None, [1] * 6)
     with pytest.raises(DataError, match="a shuffle buffer, for one, is not in the states"):
         train(make, 5, [1, 2, 3, 1, 2, 3])
+
+
+def test_a_dataset_of_hugging_face_is_dealt_like_any_other() -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"id": range(ROWS)})
+    assert epoch(lambda: data, [2, 3, 1, 4, 2]) == epoch(lambda: data, [1] * 5)
+
+
+# WebDataset leaves the file of a shard to the garbage collector.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_shards_of_webdataset_are_units_of_rows(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    paths = [str(tmp_path / f"{number}.tar") for number in range(2 * STREAMS)]
+    for path, part in zip(paths, np.array_split(np.arange(ROWS), len(paths)), strict=True):
+        with webdataset.TarWriter(path) as tar:
+            for row in part.tolist():
+                tar.write({"__key__": f"{row:04}", "id.json": row})
+
+    def read(path: str) -> Any:
+        return webdataset.WebDataset(path, shardshuffle=False).decode().rename(id="id.json")
+
+    def source() -> Any:
+        return Shards(paths, read)
+
+    assert epoch(source, [2, 3, 1, 4, 2]) == epoch(source, [1] * 5)
