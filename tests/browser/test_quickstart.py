@@ -157,6 +157,7 @@ def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> N
     lab.wait_until_run(len(code) - 1)
 
 
+@pytest.mark.nightly
 def test_the_panel_shows_a_killed_worker_and_never_stays_stale(lab: Lab, crew: Crew) -> None:
     training = train("--np 4 --min-np 2 --noblock -o job")
     lab.write("faults.ipynb", [setup(crew), training, KILL, "print(job.status)", BUSY])
@@ -181,6 +182,7 @@ def test_the_panel_shows_a_killed_worker_and_never_stays_stale(lab: Lab, crew: C
     lab.wait_for_text(4, "busy: 0")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("state", "options", "before"),
     [
@@ -207,6 +209,7 @@ def test_an_interrupt_frees_the_workers_and_stops_run_all(
     lab.wait_for_text(3, "busy: 0")
 
 
+@pytest.mark.nightly
 def test_an_interrupt_spares_workers_of_clusters_in_the_kernel(lab: Lab) -> None:
     waiting = "print('waiting', flush=True)\ntime.sleep(600)"
     embedded = train("--np 2 --noblock -o job")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tests.collectives.worlds import Maker
 
-SIZES = range(1, 6)
+SIZES = [1, 2, 3, *(pytest.param(size, marks=pytest.mark.nightly) for size in (4, 5))]
 
 
 @pytest.fixture(params=KINDS, scope="session")

@@ -54,6 +54,7 @@ def test_the_side_with_the_driver_goes_on_and_the_other_side_stops(cluster, tmp_
     assert job.sizes == [4, 2]
 
 
+@pytest.mark.nightly
 def test_ranks_that_are_cut_off_all_together_do_not_train_on(cluster, tmp_path):
     there = {"np": 2, "min_np": 2, "workers": cluster.network.hosts["a"].address}
     function, job = a_job(cluster, tmp_path, size=2, epochs=LONG, until_newcomers=2, options=there)
@@ -68,6 +69,7 @@ def test_ranks_that_are_cut_off_all_together_do_not_train_on(cluster, tmp_path):
     assert [event["kind"] for event in job.history].count("restarted") == 1
 
 
+@pytest.mark.nightly
 def test_a_host_that_is_back_after_the_driver_went_on_gets_new_ranks(cluster, tmp_path):
     function, job = a_job(cluster, tmp_path, epochs=LONG, until_newcomers=2)
     cluster.network.cut("a")
@@ -79,6 +81,7 @@ def test_a_host_that_is_back_after_the_driver_went_on_gets_new_ranks(cluster, tm
     assert sum(result["newcomer"] for result in results) == 2
 
 
+@pytest.mark.nightly
 def test_a_cut_shorter_than_all_timeouts_is_a_pause(cluster, tmp_path):
     patient = {"heartbeat_timeout": 10.0, "stall_timeout": 20.0}
     function, job = a_job(cluster, tmp_path, epochs=10, options=patient)
@@ -111,6 +114,7 @@ def test_a_host_is_killed_with_all_its_workers(cluster, tmp_path, silently):
     assert lost(job) == {number(cluster, "a")}
 
 
+@pytest.mark.nightly
 def test_a_slow_connection_that_loses_packets_costs_time_and_nothing_else(cluster, tmp_path):
     cluster.network.set_host("a", Link(delay=0.02, loss=0.01))
     function, job = a_job(cluster, tmp_path, epochs=2)
@@ -118,6 +122,7 @@ def test_a_slow_connection_that_loses_packets_costs_time_and_nothing_else(cluste
     assert job.sizes == [4]
 
 
+@pytest.mark.nightly
 def test_where_two_hosts_cannot_reach_each_other_the_job_goes_on_without_one(cluster, tmp_path):
     function, job = a_job(cluster, tmp_path, epochs=20)
     cluster.network.cut_between("b", "c")

@@ -19,7 +19,7 @@ from .planned import a_job_that_loses_nothing, shrinks
 
 controller = pytest.importorskip("dask_kubernetes.operator.controller.controller")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 ROUTES = ["distributed.http.scheduler.api", "distributed.http.health"]
 

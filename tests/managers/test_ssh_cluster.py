@@ -12,7 +12,7 @@ from tests.cli.ssh import SshHosts
 from tests.support.clusters import Crew, kinds, sizes, until
 from tests.support.training import Workload, check
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 STAYS, DIES = "127.0.0.2", "127.0.0.5"
 
