@@ -90,7 +90,8 @@ def fit(
     args, kwargs : iterable, mapping, optional
         What to call the function with.
     np : int, optional
-        How many slots to wait for before anything starts.
+        Workers to wait for before anything starts. ``min_np`` and ``max_np`` default to it, so
+        alone it fixes the number of ranks.
     min_np, max_np : int, optional
         Fewest and most ranks that may train. They default to ``np``; without ``np``, to 1 and to
         all that the cluster ever offers.

@@ -114,7 +114,8 @@ class Options:
     np: int | None = _option(
         count(),
         _MANY,
-        "start with N ranks, and stay at N unless the next two say otherwise",
+        "workers to wait for before anything starts; min_np and max_np default to it, so alone it "
+        "fixes the number of ranks",
         "--np 4",
     )
     min_np: int | None = _option(
