@@ -11,7 +11,7 @@ import enum
 import re
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.membership import (
     ClusterGone,
@@ -135,6 +135,7 @@ class JobLog:
         return time.time()
 
     def _add(self, record: HistoryRecord) -> None:
+        self._records = [each for each in self._records if not replaces(record, each)]
         self._records.append(record)
 
     def note_output(self, start: int, text: str) -> None:
@@ -166,6 +167,11 @@ class JobLog:
                 for start, snapshot in self._snapshots.items()
             ),
         )
+
+
+def replaces(new: Any, old: Any) -> bool:
+    """Whether an entry of the history takes another's place: how far a logger has come."""
+    return new.kind == old.kind == "logged" and str(new.reason) == str(old.reason)
 
 
 def in_one_line(entry: HistoryRecord) -> str:

@@ -27,6 +27,7 @@ from nbelastic.membership import Machine
 from . import display
 from .attachment import attach_client
 from .job import Job
+from .loggers import sender
 from .options import FLAG, Options, call_arguments, check_name, with_hints
 from .thread import Driver
 from .waiting import wait_interruptibly
@@ -73,6 +74,7 @@ def fit(
     timeline: str | os.PathLike[str] | None = None,
     pull: str | Iterable[str] | None = None,
     name: str | None = None,
+    log_to: Any = None,
     block: bool = True,
 ) -> Job:
     """Train elastically on a Dask cluster.
@@ -166,6 +168,8 @@ def fit(
         place, other values by assignment. With ``block=False``, :meth:`Job.pull` does it.
     name : str, optional
         Name of the job, unique on the cluster; made up if not given.
+    log_to : run of wandb, run of MLflow, SummaryWriter or callable, optional
+        Gets the metrics that ranks report: see :meth:`Job.log_to`.
     block : bool, default True
         Wait for the end and raise what went wrong. An interrupt then stops the job at its next
         commit, a second one at once.
@@ -202,6 +206,8 @@ def fit(
     if not callable(fn):
         raise OptionError(f"fn={fn!r}: must be a function")
     check_pulled(fn, options.pull)
+    if log_to is not None:
+        sender(log_to)
     job_name = check_name(name)
     positional, named, sources = with_sources(fn, *call_arguments(fn, args, kwargs))
     # What cannot be sent is refused before a cluster starts, unless that has to compute first.
@@ -224,6 +230,8 @@ def fit(
         job_client = JobClient(client, job_name, driver.receive)
         job_client.open(terms_of(payload, options, held))
         driver.start(job_client)
+        if log_to is not None:
+            driver.log_to(log_to)
     except BaseException as error:
         if job_client is not None and not isinstance(error, ClusterLost):
             job_client.close()  # interrupted half-way, it may have been opened

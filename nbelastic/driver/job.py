@@ -85,7 +85,9 @@ class Job:
             As for :meth:`result`.
         """
         try:
-            return self._driver.future.result(timeout)
+            results = self._driver.future.result(timeout)
+            self._driver.finish_loggers()
+            return results
         except FutureTimeoutError:
             if self.done():
                 raise  # user code raised a TimeoutError of its own
@@ -141,6 +143,31 @@ class Job:
             return False
         self._driver.tell(StopRequested(now=True, reason=StopReason.CANCELLED))
         return True
+
+    def log_to(self, target: Any) -> None:
+        """Send the metrics that ranks report to an experiment logger, in this kernel.
+
+        Each step is sent once, when it is committed: what a fault takes back is sent when it is
+        done again. :meth:`result` waits until all is sent, at most a minute. A logger that raises
+        or is slow does not disturb the training; ``status.warnings`` says so.
+
+        Parameters
+        ----------
+        target : run of wandb, run of MLflow, SummaryWriter, or callable
+            A callable is called with the step and a dict of metrics, in another thread. A kernel
+            that attaches to the job goes on where the last one was, if it opens the same run.
+
+        Raises
+        ------
+        OptionError
+            `target` is none of these.
+
+        Examples
+        --------
+        >>> job = nbelastic.fit(train, cluster=client, block=False)  # doctest: +SKIP
+        >>> job.log_to(wandb.init(project="digits"))  # doctest: +SKIP
+        """
+        self._driver.log_to(target)
 
     def pull(
         self, into: MutableMapping[str, Any] | None = None, timeout: float | None = None

@@ -252,7 +252,8 @@ class HistoryEvent:
         ``checkpoint``, ``died`` (the cause of death of a rank that is lost already), ``warning``,
         ``refused``, ``waiting``, ``share``, ``notice``, ``abandoned``,
         ``attached``, ``alias`` (``import horovod`` found nbelastic), ``straggler`` (a slow rank
-        whose micro-batches others compute), ``finished``, ``failed`` or ``stopped``.
+        whose micro-batches others compute), ``logged`` (how far a logger has come), ``finished``,
+        ``failed`` or ``stopped``.
     worker : str or None
         Address of the worker concerned.
     rank : int or None

@@ -30,12 +30,14 @@ from nbelastic.cluster import (
 from nbelastic.elastic.ranks.timeline import join_parts
 from nbelastic.errors import ClusterLost
 from nbelastic.membership import (
+    KERNEL,
     ClusterGone,
     End,
     Event,
     JobView,
     Machine,
     Outcome,
+    RankNote,
     SlotGone,
     Stage,
     StopRequested,
@@ -44,6 +46,7 @@ from nbelastic.membership import (
 )
 
 from .clock import LiveClock
+from .loggers import MetricsLogger
 from .outcome import abandon, settle
 from .records import KernelLog
 
@@ -126,6 +129,7 @@ class Driver:
         self._slots: dict[int, str] = {}
         self._wishes: list[Event] = []
         self._seq = 0
+        self._loggers: list[MetricsLogger] = []
         self._detached = self._away = False
         self._now = 0.0
         self._outcome: Outcome | None = None
@@ -168,6 +172,23 @@ class Driver:
     def pause(self, over: threading.Event, seconds: float) -> None:
         """Stop the thread until an event, or for some seconds. For ``nbelastic.chaos``."""
         self._inbox.put(_Pause(over, seconds))
+
+    def log_to(self, target: Any) -> None:
+        """Send metrics to a logger from now on."""
+        self._loggers.append(MetricsLogger(self, target))
+
+    def note_logged(self, name: str, sent: tuple[int, int], rows: int) -> None:
+        """Keep in the history how far a logger has come, for a kernel that takes over."""
+        if (sent, rows) != self.log.logged_to(name) and rows:
+            figures = dict(
+                zip(("commit", "number", "rows"), map(float, (*sent, rows)), strict=True)
+            )
+            self._inbox.put(RankNote(KERNEL, "logged", name, figures))
+
+    def finish_loggers(self) -> None:
+        """Wait until loggers have what there is, after the end."""
+        while self._loggers:
+            self._loggers.pop().finish()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread to end."""

@@ -19,6 +19,7 @@ from .effects import (
     StartRank,
 )
 from .events import (
+    KERNEL,
     Beat,
     Beats,
     ClusterGone,
@@ -65,6 +66,7 @@ from .view import JobView, RankView, view
 
 __all__ = [
     "FRESH",
+    "KERNEL",
     "Abort",
     "Beat",
     "Beats",

@@ -180,12 +180,16 @@ class WeightsSampled(Event):
     besides: bool = False  # these parameters are neither in the state nor in the broadcast
 
 
+KERNEL = -1
+"""Stands for a start in a note of the kernel's."""
+
+
 @dataclass(frozen=True)
 class RankNote(Event):
-    """Entry for the job's history, from a rank."""
+    """Entry for the job's history, from a rank or the kernel."""
 
     start: int
-    about: str  # kind in the history: checkpoint, warning, phases, straggler
+    about: str  # kind in the history: checkpoint, warning, phases, straggler, logged
     detail: str  # for people
     figures: dict[str, float] = field(default_factory=dict, hash=False)
     # Generation and version of the commit on disk resumed from.

@@ -328,7 +328,7 @@ class Machine:
 
     def _on_rank_note(self, event: ev.RankNote) -> None:
         rank = self.roster.ranks.get(event.start)
-        if rank is not None:
+        if rank is not None or event.start == ev.KERNEL:
             self._record(event.about, rank, why.Text(event.detail), event.figures)
             if event.resumed is not None:
                 self.roster.policy.note_resumed(*event.resumed)

@@ -81,6 +81,9 @@ class ElasticMagics(Magics):
                                       %%elastic_train --name resnet
           -o, --out NAME          keep the Job in a variable, from the start and whatever happens
                                       %%elastic_train -o job
+          --log-to NAME           a variable with a run of wandb or MLflow, a SummaryWriter of
+                                  TensorBoard, or a function: it gets the reported metrics
+                                      %%elastic_train --log-to run
           -a, --noblock           do not wait; the value of the cell is the Job
                                       %%elastic_train --noblock -o job
           -b, --block             wait for the end (the default; %elastic config can change it)
@@ -106,6 +109,8 @@ class ElasticMagics(Magics):
         stream = options.pop("stream", "none" if quiet else "rank0")
         out, block = options.pop("out", None), options.pop("block", True)
         options["cluster"] = self._cluster(options.get("cluster"))
+        if (run := options.pop("log_to", None)) is not None:
+            options["log_to"] = self._variable("--log-to", run)
         options.setdefault("name", f"job-{uuid.uuid4().hex[:8]}")
         _set_display_options(options["name"], stream, quiet)
         if not quiet:
@@ -192,6 +197,11 @@ class ElasticMagics(Magics):
             f"{MAGIC}: --cluster {name}: no variable has this name, and an address has a port, as "
             f"in tcp://10.0.0.5:8786; {hint}"
         )
+
+    def _variable(self, option: str, name: str) -> Any:
+        if name not in self.shell.user_ns:
+            raise MagicOptionError(f"{MAGIC}: {option} {name}: no variable has this name")
+        return self.shell.user_ns[name]
 
     def _start(self, function: CellFunction, options: dict[str, Any], given: Any) -> Any:
         try:

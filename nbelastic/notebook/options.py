@@ -115,6 +115,7 @@ def train_command(magic: str = "%%elastic_train") -> MagicCommand:
         LineOption(["--cluster"], text),
         LineOption(["--name"], text),
         LineOption(["-o", "--out"], Kind(_variable, "a name that a variable can have", "NAME")),
+        LineOption(["--log-to"], Kind(_variable, "the name of a variable", "NAME")),
         LineOption(["-b/-a", "--block/--noblock"], FLAG),
         LineOption(["-q", "--quiet"], FLAG),
         LineOption(["-v", "--verbose"], FLAG),

@@ -35,7 +35,7 @@ def parse_terminal(line):
 
 
 def test_every_option_of_fit_is_there_and_no_other():
-    of_the_cell = {"fn", "args", "kwargs", "block", "cluster", "name"}
+    of_the_cell = {"fn", "args", "kwargs", "block", "cluster", "log_to", "name"}
     assert set(ROWS) == set(inspect.signature(nbelastic.fit).parameters) - of_the_cell
     assert set(ROWS) <= {param.name for param in train_command().params}
 

@@ -78,6 +78,14 @@ class KernelLog(JobLog):
         with self._lock:
             return tuple(self._warnings)
 
+    def logged_to(self, name: str) -> tuple[tuple[int, int], int]:
+        """Return the place of the last row that a logger has, and how many rows it has."""
+        for event in self.history():
+            if event.kind == "logged" and event.detail == name:
+                commit, number, rows = map(int, event.figures.values())
+                return (commit, number), rows
+        return (-1, -1), 0
+
     def latest_rank(self, start: int) -> int | None:
         """Return the rank that a start of the function had last."""
         return self.ranks[start][0] if start in self.ranks else None
@@ -110,6 +118,10 @@ class KernelLog(JobLog):
                 if detail in self._warnings:
                     return
                 self._warnings.append(detail)
+            elif record.kind == "logged":  # how far a logger has come, once each
+                same = ("logged", detail)
+                kept = [each for each in self._history if (each.kind, each.detail) != same]
+                self._history = kept
             elif record.kind == "alias" and any(each.kind == "alias" for each in self._history):
                 return  # of several ranks, it is shown once
             self._history.append(event)

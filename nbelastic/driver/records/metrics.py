@@ -6,6 +6,7 @@ The driver's thread writes it, other threads read it, under a lock that is held 
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -203,6 +204,15 @@ class MetricsAggregator:
                 return progress
             left = (1.0 - progress.fraction) * (now - since) / done
             return Progress(first.epoch, first.epochs, batch, first.batches, left)
+
+    def committed(
+        self, after: tuple[int, int], commits: float
+    ) -> list[tuple[tuple[int, int], float | None, dict[str, float]]]:
+        """Return place, step and means of the rows after a place that are in so many commits."""
+        with self._lock:
+            first = bisect.bisect_right(self._order, after)
+            keys = itertools.takewhile(lambda key: key[0] < commits, self._order[first:])
+            return [(key, self._rows[key].step, self._rows[key].means()) for key in keys]
 
     def rows(self) -> list[dict[str, float]]:
         """Return the metrics, a row for each place, in the order of training."""

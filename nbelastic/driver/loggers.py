@@ -1,0 +1,153 @@
+"""Send metrics to an experiment logger: wandb, MLflow, TensorBoard, a function.
+
+The ranks report, and the kernel logs. So the steps of a run only grow, whichever rank is lost:
+
+============  ====================================================================================
+a row is      then
+============  ====================================================================================
+reported      a fault may still take it back: ranks go to their last commit, and repeat the step
+committed     every rank holds a commit after it, and so it stays. All ranks have had
+              :data:`SETTLE_S` to send their part of its mean
+sent          the logger has taken it. Rows are sent in the order of training, each one once
+============  ====================================================================================
+
+One thread for each logger, ``nbelastic-logger-NAME``, reads the kernel's metrics, which keep every
+row. A logger that is slow is behind, and one that raises is tried again; neither holds up the
+training. At the job's end it has :data:`LAST_S` to take what is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from nbelastic.errors import OptionError, summary_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .thread import Driver
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.5
+SETTLE_S = 2.0
+"""Seconds after a commit in which the reports before it arrive; they travel with heartbeats."""
+
+LAST_S = 60.0
+TRIES = 20
+"""How often in a row a logger may raise; then it gets nothing any more."""
+
+Send: TypeAlias = "Callable[[int | float, dict[str, float]], object]"
+"""``send(step, values)`` logs the metrics of one step."""
+
+Key: TypeAlias = "tuple[int, int]"
+"""Place of a row: the commit before it, and its number since then."""
+
+
+def sender(target: Any) -> tuple[str, Send]:
+    """Return the name of a logger's run, and how a row is sent to it.
+
+    The name is the same in another kernel that goes on with the run.
+    """
+    info: Any = getattr(target, "info", None)
+    if getattr(info, "run_id", None) is not None:  # a run of MLflow
+        client = sys.modules["mlflow"].tracking.MlflowClient()
+        return f"MLflow run {info.run_id}", _to_mlflow(client, info.run_id)
+    if hasattr(target, "add_scalar") and hasattr(target, "flush"):  # a SummaryWriter
+        return f"TensorBoard {getattr(target, 'log_dir', '')}", _to_tensorboard(target)
+    if callable(getattr(target, "log", None)) and hasattr(target, "id"):  # a run of wandb
+        return f"wandb run {target.id}", lambda step, values: target.log(values, step=int(step))
+    if callable(target) and not isinstance(target, type):
+        return getattr(target, "__qualname__", type(target).__name__), target
+    raise OptionError(
+        f"log_to={type(target).__name__}: must be a run of wandb or MLflow, a SummaryWriter of "
+        "TensorBoard, or a function that is called with a step and a dict of metrics"
+    )
+
+
+def _to_mlflow(client: Any, run: str) -> Send:
+    def send(step: float, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            client.log_metric(run, name, value, step=int(step))
+
+    return send
+
+
+def _to_tensorboard(writer: Any) -> Send:
+    def send(step: float, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, int(step))
+        writer.flush()
+
+    return send
+
+
+class MetricsLogger:
+    """Sends the rows of a job to one logger, in a thread."""
+
+    def __init__(self, driver: Driver, target: Any) -> None:
+        self.name, self._send = sender(target)
+        self._driver = driver
+        self._sent, self._rows = driver.log.logged_to(self.name)
+        self._seen: deque[tuple[float, int]] = deque()  # when a commit was first known
+        self._failures = 0
+        self._over, self._pause = threading.Event(), threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"nbelastic-logger-{driver.name}", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self, limit: float = LAST_S) -> None:
+        """Wait until all is sent after the job's end, at most `limit` seconds."""
+        self._over.set()
+        self._thread.join(limit)
+        if self._thread.is_alive():
+            self._complain(f"has not taken all metrics within {limit:g} s of the job's end")
+
+    def _run(self) -> None:
+        over = False
+        while not over and self._failures < TRIES:
+            over = self._over.wait(INTERVAL_S) or self._driver.future.done()
+            if self._driver.detached:  # what it sent now, the other kernel would send again
+                return
+            try:
+                self._send_due(self._settled(over))
+            except Exception as error:  # of the logger, which may be anything
+                self._failures += 1
+                if self._failures == 1:
+                    self._complain(f"failed: {summary_of(error)}; it is tried again")
+                over = False
+                self._pause.wait(INTERVAL_S)
+        if self._failures >= TRIES:
+            self._complain(f"failed {TRIES} times in a row, and gets no more metrics")
+
+    def _settled(self, over: bool) -> float:
+        """Return up to which commit rows are final."""
+        view = self._driver.view()
+        if over:
+            return math.inf if view.state == "finished" else view.commits
+        now = time.monotonic()
+        if not self._seen or self._seen[-1][1] != view.commits:
+            self._seen.append((now, view.commits))
+        while len(self._seen) > 1 and self._seen[1][0] <= now - SETTLE_S:
+            self._seen.popleft()
+        at, commits = self._seen[0]
+        return commits if at <= now - SETTLE_S else -1
+
+    def _send_due(self, commits: float) -> None:
+        for key, step, values in self._driver.log.metrics.committed(self._sent, commits):
+            self._send(self._rows if step is None else step, dict(values))
+            self._failures = 0
+            self._sent, self._rows = key, self._rows + 1
+        self._driver.note_logged(self.name, self._sent, self._rows)
+
+    def _complain(self, what: str) -> None:
+        self._driver.log.note(
+            "warning", detail=f"the logger {self.name} {what}\njob.metrics has all"
+        )
