@@ -96,7 +96,8 @@ def search_path() -> list[str]:
 
     Dask adds a folder for each worker and scheduler, which a rank gets from its own worker.
     """
-    return [os.path.abspath(each) for each in sys.path if each and _SCRATCH not in each]
+    found = (os.path.abspath(each) for each in sys.path if each and _SCRATCH not in each)
+    return list(dict.fromkeys(found))
 
 
 def address(path: list[str]) -> str:
@@ -169,10 +170,10 @@ class _Template:
             watched = {*self._lines, *([self._listener.fileno()] if self._listener else [])}
             ready = children.wait(watched, self._timeout(left))
             for pid, status, _ in children.reap():
-                line, number = self._servers.pop(pid, (-1, 0))
+                worker, number = self._servers.pop(pid, (-1, 0))
                 self._condemned.pop(pid, None)
-                if status and line in self._lines:
-                    _send(self._lines[line], op="lost", rank=number, status=status)
+                if status and worker in self._lines:
+                    _send(self._lines[worker], op="lost", rank=number, status=status)
                 left = True
             if left:
                 left = children.end_left(self._servers)
@@ -240,14 +241,14 @@ class _Template:
         else:
             if not pid:
                 children.close()
-                for line in self._lines.values():
-                    line.close()
+                for each in self._lines.values():
+                    each.close()
                 if self._listener is not None:
                     self._listener.close()
                 raise Asked(message, descriptors)
             self._servers[pid] = (line.fileno(), message["rank"])
-        for each in descriptors:
-            os.close(each)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _send(line: socket.socket, **message: Any) -> None:

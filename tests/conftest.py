@@ -88,7 +88,7 @@ SLOW = (
     "tests/cluster/test_profiler.py",
     "tests/cluster/test_rank_process.py",
     "tests/cluster/test_reachability.py",
-    "tests/cluster/test_unforked_rank.py",
+    "tests/cluster/test_rank_template.py",
     "tests/collectives/test_processes.py",
     "tests/elastic/test_sampler_ledger.py",
     "tests/elastic/test_stack.py",

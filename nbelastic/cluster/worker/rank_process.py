@@ -263,7 +263,7 @@ class RankProcess:
             self.gone.set_result(None)
 
     def _do(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
+        task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
