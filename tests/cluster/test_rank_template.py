@@ -1,4 +1,4 @@
-"""One template a host: who shares it, what each rank has of its worker, and what any death costs."""
+"""One template a host: who shares it, what a rank has of its worker, what any death costs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ def test_what_is_fixed_at_import_or_for_good_has_a_template_of_its_own(tmp_path,
 
 
 def test_workers_of_one_standing_share_one_and_each_rank_has_its_own_workers(host, tmp_path):
-    """In another process: other limits, mask, folder, cores and variables, and the same template."""
     text = in_process(
         tmp_path,
         """
@@ -152,7 +151,8 @@ def test_a_template_ends_some_time_after_its_last_worker_and_leaves_nothing():
     """With a time that is zero; its worker's line alone keeps it."""
     line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     name = f"nbelastic-test-{os.getpid()}"
-    code = "from nbelastic import rank_template as t; t.IDLE_S = 0; t.main(*__import__('sys').argv[1:])"
+    code = "import sys; from nbelastic import rank_template as t; t.IDLE_S = 0; "
+    code += "t.main(*sys.argv[1:])"
     words = [sys.executable, "-c", code, str(theirs.fileno()), "spawn", name]
     with line:
         with theirs:
@@ -161,9 +161,9 @@ def test_a_template_ends_some_time_after_its_last_worker_and_leaves_nothing():
         assert json.loads(line.recv(100))["op"] == "ready"
         assert is_there(pid)
     asyncio.run(until(lambda: not is_there(pid)))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        with pytest.raises(ConnectionRefusedError):
-            probe.connect(f"\0{name}")
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(f"\0{name}")
 
 
 # -- other users -----------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_what_another_rank_of_the_worker_has_started_stays(host):
     first = host.launch(lambda: [print("pid", daemon(), flush=True), time.sleep(300)])
     host.do(first.printed("\n"))
     pid = int(of(first.output, "pid"))
-    _, exit_ = host.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    host.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
     host.do(until(lambda: len(psutil.Process(host.launcher.template).children()) == 1))
     assert is_there(pid)
     first.process.send_signal(signal.SIGKILL)
@@ -390,7 +390,9 @@ def test_what_another_rank_of_the_worker_has_started_stays(host):
 def test_a_program_that_a_rank_starts_has_its_standard_streams_alone(host):
     def function() -> list[str]:
         words = ["sh", "-c", "ls -l /proc/$$/fd"]
-        found = subprocess.run(words, close_fds=False, stdout=subprocess.PIPE, text=True, check=True)
+        found = subprocess.run(
+            words, close_fds=False, stdout=subprocess.PIPE, text=True, check=True
+        )
         return [line.split()[-3] for line in found.stdout.splitlines() if "->" in line]
 
     assert host.run(function)[0].result == ["0", "1", "2"]

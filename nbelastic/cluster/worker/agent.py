@@ -325,7 +325,7 @@ class Agent(WorkerPlugin):
         elif isinstance(order, EndRankOrder) and key not in self._ended_early:
             self._ended_early.add(key)
             self._send(RankEvent(key[0], RankLeft(key[1])))
-            self._send(RankEnded(*key))
+            self._send(RankEnded(*key, never=True))
 
 
 def _meant(message: Any, keys: Iterable[Key]) -> list[Key]:
