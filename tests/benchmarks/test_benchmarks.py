@@ -76,6 +76,7 @@ def _this_process(monkeypatch) -> Iterator[None]:
         ("sharing", [], {"first", "newcomers", "decisions", "jobs"}),
         ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
         ("terminal", [], {"commands", "helps"}),
+        ("start", [], {"ours", "imports torch"}),
     ],
 )
 def test_it_measures_all_it_compares(tmp_path, monkeypatch, capsys, name, options, expected):

@@ -356,7 +356,7 @@ KINDS = {
     "job control": lambda: by_shell(f"set -m; {QUIET}"),
     "nohup": lambda: by_shell(f"nohup {QUIET} 2>&1"),
     "a daemon": daemon,
-    "deaf": lambda: by_shell(f"setsid sh -c 'trap \"\" TERM; {QUIET}; {QUIET}'"),
+    "deaf": lambda: by_shell(f"setsid sh -c 'trap \"\" TERM; {QUIET}; {QUIET}' >/dev/null"),
 }
 
 
