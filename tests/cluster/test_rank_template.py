@@ -297,10 +297,11 @@ def test_one_that_is_stopped_is_left_and_forks_nothing_late(host, tmp_path, capl
     assert (tmp_path / "begun").read_text() == "once\n"
 
 
-def test_one_that_does_nothing_is_left(monkeypatch, caplog):
+@pytest.mark.parametrize("listens", [True, False])
+def test_one_that_does_nothing_is_left(monkeypatch, caplog, listens):
     code = "import socket, sys, time; s = socket.socket(1, 5); s.bind(chr(0) + sys.argv[1]); "
-    code += "s.listen(); print(1, flush=True); time.sleep(600)"
-    name = f"stuck-{os.getpid()}"
+    code += f"{listens} and s.listen(); print(1, flush=True); time.sleep(600)"
+    name = f"stuck-{os.getpid()}-{listens}"
     monkeypatch.setattr(rank_template, "address", lambda path: name)
     monkeypatch.setattr(rank_launcher, "STUCK_S", 1.0)
     with subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE) as stuck:
@@ -308,7 +309,8 @@ def test_one_that_does_nothing_is_left(monkeypatch, caplog):
         stuck.stdout.readline()
         with another() as made:
             assert made.run(lambda: 5)[0].result == 5
-        assert f"(process {stuck.pid}) does nothing" in caplog.text
+        words = f"(process {stuck.pid}) does nothing" if listens else "is bound, and refuses"
+        assert words in caplog.text
         stuck.kill()
 
 

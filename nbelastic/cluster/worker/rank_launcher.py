@@ -72,17 +72,11 @@ class RankLauncher:
         self._template = 0  # its process
         self._ready = False
         self._tries = 0
-        self._since = 0.0  # the line was opened
         self._looking: asyncio.TimerHandle | None = None
         self._idle = 0  # looks at a template that imports, and did nothing
         self._probes = ProbeHistory()
         self._ranks: dict[int, RankProcess] = {}
         self._launched = 0
-
-    @property
-    def importing_s(self) -> float | None:
-        """For how many seconds the template has been importing torch; None if it does not."""
-        return None if self._ready or self._line is None else self._loop.time() - self._since
 
     @property
     def template(self) -> int:
@@ -93,7 +87,7 @@ class RankLauncher:
         """Find or start a template if there is none; return at once."""
         if self._line is not None:
             return
-        self._ready, self._since = False, self._loop.time()
+        self._ready = False
         self._path = rank_template.search_path()
         line = None if self._alone else self._connect()
         self._line = line = line or self._start_template()
@@ -234,9 +228,11 @@ class RankLauncher:
         """Find another template: this one has ended, or has found that it is not the first."""
         self._starter, starter = None, self._starter
         self._close_line()
-        if starter is None or starter.wait() != rank_template.LOST:
-            self._tries += 1
-        if self._tries < TRIES:
+        taken = starter is not None and starter.wait() == rank_template.LOST
+        self._tries += 1
+        if taken and self._tries >= TRIES:
+            self._leave_others("the address of this host's rank template is bound, and refuses")
+        if taken or self._tries < TRIES:
             with contextlib.suppress(OSError):
                 self.start()
                 return
