@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import importlib
 import importlib.util
@@ -277,14 +278,15 @@ def main(descriptor: str, method: str, name: str = "") -> None:
     from nbelastic.cluster.worker.rank import children, server  # noqa: PLC0415 - after the bind
 
     atexit.register(children.skip_teardown)  # first, so that it is called last
-    children.name_process("rank template")
+    children.set_option(children.NAME, b"rank template")  # for ``ps -e``
     family = children.Children()
     if method == "fork":
         for each in PRELOAD:
             with contextlib.suppress(Exception):  # a rank that needs it raises the error again
                 importlib.import_module(each)
-        children.freeze_garbage()
-        if children.threads() > 1:
+        gc.collect()
+        gc.freeze()  # a search for garbage would copy the pages of all that ranks share
+        if len(os.listdir("/proc/self/task")) > 1:
             method = "spawn"
     try:
         _Template(listener, line).serve(family)

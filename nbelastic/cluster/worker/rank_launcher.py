@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 METHOD = "fork" if sys.platform == "linux" else "spawn"
 """How ranks begin. Frameworks of macOS do not work in a fork."""
 
-STUCK_S = 10.0
+STUCK_S = 30.0
 """Seconds for which a template that is asked may do nothing."""
 
 TRIES = 4
@@ -69,7 +69,7 @@ class RankLauncher:
         self._alone = METHOD != "fork"
         self._line: socket.socket | None = None
         self._starter: subprocess.Popen[bytes] | None = None
-        self._template = 0  # its process
+        self.template = 0  # its process, while there is one
         self._ready = False
         self._tries = 0
         self._looking: asyncio.TimerHandle | None = None
@@ -77,11 +77,6 @@ class RankLauncher:
         self._probes = ProbeHistory()
         self._ranks: dict[int, RankProcess] = {}
         self._launched = 0
-
-    @property
-    def template(self) -> int:
-        """The process of the template, 0 while there is none."""
-        return self._template
 
     def start(self) -> None:
         """Find or start a template if there is none; return at once."""
@@ -145,7 +140,7 @@ class RankLauncher:
             line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             line.setblocking(False)
             line.connect(f"\0{self._name}")
-            self._template = rank_template.peer(line)
+            self.template = rank_template.peer(line)
         except ConnectionRefusedError:
             assert line is not None
             line.close()
@@ -183,7 +178,7 @@ class RankLauncher:
                 pass_fds=[theirs.fileno()],
             )
             failed.pop_all()
-        self._template = self._starter.pid
+        self.template = self._starter.pid
         return ours
 
     def _hear(self) -> None:
@@ -200,18 +195,15 @@ class RankLauncher:
                 return
             message = json.loads(data)
             if message["op"] == "bound":
-                self._template = message["pid"]
-                self._reap_starter()
+                self.template = message["pid"]
+                if self._starter is not None:  # it has forked the template, and ends
+                    self._starter.wait()
+                    self._starter = None
             elif message["op"] == "ready":
                 self._ready, self._tries = True, 0
                 self._ask()
             elif message["op"] == "lost" and message["rank"] in self._ranks:
                 self._ranks[message["rank"]].server_lost(message["status"])
-
-    def _reap_starter(self) -> int:
-        """Reap the process that has forked the template, or has found one; return its status."""
-        starter, self._starter = self._starter, None
-        return 0 if starter is None else starter.wait()
 
     def _close_line(self) -> None:
         if self._line is not None:
@@ -221,8 +213,11 @@ class RankLauncher:
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
-        self._template = 0
-        self._reap_starter()
+        self.template = 0
+        if self._starter is not None:
+            self._starter.kill()
+            self._starter.wait()
+            self._starter = None
 
     def _lose_line(self) -> None:
         """Find another template: this one has ended, or has found that it is not the first."""
@@ -237,11 +232,9 @@ class RankLauncher:
                 self.start()
                 return
         self._tries = 0
-        for rank in self._waiting():
-            rank.finish(reason="its rank template has ended before it was ready")
-
-    def _waiting(self) -> list[RankProcess]:
-        return [each for each in self._ranks.values() if each.waits]
+        for rank in list(self._ranks.values()):
+            if rank.waits:
+                rank.finish(reason="its rank template has ended before it was ready")
 
     def _ask(self) -> None:
         if self._ready and self._line is not None:
@@ -270,7 +263,7 @@ class RankLauncher:
         self._looking = self._loop.call_later(_LOOK_S, self._look)
         verdict = None
         with contextlib.suppress(psutil.Error, OSError):
-            verdict = self._probes.add(read_state(process_id(self._template)))
+            verdict = self._probes.add(read_state(process_id(self.template)))
         self._idle = 0 if self._ready or verdict is Verdict.BUSY else self._idle + 1
         for rank in asked:
             rank.looks = 0 if verdict is Verdict.BUSY else rank.looks + 1
@@ -281,10 +274,8 @@ class RankLauncher:
         for rank in asked:
             rank.withdraw()
         if self._alone:
-            os.kill(self._template, signal.SIGKILL)  # no other worker has it
-        self._leave_others(f"the rank template of this host (process {self._template}) {how}")
-        if self._starter is not None:  # it may be the one that is stopped
-            self._starter.kill()
+            os.kill(self.template, signal.SIGKILL)  # no other worker has it
+        self._leave_others(f"the rank template of this host (process {self.template}) {how}")
         self._close_line()
         with contextlib.suppress(OSError):
             self.start()

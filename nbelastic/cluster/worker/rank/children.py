@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import select
 import signal
@@ -28,7 +27,7 @@ GROUP_LIMIT_S = 1.0
 """Seconds that what a rank has started may take to end after it."""
 
 # Options of prctl(2).
-DEATH_SIGNAL, _NAME, _SUBREAPER = 1, 15, 36
+DEATH_SIGNAL, NAME, _SUBREAPER = 1, 15, 36
 
 
 class Children:
@@ -107,29 +106,10 @@ def signal_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def name_process(name: str) -> None:
-    """Set what ``ps -e`` calls this process, in 15 characters."""
-    set_option(_NAME, name.encode())
-
-
 def set_option(option: int, value: int | bytes) -> None:
     """Set an option by prctl(2), which is Linux's."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def freeze_garbage() -> None:
-    """Leave what there is to forks as it is: to search it would copy its pages."""
-    gc.collect()
-    gc.freeze()
-
-
-def threads() -> int:
-    """Return how many threads this process has, as far as the system tells."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return 1
 
 
 def skip_teardown() -> None:

@@ -34,7 +34,7 @@ from typing import Any
 
 from nbelastic.rank_template import MESSAGE_BYTES
 
-from .children import GROUP_LIMIT_S, Children, end_with, name_process, signal_group
+from .children import GROUP_LIMIT_S, NAME, Children, end_with, set_option, signal_group
 
 CLEANING_S = 5.0
 """Seconds after which a server ends although the kernel has not ended what its rank has left."""
@@ -53,7 +53,7 @@ def main(worker: int, descriptors: list[int], method: str) -> None:
     control, channel, partitions, output, crash, *process = descriptors
     with contextlib.suppress(PermissionError):
         os.setsid()  # a scheduler of the kernel that groups by session gives each rank its share
-    name_process(f"server {worker}")
+    set_option(NAME, b"server %d" % worker)  # for ``ps -e``, 15 characters
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
@@ -62,7 +62,7 @@ def main(worker: int, descriptors: list[int], method: str) -> None:
             _take_over(worker)
         _serve(socket.socket(fileno=control), [*process], (channel, partitions, crash), method)
     except _Forked:
-        name_process(f"rank of {worker}")
+        set_option(NAME, b"rank of %d" % worker)
     else:
         os._exit(0)
     from nbelastic.cluster.worker.rank.main import main as run_rank
