@@ -177,8 +177,7 @@ class OursWorker(Ours):
     """The same, but it is a rank's worker that is killed; its nanny restarts it."""
 
     def target(self, rank: int) -> int:
-        worker = psutil.Process(rank).parents()[1]  # behind its rank server
-        return int(worker.pid)
+        return int(psutil.Process(rank).name().removeprefix("rank of "))
 
 
 class Torchrun(Peer):

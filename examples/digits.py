@@ -135,6 +135,7 @@ def main(epochs: int = 100) -> int:
         processes = client.run(os.getpid)
         images, labels = load_digits(return_X_y=True)
         args = (epochs, images.reshape(-1, 8, 8), labels)
+        begin = time.time()
         job = nbelastic.fit(train, cluster=client, args=args, np=4, min_np=2, block=False)
         print(f"job {job.name}: 4 workers, {epochs} epochs of {TRAINING_SAMPLES} digits")
         shown, kills = 0, 0
@@ -150,6 +151,8 @@ def main(epochs: int = 100) -> int:
         follow(job, shown)
         results = job.results()
     result = results[0]
+    first = next(event for event in job.history if event.kind == "formed")
+    print(f"{first.size} ranks on a fresh cluster: together {first.time - begin:.1f} s after fit")
     for what, seconds in zip(("rank", "worker"), outages(job), strict=False):
         print(f"a {what} was killed: {seconds:.2f} s with 3 ranks instead of 4")
     equal = len({r["weights"] for r in results}) == 1

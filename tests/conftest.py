@@ -18,7 +18,6 @@ from distributed import Client, LocalCluster
 from xdist.scheduler import LoadScopeScheduling
 
 import tests.support.forking  # noqa: F401 -- workers start in a tenth of the time
-from tests.support.rank_servers import start_fork_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +88,7 @@ SLOW = (
     "tests/cluster/test_profiler.py",
     "tests/cluster/test_rank_process.py",
     "tests/cluster/test_reachability.py",
-    "tests/cluster/test_unforked_rank.py",
+    "tests/cluster/test_rank_template.py",
     "tests/collectives/test_processes.py",
     "tests/elastic/test_sampler_ledger.py",
     "tests/elastic/test_stack.py",
@@ -126,12 +125,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return min(found, default=len(LONGEST)), -files[str(item.path)]
 
     items.sort(key=place)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import torch for rank servers once, if tests start any."""
-    if any(item.get_closest_marker("slow") for item in session.items):
-        start_fork_server()
 
 
 class NotebookWorkers:

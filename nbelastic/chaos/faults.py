@@ -107,7 +107,7 @@ def crash(rank: int, **when: Unpack[When]) -> Fault:
 
 
 def crash_server(rank: int, **when: Unpack[When]) -> Fault:
-    """Kill the rank server of a rank's worker (SIGKILL); the rank's process ends with it.
+    """Kill the server of a rank, its parent (SIGKILL); the rank's process ends with it.
 
     The worker starts both anew.
     """

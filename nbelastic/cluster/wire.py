@@ -121,10 +121,11 @@ class RankLeaving(Message):
 
 @dataclass(frozen=True)
 class RankEnded(Message):
-    """The process of a rank has ended; its slot is free."""
+    """The process of a rank has ended, or is never started; its slot is free."""
 
     job: str
     start: int
+    never: bool = False  # its task still waits for another one on its worker
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ class Beat:
     waiting: bool  # for other ranks
     version: int  # last commit
     operations: int = 0  # between ranks, begun by its loop in this generation
-    operation: str = ""  # name of the operation in which it waits; empty if not known
+    operation: str = ""  # in which it waits, or for which its start does; empty if not known
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ class Rank:
         if beat.generation == self.planned and self.stage == Stage.MEMBER:
             fields["operations"] = beat.operations
             fields["operation"] = beat.operation
+        elif self.stage == Stage.STARTING:
+            fields["operation"] = beat.operation  # for which its process waits
         if beat.progress != fields["progress"] or beat.waiting != fields["waiting"]:
             fields["progress_at"] = now
             fields["progress"] = beat.progress

@@ -784,12 +784,14 @@ class WaitingForRanks(Reason):
     number: int
     generation: int  # 0: they are to be ready for the first time
     unused: tuple[UnusedGroup, ...] = ()  # workers that may be what holds them up
+    operation: str = ""  # that their processes wait for
 
     def __str__(self) -> str:
         if self.generation:
             return f"waiting for {_ranks(self.number)} to leave generation {self.generation}"
         held_up = f" (not used: {_listed(self.unused)})" if self.unused else ""
-        return f"waiting for {_ranks(self.number)} to be ready{held_up}"
+        operation = f": {self.operation}" if self.operation else ""
+        return f"waiting for {_ranks(self.number)} to be ready{operation}{held_up}"
 
 
 @dataclass(frozen=True)

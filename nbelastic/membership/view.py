@@ -161,6 +161,8 @@ def _reason(roster: Roster, now: float) -> Reason | None:
     awaited = len(roster.awaited())
     if awaited:
         return WaitingForRanks(awaited, roster.generation)
-    starting = len(roster.in_stage(Stage.STARTING))
+    starting = roster.in_stage(Stage.STARTING)
+    held_up = [rank for rank in starting if rank.operation]
+    why = f"{held_up[0].operation}, {now - held_up[0].since:.0f} s" if held_up else ""
     busy = [each for each in rules.unused(roster) if each.reason == UnusedReason.BUSY]
-    return WaitingForRanks(starting, 0, tuple(busy)) if starting else None
+    return WaitingForRanks(len(starting), 0, tuple(busy), why) if starting else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import signal
@@ -13,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 import dask
 import pytest
 import torch
-from distributed import LocalCluster
 
-from benchmarks import recovery_peers, side_by_side
+from benchmarks import side_by_side
 from benchmarks.side_by_side import ROOT
 from tests.benchmarks.forked import ForkedRank
-from tests.support.rank_servers import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,9 +30,6 @@ def _this_process(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(side_by_side, "spawn", ForkedRank)
     handler, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     key = "distributed.worker.profile.enabled"
-    # The benchmark of recovery knows a worker as the parent of its rank server.
-    real = functools.partial(LocalCluster, env={FOLDER: ""})
-    monkeypatch.setattr(recovery_peers, "LocalCluster", real)
     with dask.config.set({key: dask.config.get(key)}):
         yield
     signal.signal(signal.SIGTERM, handler)
@@ -82,6 +76,7 @@ def _this_process(monkeypatch) -> Iterator[None]:
         ("sharing", [], {"first", "newcomers", "decisions", "jobs"}),
         ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
         ("terminal", [], {"commands", "helps"}),
+        ("start", [], {"ours", "imports torch"}),
     ],
 )
 def test_it_measures_all_it_compares(tmp_path, monkeypatch, capsys, name, options, expected):

@@ -14,7 +14,6 @@ import psutil
 
 from nbelastic import chaos
 from tests.support.clusters import until
-from tests.support.rank_servers import workers_of_servers
 from tests.support.training import Workload, check
 
 if TYPE_CHECKING:
@@ -204,21 +203,15 @@ def _count(status: str) -> int:
 
 
 def _of_rank_servers() -> dict[str, int]:
-    """Count rank servers and what they have forked, as seen from their workers."""
-    workers = workers_of_servers()  # and those that a worker has started name it
-    processes = [each.info for each in psutil.process_iter(["pid", "cmdline", "ppid"])]
-    for process in processes:
-        words = process["cmdline"] or ()
-        if any("worker.rank.server" in word for word in words):
-            worker = int(words[-2])
-            if process["ppid"] == worker or not psutil.pid_exists(worker):
-                workers[process["pid"]] = worker
-    alive = [worker for worker in workers.values() if psutil.pid_exists(worker)]
-    return {
-        "rank servers of a worker beyond the first": len(alive) - len(set(alive)),
-        "processes of ranks": sum(each["ppid"] in workers for each in processes),
-        "rank servers and ranks without a worker": len(workers) - len(alive),
-    }
+    """Count the processes of ranks and their servers, which are named by their workers."""
+    ours = {process.pid for process in psutil.Process().children(recursive=True)}
+    found: Counter[str] = Counter()
+    for process in psutil.process_iter(["name"]):
+        kind, _, worker = (process.info["name"] or "").rpartition(" ")
+        if kind in ("server", "rank of"):
+            gone = not psutil.pid_exists(int(worker))
+            found[f"{kind} {'none' if gone else 'a worker'}"] += gone or int(worker) in ours
+    return found
 
 
 def _await_nothing_left(crew: Crew, before: dict[str, int]) -> None:

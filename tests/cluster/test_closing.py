@@ -11,7 +11,7 @@ from nbelastic.cluster.worker.notice_watcher import NoticeWatcher
 
 
 @pytest.mark.parametrize("status", [Status.closing, Status.running])
-def test_a_worker_that_closes_ends_its_rank_server(status):
+def test_a_worker_that_closes_ends_its_ranks(status):
     heeded, undone, closed = [], [], []
     agent = Agent()
     agent._ranks = {}
@@ -19,7 +19,7 @@ def test_a_worker_that_closes_ends_its_rank_server(status):
     agent._notices = NoticeWatcher(SimpleNamespace(), lambda report: None)
     agent._undo_interrupts = lambda: heeded.append(True)
     agent._undo_termination = lambda: undone.append(True)
-    agent._server = SimpleNamespace(close=lambda: closed.append(True))
+    agent._launcher = SimpleNamespace(close=lambda: closed.append(True))
     asyncio.run(agent.teardown(SimpleNamespace(status=status)))
     assert undone == closed == [True]
     assert bool(heeded) == (status is Status.running)  # it goes on without the agent

@@ -18,10 +18,9 @@ import psutil
 import pytest
 
 from nbelastic.cluster.wire import EndRankOrder, RankEvent, RankTelemetry
-from nbelastic.cluster.worker import rank_process
+from nbelastic.cluster.worker import rank_launcher
 from nbelastic.membership import RankLeft, RankRaised, RankReturned
 from tests.support.rank_processes import Host, is_there, until
-from tests.support.rank_servers import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,16 +28,8 @@ if TYPE_CHECKING:
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import the tests
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_servers() -> Iterator[None]:
-    """Have rank servers started as workers start them, not forked."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER, "")
-        yield
-
-
 @pytest.fixture(scope="module")
-def host(_own_servers: None) -> Iterator[Host]:
+def host() -> Iterator[Host]:
     made = Host()
     yield made
     made.close()
@@ -55,7 +46,7 @@ def test_a_rank_runs_its_function_in_the_main_thread_of_a_process_of_its_own(hos
     rank, exit_ = host.run(function, 41)
     answer, main, pid, parent = rank.result
     assert (answer, main, exit_.status) == (42, True, 0)
-    assert (pid, parent) == (rank.process.pid, host.server.pid)
+    assert (pid, parent) == (rank.process.pid, rank.process.server)
     assert rank.process.ended
     assert isinstance(rank.last.event, RankReturned)
 
@@ -303,7 +294,7 @@ def test_what_a_killed_rank_had_in_shared_memory_is_removed(killed_by: str) -> N
     if killed_by == "its worker":
         host.do(_call(lambda: rank.process.send_signal(signal.SIGKILL)))
     elif killed_by == "the end of its server":
-        os.kill(host.server.pid, signal.SIGKILL)
+        os.kill(rank.process.server, signal.SIGKILL)
     host.do(rank.end())
     name = rank.output.partition("name ")[2].partition(" ")[0]
     (deaf,) = pids_in(rank.output)
@@ -346,7 +337,7 @@ def test_a_server_that_is_killed_takes_its_ranks_with_it_and_is_replaced() -> No
     try:
         rank = host.launch(with_child)
         host.do(rank.printed(" end"))
-        first = host.server.pid
+        first = rank.process.server
         assert first is not None
         os.kill(first, signal.SIGKILL)
         exit_ = host.do(rank.end())
@@ -354,7 +345,7 @@ def test_a_server_that_is_killed_takes_its_ranks_with_it_and_is_replaced() -> No
         host.do(until(lambda: not any(map(is_there, pids_in(rank.output)))))
         rank, _ = host.run(lambda: 5)
         assert rank.result == 5
-        assert host.server.pid != first
+        assert rank.process.server != first
     finally:
         host.close()
 
@@ -362,12 +353,11 @@ def test_a_server_that_is_killed_takes_its_ranks_with_it_and_is_replaced() -> No
 OWNER = """
 import os, sys, time
 from tests.cluster.test_rank_process import with_child
-from tests.support.rank_servers import FOLDER
 from tests.support.rank_processes import Host
 host = Host()
 rank = host.launch(with_child)
 host.do(rank.printed(" end"))
-print(rank.output.strip().replace("pids", f"pids {host.server.pid}"), flush=True)
+print(rank.output.strip().replace("pids", f"pids {rank.process.server}"), flush=True)
 host.loop.run_forever()
 """
 
@@ -406,8 +396,8 @@ def test_closing_a_server_ends_what_runs() -> None:
     host = Host()
     rank = host.launch(with_child)
     host.do(rank.printed(" end"))
-    host.close_server()
-    assert str(host.do(rank.end())) == "its rank server was closed"
+    host.close_launcher()
+    assert str(host.do(rank.end())) == "its worker was closed"
     host.do(until(lambda: not any(map(is_there, pids_in(rank.output)))))
     host.close()
 
@@ -416,7 +406,7 @@ def test_closing_a_server_ends_what_runs() -> None:
 
 
 def remains(host: Host) -> tuple[set[str], list[int], list[int], int]:
-    """Return descriptors, children, the server's children and files."""
+    """Return descriptors, children, the template's children and files."""
     found = set()
     for each in os.listdir("/proc/self/fd"):
         try:
@@ -424,13 +414,14 @@ def remains(host: Host) -> tuple[set[str], list[int], list[int], int]:
         except OSError:
             continue
     ours = [child.pid for child in psutil.Process().children()]
-    theirs = [child.pid for child in psutil.Process(host.server.pid).children()]
-    server = len(os.listdir(f"/proc/{host.server.pid}/fd"))
+    theirs = [child.pid for child in psutil.Process(host.launcher.template).children()]
+    server = len(os.listdir(f"/proc/{host.launcher.template}/fd"))
     return found, ours, theirs, server
 
 
 def test_nothing_is_left_of_many_ranks(host: Host) -> None:
     host.run(lambda: None)
+    host.do(until(lambda: not remains(host)[2]))  # the server ends after its rank
     before = remains(host)
     ends: list[Any] = [
         lambda: None,
@@ -453,7 +444,7 @@ def test_nothing_is_left_of_many_ranks(host: Host) -> None:
 def test_where_forking_is_not_safe_a_rank_is_a_new_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_process, "METHOD", "spawn")
+    monkeypatch.setattr(rank_launcher, "METHOD", "spawn")
     host = Host()
     try:
         rank, exit_ = host.run(lambda: (print("printed"), os.getpid())[1])
@@ -462,7 +453,7 @@ def test_where_forking_is_not_safe_a_rank_is_a_new_interpreter(
         assert "(SIGSEGV), at" in str(exit_)
         rank = host.launch(with_child)
         host.do(rank.printed(" end"))
-        os.kill(host.server.pid or 0, signal.SIGKILL)
+        os.kill(rank.process.server or 0, signal.SIGKILL)
         host.do(rank.end())
         host.do(until(lambda: not any(map(is_there, pids_in(rank.output)))))
     finally:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from tests.hosts.kernel import ENDING, HISTORY, ORDER, Ending, Order
 from tests.hosts.network import Network, a_network, environment
 from tests.support.clusters import until
-from tests.support.rank_servers import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,9 +34,8 @@ SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s",
     "DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "False",
     # What takes long happens once on each host, however many workers are lost there.
-    "DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.hosts.workers']",
+    "DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.support.forking']",
     "OMP_NUM_THREADS": "1",
-    FOLDER: "",  # of this process's host: each has its own
 }
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from nbelastic.errors import NoProgress
 from tests.support.clusters import a_crew, kinds
-from tests.support.rank_servers import FOLDER
 
 
 def in_two_loops():
@@ -43,7 +42,7 @@ def bare_crew(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
         patch.syspath_prepend(folder)  # which workers are given, and give to their ranks
-        with a_crew(env={FOLDER: ""}) as crew:  # rank servers start with that folder, too
+        with a_crew() as crew:  # a template of theirs starts with that folder, too
             yield crew
 
 

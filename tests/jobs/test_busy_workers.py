@@ -8,6 +8,7 @@ import threading
 import pytest
 from distributed import Event, get_client
 
+from nbelastic.cluster.scheduler import job_service
 from nbelastic.errors import NotEnoughWorkers
 
 
@@ -41,7 +42,8 @@ def pids(crew, workers):
     return crew.client.run(os.getpid, workers=workers)
 
 
-def test_a_job_starts_without_a_worker_that_is_busy_and_leaves_it_alone(crew):
+def test_a_job_starts_and_ends_without_a_worker_that_is_busy_and_leaves_it_alone(crew, monkeypatch):
+    monkeypatch.setattr(job_service, "CLOSE_GRACE", 1e9)  # its end waits for nothing there
     first, second = sorted(crew.workers())[:2]
     before = pids(crew, [second])
     task = crew.client.submit(wait_for, "until-the-job-is-over", workers=[second], pure=False)

@@ -9,7 +9,6 @@ import dask
 import pytest
 
 from nbelastic.driver import explain_journal
-from tests.support import rank_servers
 from tests.support.cgroups import limit_memory, remove_group
 from tests.support.clusters import a_crew, kinds, sizes
 
@@ -108,7 +107,7 @@ def test_a_rank_dies_alone_and_is_back(crew, tmp_path, name):
 def test_a_rank_out_of_memory_dies_alone_and_is_told_apart(tmp_path):
     """Each worker and all that it starts may use a gigabyte."""
     name = f"nbelastic-test-{os.getpid()}"
-    with a_crew(n_workers=4, env={rank_servers.FOLDER: ""}) as crew:
+    with a_crew(n_workers=4) as crew:
         try:
             for number, address in enumerate(crew.workers()):
                 found = crew.client.run(

@@ -153,6 +153,10 @@ SENTENCES = [
     (why.WaitingForRanks(1, 4), "waiting for 1 rank to leave generation 4"),
     (why.WaitingForRanks(2, 0), "waiting for 2 ranks to be ready"),
     (
+        why.WaitingForRanks(2, 0, operation="importing torch, 2 s"),
+        "waiting for 2 ranks to be ready: importing torch, 2 s",
+    ),
+    (
         why.WaitingForRanks(1, 0, (why.UnusedGroup(UnusedReason.BUSY, "", 1, ("d",)),)),
         "waiting for 1 rank to be ready "
         "(not used: 1 busy with other tasks of Dask, which its rank waits for (d))",

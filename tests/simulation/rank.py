@@ -28,6 +28,7 @@ class SimRank:
     """The process of a rank; what the agent knows of it is as of a real one."""
 
     pid = None
+    waits = False  # for a template
 
     def __init__(self, worker: SimWorker, spec: Any, payload: Any, take: Any) -> None:
         self._worker, self._take = worker, take

@@ -36,8 +36,8 @@ class SimWatcher:
         """Wait for nothing."""
 
 
-class SimServer:
-    """A rank server, which needs no process here."""
+class SimLauncher:
+    """A launcher, which needs no process here."""
 
     def close(self) -> None:
         """Take no more."""
@@ -50,8 +50,8 @@ class SimAgent(Agent):
         super().setup(worker)
         self._notices = SimWatcher()  # type: ignore[assignment]
 
-    def _start_server(self) -> Any:
-        return SimServer()
+    def _start_launcher(self) -> Any:
+        return SimLauncher()
 
     def _launch(self, spec: Any, payload: Any, take: Any, output: Any) -> Any:
         return SimRank(self._worker, spec, payload, take)

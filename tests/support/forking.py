@@ -1,10 +1,9 @@
 """Workers forked from a process that has imported what they need.
 
 Imported before clusters are made, this module has their workers forked from one that has Dask and
-the agent. (A worker has no torch: its rank server has, and is forked, too, once the session has a
-fork server for them: :mod:`tests.support.rank_servers`.) Kernels of notebooks import this, and the
-nannies of several hosts: they start beside other tests. Clusters of examples and benchmarks start
-as Dask does.
+the agent. (A worker has no torch: the host's rank template has.) Kernels of notebooks import this,
+and the nannies of several hosts: they start beside other tests. Clusters of examples and benchmarks
+start as Dask does.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import os
 
 import dask
 from distributed.utils import get_mp_context
-
-from tests.support.rank_servers import ask_fork_server
 
 dask.config.set(
     {
@@ -29,5 +26,4 @@ dask.config.set(
 get_mp_context().set_forkserver_preload(
     ["distributed", "nbelastic.cluster.worker.agent", "tests.support.forking"]
 )
-ask_fork_server()
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a worker that crashes says where

@@ -1,4 +1,4 @@
-"""Ranks' processes without Dask: a rank server, started by an event loop of this process."""
+"""Ranks' processes without Dask, launched by an event loop of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 from nbelastic.cluster.payload import Modules
 from nbelastic.cluster.wire import JobPayload, RankEvent
 from nbelastic.cluster.worker.rank.channel import RankSetup, frame
-from nbelastic.cluster.worker.rank_process import RankServer
+from nbelastic.cluster.worker.rank_launcher import RankLauncher
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.membership import Place, RankLeft, RankRaised, RankReturned
 from nbelastic.pickling import dumps
@@ -50,9 +50,9 @@ def setup_of(function: Callable[..., Any], *args: Any) -> bytes:
 class Launched:
     """A rank, and all that comes of it, in order: messages, and what it has printed as bytes."""
 
-    def __init__(self, server: RankServer, function: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, launcher: RankLauncher, function: Callable[..., Any], *args: Any) -> None:
         self.came: list[Message | bytes] = []
-        self.process: RankProcess = server.launch(self.came.append, self.came.append)
+        self.process: RankProcess = launcher.launch(self.came.append, self.came.append)
         self.process.send_bytes(setup_of(function, *args))
 
     async def end(self) -> ProcessExit:
@@ -88,23 +88,23 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 class Host:
-    """An event loop with a rank server, for tests that are no coroutines."""
+    """An event loop that launches ranks as a worker does, for tests that are no coroutines."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.server = self.do(self._server())
+        self.launcher = self.do(self._launcher())
 
-    async def _server(self) -> RankServer:
-        server = RankServer()
-        server.start()
-        return server
+    async def _launcher(self) -> RankLauncher:
+        launcher = RankLauncher()
+        launcher.start()
+        return launcher
 
     def do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(coroutine)
 
     def launch(self, function: Callable[..., Any], *args: Any) -> Launched:
         async def made() -> Launched:
-            return Launched(self.server, function, *args)
+            return Launched(self.launcher, function, *args)
 
         launched: Launched = self.do(made())
         return launched
@@ -114,15 +114,14 @@ class Host:
         launched = self.launch(function, *args)
         return launched, self.do(launched.end())
 
-    def close_server(self) -> None:
+    def close_launcher(self) -> None:
         async def end() -> None:
-            self.server.close()
+            self.launcher.close()
 
         self.do(end())
 
     def close(self) -> None:
-        self.close_server()
-        self.do(until(lambda: not self.server._tasks))
+        self.close_launcher()
         self.do(asyncio.sleep(0.05))  # transports are closed in the loop's next turns
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()

@@ -270,14 +270,10 @@ def _gather(work: Workload, fault: Fault) -> list[int]:
 
 
 def worker_process() -> int:
-    """Return the process id of this rank's worker, which has started its rank server."""
+    """Return the process id of this rank's worker, which the rank's process is named by."""
     import psutil
 
-    from tests.support.rank_servers import workers_of_servers
-
-    server = psutil.Process().parent()
-    assert server is not None
-    return workers_of_servers().get(server.pid) or server.ppid()
+    return int(psutil.Process().name().removeprefix("rank of "))
 
 
 def _keep_busy(fault: Fault, marks: Path) -> None:

@@ -142,7 +142,8 @@ class JobService:
         return self._plugin.free_workers()
 
     def _busy(self, record: JobRecord) -> bool:
-        keys = [record.key(start) for start in range(record.machine.roster.starts)]
+        starts = set(range(record.machine.roster.starts)) - record.never
+        keys = [record.key(start) for start in starts]
         tasks = [self._scheduler.tasks[key] for key in keys if key in self._scheduler.tasks]
         return any(task.state == "processing" for task in tasks)
 

@@ -572,6 +572,8 @@ class ElasticPlugin(SchedulerPlugin):
             self._notices.take(self._workers[slot], message)
 
     def _ended(self, worker: str, message: RankEnded) -> None:
+        if message.never and message.job in self.jobs:
+            self.jobs[message.job].never.add(message.start)
         self.free(message.job, message.start, self._addresses.get(worker))
 
     def _take_beats(self, worker: str, message: Heartbeats) -> None:

@@ -99,6 +99,7 @@ class JobRecord:
     ranks: dict[int, str] = field(default_factory=dict)  # slot of each claimed start
     places: dict[int, Place] = field(default_factory=dict)  # place foreseen for each of them
     told: set[int] = field(default_factory=set)  # those of them that were told to end
+    never: set[int] = field(default_factory=set)  # starts whose task has nothing to do any more
     beats: dict[int, Beat] = field(default_factory=dict)  # not passed on so far, as telemetry
     telemetry: dict[int, RankTelemetry] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)  # slots of workers that are frozen

@@ -7,6 +7,7 @@ before (its task still waits for a thread) is kept, and obeyed when the rank is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -58,7 +59,7 @@ from .hosted_rank import HostedRank
 from .notice_watcher import NoticeWatcher
 from .partition_server import PartitionServer
 from .rank.channel import RankSetup, frame
-from .rank_process import RankServer
+from .rank_launcher import RankLauncher
 from .signals import ignore_interrupts, leave_on_termination, pass_on_user_signals
 from .worker_faults import WorkerFaults
 
@@ -108,14 +109,15 @@ class Agent(WorkerPlugin):
         worker.stream_handlers[PLUGIN] = self._handle
         shorten_batching(worker.batched_stream)
         slot = Slot(worker.id, worker.address, str(worker.name), host_identity())
-        self._server = self._start_server()
+        self._launcher = self._start_launcher()
         self._send(Hello(slot, versions(), own_process_id()))
 
-    def _start_server(self) -> RankServer:
-        """Start the rank server, which imports torch meanwhile."""
-        server = RankServer()
-        server.start()
-        return server
+    def _start_launcher(self) -> RankLauncher:
+        """Find or start the host's rank template, which imports torch meanwhile."""
+        launcher = RankLauncher()
+        with contextlib.suppress(OSError):  # of processes; the next rank tries again
+            launcher.start()
+        return launcher
 
     async def teardown(self, worker: Worker) -> None:
         """Make ranks leave at their next commit, then end them: the worker is closing."""
@@ -128,7 +130,7 @@ class Agent(WorkerPlugin):
             for rank in self._ranks.values():
                 rank.end("its worker is closing", ENDING_GRACE)
             await self._wait_for_ranks()
-        self._server.close()
+        self._launcher.close()
         if worker.status is not Status.closing:
             self._undo_interrupts()
 
@@ -226,7 +228,7 @@ class Agent(WorkerPlugin):
         output: Callable[[bytes], None],
     ) -> RankProcess:
         """Start the process of a rank."""
-        process = self._server.launch(take, output)
+        process = self._launcher.launch(take, output)
         setup = RankSetup(
             spec,
             payload,
@@ -248,7 +250,7 @@ class Agent(WorkerPlugin):
         return os.path.join(self._worker.local_directory, f"nbelastic-{spec.job}-{spec.start}")
 
     def _inflict(self, process: RankProcess, due: FaultDue) -> None:
-        faults = WorkerFaults(self._worker, self._server, self._send)
+        faults = WorkerFaults(self._worker, self._send)
         self._worker.loop.add_callback(faults.inflict, process, due)
 
     def bind(self, address: str) -> str:
@@ -323,7 +325,7 @@ class Agent(WorkerPlugin):
         elif isinstance(order, EndRankOrder) and key not in self._ended_early:
             self._ended_early.add(key)
             self._send(RankEvent(key[0], RankLeft(key[1])))
-            self._send(RankEnded(*key))
+            self._send(RankEnded(*key, never=True))
 
 
 def _meant(message: Any, keys: Iterable[Key]) -> list[Key]:

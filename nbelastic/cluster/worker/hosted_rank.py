@@ -46,6 +46,8 @@ AFTER_FUNCTION_S = 10.0
 TERMINATION_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 
+IMPORTING = "importing torch in the host's rank template"
+
 SILENCE_S = 1.2
 """Seconds without a heartbeat after which the state of the process is read."""
 
@@ -146,9 +148,11 @@ class HostedRank:
 
         A rank whose code holds its interpreter sends none. The last one is repeated for it, but not
         that the rank waits: that may have changed. One that is stopped, or does nothing for long,
-        is ended. Before its first heartbeat, its server may be importing torch.
+        is ended.
         """
         now = self._loop.time()
+        if self._heard is None and self.process.waits:
+            return dataclasses.replace(self._beat, operation=IMPORTING)
         silence = 0.0 if self._heard is None else now - self._heard
         if silence < SILENCE_S:
             return self._beat

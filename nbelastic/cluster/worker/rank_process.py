@@ -1,21 +1,17 @@
-"""Start, watch and end the processes of a worker's ranks.
-
-A rank server (:mod:`.rank.server`) forks the processes, so that a rank starts in milliseconds and
-has none of the worker's sockets, locks and threads.
+"""The process of a worker's rank, from the request to its end.
 
 ============  ====================================================================================
 a process is  then
 ============  ====================================================================================
-requested     the server has its descriptors, and may still be importing torch
+requested     its descriptors wait, until the host's template is ready and its server has them
 running       forked. It ends by returning, by a signal (its own, the worker's, the system's), or
-              with the server
-ended         reaped by the server, or lost with it. Its exit is known, its output complete
+              with its server or its worker
+ended         reaped by its server, or lost with that. Its exit is known, its output complete
 ============  ====================================================================================
 
-A rank ends with its server, by a death signal of the kernel. The server ends with the worker, by
-the same and by the end of the control socket, and ends its ranks first. What a rank has started
-ends with the rank, as far as it stays in the rank's process group. A server that has ended is
-started anew for the next rank.
+Each has a rank server (:mod:`.rank.server`), its parent, to which the control socket leads: by it
+the worker sends signals, and learns of the end. The server ends what the rank has started, and then
+itself, which closes the socket.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -34,9 +29,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import psutil
 
 from nbelastic.cluster.process_state import ProcessState, process_id, read_state
+from nbelastic.rank_template import MESSAGE_BYTES
 
 from .rank.channel import HEADER, framed, read_message
-from .rank.server import GROUP_LIMIT_S, MESSAGE_BYTES, signal_group
+from .rank.children import GROUP_LIMIT_S, signal_group
 from .rank_exit import ProcessExit, out_of_memory_kills
 
 if TYPE_CHECKING:
@@ -44,46 +40,46 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster.wire import Message
 
-METHOD = "fork" if sys.platform == "linux" else "spawn"
-"""How ranks begin. Frameworks of macOS do not work in a fork."""
-
-_CODE = "from nbelastic.cluster.worker.rank.server import main; main()"
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _STACK_BYTES = 1 << 16
 _END_OF_CHANNEL = 1.0
-"""Seconds that a process which has ended may take to have its channel closed by its children."""
+"""Seconds that reading what a process had sent may take when it has ended."""
+
+_WORD_OF_DEATH_S = 1.0
+"""Seconds that the template may take to say how a rank server has ended."""
 
 
 class RankProcess:
-    """Process of one rank, from the request to its end; made by :meth:`RankServer.launch`.
+    """Process of one rank; made by :meth:`~.rank_launcher.RankLauncher.launch`.
 
     `partitions` is the worker's end of the socket on which the rank asks for them.
     """
 
-    def __init__(
-        self,
-        server: RankServer,
-        number: int,
-        take: Callable[[Message], None],
-        output: Callable[[bytes], None],
-    ) -> None:
+    def __init__(self, take: Callable[[Message], None], output: Callable[[bytes], None]) -> None:
         self.pid: int | None = None  # while it runs
+        self.server: int | None = None  # its rank server's
         self.at_end: list[Callable[[], None]] = []  # called when it has ended
-        self._server, self._number, self._take, self._output = server, number, take, output
-        self._channel, self._theirs = socket.socketpair()
-        self.partitions, self._asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._source, self._prints = os.pipe()
+        self._take, self._output = take, output
+        self._loop = asyncio.get_running_loop()
+        self._channel, theirs = socket.socketpair()
+        self.partitions, asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._source, prints = os.pipe()
         os.set_blocking(self._source, False)
         self._crash: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - until it has ended
+        self._theirs = [theirs.detach(), asks.detach(), prints, os.dup(self._crash.fileno())]
+        self.looks = 0  # at a template that is asked and does nothing
+        self.control: socket.socket | None = None
+        self._lost: asyncio.Future[int] = self._loop.create_future()  # status of the server
+        self.gone: asyncio.Future[None] = self._loop.create_future()  # the server, too
         self._kills = out_of_memory_kills()
         self._reason = ""
-        self._exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
-        self._ending = False
+        self._exit: asyncio.Future[ProcessExit] = self._loop.create_future()
+        self._ending = self._closed = False
         self._paused = False
         self._serving = asyncio.ensure_future(self._serve())
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[bytes] = []
-        server.loop.add_reader(self._source, self._print)
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._loop.add_reader(self._source, self._print)
 
     @property
     def ended(self) -> bool:
@@ -102,7 +98,7 @@ class RankProcess:
         """Send a frame to the rank."""
         if self._writer is None:
             self._unsent.append(data)
-        elif not self._ending:
+        elif not self._closed:
             self._writer.write(data)
 
     def send_signal(self, number: int, reason: str = "") -> None:
@@ -112,16 +108,19 @@ class RankProcess:
         """
         if not self.ended:
             self._reason = reason or self._reason
-            self._server.signal_rank(self._number, number, self._reason)
+            if self.pid is None:
+                self.finish(reason=self._reason)  # its server sees that, and forks none
+            else:
+                self._tell(signal=number)
 
     def pause_output(self, paused: bool) -> None:
         """Read no more of what it prints, or go on. It waits once the pipe is full."""
-        if paused != self._paused and not self._ending:
+        if paused != self._paused and not self._closed:
             self._paused = paused
             if paused:
-                self._server.loop.remove_reader(self._source)
+                self._loop.remove_reader(self._source)
             else:
-                self._server.loop.add_reader(self._source, self._print)
+                self._loop.add_reader(self._source, self._print)
 
     def state(self) -> ProcessState:
         """Return the state of the process, as the system has it."""
@@ -162,32 +161,135 @@ class RankProcess:
                     return
         except BlockingIOError:
             return
-        if not self._paused and not self._ending:  # all have closed it: it would always be ready
-            self._server.loop.remove_reader(self._source)
+        if not self._paused and not self._closed:  # all have closed it: it would always be ready
+            self._loop.remove_reader(self._source)
             self._paused = True
 
-    # -- for the server ----------------------------------------------------------------------------
+    # -- its server --------------------------------------------------------------------------------
 
-    def hand_over(self, control: socket.socket) -> None:
-        """Send the process's descriptors to the server, and close them here."""
-        message = json.dumps({"op": "fork", "rank": self._number}).encode()
-        theirs = [self._theirs.fileno(), self._asks.fileno(), self._prints, self._crash.fileno()]
-        try:
-            socket.send_fds(control, [message], theirs)
-        finally:
-            self._theirs.close()
-            self._asks.close()
-            os.close(self._prints)
+    @property
+    def waits(self) -> bool:
+        """Whether no server was asked for so far."""
+        return self.control is None and self.pid is None and not self._ending
 
-    async def finish(self, status: int | None = None, reason: str = "") -> None:
+    @property
+    def asked(self) -> bool:
+        """Whether a server was asked for, which has not answered so far."""
+        return self.control is not None and self.pid is None and not self._ending
+
+    def ask(self, line: socket.socket, number: int) -> None:
+        """Ask the template at the other end of a line for a server, which gets the descriptors."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        message = json.dumps({"worker": os.getpid(), "rank": number}).encode()
+        with theirs, contextlib.ExitStack() as stack:
+            descriptors = [theirs.fileno(), *self._theirs]
+            if hasattr(os, "pidfd_open"):
+                with contextlib.suppress(OSError):  # an old kernel
+                    descriptors.append(os.pidfd_open(os.getpid()))
+                    stack.callback(os.close, descriptors[-1])
+            try:
+                socket.send_fds(line, [message], descriptors)
+            except OSError:
+                ours.close()
+                raise
+        self.control = ours
+        self._loop.add_reader(ours, self._hear)
+
+    def withdraw(self) -> None:
+        """Ask no more: a server that finds the control socket closed forks nothing."""
+        if self.control is not None:
+            self._loop.remove_reader(self.control)
+            self.control.close()
+            self.control = None
+
+    def server_lost(self, status: int) -> None:
+        """Note how its server has ended, as the template tells."""
+        if not self._lost.done():
+            self._lost.set_result(status)
+
+    def let_go(self) -> socket.socket | None:
+        """Have the server end, and the rank; return the control socket, which is closed then."""
+        control = self.control
+        if control is not None:
+            self._loop.remove_reader(control)
+            with contextlib.suppress(OSError):
+                control.shutdown(socket.SHUT_WR)
+        return control
+
+    def _tell(self, **message: Any) -> None:
+        if self.control is not None:
+            with contextlib.suppress(OSError):  # it has ended: that is noticed when it is read
+                self.control.send(json.dumps(message).encode())
+
+    def _hear(self) -> None:
+        while self.control is not None:
+            try:
+                data = self.control.recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.withdraw()
+                if self._ending:
+                    self._forget()
+                else:
+                    self._do(self._lose_server())
+                return
+            message: dict[str, Any] = json.loads(data)
+            if message["op"] == "forked":
+                self.pid, self.server = message["pid"], message["server"]
+                self._close_theirs()
+            elif message["op"] == "ended":
+                self.finish(message["status"])
+            elif message["op"] == "refused":
+                self.finish(reason=f"the system refused to start its process: {message['why']}")
+
+    async def _lose_server(self) -> None:
+        """End what a server that has ended leaves, where no template is there to do it."""
+        if self.pid is not None:  # the kernel ends the rank itself
+            signal_group(self.pid, signal.SIGTERM)
+            self._loop.call_later(GROUP_LIMIT_S, signal_group, self.pid, signal.SIGKILL)
+        how = "its status is not known"
+        if (await asyncio.wait([self._lost], timeout=_WORD_OF_DEATH_S))[0]:
+            status = os.waitstatus_to_exitcode(self._lost.result())
+            how = f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        self.finish(reason=f"its rank server has ended ({how})")
+        self._forget()
+
+    def _forget(self) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+    def _do(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _close_theirs(self) -> None:
+        while self._theirs:
+            os.close(self._theirs.pop())
+
+    def finish(self, status: int | None = None, reason: str = "") -> None:
         """Record how it has ended, after all that it has printed and sent."""
-        if self._ending:
-            return
+        if not self._ending:
+            self._ending = True
+            if self.pid is None:
+                self.withdraw()
+                self._forget()
+            self._close_theirs()
+            self._do(self._finish(status, reason))
+
+    async def _finish(self, status: int | None, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            if sys.platform == "linux":  # what is in the socket can be read; a fork may keep it
+                self._channel.shutdown(socket.SHUT_RD)
         await asyncio.wait([self._serving], timeout=_END_OF_CHANNEL)
         self._paused = False
         self._print()
-        self._ending = True
-        self._server.loop.remove_reader(self._source)
+        self._closed = True
+        self._loop.remove_reader(self._source)
         os.close(self._source)
         self._serving.cancel()
         if self._writer is not None:
@@ -200,141 +302,3 @@ class RankProcess:
             stack = self._crash.read(_STACK_BYTES).decode(errors="replace")
         killed = out_of_memory_kills() > self._kills
         self._exit.set_result(ProcessExit(status, reason or self._reason, killed, stack))
-
-
-def start_process(control: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the process of a rank server, which is spoken to over the other end of `control`."""
-    variables = {
-        **os.environ,
-        **dict.fromkeys(_ONE_THREAD, "1"),  # one thread, or it could not fork
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # has torch look for GPUs without CUDA
-        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
-    }
-    words = [sys.executable, "-c", _CODE, str(control.fileno()), str(os.getpid()), METHOD]
-    # The kernel's death signal is for the end of this thread, which is the worker's loop.
-    return subprocess.Popen(
-        words, env=variables, stdin=subprocess.DEVNULL, pass_fds=[control.fileno()]
-    )
-
-
-class RankServer:
-    """The rank server of a worker."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.pid: int | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._ranks: dict[int, RankProcess] = {}
-        self._launched = 0
-        self._tasks: set[asyncio.Future[None]] = set()
-
-    def start(self) -> None:
-        """Start the server if it does not run; return at once."""
-        if self._process is not None:
-            return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs:
-            self._process = start_process(theirs)
-        self.pid, self._control = self._process.pid, ours
-        self.loop.add_reader(ours, self._receive)
-
-    def launch(
-        self, take: Callable[[Message], None], output: Callable[[bytes], None]
-    ) -> RankProcess:
-        """Start the process of a rank.
-
-        `output` gets what it prints, `take` each message after all that it has printed before.
-        """
-        self.start()
-        assert self._control is not None
-        self._launched += 1
-        rank = self._ranks[self._launched] = RankProcess(self, self._launched, take, output)
-        try:
-            rank.hand_over(self._control)
-        except OSError as error:
-            self._finish(self._launched, reason=f"its rank server does not answer: {error}")
-        return rank
-
-    def send(self, **message: Any) -> None:
-        """Send a message to the server."""
-        if self._control is not None:
-            with contextlib.suppress(OSError):  # it has ended: that is noticed when it is read
-                self._control.send(json.dumps(message).encode())
-
-    def signal_rank(self, number: int, signum: int, reason: str) -> None:
-        """Send a signal to a rank, by its number; one that is not forked yet has ended with it.
-
-        A server that still imports torch would read it too late.
-        """
-        rank = self._ranks.get(number)
-        if rank is not None and rank.pid is None:
-            self._finish(number, reason=reason)
-        else:
-            self.send(op="signal", rank=number, signal=signum)
-
-    def close(self) -> None:
-        """End the server, and the ranks that are left."""
-        if self._control is not None:
-            self._close_control()
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(2 * GROUP_LIMIT_S)
-            process.kill()
-            process.wait()
-        for number in list(self._ranks):
-            self._finish(number, reason="its rank server was closed")
-
-    def _close_control(self) -> None:
-        assert self._control is not None
-        self.loop.remove_reader(self._control)
-        self._control.close()
-        self._control = None
-
-    def _receive(self) -> None:
-        assert self._control is not None
-        while self._control is not None:
-            try:
-                data = self._control.recv(MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._lose_server()
-                return
-            message: dict[str, Any] = json.loads(data)
-            rank = self._ranks.get(message.get("rank", 0))
-            if message["op"] == "forked":
-                if rank is not None:
-                    rank.pid = message["pid"]
-                else:  # it was to end before
-                    self.send(op="signal", rank=message["rank"], signal=signal.SIGKILL)
-            elif message["op"] == "ended":
-                self._finish(message["rank"], message["status"])
-            elif message["op"] == "refused":
-                reason = f"the system refused to start its process: {message['why']}"
-                self._finish(message["rank"], reason=reason)
-
-    def _lose_server(self) -> None:
-        """End what a server that has ended leaves; the next rank gets another."""
-        process, self._process = self._process, None
-        assert process is not None
-        self._close_control()
-        process.kill()
-        status = process.wait()
-        how = f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        for number, rank in list(self._ranks.items()):
-            if rank.pid is not None:  # the kernel ends the rank itself, but not its children
-                signal_group(rank.pid, signal.SIGTERM)
-                self.loop.call_later(GROUP_LIMIT_S, signal_group, rank.pid, signal.SIGKILL)
-            self._finish(number, reason=f"its rank server has ended ({how})")
-
-    def _finish(self, number: int, status: int | None = None, reason: str = "") -> None:
-        rank = self._ranks.pop(number, None)
-        if rank is not None:
-            task = asyncio.ensure_future(rank.finish(status, reason))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)

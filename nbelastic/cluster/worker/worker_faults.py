@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster.wire import FaultOrder, Message
 
-    from .rank_process import RankProcess, RankServer
+    from .rank_process import RankProcess
 
 
 class WorkerFaults:
     """Injects the faults of one worker; `send` sends a message to the scheduler."""
 
-    def __init__(self, worker: Worker, server: RankServer, send: Callable[[Message], None]) -> None:
+    def __init__(self, worker: Worker, send: Callable[[Message], None]) -> None:
         self._worker = worker
-        self._server = server
         self._send = send
 
     async def inflict(self, rank: RankProcess, due: FaultDue) -> None:
@@ -59,8 +58,8 @@ class WorkerFaults:
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "crash":
             rank.send_signal(signal.SIGKILL)
-        elif kind == "crash_server" and self._server.pid is not None:
-            os.kill(self._server.pid, signal.SIGKILL)
+        elif kind == "crash_server" and rank.server is not None:
+            os.kill(rank.server, signal.SIGKILL)
         elif kind == "stop":
             stopped = [os.getpid()] if rank.pid is None else [rank.pid, os.getpid()]
             if seconds:

@@ -63,6 +63,8 @@ def main(channel_fd: int, partitions_fd: int, crash_fd: int) -> None:
     The first two descriptors are sockets to the worker, the third is the file for Python's stack at
     a fatal signal.
     """
+    for descriptor in (channel_fd, partitions_fd, crash_fd):  # no program that it starts has them
+        os.set_inheritable(descriptor, False)
     faulthandler.enable(crash_fd, all_threads=True)
     set_up_streams()
     channel = RankChannel(channel_fd)

@@ -32,7 +32,9 @@ class PartitionFetcher:
         """
         with self._lock:
             self._channel.send(text.encode())
-            data, (memory, *_), _, _ = socket.recv_fds(self._channel, ANSWER_BYTES, 1)
+            data, (memory, *_), _, _ = socket.recv_fds(
+                self._channel, ANSWER_BYTES, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            )
         answer = json.loads(data)
         value = _read(memory, answer["sizes"])
         if answer.get("failed"):

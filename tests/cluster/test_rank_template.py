@@ -1,0 +1,458 @@
+"""One template a host: who shares it, what a rank has of its worker, what any death costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from nbelastic import rank_template
+from nbelastic.cluster.worker import rank_launcher
+from tests.support.rank_processes import Host, is_there, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import the tests
+
+OTHER_USER = 65534
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    """A host whose template no other test has: a variable that it reads at import is its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBELASTIC_TEST", f"templates-{os.getpid()}")
+        made = Host()
+        made.run(lambda: None)
+        yield made
+        made.close()
+
+
+@contextlib.contextmanager
+def another() -> Iterator[Host]:
+    made = Host()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def of(text: str, what: str) -> str:
+    return text.partition(f"{what} ")[2].split()[0]
+
+
+# -- who shares a template -------------------------------------------------------------------------
+
+
+def named() -> str:
+    return rank_template.address(rank_template.search_path())
+
+
+def test_what_is_fixed_at_import_or_for_good_has_a_template_of_its_own(tmp_path, monkeypatch):
+    before = named()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    mask = os.umask(0o77)
+    try:
+        assert named() == before
+    finally:
+        os.umask(mask)
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    seen = {before}
+    for change in (
+        lambda patch: patch.setenv("MALLOC_ARENA_MAX", "1"),
+        lambda patch: patch.syspath_prepend(tmp_path),
+        lambda patch: patch.setattr(sys, "executable", "/usr/bin/other"),
+        lambda patch: patch.setattr(rank_template, "_stamp", lambda path: "newer"),
+        lambda patch: patch.setattr(rank_template, "standing", lambda pid: ["of another user"]),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            change(patch)
+            seen.add(named())
+    assert len(seen) == 6
+    assert named() == before
+
+
+def test_workers_of_one_standing_share_one_and_each_rank_has_its_own_workers(host, tmp_path):
+    text = in_process(
+        tmp_path,
+        """
+import json, os, resource
+os.umask(0o27)
+resource.setrlimit(resource.RLIMIT_NOFILE, (333, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.chdir(sys.argv[1])
+os.environ["CUDA_VISIBLE_DEVICES"] = "5"
+open("/proc/self/oom_score_adj", "w").write("77")
+
+def function():
+    import os, resource
+    return {
+        "umask": os.umask(0), "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "cores": len(os.sched_getaffinity(0)), "folder": os.getcwd(),
+        "gpus": os.environ["CUDA_VISIBLE_DEVICES"],
+        "oom": int(open("/proc/self/oom_score_adj").read()),
+    }
+
+rank, _ = host.run(function)
+print(json.dumps({"template": host.launcher.template, **rank.result}))
+""",
+    )
+    assert json.loads(text) == {
+        "template": host.launcher.template,
+        "umask": 0o27,
+        "files": 333,
+        "cores": 1,
+        "folder": str(tmp_path),
+        "gpus": "5",
+        "oom": 77,
+    }
+
+
+def in_process(tmp_path: Path, code: str, *before: str) -> str:
+    """Run code beside a host in a new process; return what it prints."""
+    head = "import sys\nfrom tests.support.rank_processes import Host\nhost = Host()\n"
+    words = [*before, sys.executable, "-c", f"{head}{code}\nhost.close()\n", str(tmp_path)]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    done = subprocess.run(words, capture_output=True, text=True, env=variables, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_two_that_start_one_at_once_end_with_one(monkeypatch):
+    monkeypatch.setenv("NBELASTIC_TEST", f"two-{os.getpid()}")
+    with another() as first, another() as second:
+        assert first.run(os.getpid)[1].status == second.run(os.getpid)[1].status == 0
+        assert first.launcher.template == second.launcher.template
+        os.kill(first.launcher.template, signal.SIGKILL)
+
+
+def test_a_template_ends_some_time_after_its_last_worker_and_leaves_nothing():
+    """With a time that is zero; its worker's line alone keeps it."""
+    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    name = f"nbelastic-test-{os.getpid()}"
+    code = "import sys; from nbelastic import rank_template as t; t.IDLE_S = 0; "
+    code += "t.main(*sys.argv[1:])"
+    words = [sys.executable, "-c", code, str(theirs.fileno()), "spawn", name]
+    with line:
+        with theirs:
+            subprocess.run(words, pass_fds=[theirs.fileno()], check=True)
+        pid = json.loads(line.recv(100))["pid"]
+        assert json.loads(line.recv(100))["op"] == "ready"
+        assert is_there(pid)
+    asyncio.run(until(lambda: not is_there(pid)))
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(f"\0{name}")
+
+
+# -- other users -----------------------------------------------------------------------------------
+
+
+def as_other_user(call: Any) -> multiprocessing.Process:
+    def run() -> None:
+        os.setgid(OTHER_USER)
+        os.setuid(OTHER_USER)
+        call()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return process
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
+@needs_root
+def test_another_user_cannot_speak_to_it(host):
+    name = f"\0{host.launcher._name}"
+
+    def ask() -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+            line.connect(name)
+            os._exit(0 if line.recv(100) == b"" else 1)
+
+    process = as_other_user(ask)
+    process.join(60)
+    assert process.exitcode == 0
+    assert host.run(lambda: 5)[0].result == 5
+
+
+@needs_root
+def test_one_that_another_user_runs_is_not_asked(host, caplog, monkeypatch):
+    monkeypatch.setattr(rank_template, "address", lambda path: f"taken-{os.getpid()}")
+    ours, theirs = multiprocessing.Pipe()
+
+    def squat() -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"\0taken-{os.getppid()}")
+            listener.listen()
+            theirs.send("listens")
+            listener.accept()[0].recv(100)
+            time.sleep(60)
+
+    process = as_other_user(squat)
+    assert ours.recv() == "listens"
+    with another() as made:
+        assert "has other rights than this one. This worker starts one for itself" in caplog.text
+        assert made.run(lambda: 5)[0].result == 5
+    process.kill()
+    process.join()
+
+
+@needs_root
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no setpriv")
+def test_a_second_user_has_a_template_and_hears_what_the_system_refuses(host, tmp_path):
+    """Neither the template nor a server may fork: there are as many processes as are allowed."""
+    tmp_path.chmod(0o755)
+    capability = "+dac_read_search"  # the tests' environment may be root's alone
+    user = ["setpriv", f"--reuid={OTHER_USER}", f"--inh-caps={capability}"]
+    text = in_process(
+        tmp_path,
+        """
+import json, os, resource
+def function():
+    import os
+    return os.getuid()
+uid = host.run(function)[0].result
+most, hard = resource.RLIMIT_NPROC, resource.getrlimit(resource.RLIMIT_NPROC)[1]
+resource.setrlimit(most, (0, hard))
+server = str(host.run(function)[1])
+resource.prlimit(host.launcher.template, most, (0, hard))
+template = str(host.run(function)[1])
+resource.prlimit(host.launcher.template, most, (hard, hard))
+resource.setrlimit(most, (hard, hard))
+print(json.dumps([uid, host.launcher.template, server, template, host.run(function)[0].result]))
+""",
+        *(*user, f"--ambient-caps={capability}"),
+    )
+    uid, template, of_server, of_template, after = json.loads(text)
+    assert (uid, after) == (OTHER_USER, OTHER_USER)
+    assert template != host.launcher.template
+    for reason in (of_server, of_template):
+        assert reason.startswith("the system refused to start its process: ")
+
+
+# -- a template that dies, or does not answer ------------------------------------------------------
+
+
+def test_the_death_of_the_template_costs_no_rank(host):
+    first = host.launcher.template
+    rank = host.launch(lambda: [print("here"), input_of("go on"), 7][-1])
+    host.do(rank.printed("here"))
+    os.kill(first, signal.SIGKILL)
+    host.do(until(lambda: host.launcher.template not in (0, first)))
+    Path(f"/tmp/nbelastic-test-{rank.process.pid}").touch()
+    host.do(rank.end())
+    assert rank.result == 7
+    assert host.run(lambda: 5)[0].result == 5
+
+
+def input_of(_: str) -> None:
+    path = Path(f"/tmp/nbelastic-test-{os.getpid()}")
+    while not path.exists():
+        time.sleep(0.01)
+    path.unlink()
+
+
+def test_one_that_is_stopped_is_left_and_forks_nothing_late(host, tmp_path, caplog):
+    def function() -> None:
+        with (tmp_path / "begun").open("a") as file:
+            file.write("once\n")
+
+    with another() as made:
+        made.run(lambda: None)
+        template = made.launcher.template
+        assert template == host.launcher.template
+        os.kill(template, signal.SIGSTOP)
+        try:
+            _, exit_ = made.run(function)
+        finally:
+            os.kill(template, signal.SIGCONT)
+        assert exit_.status == 0
+        words = f"(process {template}) is stopped. This worker starts one for itself"
+        assert words in caplog.text
+        assert host.run(lambda: 5)[0].result == 5  # after the request that was left in its line
+        assert made.launcher.template != template
+    assert (tmp_path / "begun").read_text() == "once\n"
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_one_that_does_nothing_is_left(monkeypatch, caplog, listens):
+    code = "import socket, sys, time; s = socket.socket(1, 5); s.bind(chr(0) + sys.argv[1]); "
+    code += f"{listens} and s.listen(); print(1, flush=True); time.sleep(600)"
+    name = f"stuck-{os.getpid()}-{listens}"
+    monkeypatch.setattr(rank_template, "address", lambda path: name)
+    monkeypatch.setattr(rank_launcher, "STUCK_S", 1.0)
+    with subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE) as stuck:
+        assert stuck.stdout is not None
+        stuck.stdout.readline()
+        with another() as made:
+            assert made.run(lambda: 5)[0].result == 5
+        words = f"(process {stuck.pid}) does nothing" if listens else "is bound, and refuses"
+        assert words in caplog.text
+        stuck.kill()
+
+
+def test_a_rank_that_is_to_end_before_its_template_is_ready_ends_at_once(monkeypatch):
+    monkeypatch.setenv("NBELASTIC_TEST", f"early-{os.getpid()}")
+    with another() as made:
+        rank = made.launch(lambda: None)
+        assert rank.process.waits
+        rank.process.send_signal(signal.SIGTERM, "it is to end")
+        assert str(made.do(rank.end())) == "it is to end"
+        made.do(until(lambda: made.launcher._starter is None))
+        os.kill(made.launcher.template, signal.SIGKILL)
+
+
+# -- what a rank leaves ----------------------------------------------------------------------------
+
+
+def daemon() -> int:
+    """Fork twice, into a session of its own; return the process."""
+    source, target = os.pipe()
+    if not os.fork():
+        os.setsid()
+        if pid := os.fork():
+            os.write(target, str(pid).encode())
+            os._exit(0)
+        os.close(source)
+        os.close(target)
+        time.sleep(300)
+    os.close(target)
+    os.wait()
+    with os.fdopen(source) as file:
+        return int(file.read())
+
+
+def by_shell(line: str) -> int:
+    words = ["bash", "-c", f"{line} & echo $!"]
+    return int(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
+
+
+QUIET = "sleep 300 >/dev/null"
+KINDS = {
+    "a session of its own": lambda: subprocess.Popen(["sleep", "300"], start_new_session=True).pid,
+    "timeout": lambda: subprocess.Popen(["timeout", "300", "sleep", "300"]).pid,
+    "setsid": lambda: by_shell(f"setsid {QUIET}"),
+    "job control": lambda: by_shell(f"set -m; {QUIET}"),
+    "nohup": lambda: by_shell(f"nohup {QUIET} 2>&1"),
+    "a daemon": daemon,
+    "deaf": lambda: by_shell(f"setsid sh -c 'trap \"\" TERM; {QUIET}; {QUIET}' >/dev/null"),
+}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_rank_has_started_ends_with_it_wherever_it_has_gone(host, killed):
+    def function() -> None:
+        pids = [kind() for kind in KINDS.values()]
+        pids += [each.pid for pid in pids for each in psutil.Process(pid).children()]
+        print("pids", *pids, "end", flush=True)
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    rank, _ = host.run(function)
+    pids = [int(each) for each in rank.output.partition("pids ")[2].partition(" end")[0].split()]
+    assert len(pids) >= len(KINDS) + 1
+    host.do(until(lambda: not any(map(is_there, pids))))
+
+
+def test_what_another_rank_of_the_worker_has_started_stays(host):
+    first = host.launch(lambda: [print("pid", daemon(), flush=True), time.sleep(300)])
+    host.do(first.printed("\n"))
+    pid = int(of(first.output, "pid"))
+    host.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    host.do(until(lambda: len(psutil.Process(host.launcher.template).children()) == 1))
+    assert is_there(pid)
+    first.process.send_signal(signal.SIGKILL)
+    host.do(first.end())
+    host.do(until(lambda: not is_there(pid)))
+
+
+def test_a_program_that_a_rank_starts_has_its_standard_streams_alone(host):
+    def function() -> list[str]:
+        words = ["sh", "-c", "ls -l /proc/$$/fd"]
+        found = subprocess.run(
+            words, close_fds=False, stdout=subprocess.PIPE, text=True, check=True
+        )
+        return [line.split()[-3] for line in found.stdout.splitlines() if "->" in line]
+
+    assert host.run(function)[0].result == ["0", "1", "2"]
+
+
+# -- any death, at any moment ----------------------------------------------------------------------
+
+
+def own(line: Any) -> None:
+    """Be a worker with a rank that has started others; tell their processes."""
+    made = Host()
+    rank = made.launch(lambda: [print("pids", os.getpid(), daemon(), "end"), time.sleep(300)])
+    made.do(until(lambda: made.launcher.template > 0))
+    line.send(made.launcher.template)
+    made.do(rank.printed("end"))
+    pids = rank.output.partition("pids ")[2].partition(" end")[0].split()
+    line.send([rank.process.server, *map(int, pids)])
+    made.loop.run_forever()
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def random_ends(host: Host, number: int, dice: random.Random) -> None:
+    fork = multiprocessing.get_context("fork")
+    for _ in range(number):
+        ours, theirs = fork.Pipe()
+        worker = fork.Process(target=own, args=(theirs,))
+        worker.start()
+        template = ours.recv()
+        pids: list[int] = []
+        if dice.random() < 0.3:  # while it asks, or the rank begins
+            time.sleep(dice.uniform(0, 0.1))
+        else:
+            pids = ours.recv()
+            victims = [worker.pid, *pids[:2]]
+            chosen = dice.sample(victims, dice.choice([1, 1, 2]))
+            if dice.random() < 0.1 and pids[0] not in chosen:
+                chosen.append(template)  # with a server, what its rank has started is lost sight of
+            kill(*dice.sample(chosen, len(chosen)))
+        kill(worker.pid)
+        worker.join()
+        host.do(until(lambda pids=pids: not any(map(is_there, pids))))
+    host.run(lambda: None)
+    name = f"of {os.getpid()}"
+    host.do(until(lambda: not psutil.Process(host.launcher.template).children(recursive=True)))
+    names = [each.info["name"] or "" for each in psutil.process_iter(["name"])]
+    assert not [each for each in names if each.endswith(name)]
+    assert len(os.listdir(f"/proc/{host.launcher.template}/fd")) < 12
+
+
+def test_nothing_is_left_however_workers_servers_and_ranks_end(host):
+    random_ends(host, 12, random.Random(5))
+
+
+@pytest.mark.nightly
+def test_nothing_is_left_of_a_hundred_ends(host):
+    random_ends(host, 100, random.Random())
