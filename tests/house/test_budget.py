@@ -23,7 +23,7 @@ BUDGET = {
     "collectives": 7_950,
     "data": 4_800,
     "driver": 4_050,
-    "elastic": 5_550,
+    "elastic": 5_900,
     "keras": 3_700,
     "lightning": 600,
     "membership": 5_100,
@@ -32,7 +32,7 @@ BUDGET = {
     "render": 1_500,
     "sharing": 900,
     "tensorflow": 500,
-    "torch": 13_100,
+    "torch": 13_150,
     "trainers": 100,
     "transformers": 550,
 }
