@@ -172,21 +172,22 @@ class FollowedSamplers:
             return _keeping(count, draw())
         rows = found.rows
         if rows is None:
-            rows = as_array(self._whole(sampler, found, draw))
+            with self.whole(sampler), seeded(getattr(sampler, "seed", 0), _epoch(sampler)):
+                rows = as_array(list(draw()))
             found.rows = None if plain else rows
         left = rows[found.start :]
         places = np.arange(sampler.rank, _dealt(found.tail, len(left), found.size), found.size)
         return _keeping(count, iter(left[places % max(len(left), 1)].tolist()))
 
-    def _whole(self, sampler: Any, found: _Followed, draw: Callable[[], Any]) -> list[Any]:
-        """Return the rows of all ranks, in the order of the epoch."""
+    @contextlib.contextmanager
+    def whole(self, sampler: Any) -> Iterator[None]:
+        """Let a sampler yield the rows of all ranks, in the order of its epoch, for a while."""
         kept = {name: getattr(sampler, name) for name in _SIZES}
-        length = len(sampler.dataset)
+        length, found = len(sampler.dataset), self._all.get(sampler) or _Followed(-1, 0, False)
         vars(sampler).update(zip(_SIZES, (1, 0, length, length), strict=True))
         found.drawing = True
         try:
-            with seeded(getattr(sampler, "seed", 0), _epoch(sampler)):
-                return list(draw())
+            yield
         finally:
             found.drawing = False
             vars(sampler).update(kept)

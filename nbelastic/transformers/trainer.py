@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
@@ -27,8 +28,6 @@ from nbelastic.transformers.progress import TrainerProgress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch.utils.data import DataLoader
 
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
 
@@ -103,7 +102,7 @@ class _ElasticTrainer:
         self.accelerator.free_memory()
         if self.args.auto_find_batch_size:
             self._update_auto_batch_size(batch_size)
-        loader = self.get_train_dataloader()
+        loader = self._training_loader()
         epochs, updates, _, samples, _, _, max_steps = self.set_initial_training_values(
             self.args, loader
         )
@@ -130,6 +129,13 @@ class _ElasticTrainer:
                 for each in self.callback_handler.callbacks
                 if not isinstance(each, _EpochFollower)
             ]
+
+    def _training_loader(self) -> Any:
+        """Return the loader of the Trainer; one of a user's own is prepared as others are."""
+        loader = self.get_train_dataloader()
+        if type(loader) is DataLoader:
+            loader = self.accelerator.prepare(loader)
+        return loader
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
         super()._maybe_log_save_evaluate(*arguments, **named)  # type: ignore[misc]
@@ -288,6 +294,8 @@ class TrainerLoop:
         vars(trainer).pop("_eval_dataloaders", None)  # shared out among ranks that have changed
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+        if self.sampler is None:
+            self.loader = trainer._training_loader()  # its shares are those of the present ranks
         if args.max_steps > 0 or not has_length(self.loader):
             epochs = trainer.set_initial_training_values(args, self.loader)[0]
         else:

@@ -33,7 +33,7 @@ BUDGET = {
     "sharing": 900,
     "tensorflow": 500,
     "torch": 13_150,
-    "trainers": 100,
+    "trainers": 300,
     "transformers": 550,
 }
 

@@ -225,9 +225,10 @@ def with_accelerate(how, flag, directory):
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
-    data = torch.utils.data.TensorDataset(torch.arange(ROWS))
-    loader = torch.utils.data.DataLoader(data, BATCH, shuffle=True)
-    test = torch.utils.data.DataLoader(data, BATCH)
+    data = torch.utils.data.TensorDataset(torch.arange(2 * ROWS))
+    half = torch.utils.data.SubsetRandomSampler(range(ROWS))  # the others are held out
+    loader = torch.utils.data.DataLoader(data, BATCH, sampler=half)
+    test = torch.utils.data.DataLoader(data, BATCH, sampler=range(ROWS))
     prepared = accelerator.prepare(model, optimizer, loader, scheduler, test)
     model, optimizer, loader, scheduler, test = prepared
     state = AccelerateState(accelerator, epoch=0, step=0, seen=[], evaluations=0)
@@ -287,6 +288,11 @@ def with_transformers(how, flag, directory, lora=False):
             self.epochs += 1
 
     class Watched(Trainer):
+        def _get_train_sampler(self, dataset):
+            if lora:
+                return super()._get_train_sampler(dataset)
+            return torch.utils.data.SubsetRandomSampler(range(ROWS))  # the others are held out
+
         def training_step(self, model, inputs, *arguments, **named):
             epoch = watch.epochs - 1
             trial.begin(epoch, watch.step)
@@ -307,7 +313,8 @@ def with_transformers(how, flag, directory, lora=False):
 
         wanted = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], lora_dropout=0)
         model = get_peft_model(model, wanted)
-    data = [{"input_ids": (torch.arange(8) + row) % ROWS} for row in range(ROWS)]
+    size = ROWS if lora else 2 * ROWS
+    data = [{"input_ids": (torch.arange(8) + row) % ROWS} for row in range(size)]
     for each in data:
         each["labels"] = each["input_ids"]
     arguments = TrainingArguments(
@@ -403,11 +410,12 @@ def with_lightning(how, flag, directory):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = torch.utils.data.TensorDataset(torch.arange(ROWS))
+    data = torch.utils.data.TensorDataset(torch.arange(2 * ROWS))
+    half = torch.utils.data.SubsetRandomSampler(range(ROWS))  # the others are held out
     nbelastic.lightning.fit(
         trainer,
         module,
-        torch.utils.data.DataLoader(data, BATCH, shuffle=True),
+        torch.utils.data.DataLoader(data, BATCH, sampler=half),
         torch.utils.data.DataLoader(data, BATCH),
     )
     facts = {"epochs": trainer.current_epoch, "evaluations": watch.evaluations}
