@@ -19,6 +19,16 @@ _OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "reg
 _NAME_IT = "Name it: AccelerateState(accelerator, loaders=[loader]). Its own sampler stays."
 
 
+def refuse_pickled(accelerator: Any, what: str) -> None:
+    """Refuse an accelerator that was made in another process, as in an earlier cell."""
+    if vars(accelerator.state) is not type(accelerator.state)._shared_state:
+        raise OptionError(
+            f"{what} was made in another process, such as the notebook's kernel, and has its "
+            "number of ranks: with it each rank would train alone. Make it, and call prepare(), in "
+            "the function that the ranks run"
+        )
+
+
 class AccelerateState(TorchState):
     """State of all that an ``Accelerator`` has prepared.
 
@@ -60,6 +70,7 @@ class AccelerateState(TorchState):
                 f"nbelastic.accelerate.AccelerateState({taken[0]}=…): the accelerator's own go by "
                 "that name; choose another"
             )
+        refuse_pickled(accelerator, "the Accelerator of this AccelerateState")
         if not accelerator._models and not accelerator._optimizers:
             raise OptionError(
                 "nbelastic.accelerate.AccelerateState(accelerator): nothing is prepared yet; call "

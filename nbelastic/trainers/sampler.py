@@ -105,9 +105,11 @@ class DealtSampler(ElasticSampler):
         """Record that a batch is done. All ranks record the same batches."""
         super().record_batch(batch_idx, 1 if self.batched else batch_size)
 
-    def digest(self) -> str:
-        """Return a digest of the order of the epoch under way; empty if seed and epoch give it."""
-        return "" if self._source is None else _digest(self._order(self.epoch))
+    def position(self) -> dict[str, Any]:
+        """Return how much of the epoch is done, and what it takes to have the same order again."""
+        done, order = self.processed_num, self._deal.order
+        drawn = "" if self._source is None else _digest(self._order(self.epoch))
+        return {"done": done, "length": order.length, "seed": self.seed, "drawn": drawn}
 
     # -- epochs that a sampler of the user's draws -------------------------------------------------
 

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from nbelastic.accelerate.loaders import batches_left, deal, obstacle
+from nbelastic.accelerate.state import refuse_pickled
 from nbelastic.elastic import report
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
@@ -72,6 +73,14 @@ def elastic(trainer: type[Any]) -> type[Any]:
     return type(trainer.__name__, (_ElasticTrainer, trainer), {})
 
 
+def renew(arguments: Any) -> None:
+    """Give arguments that were made in another process the ranks of this one."""
+    state = arguments.distributed_state if "_setup_devices" in vars(arguments) else None
+    if state is not None and vars(state) is not type(state)._shared_state:
+        del vars(arguments)["_setup_devices"]
+        arguments.device  # noqa: B018  # it finds them
+
+
 class _ElasticTrainer:
     """Methods of an elastic Trainer; the first base of its class."""
 
@@ -81,6 +90,12 @@ class _ElasticTrainer:
         control: Any
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        for each in (*arguments, *named.values()):
+            if isinstance(each, transformers.TrainingArguments):
+                renew(each)
+        super().__init__(*arguments, **named)
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         if not isinstance(current_or_none(), Session):
@@ -99,6 +114,7 @@ class _ElasticTrainer:
         ignore_keys_for_eval: Sequence[str] | None = None,
     ) -> Any:
         del args
+        refuse_pickled(self.accelerator, "this Trainer")
         self.accelerator.free_memory()
         if self.args.auto_find_batch_size:
             self._update_auto_batch_size(batch_size)
