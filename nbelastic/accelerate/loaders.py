@@ -1,8 +1,8 @@
 """Loaders that accelerate has prepared, under changes of membership.
 
-A loader that shuffles is for training: its samples are dealt by nbelastic, each once an epoch,
-whatever happens to the ranks. All others, as for evaluation, are shared out by accelerate, anew
-with each generation, and begin again.
+A loader that draws at random is for training: what its sampler draws is dealt by nbelastic, once an
+epoch, whatever happens to the ranks. All others, as for evaluation, are shared out by accelerate,
+anew with each generation, and begin again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from accelerate.data_loader import (
     DataLoaderShard,
     IterableDatasetShard,
 )
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from nbelastic.trainers import DealtSampler
+from nbelastic.trainers import DealtSampler, dealt, obstacle_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,9 +30,8 @@ if TYPE_CHECKING:
 
 def shuffles(loader: Any) -> bool:
     """Return whether a loader deals its samples in random order."""
-    batches = _batches(loader)
-    inner = getattr(batches, "batch_sampler", batches)
-    return isinstance(getattr(inner, "sampler", None), RandomSampler)
+    sampler = getattr(_source(loader)[0], "sampler", _source(loader)[0])
+    return isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
 
 
 def obstacle(loader: Any) -> str:
@@ -34,16 +39,11 @@ def obstacle(loader: Any) -> str:
     if not isinstance(loader, DataLoaderShard):
         return "its batches are read by one rank and sent to the others (dispatch_batches)"
     batches = _batches(loader)
-    if isinstance(batches, BatchSamplerShard):
-        if batches.split_batches:
-            return "its batches are split among the ranks (split_batches)"
-        batches = batches.batch_sampler
-    if type(batches) is not BatchSampler:
-        return f"it has batches of its own ({type(batches).__name__}), or an iterable dataset"
-    sampler = batches.sampler
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler._num_samples):
-        return "its sampler draws with replacement, or a part of the dataset"
-    return ""
+    if isinstance(batches, BatchSamplerShard) and batches.split_batches:
+        return "its batches are split among the ranks (split_batches)"
+    if isinstance(loader.dataset, IterableDataset) or batches is None:
+        return "it has an iterable dataset, or no batches"
+    return obstacle_to(_source(loader)[0])
 
 
 def deal(loader: Any, seed: int) -> DealtSampler:
@@ -51,13 +51,20 @@ def deal(loader: Any, seed: int) -> DealtSampler:
 
     The loader, without an :func:`obstacle`, is changed in place. All ranks have the same `seed`.
     """
+    source, batched = _source(loader)
+    sampler = dealt(loader.dataset, source, seed, batched)
     batches = _batches(loader)
-    if isinstance(batches, BatchSamplerShard):
-        batches.num_processes, batches.process_index = 1, 0
-        batches.even_batches = False  # shares are equally long as they are
-        batches = batches.batch_sampler
-    sampler = DealtSampler(loader.dataset, shuffle=shuffles(loader), seed=seed)
-    batches.sampler = sampler
+    if batched:
+        inner = getattr(loader, "base_dataloader", loader)
+        name = "sampler" if inner.sampler is batches else "batch_sampler"
+        # The guard of DataLoader is against changes by users.
+        object.__setattr__(inner, name, sampler)
+    else:
+        if isinstance(batches, BatchSamplerShard):
+            batches.num_processes, batches.process_index = 1, 0
+            batches.even_batches = False  # shares are equally long as they are
+            batches = batches.batch_sampler
+        batches.sampler = sampler
     loader._drop_last = True  # else gather_for_metrics() drops rows that are not repetitions
     kind = type(loader)
     loader.__dict__["_nbelastic_sampler"] = sampler
@@ -71,9 +78,11 @@ def batches_left(loader: Any, epoch: int | None) -> tuple[int, float]:
 
     The `epoch` is None for a whole one.
     """
-    batches = loader.base_dataloader.batch_sampler
+    batches = _batches(loader)
     sampler: DealtSampler = loader._nbelastic_sampler
-    return sampler.batches_left(epoch, batches.batch_size, getattr(batches, "drop_last", False))
+    return sampler.batches_left(
+        epoch, getattr(batches, "batch_size", None) or 1, getattr(batches, "drop_last", False)
+    )
 
 
 def share_anew(loader: Any, rank: int, size: int) -> None:
@@ -87,9 +96,17 @@ def share_anew(loader: Any, rank: int, size: int) -> None:
     elif isinstance(batches, BatchSamplerShard):
         batches.num_processes, batches.process_index = size, rank
     elif isinstance(loader, DataLoaderShard) and isinstance(batches, BatchSampler) and size > 1:
-        # It was prepared by a rank alone. The guard of DataLoader is against changes by users.
+        # It was prepared by a rank alone.
         shard = BatchSamplerShard(batches, size, rank)
         object.__setattr__(loader.base_dataloader, "batch_sampler", shard)
+
+
+def _source(loader: Any) -> tuple[Any, bool]:
+    """Return a loader's sampler, or its batch sampler and True if that has batches of its own."""
+    batches = _batches(loader)
+    if isinstance(batches, BatchSamplerShard):
+        batches = batches.batch_sampler
+    return (batches.sampler, False) if type(batches) is BatchSampler else (batches, True)
 
 
 def _batches(loader: Any) -> Any:
@@ -116,8 +133,7 @@ class _Recording:
 
     def __iter__(self: Any) -> Iterator[Any]:
         epoch, sampler = self.iteration, self._nbelastic_sampler
-        inner = getattr(self, "base_dataloader", self)
-        size = inner.batch_sampler.batch_size
+        size = getattr(_batches(self), "batch_size", None) or 1
         sampler.begin_epoch(epoch)
         for index, batch in enumerate(super().__iter__()):  # type: ignore[misc]
             sampler.record_batch(index, size)

@@ -16,12 +16,26 @@ if TYPE_CHECKING:
 _OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "registered")
 
 
+_NAME_IT = "Name it: AccelerateState(accelerator, loaders=[loader]). Its own sampler stays."
+
+
+def refuse_pickled(accelerator: Any, what: str) -> None:
+    """Refuse an accelerator that was made in another process, as in an earlier cell."""
+    if vars(accelerator.state) is not type(accelerator.state)._shared_state:
+        raise OptionError(
+            f"{what} was made in another process, such as the notebook's kernel, and has its "
+            "number of ranks: with it each rank would train alone. Make it, and call prepare(), in "
+            "the function that the ranks run"
+        )
+
+
 class AccelerateState(TorchState):
     """State of all that an ``Accelerator`` has prepared.
 
     These are models, optimizers, schedulers, the gradient scaler, objects that were registered for
-    checkpoints, and the progress in loaders. A loader that shuffles deals each sample once an
-    epoch, whatever happens to the ranks. Other loaders begin again after a change of membership.
+    checkpoints, and the progress in loaders. A loader that shuffles, or draws at random in another
+    way, deals what its sampler draws once an epoch, whatever happens to the ranks. Other loaders
+    begin again after a change of membership.
 
     Make it after ``accelerator.prepare(…)``, before the elastic loop.
 
@@ -30,7 +44,8 @@ class AccelerateState(TorchState):
     accelerator : accelerate.Accelerator
         The accelerator.
     loaders : sequence of loaders, optional
-        Those to deal the samples of; by default all prepared ones that shuffle.
+        Those to deal the samples of, as their samplers or batch samplers have them; by default all
+        prepared ones that shuffle or draw at random.
     seed : int, default 0
         Of their order.
     **values
@@ -55,12 +70,14 @@ class AccelerateState(TorchState):
                 f"nbelastic.accelerate.AccelerateState({taken[0]}=…): the accelerator's own go by "
                 "that name; choose another"
             )
+        refuse_pickled(accelerator, "the Accelerator of this AccelerateState")
         if not accelerator._models and not accelerator._optimizers:
             raise OptionError(
                 "nbelastic.accelerate.AccelerateState(accelerator): nothing is prepared yet; call "
                 "accelerator.prepare(model, optimizer, …) before"
             )
         self._accelerator = accelerator
+        self._begins_again: Any = None  # a loader within which a commit was made
         self._prepared = list(accelerator._dataloaders)
         samplers = [deal(each, seed) for each in self._to_deal(loaders)]
         optimizers = [each.optimizer for each in accelerator._optimizers]
@@ -91,13 +108,19 @@ class AccelerateState(TorchState):
     def commit(self) -> None:
         """Commit, unless gradients are being accumulated: these are in no commit."""
         if self._accelerator.sync_gradients:
+            active = self._accelerator.gradient_state.active_dataloader
+            if active is not None and "_nbelastic_sampler" not in vars(active):
+                self._begins_again = active
             super().commit()
 
     def align(self, behind: Sequence[int]) -> None:
         """Bring all ranks to the same state, and loaders to the present ranks."""
         gradients = self._accelerator.gradient_state
         gradients.dataloader_references = [None]  # of iterations that have been left
-        context = current()
+        context, again = current(), self._begins_again
+        if again is not None and not obstacle(again):
+            not_dealt("it is none that is known to be for training", _NAME_IT)
+        self._begins_again = None
         for loader in self._prepared:
             share_anew(loader, context.rank, context.size)
         super().align(behind)

@@ -46,23 +46,23 @@ class SamplerProgress(NamedTuple):
 
     length: int  # samples of the dataset
     seed: int
-    shuffle: bool
+    shuffle: bool | None
     epoch: int
     done: int  # samples, from the start of the epoch's order
 
     @property
-    def order(self) -> tuple[int, int, bool]:
+    def order(self) -> tuple[int, int, bool | None]:
         """What the orders of all epochs depend on."""
         return self[:3]
 
 
 @dataclass(frozen=True)
-class _Order:
+class Order:
     """Order of an epoch's samples, the same on all ranks."""
 
     length: int
     seed: int
-    shuffle: bool
+    shuffle: bool | None  # None: drawn by a sampler of the user's, and put in `indices`
     epoch: int
 
     @cached_property
@@ -85,7 +85,7 @@ class Deal:
     have together done a beginning of it.
     """
 
-    order: _Order
+    order: Order
     done: int
     size: int
 
@@ -147,7 +147,7 @@ class ShardSampler:
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
-        self.shuffle = shuffle
+        self.shuffle: bool | None = shuffle
         self.seed = seed
         self._resumed = False
         self._in_state = False
@@ -155,9 +155,9 @@ class ShardSampler:
         self._rank, size = _place()
         self._start(Deal(self._order(0), 0, size))
 
-    def _order(self, epoch: int) -> _Order:
+    def _order(self, epoch: int) -> Order:
         length, epoch = len(self.dataset), operator.index(epoch)
-        return _Order(length, operator.index(self.seed), bool(self.shuffle), epoch)
+        return Order(length, operator.index(self.seed), bool(self.shuffle), epoch)
 
     def _start(self, deal: Deal) -> None:
         self._deal = deal
@@ -341,7 +341,7 @@ class ShardSampler:
         `resumed` says that the training function is about to be called again; see
         :meth:`set_epoch`.
         """
-        order, known = _Order(*progress[:4]), self._deal.order
+        order, known = Order(*progress[:4]), self._deal.order
         if (order.seed, order.shuffle) != (known.seed, known.shuffle):
             self.seed, self.shuffle = order.seed, order.shuffle  # those of the sender
         if order == known:
@@ -366,7 +366,7 @@ def agree_on_progress(
     if len({len(each) for each in everyone}) > 1:
         raise NbelasticError("the states of the ranks do not have the same samplers")
     for here, there in zip(mine, everyone[context.source], strict=True):
-        if here.length != there.length:
+        if here.length != there.length and there.shuffle is not None:
             raise StateMismatch(
                 f"this rank's sampler has a dataset of {here.length} samples, that of the "
                 f"others {there.length}: all ranks must build the same dataset"

@@ -22,7 +22,7 @@ from nbelastic.errors import OptionError
 from nbelastic.lightning.progress import LightningProgress
 from nbelastic.lightning.strategy import ElasticStrategy
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers import DealtSampler, not_dealt
+from nbelastic.trainers import DealtSampler, dealt, not_dealt, obstacle_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -224,8 +224,10 @@ class ElasticFit:
             if sampler is None:
                 lengths.append(loop._combined_loader.limits[index])
                 continue
-            loader.batch_sampler.sampler = sampler
-            loader.__dict__["sampler"] = sampler
+            if sampler.batched:
+                loader.__dict__["batch_sampler"] = sampler
+            else:
+                loader.batch_sampler.sampler = loader.__dict__["sampler"] = sampler
             size, drops = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
             left, _ = sampler.batches_left(epoch, size, drops)
             whole, _ = sampler.batches_left(None, size, drops)
@@ -243,20 +245,17 @@ class ElasticFit:
 
 def _dealt(loader: Any) -> DealtSampler | None:
     """Return a sampler that deals the samples of a training loader; None where none can."""
-    why = _obstacle(loader)
+    if not isinstance(loader, DataLoader):
+        not_dealt(f"it is a {type(loader).__name__}, and no DataLoader")
+        return None
+    batches = loader.batch_sampler
+    sampler: Any = getattr(batches, "sampler", None)
+    batched = type(batches) is not BatchSampler
+    source = batches if batched else sampler
+    why = obstacle_to(source)
+    if not why and not isinstance(sampler, DistributedSampler):
+        why = f"it has a {type(source).__name__} that Lightning does not share among the ranks"
     if why:
         not_dealt(why)
         return None
-    sampler = loader.batch_sampler.sampler
-    return DealtSampler(loader.dataset, shuffle=sampler.shuffle, seed=sampler.seed)
-
-
-def _obstacle(loader: Any) -> str:
-    if not isinstance(loader, DataLoader):
-        return f"it is a {type(loader).__name__}, and no DataLoader"
-    if type(loader.batch_sampler) is not BatchSampler:
-        return f"it has batches of its own ({type(loader.batch_sampler).__name__})"
-    sampler: object = loader.batch_sampler.sampler
-    if type(sampler) is not DistributedSampler:
-        return f"it has a sampler of its own ({type(sampler).__name__})"
-    return ""
+    return dealt(loader.dataset, source, sampler.seed, batched)

@@ -9,13 +9,18 @@ import lightning.fabric.strategies as fabric_strategies
 import lightning.pytorch.strategies as trainer_strategies
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.wrappers import _FabricDataLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.elastic.ranks.context import current, current_or_none, initialize
 from nbelastic.torch.device import device
+from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.process_group import NAME, default_group
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
@@ -146,8 +151,18 @@ class ElasticFabricStrategy(_Elastic, fabric_strategies.DDPStrategy):
     """Strategy of ``lightning.Fabric``; the loop is the user's own elastic loop."""
 
 
+def _around_fabric_loader(original: Callable[..., Any], loader: Any) -> Any:
+    """Begin an iteration of a loader of Fabric's, which names its epochs by their count."""
+    context, sampler = current_or_none(), getattr(loader.batch_sampler, "sampler", None)
+    if context is not None and isinstance(sampler, DistributedSampler):
+        epoch = context.samplers.epoch_of(sampler)
+        loader._num_iter_calls = loader._num_iter_calls if epoch is None else epoch
+    return original(loader)
+
+
 def register() -> None:
     """Register both strategies by the name "nbelastic"; idempotent."""
+    wrap(_FabricDataLoader, "__iter__", _around_fabric_loader)
     for registry, kind in (
         (trainer_strategies.StrategyRegistry, ElasticStrategy),
         (fabric_strategies.STRATEGY_REGISTRY, ElasticFabricStrategy),

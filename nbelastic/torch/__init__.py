@@ -18,6 +18,7 @@ from nbelastic.elastic.ranks.ranks import (
     size,
 )
 from nbelastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from nbelastic.torch import distributed_sampler as _distributed_sampler
 from nbelastic.torch import elastic
 from nbelastic.torch.device import device
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer
@@ -89,6 +90,7 @@ from nbelastic.torch.ops.sync_batch_norm import SyncBatchNorm, convert_sync_batc
 from nbelastic.torch.ops.timeline import start_timeline, stop_timeline
 from nbelastic.torch.process_group import install as _install
 
+_distributed_sampler.install()
 _install()
 
 __all__ = [

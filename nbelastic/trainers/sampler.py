@@ -2,28 +2,72 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import pickle
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from nbelastic.elastic.followed import as_array, seeded
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.sampler import Deal, Order
+from nbelastic.elastic.state.transfer import allgather_object
+from nbelastic.errors import NbelasticError
 from nbelastic.torch.elastic import ElasticSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sized
 
 NOT_DEALT = (
     "a loader begins its epoch again after each change of membership\n"
     "{why}, so nbelastic cannot deal its samples: those of the epoch under way are trained twice.\n"
-    "Use a dataset with a length and an index, shuffle=True and a batch_size of each rank."
+    "{cure}"
 )
+_CURE = "Use a dataset with a length and an index, and a sampler or batch sampler with a length."
 
 
 class DealtSampler(ElasticSampler):
     """A sampler that begins an epoch in :meth:`begin_epoch` only.
 
     Trainers and loaders call ``set_epoch`` several times for one epoch.
+
+    With a `source`, a sampler or batch sampler of the user's, its items are dealt as it has them.
+    It draws an epoch once, seeded alike on all ranks. Where it draws differently on some rank, all
+    have the draw of the ranks that have begun the epoch, or of the first.
     """
+
+    _source: Any = None
+    _drawn: Order | None = None  # the latest that all ranks have agreed on
+    _agreed_in = -1  # generation
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int = 0,
+        source: Any = None,
+        batched: bool = False,
+    ) -> None:
+        super().__init__(dataset, shuffle, seed)
+        self.batched = batched  # its items are batches
+        if source is not None:
+            self._source, self.shuffle = source, None
+            self._start(Deal(Order(len(source), seed, None, -1), 0, current().size))
+            self.batch_size = getattr(source, "batch_size", None)
+            self.drop_last = getattr(source, "drop_last", False)
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch, or go on with it after a change of membership."""
+        if self._source is not None and self._resumed and epoch == self.epoch:
+            self._settle()
         super().set_epoch(epoch)
 
     def go_on(self, epoch: int, done: int) -> None:
@@ -33,7 +77,11 @@ class DealtSampler(ElasticSampler):
 
     def left_in(self, epoch: int) -> int:
         """Return how many samples of an epoch are left, if it is begun now."""
-        return self._deal.left if self._resumed and epoch == self.epoch else len(self.dataset)
+        if self._resumed and epoch == self.epoch:
+            if self._source is not None:
+                self._settle()
+            return self._deal.left
+        return self._order(epoch).length
 
     def batches_left(
         self, epoch: int | None, batch_size: int, drop_last: bool
@@ -42,13 +90,156 @@ class DealtSampler(ElasticSampler):
 
         The `epoch` is None for a whole one; the `batch_size` is that of a rank.
         """
-        total = len(self.dataset)
-        left = total if epoch is None else self.left_in(epoch)
+        if epoch is None:
+            left = total = len(self.dataset if self._source is None else self._source)
+        else:
+            left = self.left_in(epoch)
+            total = self._order(epoch).length
         rows = -(-left // current().size)
+        if self.batched:
+            batch_size, drop_last = 1, False
         batches = rows // batch_size if drop_last else -(-rows // batch_size)
         return batches, 1.0 - left / max(total, 1)
 
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Record that a batch is done. All ranks record the same batches."""
+        super().record_batch(batch_idx, 1 if self.batched else batch_size)
 
-def not_dealt(why: str) -> None:
+    def position(self) -> dict[str, Any]:
+        """Return how much of the epoch is done, and what it takes to have the same order again."""
+        done, order = self.processed_num, self._deal.order
+        drawn = "" if self._source is None else _digest(self._order(self.epoch))
+        return {"done": done, "length": order.length, "seed": self.seed, "drawn": drawn}
+
+    # -- epochs that a sampler of the user's draws -------------------------------------------------
+
+    def _order(self, epoch: int) -> Order:
+        if self._source is None:
+            return super()._order(epoch)
+        generation = current().generation
+        known = [each for each in (self._drawn, self._deal.order) if each is not None]
+        held = [each for each in known if each.epoch == epoch and "indices" in vars(each)]
+        order = held[0] if held else self._draw(epoch)
+        if not held or self._agreed_in != generation:
+            order = self._agree(order, bool(held) and self._agreed_in > 0)
+            self._agreed_in = generation
+        self._drawn = order
+        return order
+
+    def _settle(self) -> None:
+        """Draw the epoch that goes on, if another rank has sent how far it is."""
+        order = self._order(self.epoch)
+        if self._deal.order is not order:
+            self._start(Deal(order, min(self._deal.done, order.length), self._deal.size))
+
+    def _draw(self, epoch: int) -> Order:
+        source, stack = self._source, ExitStack()
+        most = 2 * len(source) + 1000
+        with stack, seeded(self.seed, epoch):
+            for each in _within(source):
+                if isinstance(each, DistributedSampler):
+                    stack.enter_context(current().samplers.whole(each))
+                if callable(getattr(each, "set_epoch", None)):
+                    each.set_epoch(epoch)
+                generator = getattr(each, "generator", None)
+                if isinstance(generator, torch.Generator):
+                    generator.manual_seed(int(torch.randint(1 << 62, ()).item()))
+            items = list(itertools.islice(iter(source), most + 1))
+        if len(items) > most:
+            raise NbelasticError(
+                f"the {_name(source)} has a length of {len(source)} and yields more than {most} "
+                "items, so nbelastic cannot deal an epoch of it: end its iteration, or leave out "
+                "its __len__"
+            )
+        return _ordered(items, self.seed, epoch)
+
+    def _agree(self, order: Order, held: bool) -> Order:
+        """Return the order that all ranks have; one that some have begun goes first."""
+        context = current()
+        if not context.generation or context.size == 1:
+            return order
+        link = context.communicator()
+        everyones = allgather_object(link, (held, _digest(order)))
+        if len({digest for _, digest in everyones}) == 1:
+            return order
+        first = next((rank for rank, (held, _) in enumerate(everyones) if held), 0)
+        items = order.indices.tolist()
+        [theirs] = [
+            each
+            for each in allgather_object(link, items if context.rank == first else None)
+            if each is not None
+        ]
+        alike = context.rank != first and not _rows(items).isdisjoint(_rows(theirs))
+        others = [e for n, e in enumerate(allgather_object(link, alike)) if n != first]
+        if not any(others) and not any(held for held, _ in everyones):
+            raise NbelasticError(
+                f"the {_name(self._source)} gives each rank rows of its own, so nbelastic cannot "
+                "deal them to ranks that change: let it give all rows, the same on each rank"
+            )
+        return _ordered(theirs, self.seed, order.epoch)
+
+
+def dealt(dataset: Any, source: Any, seed: int, batched: bool = False) -> DealtSampler:
+    """Return a sampler that deals what a sampler, or a batch sampler, of a loader yields."""
+    if type(source) is DistributedSampler:
+        return DealtSampler(dataset, source.shuffle, source.seed)
+    whole = not batched and len(source) == len(dataset)
+    if whole and type(source).__name__ in _PERMUTE and not source.replacement:
+        return DealtSampler(dataset, True, seed)
+    if whole and type(source) is SequentialSampler:
+        return DealtSampler(dataset, False, seed)
+    return DealtSampler(dataset, seed=seed, source=source, batched=batched)
+
+
+_PERMUTE = ("RandomSampler", "SeedableRandomSampler")
+
+
+def obstacle_to(source: Any) -> str:
+    """Return why the items of a sampler, or batch sampler, cannot be dealt; empty if they can."""
+    for each in _within(source):
+        ranks = isinstance(getattr(each, "rank", None), int)
+        if ranks and not isinstance(each, (DistributedSampler, DealtSampler)):
+            return f"its {_name(each)} gives each rank rows of its own"
+    try:
+        len(source)
+    except TypeError:
+        return f"its {_name(source)} has no length"
+    return ""
+
+
+def not_dealt(why: str, cure: str = _CURE) -> None:
     """Warn that the samples of a loader cannot be dealt."""
-    warn(current(), NOT_DEALT.format(why=why[0].upper() + why[1:]))
+    warn(current(), NOT_DEALT.format(why=why[0].upper() + why[1:], cure=cure))
+
+
+def _within(source: Any) -> Iterator[Any]:
+    """Yield a sampler, and those that it draws from."""
+    todo, seen = [source], set()
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        for name in ("sampler", "batch_sampler", "_sampler", "base_sampler"):
+            todo.append(getattr(each, name, None))
+        if isinstance(each, DistributedSampler):
+            todo.append(getattr(each.dataset, "_sampler", None))  # of Lightning's wrapper
+
+
+def _ordered(items: list[Any], seed: int, epoch: int) -> Order:
+    order = Order(len(items), seed, None, epoch)
+    vars(order)["indices"] = as_array(items)
+    return order
+
+
+def _digest(order: Order) -> str:
+    return hashlib.sha1(pickle.dumps(order.indices.tolist()), usedforsecurity=False).hexdigest()
+
+
+def _rows(items: list[Any]) -> set[Any]:
+    return {row for each in items for row in (each if isinstance(each, (list, tuple)) else [each])}
+
+
+def _name(source: Any) -> str:
+    return f"sampler ({type(source).__name__})"

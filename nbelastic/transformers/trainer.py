@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from nbelastic.accelerate.loaders import batches_left, deal, obstacle
+from nbelastic.accelerate.state import refuse_pickled
 from nbelastic.elastic import report
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
@@ -27,8 +29,6 @@ from nbelastic.transformers.progress import TrainerProgress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch.utils.data import DataLoader
 
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
 
@@ -73,6 +73,14 @@ def elastic(trainer: type[Any]) -> type[Any]:
     return type(trainer.__name__, (_ElasticTrainer, trainer), {})
 
 
+def renew(arguments: Any) -> None:
+    """Give arguments that were made in another process the ranks of this one."""
+    state = arguments.distributed_state if "_setup_devices" in vars(arguments) else None
+    if state is not None and vars(state) is not type(state)._shared_state:
+        del vars(arguments)["_setup_devices"]
+        arguments.device  # noqa: B018  # it finds them
+
+
 class _ElasticTrainer:
     """Methods of an elastic Trainer; the first base of its class."""
 
@@ -82,6 +90,12 @@ class _ElasticTrainer:
         control: Any
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        for each in (*arguments, *named.values()):
+            if isinstance(each, transformers.TrainingArguments):
+                renew(each)
+        super().__init__(*arguments, **named)
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         if not isinstance(current_or_none(), Session):
@@ -100,10 +114,11 @@ class _ElasticTrainer:
         ignore_keys_for_eval: Sequence[str] | None = None,
     ) -> Any:
         del args
+        refuse_pickled(self.accelerator, "this Trainer")
         self.accelerator.free_memory()
         if self.args.auto_find_batch_size:
             self._update_auto_batch_size(batch_size)
-        loader = self.get_train_dataloader()
+        loader = self._training_loader()
         epochs, updates, _, samples, _, _, max_steps = self.set_initial_training_values(
             self.args, loader
         )
@@ -130,6 +145,13 @@ class _ElasticTrainer:
                 for each in self.callback_handler.callbacks
                 if not isinstance(each, _EpochFollower)
             ]
+
+    def _training_loader(self) -> Any:
+        """Return the loader of the Trainer; one of a user's own is prepared as others are."""
+        loader = self.get_train_dataloader()
+        if type(loader) is DataLoader:
+            loader = self.accelerator.prepare(loader)
+        return loader
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
         super()._maybe_log_save_evaluate(*arguments, **named)  # type: ignore[misc]
@@ -288,6 +310,8 @@ class TrainerLoop:
         vars(trainer).pop("_eval_dataloaders", None)  # shared out among ranks that have changed
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+        if self.sampler is None:
+            self.loader = trainer._training_loader()  # its shares are those of the present ranks
         if args.max_steps > 0 or not has_length(self.loader):
             epochs = trainer.set_initial_training_values(args, self.loader)[0]
         else:

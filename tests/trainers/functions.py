@@ -117,7 +117,10 @@ def with_ddp(how, flag, directory):
 
 
 def with_torch_distributed(how, flag, directory):
+    """Keep torch's own sampler, which is in no state, and has no batches recorded."""
     import torch.distributed as dist
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
 
     def wrap(model):
         def average():
@@ -127,10 +130,45 @@ def with_torch_distributed(how, flag, directory):
 
         return model, average
 
-    return train_in_a_loop(how, flag, wrap)
+    def load(data):
+        sampler = DistributedSampler(data)
+        return DataLoader(data, BATCH, sampler=sampler), sampler.set_epoch, lambda number: None
+
+    return train_in_a_loop(how, flag, wrap, load)
 
 
-def train_in_a_loop(how, flag, wrap):
+def with_fabric(how, flag, directory):
+    import torch
+    from lightning import Fabric
+    from torch.utils.data import DataLoader, WeightedRandomSampler
+
+    from nbelastic.lightning import ElasticFabricStrategy
+
+    fabric = Fabric(strategy=ElasticFabricStrategy(), accelerator="cpu", devices=1)
+
+    def wrap(model):
+        return torch.nn.parallel.DistributedDataParallel(model), lambda: None
+
+    def load(data):
+        fabric.launch()
+        sampler = WeightedRandomSampler([1.0] * ROWS, ROWS, replacement=False)
+        loader = fabric.setup_dataloaders(DataLoader(data, BATCH, sampler=sampler))
+        return loader, lambda epoch: None, lambda number: None
+
+    return train_in_a_loop(how, flag, wrap, load)
+
+
+def load_with_elastic_sampler(data):
+    from torch.utils.data import DataLoader
+
+    import nbelastic.torch as hvd
+
+    sampler = hvd.elastic.ElasticSampler(data)
+    loader = DataLoader(data, BATCH, sampler=sampler)
+    return loader, sampler.set_epoch, lambda number: sampler.record_batch(number, BATCH), sampler
+
+
+def train_in_a_loop(how, flag, wrap, load=load_with_elastic_sampler):
     import torch
     import torch.distributed as dist
 
@@ -143,8 +181,7 @@ def train_in_a_loop(how, flag, wrap):
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
     data = torch.utils.data.TensorDataset(torch.arange(ROWS))
-    sampler = hvd.elastic.ElasticSampler(data)
-    loader = torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
+    loader, set_epoch, record, *sampler = load(data)
     state = hvd.elastic.TorchState(
         model, optimizer, scheduler=scheduler, sampler=sampler, epoch=0, step=0, seen=[], ends=0
     )
@@ -153,6 +190,7 @@ def train_in_a_loop(how, flag, wrap):
     @hvd.elastic.run
     def train(state):
         for state.epoch in range(state.epoch, EPOCHS):
+            set_epoch(state.epoch)
             for number, (rows,) in enumerate(loader):
                 trial.begin(state.epoch, state.step)
                 optimizer.zero_grad()
@@ -164,10 +202,9 @@ def train_in_a_loop(how, flag, wrap):
                 scheduler.step()
                 state.seen = [*state.seen, (state.epoch, everyones(rows.tolist()))]
                 state.step += 1
-                sampler.record_batch(number, BATCH)
+                record(number)
                 state.commit()
             state.step, state.ends = 0, state.ends + 1
-            sampler.set_epoch(state.epoch + 1)
         facts = {"epochs": state.epoch + 1, "evaluations": state.ends}
         facts["rate"] = scheduler.get_last_lr()
         return Outcome(digest_of(model), state.seen, facts, trial.redone(state.seen))
@@ -188,9 +225,10 @@ def with_accelerate(how, flag, directory):
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
-    data = torch.utils.data.TensorDataset(torch.arange(ROWS))
-    loader = torch.utils.data.DataLoader(data, BATCH, shuffle=True)
-    test = torch.utils.data.DataLoader(data, BATCH)
+    data = torch.utils.data.TensorDataset(torch.arange(2 * ROWS))
+    half = torch.utils.data.SubsetRandomSampler(range(ROWS))  # the others are held out
+    loader = torch.utils.data.DataLoader(data, BATCH, sampler=half)
+    test = torch.utils.data.DataLoader(data, BATCH, sampler=range(ROWS))
     prepared = accelerator.prepare(model, optimizer, loader, scheduler, test)
     model, optimizer, loader, scheduler, test = prepared
     state = AccelerateState(accelerator, epoch=0, step=0, seen=[], evaluations=0)
@@ -250,6 +288,11 @@ def with_transformers(how, flag, directory, lora=False):
             self.epochs += 1
 
     class Watched(Trainer):
+        def _get_train_sampler(self, dataset):
+            if lora:
+                return super()._get_train_sampler(dataset)
+            return torch.utils.data.SubsetRandomSampler(range(ROWS))  # the others are held out
+
         def training_step(self, model, inputs, *arguments, **named):
             epoch = watch.epochs - 1
             trial.begin(epoch, watch.step)
@@ -270,7 +313,8 @@ def with_transformers(how, flag, directory, lora=False):
 
         wanted = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], lora_dropout=0)
         model = get_peft_model(model, wanted)
-    data = [{"input_ids": (torch.arange(8) + row) % ROWS} for row in range(ROWS)]
+    size = ROWS if lora else 2 * ROWS
+    data = [{"input_ids": (torch.arange(8) + row) % ROWS} for row in range(size)]
     for each in data:
         each["labels"] = each["input_ids"]
     arguments = TrainingArguments(
@@ -366,11 +410,12 @@ def with_lightning(how, flag, directory):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = torch.utils.data.TensorDataset(torch.arange(ROWS))
+    data = torch.utils.data.TensorDataset(torch.arange(2 * ROWS))
+    half = torch.utils.data.SubsetRandomSampler(range(ROWS))  # the others are held out
     nbelastic.lightning.fit(
         trainer,
         module,
-        torch.utils.data.DataLoader(data, BATCH, shuffle=True),
+        torch.utils.data.DataLoader(data, BATCH, sampler=half),
         torch.utils.data.DataLoader(data, BATCH),
     )
     facts = {"epochs": trainer.current_epoch, "evaluations": watch.evaluations}

@@ -22,7 +22,7 @@ TRAINERS = {
     "lightning": functions.with_lightning,
 }
 
-IN_FLIGHT = {"torch.distributed": 1, "ddp": 1}
+IN_FLIGHT = {"torch.distributed": 1, "ddp": 1, "fabric": 1}
 """Batches of a rank from one commit to the next; the others accumulate the gradients of two."""
 
 
@@ -41,10 +41,10 @@ def check(outcomes, most_redone):
     outcomes[0].check()
 
 
-@pytest.mark.parametrize("trainer", [*TRAINERS, "lora"])
+@pytest.mark.parametrize("trainer", [*TRAINERS, "lora", "fabric"])
 def test_a_kill_repeats_the_batch_in_flight_and_another_joins(crew, tmp_path, trainer):
     options = {"how": "kill", "flag": str(tmp_path / "killed"), "directory": str(tmp_path)}
-    function = TRAINERS.get(trainer, functions.with_lora)
+    function = TRAINERS.get(trainer) or getattr(functions, f"with_{trainer}")
     job = crew.fit(function, kwargs=options, np=2, min_np=1, max_np=2)
     assert sizes(job) == [2, 1, 2]
     check(job.results(), most_redone=IN_FLIGHT.get(trainer, 2))

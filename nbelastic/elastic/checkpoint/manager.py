@@ -239,11 +239,12 @@ class CheckpointManager:
         session, store, header = self._session, self._store, checkpoint.header
         payload, (_, progress) = unstored(checkpoint.tensors)
         samplers = store.samplers()
-        lengths = [each.length for each in progress]
-        if lengths != [len(sampler.dataset) for sampler in samplers]:
+        # The length of an epoch that a user's own sampler draws is known when it is drawn again.
+        lengths = [None if each.shuffle is None else each.length for each in progress]
+        now = [None if each.shuffle is None else len(each.dataset) for each in samplers]
+        if lengths != now:
             raise StateMismatch(
-                f"{path} was made with samplers of {lengths} samples; "
-                f"now they have {[len(sampler.dataset) for sampler in samplers]}"
+                f"{path} was made with samplers of {lengths} samples; now they have {now}"
             )
         try:
             store.unpack(payload)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbelastic.collectives import Communicator
+    from nbelastic.elastic.followed import FollowedSamplers
     from nbelastic.elastic.ranks.step_share import StepShare
     from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
     from nbelastic.elastic.training_checks import SteppedOptimizers
@@ -73,6 +74,13 @@ class Context(abc.ABC):
     rank_0_stands_for = 0
     _thread: threading.Thread | None = None  # operations belong to it
     _caller: int | None = None  # its number
+
+    @functools.cached_property
+    def samplers(self) -> FollowedSamplers:
+        """Samplers that shard by rank, such as torch's ``DistributedSampler``."""
+        from nbelastic.elastic.followed import FollowedSamplers
+
+        return FollowedSamplers(self)
 
     @functools.cached_property
     def groups_made(self) -> dict[str, int]:

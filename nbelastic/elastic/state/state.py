@@ -20,12 +20,12 @@ import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbelastic.elastic.ranks.context import current, zero_is_source
+from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.elastic.state.commit_store import CommitStore, StateHooks
 from nbelastic.elastic.state.in_place import Originals, adopt
 from nbelastic.elastic.state.state_payload import StatePayload
-from nbelastic.elastic.state.transfer import spread_everywhere
+from nbelastic.elastic.state.transfer import allgather_object, spread_everywhere
 from nbelastic.errors import (
     HostsUpdatedInterrupt,
     NbelasticError,
@@ -37,6 +37,7 @@ from nbelastic.pickling import dumps, failing_part
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from nbelastic.elastic.followed import Position
     from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -102,6 +103,7 @@ class State:
         """
         with timeline.span("COMMIT"):
             self.save()
+        current().samplers.save()
         current().committed()
         for call in self._on_commit:
             call()
@@ -142,6 +144,7 @@ class State:
         try:
             context.check_membership()
         except HostsUpdatedInterrupt:
+            context.samplers.save()  # now, before the iterations of the loop are left
             self.on_hosts_updated(time.time(), _MIXED)
             raise
 
@@ -173,6 +176,10 @@ class State:
         del behind
         with zero_is_source():
             self.sync()
+        context = current_or_none()
+        if context is not None:
+            everyones = allgather_object(context.communicator(), context.samplers.saved)
+            context.samplers.go_back(everyones[context.source])
 
     def leave(self) -> None:
         """Exchange values that must not be lost with leaving ranks, in the old generation."""
@@ -341,15 +348,16 @@ class ObjectState(State):
         values = {name: getattr(self, name) for name in self._names}
         return _payload_of(values, self._samplers(), self._more())
 
-    def _more(self) -> tuple[list[str], dict[str, Any]]:
-        """Return what goes with the values: names of some, and settings.
+    def _more(self) -> tuple[list[str], dict[str, Any], Sequence[Position]]:
+        """Return what goes with the values: names of some, settings, and positions of samplers.
 
         The names are of values that are still the objects that the state was made with. The
         function may refer to these by other names, so other ranks fill their own.
         """
         first = self._first
         held = [n for n in self._names if n in first and getattr(self, n) is first[n]]
-        return held, self._settings
+        context = current_or_none()
+        return held, self._settings, () if context is None else context.samplers.saved
 
     def _find_settings(self) -> dict[str, Any]:
         """Return plain values that the function has chosen, by name, as the state is made."""
@@ -398,7 +406,9 @@ class ObjectState(State):
 
         Those `owned` by objects are these objects' own already.
         """
-        held, self._settings_there = more[0] if more else ((), {})
+        held, self._settings_there, *positions = more[0] if more else ((), {})
+        if positions:
+            current().samplers.go_back(positions[0])
         known = dict(owned)
         for name in held:
             if name in values:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.data import Loader
+from nbelastic.elastic.followed import resumes_itself
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError, StateMismatch
 from nbelastic.torch.state.flatten import (
@@ -310,7 +311,7 @@ class GeneratorAdapter(Adapter):
 
 
 class EpochAdapter(Adapter):
-    """torch's ``DistributedSampler``: its epoch. Dataset, rank and size are a rank's own.
+    """torch's ``DistributedSampler``: its epoch. Rank and progress are kept apart, for all of them.
 
     The sampler stays the one that a ``DataLoader`` has, and its dataset is neither copied nor sent.
     """
@@ -348,9 +349,11 @@ def adapter_of(value: object) -> Adapter | None:
     for kind, adapter in _ADAPTERS:
         if isinstance(value, kind):
             return adapter
+    if isinstance(value, DistributedSampler) and not resumes_itself(value):
+        return _EPOCH
     if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
         return _STATE_DICT
-    return _EPOCH if type(value) is DistributedSampler else None  # a user's may have more
+    return None
 
 
 def capture_object(flattener: Flattener, obj: object) -> Any:

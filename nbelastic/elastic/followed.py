@@ -1,0 +1,324 @@
+"""Samplers that shard by rank, such as torch's, under changes of the ranks.
+
+Such a sampler keeps the ranks with which it was made. Here it follows the ranks of the job, and
+after a reset deals the rest of the epoch that was under way at the last commit. Its loader counts
+the batches that it hands out; see :mod:`nbelastic.torch.distributed_sampler`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from nbelastic.elastic.ranks.session import warn
+from nbelastic.errors import NbelasticError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from nbelastic.elastic.ranks.context import Context
+
+UNKNOWN = (
+    "a sampler begins its epoch again after each change of membership\n"
+    "It is a {kind} that no DataLoader of torch's reads, or one with batches of its own. So it is "
+    "not known how many of its rows are trained, and those of the epoch under way are trained "
+    "twice.\n"
+    "Use hvd.elastic.ElasticSampler(data), and record its batches."
+)
+
+_SIZES = ("num_replicas", "rank", "num_samples", "total_size")
+
+
+class Position(NamedTuple):
+    """Progress of a sampler in its epoch, at a commit."""
+
+    made: int  # its number among those that were made before the first generation, or -1
+    likeness: tuple[Any, ...]  # what all ranks' samplers of this data have in common
+    epoch: int
+    done: int  # rows of the epoch's order, on all ranks together
+    under_way: bool  # a loader iterated over it
+    trains: bool  # a loader has iterated over it at some commit
+    rows: NDArray[Any] | None  # the epoch's order, unless all ranks draw the same
+
+
+class Count:
+    """Batches that an iteration has handed out; it lives as long as that."""
+
+    def __init__(self, rows: int | None) -> None:
+        self.rows = rows  # in a batch; None if unknown
+        self.batches = 0
+
+
+class _Followed:
+    """What is known of one sampler."""
+
+    tail = ""  # of shares: "pad", "drop" or "uneven"; empty for a sampler with ranks of its own
+
+    def __init__(self, made: int, size: int, follows: bool) -> None:
+        self.made = made
+        self.made_for = size  # number of the job's ranks at the time
+        self.follows: bool | None = None if follows else False  # None until it is found out how
+        self.likeness: tuple[Any, ...] = ()
+        self.resume: Position | None = None  # where its next iteration goes on
+        self.named = False  # the function has set the epoch since then
+        self.begun = False  # a loader has, and has not yet asked for the share
+        self.drawing = False
+        self.trains = False
+        self.start = 0  # position of the share's first row in the epoch's order
+        self.size = 0  # number of ranks that it was dealt to
+        self.epoch = 0
+        self.rows: NDArray[Any] | None = None
+        self.count: weakref.ref[Count] | None = None
+
+    def position(self, epoch: int) -> Position:
+        if self.resume is not None:
+            return self.resume
+        count = None if self.count is None else self.count()
+        if count is None:
+            length = self.likeness[1] if self.size else 0
+            return Position(self.made, self.likeness, epoch, length, False, self.trains, None)
+        self.trains = True
+        rows = -1 if count.rows is None else self.start + count.batches * count.rows * self.size
+        return Position(self.made, self.likeness, self.epoch, rows, True, True, self.rows)
+
+
+class FollowedSamplers:
+    """Samplers of a rank that shard by rank, and follow the ranks of its job."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._all: weakref.WeakKeyDictionary[Any, _Followed] = weakref.WeakKeyDictionary()
+        self._made = 0
+        self._unclaimed: list[Position] = []
+        self.saved: tuple[Position, ...] = ()  # positions at the last commit
+        context.after_forming += (self.formed,)
+
+    # -- what patches of torch call ------------------------------------------------------------
+
+    def add(self, sampler: Any) -> None:
+        """Follow the ranks with a sampler that has just been made, if it was made for them."""
+        context = self._context
+        made = -1 if context.generation else self._made
+        self._made += made >= 0
+        follows = (sampler.rank, sampler.num_replicas) == (context.rank, context.size)
+        self._all[sampler] = _Followed(made, context.size, follows)
+
+    def find(self, sampler: Any) -> _Followed | None:
+        """Return what is known of a sampler; None if it has ranks of its own."""
+        if sampler not in self._all:  # it was pickled, with ranks of the notebook's kernel
+            self._all[sampler] = _Followed(-1, self._context.size, sampler.num_replicas > 1)
+        found = self._all[sampler]
+        if found.follows is None:
+            # Only now, because the constructor of its class may end after that of torch's.
+            found.tail = "" if resumes_itself(sampler) else _tail(sampler)
+            found.follows = bool(found.tail)
+            found.likeness = (type(sampler).__name__, len(sampler.dataset), *_options(sampler))
+            self._resize(sampler, found)
+        if not found.follows and sampler.num_replicas > 1 and found.made_for != self._context.size:
+            raise NbelasticError(
+                f"a {type(sampler).__name__} was made for rank {sampler.rank} of "
+                f"{sampler.num_replicas}, the job had {found.made_for} ranks then and has "
+                f"{self._context.size} now, and the sampler cannot follow them. Use "
+                "hvd.elastic.ElasticSampler(data), or a DistributedSampler of torch's with the "
+                "job's own ranks"
+            )
+        return found if found.follows else None
+
+    def named(self, sampler: Any) -> None:
+        """Record that the training function has set the epoch."""
+        found = self._all.get(sampler)
+        if found is not None and found.follows:
+            found.named = True
+            self._resize(sampler, found)
+
+    def begin(self, sampler: Any, found: _Followed, rows: int | None) -> Count:
+        """Begin an iteration, whose batches have so many rows of each rank; return its count."""
+        position = self._position_for(sampler, found)
+        if position in self._unclaimed:
+            self._unclaimed.remove(position)
+        if position is not None and position.done < 0:
+            warn(self._context, UNKNOWN.format(kind=type(sampler).__name__))
+            position = None
+        found.start, found.rows = (0, None) if position is None else (position.done, position.rows)
+        found.resume, found.named, found.begun = None, False, True
+        found.epoch, found.size = _epoch(sampler), self._context.size
+        self._resize(sampler, found, found.start)
+        count = Count(rows)
+        found.count = weakref.ref(count)
+        return count
+
+    def ended(self, sampler: Any, found: _Followed) -> None:
+        """Record that an iteration has come to its end."""
+        found.count = None
+        self._resize(sampler, found)
+
+    def share(
+        self, sampler: Any, found: _Followed, draw: Callable[[], Iterator[Any]], plain: bool
+    ) -> Iterator[Any]:
+        """Return the rows of this rank, of what is left of the epoch.
+
+        The sampler's own iteration is `draw`. `plain` says that it depends on seed and epoch alone.
+        """
+        count = None if found.begun else self.begin(sampler, found, None)
+        found.begun = False
+        if plain and not found.start:
+            return _keeping(count, draw())
+        rows = found.rows
+        if rows is None:
+            with self.whole(sampler), seeded(getattr(sampler, "seed", 0), _epoch(sampler)):
+                rows = as_array(list(draw()))
+            found.rows = None if plain else rows
+        left = rows[found.start :]
+        places = np.arange(sampler.rank, _dealt(found.tail, len(left), found.size), found.size)
+        return _keeping(count, iter(left[places % max(len(left), 1)].tolist()))
+
+    @contextlib.contextmanager
+    def whole(self, sampler: Any) -> Iterator[None]:
+        """Let a sampler yield the rows of all ranks, in the order of its epoch, for a while."""
+        kept = {name: getattr(sampler, name) for name in _SIZES}
+        length, found = len(sampler.dataset), self._all.get(sampler) or _Followed(-1, 0, False)
+        vars(sampler).update(zip(_SIZES, (1, 0, length, length), strict=True))
+        found.drawing = True
+        try:
+            yield
+        finally:
+            found.drawing = False
+            vars(sampler).update(kept)
+
+    # -- what states call ------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Keep the present positions as those of the last commit."""
+        followed = [(each, found) for each, found in self._all.items() if found.follows]
+        now = [found.position(_epoch(sampler)) for sampler, found in followed]
+        self.saved = (*now, *self._unclaimed)
+
+    def go_back(self, positions: Sequence[Position]) -> None:
+        """Go on with the positions of a commit, as iterations begin."""
+        self.saved = tuple(positions)
+        self._unclaimed = list(positions)
+        for sampler in list(self._all):
+            found = self._all[sampler]
+            if found.follows is False or self.find(sampler) is None:
+                continue
+            found.resume, found.named, found.begun, found.count = None, False, False, None
+            for position in list(self._unclaimed) if found.made >= 0 else ():
+                if (position.made, position.likeness) == (found.made, found.likeness):
+                    self._unclaimed.remove(position)
+                    found.resume, found.trains = position, position.trains
+                    if hasattr(sampler, "epoch"):
+                        sampler.epoch = position.epoch
+            self._resize(sampler, found)
+        self._unclaimed = [each for each in self._unclaimed if each.under_way]
+
+    def formed(self) -> None:
+        """Follow the ranks of a generation that has formed."""
+        self.go_back(self.saved)
+
+    def epoch_of(self, sampler: Any) -> int | None:
+        """Return the epoch that a sampler goes on with after a reset, or begins; None before."""
+        found = self._all.get(sampler)
+        if found is None or found.resume is None:
+            return None
+        return found.resume.epoch + (not found.resume.under_way and found.resume.done > 0)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _position_for(self, sampler: Any, found: _Followed) -> Position | None:
+        """Return the position from which an iteration goes on now; None where it begins."""
+        epoch, position = _epoch(sampler), found.resume
+        if position is None and found.made < 0:
+            wanted = (found.likeness, epoch)
+            alike = (p for p in self._unclaimed if (p.likeness, p.epoch) == wanted)
+            position = next(alike, None)
+        if position is None or position.epoch != epoch:
+            return None
+        return position if position.under_way or (found.named and position.trains) else None
+
+    def _resize(self, sampler: Any, found: _Followed, start: int | None = None) -> None:
+        """Write the present ranks, and the sizes of shares, to where torch has them."""
+        if not found.follows:
+            return
+        position = self._position_for(sampler, found) if start is None else None
+        start = max(position.done, 0) if position is not None else start or 0
+        rows = found.rows if position is None else position.rows
+        whole = len(sampler.dataset) if rows is None or not start else len(rows)
+        rank, size = self._context.rank, self._context.size
+        dealt = _dealt(found.tail, max(whole - start, 0), size)
+        own = len(range(rank, dealt, size))
+        vars(sampler).update(zip(_SIZES, (size, rank, own, dealt), strict=True))
+
+
+def resumes_itself(sampler: Any) -> bool:
+    """Whether a sampler keeps its progress in a state of its own; torchdata's need not."""
+    return hasattr(sampler, "state_dict") and "torchdata" not in type(sampler).__module__
+
+
+@contextlib.contextmanager
+def seeded(*words: int) -> Iterator[None]:
+    """Seed the random generators of this process for a while, from a few numbers."""
+    state = np.random.SeedSequence([abs(word) % (1 << 32) for word in words])
+    seed = int(state.generate_state(1)[0])
+    torch: Any = sys.modules.get("torch")
+    pythons, numpys = random.getstate(), np.random.get_state()
+    torchs = None if torch is None else torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    if torch is not None:
+        torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+        if torch is not None:
+            torch.set_rng_state(torchs)
+
+
+def as_array(rows: list[Any]) -> NDArray[Any]:
+    """Return rows as an array: of numbers, or of whatever a sampler's items are."""
+    kind: Any = np.int64 if all(type(row) is int for row in rows) else object
+    return np.fromiter(rows, dtype=kind, count=len(rows))
+
+
+def _keeping(count: Count | None, rows: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator that lives as long as an iteration, and keeps its count alive."""
+    return rows if count is None else (row for row in rows if count is not None)
+
+
+def _epoch(sampler: Any) -> int:
+    return int(getattr(sampler, "epoch", 0))
+
+
+def _options(sampler: Any) -> tuple[Any, ...]:
+    return tuple(getattr(sampler, name, None) for name in ("seed", "shuffle", "drop_last"))
+
+
+def _dealt(tail: str, rows: int, size: int) -> int:
+    """Return how many rows all shares have together."""
+    if tail == "uneven":
+        return rows
+    return (rows // size if tail == "drop" else -(-rows // size)) * size
+
+
+def _tail(sampler: Any) -> str:
+    """Return how a sampler evens out its shares; empty if it does so in a way of its own."""
+    rows, size = len(sampler.dataset), sampler.num_replicas
+    kinds = ["drop"] if getattr(sampler, "drop_last", False) else ["pad", "uneven"]
+    if any("Unrepeated" in kind.__name__ for kind in type(sampler).__mro__):
+        kinds = ["uneven"]
+    for kind in kinds:
+        dealt = _dealt(kind, rows, size)
+        if (sampler.num_samples, sampler.total_size) == (
+            len(range(sampler.rank, dealt, size)),
+            dealt,
+        ):
+            return kind
+    return ""

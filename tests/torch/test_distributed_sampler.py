@@ -1,0 +1,265 @@
+"""Torch's ``DistributedSampler`` follows the ranks, and deals the rest of an epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from nbelastic.elastic.ranks.context import activate
+from nbelastic.errors import NbelasticError
+from nbelastic.torch import distributed_sampler
+from tests.elastic.worlds import world_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.support.world import StaticContext
+
+distributed_sampler.install()
+
+
+class Wrapper(DistributedSampler[Any]):
+    """A sampler that deals what another draws, as Lightning's wrapper does."""
+
+    def __init__(self, data: Any, **options: Any) -> None:
+        super().__init__(data, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = torch.randperm(len(self.dataset)).tolist()
+        return (drawn[place] for place in super().__iter__())
+
+
+class Unrepeated(DistributedSampler[Any]):
+    """A sampler as Lightning's, whose shares differ in length by one."""
+
+    def __init__(self, data: Any, **options: Any) -> None:
+        super().__init__(data, **options)
+        self.num_samples = len(range(self.rank, len(data), self.num_replicas))
+        self.total_size = len(data)
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.num_samples == len(range(self.rank, self.total_size, self.num_replicas))
+        return iter(range(self.rank, self.total_size, self.num_replicas))
+
+
+class Stateful(DistributedSampler[Any]):
+    """A sampler as torchdata's, which counts what it yields."""
+
+    __module__ = "torchdata.stateful"
+    yielded = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in super().__iter__():
+            self.yielded += 1
+            yield row
+
+    def state_dict(self) -> dict[str, int]:
+        raise AssertionError("the job keeps its progress")
+
+    load_state_dict: Any = state_dict
+
+
+class Rank:
+    """A rank that has made a sampler and a loader before its first generation."""
+
+    def __init__(self, rank: int, size: int, make: Callable[..., Any], rows: int, batch: int):
+        self.context = world_of(rank, size)
+        self.context.generation = 0
+        with activate(self.context):
+            self.sampler = make(range(rows), num_replicas=size, rank=rank)
+            self.loader = DataLoader(range(rows), batch, sampler=self.sampler)  # type: ignore
+        self.batches: Iterator[Any] = iter(())
+
+    def form(self, rank: int, size: int) -> None:
+        self.context.rank, self.context.size, self.context.generation = rank, size, 1
+        for call in self.context.after_forming:
+            call()
+
+    def begin(self, epoch: int) -> None:
+        with activate(self.context):
+            self.sampler.set_epoch(epoch)
+            self.batches = iter(self.loader)
+
+    def step(self) -> list[int] | None:
+        with activate(self.context):
+            batch = next(self.batches, None)
+        return None if batch is None else batch.tolist()
+
+
+def train(
+    sizes: list[int], steps: list[int], make: Callable[..., Any], rows: int, batch: int
+) -> list[list[int]]:
+    """Train three epochs, each of the worlds but the last for some steps that are committed.
+
+    Return the rows of each epoch that were trained, and not rolled back.
+    """
+    epochs: list[list[int]] = [[], [], []]
+    ranks = [Rank(rank, sizes[0], make, rows, batch) for rank in range(sizes[0])]
+    epoch = 0
+    for size, most in zip(sizes, [*steps, 10**6], strict=True):
+        left = most
+        newcomers = [Rank(rank, size, make, rows, batch) for rank in range(len(ranks), size)]
+        ranks = [*ranks[-size:], *newcomers] if size < len(ranks) else [*ranks, *newcomers]
+        for number, each in enumerate(ranks):
+            each.form(number, size)
+        for each in newcomers:
+            with activate(each.context):
+                each.context.samplers.go_back(ranks[0].context.samplers.saved)
+        while epoch < 3:
+            for each in ranks:
+                each.begin(epoch)
+            while left:
+                found = [each.step() for each in ranks]
+                assert len({each is None for each in found}) == 1
+                if found[0] is None:
+                    break
+                epochs[epoch].extend(itertools.chain(*found))  # type: ignore[arg-type]
+                left -= 1
+                for each in ranks:
+                    each.context.samplers.save()
+            if not left:  # a batch in flight is lost with the generation
+                for each in ranks:
+                    each.step()
+                    each.batches = iter(())
+                break
+            epoch += 1
+    return epochs
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    steps=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+    make=st.sampled_from([DistributedSampler, Wrapper, Stateful]),
+    rows=st.integers(4, 40),
+    batch=st.integers(1, 4),
+)
+def test_each_row_is_trained_once_an_epoch(
+    sizes: list[int], steps: list[int], make: Any, rows: int, batch: int
+) -> None:
+    padding = sum(size - 1 for size in sizes)
+    for epoch in train(sizes, steps[: len(sizes) - 1], make, rows, batch):
+        counts = Counter(epoch)
+        assert set(counts) == set(range(rows))
+        assert sum(counts.values()) <= rows + padding
+
+
+def test_an_epoch_without_a_reset_is_torchs_own() -> None:
+    for options in ({}, {"shuffle": False}, {"drop_last": True}, {"seed": 5}):
+        for rank in range(3):
+            expected = list(DistributedSampler(range(11), 3, rank, **options))  # type: ignore
+            with activate(world_of(rank, 3)):
+                sampler: Any = DistributedSampler(range(11), 3, rank, **options)  # type: ignore
+                assert list(sampler) == expected
+                loaded = DataLoader(range(11), 1, sampler=sampler)  # type: ignore
+                assert [int(each) for each in loaded] == expected
+
+
+@pytest.mark.parametrize(("make", "each"), [(DistributedSampler, 4), (Unrepeated, 3)])
+def test_a_sampler_has_the_sizes_of_the_present_ranks(make: Any, each: int) -> None:
+    rank = Rank(1, 2, make, 10, 2)
+    rank.form(2, 3)
+    with activate(rank.context):
+        assert (rank.sampler.num_replicas, rank.sampler.rank) == (3, 2)
+        assert len(rank.sampler) == len(list(rank.sampler)) == each
+        assert len(rank.loader) == 2
+
+
+def test_what_is_dropped_follows_the_ranks() -> None:
+    def make(data: Any, **options: Any) -> Any:
+        return DistributedSampler(data, drop_last=True, shuffle=False, **options)
+
+    ranks = [Rank(rank, 2, make, 11, 1) for rank in range(2)]
+    for number, each in enumerate(ranks):
+        each.form(number, 3)
+        with activate(each.context):
+            assert [int(row) for row in each.loader] == [number, number + 3, number + 6]
+
+
+def test_an_iteration_that_was_over_begins_again_and_one_under_way_goes_on() -> None:
+    """An evaluation is whole each time; so is an epoch that the function does not name."""
+    rank = Rank(0, 1, DistributedSampler, 6, 2)
+    samplers = rank.context.samplers
+    rank.form(0, 1)
+    with activate(rank.context):
+        assert len(list(rank.loader)) == 3
+        samplers.save()
+        rank.form(0, 1)
+        rank.sampler.set_epoch(0)
+        assert len(rank.loader) == len(list(rank.loader)) == 3  # no commit was within it
+        for _ in rank.loader:
+            samplers.save()
+        samplers.save()
+        rank.form(0, 1)
+        assert len(list(rank.loader)) == 3
+        rank.form(0, 1)
+        rank.sampler.set_epoch(0)  # the function names an epoch that it has trained
+        assert list(rank.loader) == []
+        assert len(list(rank.loader)) == 3
+        next(iter(rank.loader))  # a look at the first batch is no epoch
+        samplers.save()
+        rank.form(0, 1)
+        assert len(list(rank.loader)) == 3
+
+
+def test_one_made_in_each_generation_goes_on_with_the_epoch() -> None:
+    context = world_of(0, 1)
+    seen: list[int] = []
+
+    def run(stop: int) -> None:
+        sampler: Any = DistributedSampler(range(9), context.size, context.rank)  # type: ignore
+        loader = DataLoader(range(9), 2, sampler=sampler)  # type: ignore
+        for number, batch in enumerate(loader):
+            if number == stop:
+                return
+            seen.extend(batch.tolist())
+            context.samplers.save()
+
+    with activate(context):
+        run(2)
+        context.samplers.formed()
+        run(9)
+    assert sorted(seen) == list(range(9))
+
+
+def test_a_sampler_for_other_ranks_than_the_jobs_is_left_alone_until_they_change() -> None:
+    context = world_of(3, 4)
+    with activate(context):
+        sampler: Any = DistributedSampler(range(8), 2, 1, shuffle=False)  # type: ignore
+        loader = DataLoader(range(8), 1, sampler=sampler)  # type: ignore
+        assert [int(row) for row in loader] == [1, 3, 5, 7]
+        context.rank, context.size = 1, 2
+        context.samplers.formed()
+        context.size = 3
+        with pytest.raises(NbelasticError, match="was made for rank 1 of 2, the job had 4 ranks"):
+            list(loader)
+
+
+def test_rows_that_cannot_be_counted_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("nbelastic.elastic.followed.warn", lambda _, text: told.append(text))
+
+    class Batches(BatchSampler):
+        pass
+
+    context: StaticContext = world_of(0, 1)
+    with activate(context):
+        sampler: Any = DistributedSampler(range(8), 1, 0)  # type: ignore
+        loader = DataLoader(range(8), batch_sampler=Batches(sampler, 2, False))  # type: ignore
+        for _ in loader:
+            context.samplers.save()
+            break
+        rest = iter(loader)
+        next(rest)
+        context.samplers.save()
+        context.samplers.formed()
+        assert len(list(loader)) == 4
+    assert len(told) == 1

@@ -1,0 +1,220 @@
+"""Samplers of users' own, dealt to ranks that come and go; no job."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from nbelastic.elastic.ranks.context import activate
+from nbelastic.errors import NbelasticError
+from nbelastic.trainers import dealt, obstacle_to
+from tests.elastic.worlds import settle_all, world_of
+from tests.support.world import run_ranks
+
+ROWS = 24
+
+
+class Curriculum(Sampler):
+    """In each epoch it has more rows, and others."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter((torch.randperm(8 + 4 * self.epoch) + self.epoch).tolist())
+
+    def __len__(self):
+        return 8
+
+
+class Buckets(Sampler):
+    """Batches of different lengths."""
+
+    def __iter__(self):
+        order, start = torch.randperm(ROWS).tolist(), 0
+        while start < ROWS:
+            length = 1 + start % 4
+            yield order[start : start + length]
+            start += length
+
+    def __len__(self):
+        return 10
+
+
+class Sharded(Sampler):
+    """Each rank has rows of its own."""
+
+    def __init__(self, first, size):
+        self.first, self.size = first, size
+
+    def __iter__(self):
+        return iter(range(self.first, ROWS, self.size))
+
+    def __len__(self):
+        return ROWS // self.size
+
+
+class Restless(Sampler):
+    """Each draw is another, and no seed has a part in it."""
+
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(ROWS).tolist())
+
+    def __len__(self):
+        return ROWS
+
+
+class Wrapper(DistributedSampler):
+    """As Lightning's."""
+
+
+SOURCES = {
+    "weighted": lambda: WeightedRandomSampler([1.0] * 4 + [9.0] * 20, 30),
+    "with a generator": lambda: RandomSampler(
+        range(ROWS), replacement=True, num_samples=17, generator=torch.Generator()
+    ),
+    "subset": lambda: SubsetRandomSampler(range(0, ROWS, 2)),
+    "curriculum": Curriculum,
+    "buckets": Buckets,
+    "drop": lambda: BatchSampler(SubsetRandomSampler(range(ROWS)), 5, True),
+    "sharded by torch": lambda: Wrapper(range(ROWS), 4, 3, seed=2),
+}
+
+
+def flat(items):
+    return [row for each in items for row in (each if isinstance(each, list) else [each])]
+
+
+def make(kind, rank, size):
+    with activate(world_of(rank, size)):
+        return dealt(range(2 * ROWS), SOURCES[kind](), 7, kind in ("buckets", "drop"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kind=st.sampled_from(sorted(SOURCES)),
+    sizes=st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    steps=st.lists(st.integers(0, 5), min_size=3, max_size=3),
+    batch=st.integers(1, 3),
+    lost=st.booleans(),
+)
+def test_an_epoch_has_what_the_sampler_drew_once(kind, sizes, steps, batch, lost):
+    expected = make(kind, 0, 1)
+    with activate(world_of(0, 1)):
+        expected.begin_epoch(1)
+        drawn = [*expected]
+    seen, samplers = [], []
+    for size, left in zip(sizes, [*steps, 10**6], strict=True):
+        behind = range(len(samplers), size)
+        samplers = [*samplers[:size], *(make(kind, rank, size) for rank in behind)]
+        if seen:
+            settle_all(samplers, 0, behind)
+        shares = []
+        for rank, sampler in enumerate(samplers):
+            with activate(world_of(rank, size)):
+                before = sampler.left_in(1)
+                sampler.begin_epoch(1)
+                shares.append([*sampler])
+                assert before <= size * len(shares[-1]) < before + size
+        width = 1 if samplers[0].batched else batch
+        done = min(left, -(-len(shares[0]) // width))
+        for rank, sampler in enumerate(samplers):
+            with activate(world_of(rank, size)):
+                for number in range(done):
+                    sampler.record_batch(number, width)
+                kept = sampler.snapshot()
+                if lost:  # a batch in flight, which the commit does not have
+                    sampler.record_batch(done, width)
+                    sampler.go_back(kept)
+        seen += [row for share in shares for row in share[: done * width]]
+    assert not Counter(flat(drawn)) - Counter(flat(seen))
+    padding = sum(size - 1 for size in sizes) * max(len(flat([each])) for each in drawn)
+    assert len(flat(seen)) <= len(flat(drawn)) + padding
+
+
+def test_an_epoch_is_drawn_once_and_each_epoch_anew():
+    sampler = make("curriculum", 0, 1)
+    with activate(world_of(0, 1)):
+        for epoch, length in enumerate((8, 12, 16)):
+            assert sampler.left_in(epoch) == length
+            sampler.begin_epoch(epoch)
+            assert sorted(sampler) == list(range(epoch, epoch + length))
+            assert sampler.batches_left(epoch, 4, False) == (length // 4, 0.0)
+
+
+def test_the_random_generators_of_a_rank_are_left_alone():
+    with activate(world_of(0, 1)):
+        sampler = dealt(range(ROWS), WeightedRandomSampler([1.0] * ROWS, ROWS), 0)
+        torch.manual_seed(5)
+        expected = torch.rand(3), np.random.RandomState(5).rand(2)
+        torch.manual_seed(5)
+        np.random.seed(5)
+        sampler.begin_epoch(3)
+        assert torch.equal(torch.rand(3), expected[0])
+        assert np.array_equal(np.random.rand(2), expected[1])
+
+
+def test_ranks_that_draw_differently_have_the_draw_of_one_and_newcomers_too():
+    def main(context):
+        sampler = dealt(range(ROWS), Restless(), 0)
+        sampler.begin_epoch(0)
+        first = sampler.remaining_indices
+        context.generation += 1
+        if context.rank == 0:  # a newcomer, which has the epoch and the progress from the others
+            sampler = dealt(range(ROWS), Restless(), 0)
+        progress = sampler.progress()._replace(epoch=0, length=ROWS, done=6)
+        sampler.install(progress, context.rank, context.size, resumed=True)
+        assert sampler.left_in(0) == ROWS - 6
+        sampler.begin_epoch(0)
+        return first, sampler.remaining_indices
+
+    (first, rest), *others = run_ranks(3, main)
+    assert rest == first[6:]
+    assert all(each == (first, rest) for each in others)
+
+
+def test_a_sampler_with_rows_of_its_own_on_each_rank_is_refused():
+    def main(context):
+        sampler = dealt(range(ROWS), Sharded(context.rank, context.size), 0)
+        with pytest.raises(NbelasticError, match=r"sampler \(Sharded\) gives each rank rows"):
+            sampler.begin_epoch(0)
+        return True
+
+    assert run_ranks(2, main) == [True, True]
+
+
+def test_what_cannot_be_dealt_is_named():
+    class Endless(Sampler):
+        def __iter__(self):
+            while True:
+                yield 0
+
+    class Ranked(Curriculum):
+        rank = 1
+
+    class Counted(Endless):
+        def __len__(self):
+            return 3
+
+    assert obstacle_to(Endless()) == "its sampler (Endless) has no length"
+    assert "rows of its own" in obstacle_to(BatchSampler(Ranked(), 2, False))
+    assert obstacle_to(Buckets()) == ""
+    with activate(world_of(0, 1)):
+        sampler = dealt(range(3), Counted(), 0)
+        with pytest.raises(NbelasticError, match="length of 3 and yields more than 1006 items"):
+            sampler.begin_epoch(0)
