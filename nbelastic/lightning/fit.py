@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -22,7 +23,7 @@ from nbelastic.errors import OptionError
 from nbelastic.lightning.progress import LightningProgress
 from nbelastic.lightning.strategy import ElasticStrategy
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers import DealtSampler, not_dealt
+from nbelastic.trainers import DealtSampler, averages_of, by_itself, not_dealt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +67,8 @@ def make_elastic(trainer: Any, strategy: ElasticStrategy) -> None:
         vars(trainer).pop("_run_stage", None)
         if trainer.state.fn != TrainerFn.FITTING or not isinstance(current_or_none(), Session):
             strategy.begin()
+            if trainer.state.fn != TrainerFn.FITTING:
+                strategy.synchronize()
             return plain()
         return ElasticFit(trainer, strategy).run()
 
@@ -90,7 +93,9 @@ class ElasticFit:
         self.trainer = trainer
         self.strategy = strategy
         self.loop = trainer.fit_loop
-        self.progress = LightningProgress(trainer)
+        self.progress = LightningProgress(trainer, strategy.callbacks)
+        self.progress.callbacks.main = trainer.is_global_zero  # as those they were set up
+        self._started = False  # callbacks know here that training has begun
         self.samplers: list[DealtSampler | None] = []
         self._batches = 0  # begun in the present share
         module = trainer.lightning_module
@@ -106,6 +111,7 @@ class ElasticFit:
             scheduler=schedulers,
             sampler=self.samplers,
             progress=self.progress,
+            averages=averages_of(trainer.callbacks),
             epoch=trainer.current_epoch,
             batch=0,
         )
@@ -132,8 +138,8 @@ class ElasticFit:
                 if loop.skip:
                     return
                 loop.reset()
-                loop.on_run_start()
-                progress.begun = True
+            progress.callbacks.begin(trainer.is_global_zero, self._begin)
+            progress.begun = True
             while not loop.done:
                 try:
                     self._train_epoch()
@@ -145,6 +151,23 @@ class ElasticFit:
                 self._commit()
             loop._restarting = False
             loop.on_run_end()
+
+    def _begin(self, again: bool, goes_on: bool) -> None:
+        """Tell callbacks of the beginning, on this rank alone if others are in the middle."""
+        trainer, module = self.trainer, self.trainer.lightning_module
+        mine = [each for each in trainer.callbacks if self.progress.callbacks.begins_again(each)]
+        with by_itself():
+            for callback in mine if again else ():
+                callback.setup(trainer, module, stage="fit")
+                callback.on_fit_start(trainer, module)
+            if goes_on:
+                for callback in mine if self._started else trainer.callbacks:
+                    callback.on_train_start(trainer, module)
+                if not self._started:
+                    _call_lightning_module_hook(trainer, "on_train_start")
+        if not goes_on:
+            self.loop.on_run_start()
+        self._started = True
 
     def _train_epoch(self) -> None:
         loop, progress = self.loop, self.progress
@@ -203,7 +226,6 @@ class ElasticFit:
         self.strategy.follow()
         trainer.training = True
         torch.set_grad_enabled(True)
-        trainer.lightning_module._current_fx_name = None  # of a hook that has failed
         for each in (loop, loop.epoch_loop.val_loop):  # their loaders are of the ranks before
             if each._combined_loader is not None:
                 each._combined_loader.reset()

@@ -6,21 +6,38 @@ import contextlib
 import warnings
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loops.loop import _Loop
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.trainers import plain_attributes
+from nbelastic.trainers import Callbacks, ProgressAdapter
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_OF_LOGGERS = ("_version", "_name", "_save_dir", "_root_dir")
+_OF_LOGGERS = (
+    *("_version", "_name", "_save_dir", "_root_dir"),
+    *("_id", "_run_id", "_experiment_id"),  # of the runs that all ranks go on with
+)
+_OF_METRICS = ("has_reset", "_update_count", "_forward_cache")
+
+
+def callbacks_of(trainer: Any) -> Callbacks:
+    """Return the callbacks of a trainer, as they are before they are set up."""
+    return Callbacks(
+        lambda: [each for each in trainer.callbacks if not isinstance(each, ProgressBar)],
+        begins_again=lambda each: not type(each).__module__.startswith("lightning."),
+    )
 
 
 class LightningProgress:
-    """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``."""
+    """Progress of a Trainer."""
 
-    def __init__(self, trainer: Any) -> None:
+    nbelastic_adapter = ProgressAdapter
+
+    def __init__(self, trainer: Any, callbacks: Callbacks) -> None:
         self._trainer = trainer
+        self.callbacks = callbacks
         self.begun = False  # callbacks know that training has begun
         self.in_epoch = False  # an epoch has begun, and not ended
 
@@ -36,65 +53,88 @@ class LightningProgress:
                 callback.enable()
                 callback.on_train_start(trainer, trainer.lightning_module)
 
-    def state_dict(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Return the progress."""
         trainer = self._trainer
         connector = trainer._logger_connector
         return {
             "loops": trainer.fit_loop.state_dict(),
-            "callbacks": [
-                {} if isinstance(each, ProgressBar) else plain_attributes(each)
-                for each in trainer.callbacks
-            ],
+            "callbacks": self.callbacks.content(),
             "own": [_own_state(each) for each in trainer.callbacks],
-            "loggers": [
-                {name: vars(each)[name] for name in _OF_LOGGERS if name in vars(each)}
-                for each in trainer.loggers
-            ],
+            "datamodule": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
+            "loggers": [_settings_of(each) for each in trainer.loggers],
             "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
+            "logging": (connector._current_fx, connector._first_loop_iter),
             "precision": trainer.precision_plugin.state_dict(),
             "should_stop": trainer.should_stop,
             "progress": (self.begun, self.in_epoch),
             "rank": _identity(),
             "metrics": [_metric_state(each) for each in self._metrics()],
+            "results": {name: _metric_state(each) for name, each in self._results().items()},
         }
 
-    def load_state_dict(self, found: dict[str, Any]) -> None:
+    def take(self, found: dict[str, Any], *, own: bool) -> None:
         """Go back, or forward, to a progress."""
         trainer = self._trainer
+        connector = trainer._logger_connector
         trainer.fit_loop.load_state_dict(found["loops"])
-        trainer.fit_loop.restarting = False  # an epoch under way goes on by other means
-        trainer.fit_loop.on_iteration_done()
-        for callback, attributes, own in zip(
-            trainer.callbacks, found["callbacks"], found["own"], strict=True
-        ):
-            vars(callback).update(attributes)
-            if own:
+        settle(trainer.fit_loop)  # an epoch under way goes on by other means
+        self.callbacks.take(found["callbacks"], own=own)
+        for callback, state in zip(trainer.callbacks, found["own"], strict=True):
+            if state:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    callback.load_state_dict(own)
+                    callback.load_state_dict(state)
+        if found["datamodule"] and trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(found["datamodule"])
         for logger, attributes in zip(trainer.loggers, found["loggers"], strict=True):
             vars(logger).update(attributes)
+            if attributes.get("_id") and hasattr(logger, "_wandb_init"):
+                logger._wandb_init["id"] = attributes["_id"]
         for name, values in found["logged"].items():
-            logged = getattr(trainer._logger_connector, name)
+            logged = getattr(connector, name)
             logged.clear()
             logged.update(values)
         trainer.precision_plugin.load_state_dict(found["precision"])
         trainer.should_stop = found["should_stop"]
         self.begun, self.in_epoch = found["progress"]
+        connector._current_fx, connector._first_loop_iter = found["logging"]
+        trainer.lightning_module._current_fx_name = None  # of a hook that has failed
+        trainer.fit_loop.epoch_loop.val_loop._results.clear()  # a validation begins again
+        # What another rank has counted is in its own metric: all are added up at the end.
         same = found["rank"] == _identity()
         for metric, state in zip(self._metrics(), found["metrics"], strict=False):
-            # What another rank has counted is in its own metric: all are added up at the end.
-            metric.reset()
-            if same:
-                for name, value in state.items():
-                    setattr(metric, name, list(value) if isinstance(value, list) else value.clone())
+            _restore(metric, state if same else {})
+        results = self._results()
+        for name in [*results]:
+            if same and name in found["results"]:
+                _restore(results[name], found["results"][name])
+            else:
+                del results[name]
 
     def _metrics(self) -> list[Any]:
         modules = self._trainer.lightning_module.modules()
-        results = self._trainer.fit_loop.epoch_loop._results
-        found = [each for each in modules if hasattr(each, "metric_state")]
-        return found + [each for each in results.values() if hasattr(each, "metric_state")]
+        return [each for each in modules if hasattr(each, "metric_state")]
+
+    def _results(self) -> dict[str, Any]:
+        results: dict[str, Any] = self._trainer.fit_loop.epoch_loop._results
+        return results
+
+
+def settle(loop: Any) -> None:
+    """Make a loop, and those within it, loops that do not restart."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    loop.reset_restart_stage()
+    for each in vars(loop).values():
+        if isinstance(each, _Loop):
+            settle(each)
+
+
+def _settings_of(logger: Any) -> dict[str, Any]:
+    found = {name: vars(logger)[name] for name in _OF_LOGGERS if name in vars(logger)}
+    if hasattr(logger, "_wandb_init"):
+        found["_id"] = logger.version
+    return found
 
 
 def _own_state(callback: Any) -> dict[str, Any]:
@@ -108,8 +148,17 @@ def _own_state(callback: Any) -> dict[str, Any]:
 
 def _metric_state(metric: Any) -> dict[str, Any]:
     with contextlib.suppress(Exception):
-        return dict(metric.metric_state)
+        kept = {name: vars(metric)[name] for name in _OF_METRICS if name in vars(metric)}
+        return {**metric.metric_state, **kept}
     return {}
+
+
+def _restore(metric: Any, state: dict[str, Any]) -> None:
+    metric.reset()
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value = value.clone()  # noqa: PLW2901 - metrics add to it in place
+        setattr(metric, name, list(value) if isinstance(value, list) else value)
 
 
 def _identity() -> int:

@@ -1,6 +1,21 @@
 """Parts that the integrations of trainers have in common; imports no trainer."""
 
-from nbelastic.trainers.attributes import plain_attributes
+from nbelastic.trainers.callbacks import (
+    Callbacks,
+    ProgressAdapter,
+    Runs,
+    averages_of,
+    by_itself,
+)
 from nbelastic.trainers.sampler import NOT_DEALT, DealtSampler, not_dealt
 
-__all__ = ["NOT_DEALT", "DealtSampler", "not_dealt", "plain_attributes"]
+__all__ = [
+    "NOT_DEALT",
+    "Callbacks",
+    "DealtSampler",
+    "ProgressAdapter",
+    "Runs",
+    "averages_of",
+    "by_itself",
+    "not_dealt",
+]
