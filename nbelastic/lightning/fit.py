@@ -8,19 +8,19 @@ the samples that are left.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import OptionError
-from nbelastic.lightning.progress import LightningProgress
+from nbelastic.lightning.progress import LightningProgress, settle
 from nbelastic.lightning.strategy import ElasticStrategy
 from nbelastic.torch.elastic import TorchState, run
 from nbelastic.trainers import DealtSampler, averages_of, by_itself, not_dealt
@@ -75,17 +75,6 @@ def make_elastic(trainer: Any, strategy: ElasticStrategy) -> None:
     trainer._run_stage = run_stage
 
 
-class _BatchRecorder(Callback):
-    """The first callback: it records batches as they begin."""
-
-    def __init__(self, training: ElasticFit) -> None:
-        self._training = training
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Record a batch. If it fails, the sampler goes back to its commit."""
-        self._training.batch_begins()
-
-
 class ElasticFit:
     """Training of a Trainer, from the first generation to the last."""
 
@@ -104,6 +93,9 @@ class ElasticFit:
         self.loop.setup_data()
         if self.loop._combined_loader is not None:
             self.samplers = [_dealt(each) for each in self.loop._combined_loader.flattened]
+        self._resumes = self.loop._loaded_from_state_dict
+        if self._resumes:
+            self._resume()
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self.state = TorchState(
             strategy.model,
@@ -116,16 +108,34 @@ class ElasticFit:
             batch=0,
         )
 
+    def _resume(self) -> None:
+        """Go on where a checkpoint of the trainer's has ended, perhaps within an epoch."""
+        loop, batches = self.loop, self.loop.epoch_loop
+        loop.reset()
+        epoch = loop.epoch_progress.current
+        self.progress.in_epoch = loop.restarted_mid_epoch and epoch.processed < epoch.ready
+        if self.progress.in_epoch:
+            with warnings.catch_warnings():  # of what has no progress of its own
+                warnings.simplefilter("ignore")
+                batches.reset()
+            done = batches.batch_progress.current.ready * current().size
+            found = [*self.strategy.recorder.found, *[None] * len(self.samplers)]
+            loaders = self.loop._combined_loader.flattened
+            for sampler, known, loader in zip(self.samplers, found, loaders, strict=False):
+                if sampler is not None and known is not None:
+                    sampler.go_on(epoch.processed, known["processed_num"])
+                elif sampler is not None:
+                    sampler.go_on(epoch.processed, done * loader.batch_sampler.batch_size)
+        settle(loop)
+
     def run(self) -> None:
         """Train to the end."""
-        trainer = self.trainer
-        trainer.callbacks.insert(0, _BatchRecorder(self))
+        self.strategy.recorder.training = self
         try:
             run(self._train)(self.state)
         finally:
-            trainer.callbacks[:] = [
-                each for each in trainer.callbacks if not isinstance(each, _BatchRecorder)
-            ]
+            self.strategy.recorder.training = None
+            self.progress.files.close()
 
     def _train(self, _: TorchState) -> None:
         """Train with the present ranks."""
@@ -133,7 +143,8 @@ class ElasticFit:
         self._enter_generation()
         with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
             if not progress.begun:
-                trainer._run_sanity_check()
+                if not self._resumes:
+                    trainer._run_sanity_check()
                 trainer.training = True
                 if loop.skip:
                     return
@@ -216,6 +227,7 @@ class ElasticFit:
         state: Any = self.state
         state.epoch, state.batch = trainer.current_epoch, trainer.global_step
         state.commit()
+        self.progress.files.committed()
 
     # -- generations -------------------------------------------------------------------------------
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import functools
+import math
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.loop import _Loop
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.trainers import Callbacks, ProgressAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _OF_LOGGERS = (
@@ -22,10 +30,40 @@ _OF_LOGGERS = (
 _OF_METRICS = ("has_reset", "_update_count", "_forward_cache")
 
 
+class BatchRecorder(Callback):
+    """The first callback: it records batches as they begin, and where samplers are in checkpoints.
+
+    Until training begins there is no `training`.
+    """
+
+    training: Any = None
+    found: Sequence[Any] = ()  # of samplers, in the checkpoint that training goes on from
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Record a batch. If it fails, the sampler goes back to its commit."""
+        if self.training is not None:
+            self.training.batch_begins()
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add where the samplers are, whatever the number of ranks is later."""
+        del trainer, module
+        if self.training is not None:
+            checkpoint["nbelastic"] = [
+                None if each is None else each.state_dict() for each in self.training.samplers
+            ]
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take note of where the samplers were."""
+        del trainer, module
+        self.found = checkpoint.get("nbelastic", ())
+
+
 def callbacks_of(trainer: Any) -> Callbacks:
     """Return the callbacks of a trainer, as they are before they are set up."""
     return Callbacks(
-        lambda: [each for each in trainer.callbacks if not isinstance(each, ProgressBar)],
+        lambda: [
+            each for each in trainer.callbacks if not isinstance(each, (ProgressBar, BatchRecorder))
+        ],
         begins_again=lambda each: not type(each).__module__.startswith("lightning."),
     )
 
@@ -38,12 +76,17 @@ class LightningProgress:
     def __init__(self, trainer: Any, callbacks: Callbacks) -> None:
         self._trainer = trainer
         self.callbacks = callbacks
+        self.files = CheckpointFiles(trainer)
         self.begun = False  # callbacks know that training has begun
         self.in_epoch = False  # an epoch has begun, and not ended
 
     def show(self) -> None:
-        """Show the bar of progress on rank 0, and on no other."""
+        """Show the bar of progress on rank 0, and continue files of metrics there."""
         trainer = self._trainer
+        if trainer.is_global_zero and self.begun:
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger):
+                    go_on_with_rows(logger, trainer.fit_loop.epoch_loop._batches_that_stepped)
         for callback in trainer.callbacks:
             if not isinstance(callback, ProgressBar):
                 continue
@@ -79,12 +122,15 @@ class LightningProgress:
         connector = trainer._logger_connector
         trainer.fit_loop.load_state_dict(found["loops"])
         settle(trainer.fit_loop)  # an epoch under way goes on by other means
+        self.files.note()
         self.callbacks.take(found["callbacks"], own=own)
         for callback, state in zip(trainer.callbacks, found["own"], strict=True):
             if state:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     callback.load_state_dict(state)
+                if isinstance(callback, StochasticWeightAveraging):
+                    self._follow(callback, state["scheduler_state"])
         if found["datamodule"] and trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(found["datamodule"])
         for logger, attributes in zip(trainer.loggers, found["loggers"], strict=True):
@@ -112,6 +158,21 @@ class LightningProgress:
             else:
                 del results[name]
 
+    def _follow(self, averaging: Any, state: Any) -> None:
+        """Give a callback for averages the schedule that it has on the rank of its commit."""
+        trainer = self._trainer
+        if state is not None and averaging._swa_scheduler is not None:
+            averaging._swa_scheduler.load_state_dict(state)
+        elif state is not None:  # on a rank that has joined since
+            groups = [group for each in trainer.optimizers for group in each.param_groups]
+            rates = [{n: v for n, v in group.items() if n != "params"} for group in groups]
+            latest, averaging._latest_update_epoch = averaging._latest_update_epoch, math.inf
+            averaging._initialized = False
+            averaging.on_train_epoch_start(trainer, trainer.lightning_module)
+            averaging._latest_update_epoch = latest
+            for group, values in zip(groups, rates, strict=True):
+                group.update(values)
+
     def _metrics(self) -> list[Any]:
         modules = self._trainer.lightning_module.modules()
         return [each for each in modules if hasattr(each, "metric_state")]
@@ -119,6 +180,79 @@ class LightningProgress:
     def _results(self) -> dict[str, Any]:
         results: dict[str, Any] = self._trainer.fit_loop.epoch_loop._results
         return results
+
+
+class CheckpointFiles:
+    """Files of ``ModelCheckpoint`` that were written in a step which failed.
+
+    Where the step is repeated, they are written again, under the same names. Those that are not are
+    removed at the next commit.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._taken_back: set[str] = set()
+        self._before: set[str] = set()
+        for each in trainer.checkpoint_callbacks:
+            if isinstance(each, ModelCheckpoint):
+                vars(each)["file_exists"] = functools.partial(self._exists, each)
+
+    def note(self) -> None:
+        """Take note of files, because the callbacks are about to forget some."""
+        self._forget()
+        self._before = self._known()
+
+    def _known(self) -> set[str]:
+        found: set[str] = set()
+        for each in self._trainer.checkpoint_callbacks:
+            if isinstance(each, ModelCheckpoint):
+                found.update((each.last_model_path, each.best_model_path, *each.best_k_models))
+        return found - {""}
+
+    def _exists(self, callback: Any, path: str, trainer: Any) -> bool:
+        self._forget()
+        mine = trainer.is_global_zero and path not in self._taken_back and callback._fs.exists(path)
+        return bool(trainer.strategy.reduce_boolean_decision(mine, all=False))
+
+    def _forget(self) -> None:
+        if self._before:
+            self._taken_back |= self._before - self._known()
+            self._before = set()
+
+    def committed(self) -> None:
+        """Remove files that were written in a step that failed, and not again."""
+        self._forget()
+        for path in self._taken_back - self._known() if self._taken_back else ():
+            self._trainer.strategy.remove_checkpoint(path)
+        self._taken_back = set()
+
+    def close(self) -> None:
+        """Give callbacks their own methods back."""
+        for each in self._trainer.checkpoint_callbacks:
+            vars(each).pop("file_exists", None)
+
+
+def go_on_with_rows(logger: Any, step: int) -> None:
+    """Continue a file of metrics on rank 0, without rows of steps that a failure has taken back."""
+    path = Path(logger.log_dir) / "metrics.csv"
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    writer = logger.experiment  # it may remove the file
+    names = list(rows[0]) if rows else []
+    for each in (writer.metrics, rows):
+        while each and str(each[-1]["step"]).isdigit() and int(each[-1]["step"]) >= step:
+            each.pop()
+        if each:
+            break
+    path.unlink(missing_ok=True)
+    if rows:
+        writer.metrics_keys = names
+        with path.open("w", newline="") as file:
+            out = csv.DictWriter(file, names)
+            out.writeheader()
+            out.writerows(rows)
 
 
 def settle(loop: Any) -> None:

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from nbelastic.elastic.ranks.context import current, current_or_none, initialize
-from nbelastic.lightning.progress import callbacks_of
+from nbelastic.lightning.progress import BatchRecorder, callbacks_of
 from nbelastic.torch.device import device
 from nbelastic.torch.ops.broadcast import broadcast_parameters
 from nbelastic.torch.process_group import NAME, default_group
@@ -126,7 +126,10 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
         if current().generation == 0:
             self._setting_up.enter_context(by_itself())
         assert self.lightning_module is not None
-        self.callbacks = callbacks_of(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        self.callbacks = callbacks_of(trainer)
+        self.recorder = BatchRecorder()
+        trainer.callbacks.insert(0, self.recorder)
 
     def begin(self) -> None:
         """End the set-up; until then a rank waits for no other rank."""
@@ -148,6 +151,8 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
     def teardown(self) -> None:
         """End the set-up, if it has failed, and give devices back."""
         self.begin()
+        callbacks = self.lightning_module.trainer.callbacks if self.lightning_module else []
+        callbacks[:] = [each for each in callbacks if not isinstance(each, BatchRecorder)]
         super().teardown()
 
 
