@@ -85,7 +85,7 @@ class TrainerProgress:
         self._runs.share(**({_FOLDER: folders[0]} if folders else {}))
         for callback in callbacks:
             for name in ("training_bar", "training_tracker"):
-                bar = getattr(callback, name, None)
+                bar: Any = getattr(callback, name, None)
                 if getattr(bar, "total", None) is not None:
                     bar.total = state.max_steps
                 if hasattr(bar, "n"):

@@ -56,18 +56,15 @@ class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
             return False
         if not self._begun:
             self._begun = True
-            if self._epoch is not None and hasattr(self.callback, "append"):
-                self.callback.append = True  # to the file of the rank that was 0 before
             self.callback.on_train_begin()
             if self._epoch is not None:
                 self.callback.on_epoch_begin(self._epoch)
         return True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin."""
+        """Begin with what follows: that training goes on, or an epoch."""
         del logs
         self._epoch = None
-        self._ready()
 
     def goes_on(self, epoch: int, in_epoch: bool) -> None:
         """Go on in an epoch, on a rank that may be rank 0 by now."""
@@ -75,6 +72,8 @@ class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
         logger = self.callback
         if rank() == 0 and in_epoch and isinstance(logger, keras.callbacks.CSVLogger):
             _take_back(logger, epoch)
+        if (epoch or in_epoch) and not self._begun and hasattr(logger, "append"):
+            logger.append = True  # to the file of the rank that was 0 before
         self._ready()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
