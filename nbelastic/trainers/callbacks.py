@@ -93,8 +93,8 @@ class Callbacks:
         known = self.content() if self._begun else self._received
         if again:
             for key, callback in self._named().items():
-                if self.begins_again(callback):
-                    _put(callback, self._plain(callback), _copied(self._made.get(key, {})))
+                if key in self._made and self.begins_again(callback):
+                    _put(callback, self._plain(callback), _copied(self._made[key]))
         goes_on = bool(known and known["trained"])
         call(again, goes_on)
         self._begun, self.main = self._begun + 1, main
@@ -125,7 +125,9 @@ class Callbacks:
             self._received = content
         exact = own and content["begun"] == self._begun
         for key, callback in self._named().items():
-            values, changed = content["attributes"].get(key, ({}, ()))
+            if key not in content["attributes"]:  # added since
+                continue
+            values, changed = content["attributes"][key]
             values = {name: _unshared(value) for name, value in values.items()}
             start = self._start.get(key, {})
             if exact:
