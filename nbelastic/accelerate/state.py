@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
 
 from nbelastic.accelerate.loaders import deal, obstacle, share_anew, shuffles
 from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
 from nbelastic.torch.elastic import TorchState
-from nbelastic.trainers import not_dealt
+from nbelastic.trainers import Runs, by_itself, not_dealt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "registered")
 
@@ -37,7 +40,8 @@ class AccelerateState(TorchState):
     way, deals what its sampler draws once an epoch, whatever happens to the ranks. Other loaders
     begin again after a change of membership.
 
-    Make it after ``accelerator.prepare(…)``, before the elastic loop.
+    Make it after ``accelerator.prepare(…)``, before the elastic loop. A rank that becomes the main
+    process calls ``accelerator.init_trackers(…)`` as it was called before.
 
     Parameters
     ----------
@@ -83,13 +87,14 @@ class AccelerateState(TorchState):
         optimizers = [each.optimizer for each in accelerator._optimizers]
         schedulers = [each.scheduler for each in accelerator._schedulers]
         scaler = accelerator.scaler
+        self._progress = _Progress(accelerator, self._prepared)
         super().__init__(
             model=list(accelerator._models),
             optimizer=optimizers,
             scheduler=schedulers,
             scaler=None if scaler is None else scaler,
             sampler=samplers,
-            progress=_Progress(accelerator, self._prepared),
+            progress=self._progress,
             registered=list(accelerator._custom_objects),
             **values,
         )
@@ -124,6 +129,34 @@ class AccelerateState(TorchState):
         for loader in self._prepared:
             share_anew(loader, context.rank, context.size)
         super().align(behind)
+        self._begin_trackers(is_main=context.rank == 0)
+
+    def _begin_trackers(self, *, is_main: bool) -> None:
+        """Begin trackers on a rank that becomes the main one, in the runs of that before."""
+        accelerator, runs = self._accelerator, self._progress.runs
+        begun = vars(accelerator).get(_BEGUN)
+        if is_main and not accelerator.trackers and begun is not None:
+            with by_itself(), runs.go_on():
+                accelerator.init_trackers(*begun[0], **begun[1])
+        if accelerator.log_with:
+            runs.share()
+
+
+_BEGUN = "_nbelastic_trackers"
+
+
+def _remember(init_trackers: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the arguments of ``init_trackers`` on ranks where it does nothing yet."""
+
+    @functools.wraps(init_trackers)
+    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vars(self)[_BEGUN] = args, kwargs
+        return init_trackers(self, *args, **kwargs)
+
+    return remember
+
+
+Accelerator.init_trackers = _remember(Accelerator.init_trackers)
 
 
 class _Progress:
@@ -132,15 +165,18 @@ class _Progress:
     def __init__(self, accelerator: Any, loaders: Sequence[Any]) -> None:
         self._accelerator = accelerator
         self._loaders = loaders
+        self.runs = Runs()
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "runs": dict(self.runs.ids),
             "step": self._accelerator.step,
             "iterations": [getattr(each, "iteration", 0) for each in self._loaders],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
+        self.runs.ids.update(state["runs"])
         for loader, iteration in zip(self._loaders, state["iterations"], strict=True):
             if hasattr(loader, "iteration"):
                 loader.iteration = iteration

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
+from nbelastic.elastic.ranks.ranks import rank
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
 from nbelastic.keras.callbacks.callback_list import ElasticCallbackList, make_callbacks
@@ -171,7 +172,6 @@ class _Training:
         self._optimizer = optimizer
         self._sums = MetricSums(model, self._back)
         self._stops = False
-        self._begun_here = False
         self._logs: dict[str, Any] = {}
         params = {"verbose": verbose, "epochs": epochs, "steps": feed.left()}
         self._callbacks = ElasticCallbackList(
@@ -230,12 +230,7 @@ class _Training:
         self._reduction.forget()
         self._stops = False
         self._since_commit = 0
-        if not (progress.begun and self._begun_here):
-            callbacks.begin()
-            self._begun_here = True
-            if progress.begun:  # on other ranks: what they know replaces what was begun here
-                progress.give_to_callbacks()
-        progress.begun = True
+        progress.callbacks.begin(rank() == 0, callbacks.begin)
         callbacks.go_on(progress.epoch, progress.in_epoch)
         self._model.stop_training = False
         while progress.epoch < self._epochs and not progress.ended:

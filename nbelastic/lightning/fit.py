@@ -8,21 +8,29 @@ the samples that are left.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import OptionError
-from nbelastic.lightning.progress import LightningProgress
+from nbelastic.lightning.progress import LightningProgress, settle
 from nbelastic.lightning.strategy import ElasticStrategy
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers import DealtSampler, dealt, not_dealt, obstacle_to
+from nbelastic.trainers import (
+    DealtSampler,
+    averages_of,
+    by_itself,
+    dealt,
+    not_dealt,
+    obstacle_to,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,21 +74,12 @@ def make_elastic(trainer: Any, strategy: ElasticStrategy) -> None:
         vars(trainer).pop("_run_stage", None)
         if trainer.state.fn != TrainerFn.FITTING or not isinstance(current_or_none(), Session):
             strategy.begin()
+            if trainer.state.fn != TrainerFn.FITTING:
+                strategy.synchronize()
             return plain()
         return ElasticFit(trainer, strategy).run()
 
     trainer._run_stage = run_stage
-
-
-class _BatchRecorder(Callback):
-    """The first callback: it records batches as they begin."""
-
-    def __init__(self, training: ElasticFit) -> None:
-        self._training = training
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Record a batch. If it fails, the sampler goes back to its commit."""
-        self._training.batch_begins()
 
 
 class ElasticFit:
@@ -90,7 +89,9 @@ class ElasticFit:
         self.trainer = trainer
         self.strategy = strategy
         self.loop = trainer.fit_loop
-        self.progress = LightningProgress(trainer)
+        self.progress = LightningProgress(trainer, strategy.callbacks)
+        self.progress.callbacks.main = trainer.is_global_zero  # as those they were set up
+        self._started = False  # callbacks know here that training has begun
         self.samplers: list[DealtSampler | None] = []
         self._batches = 0  # begun in the present share
         module = trainer.lightning_module
@@ -99,6 +100,9 @@ class ElasticFit:
         self.loop.setup_data()
         if self.loop._combined_loader is not None:
             self.samplers = [_dealt(each) for each in self.loop._combined_loader.flattened]
+        self._resumes = self.loop._loaded_from_state_dict
+        if self._resumes:
+            self._resume()
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self.state = TorchState(
             strategy.model,
@@ -106,20 +110,39 @@ class ElasticFit:
             scheduler=schedulers,
             sampler=self.samplers,
             progress=self.progress,
+            averages=averages_of(trainer.callbacks),
             epoch=trainer.current_epoch,
             batch=0,
         )
 
+    def _resume(self) -> None:
+        """Go on where a checkpoint of the trainer's has ended, perhaps within an epoch."""
+        loop, batches = self.loop, self.loop.epoch_loop
+        loop.reset()
+        epoch = loop.epoch_progress.current
+        self.progress.in_epoch = loop.restarted_mid_epoch and epoch.processed < epoch.ready
+        if self.progress.in_epoch:
+            with warnings.catch_warnings():  # of what has no progress of its own
+                warnings.simplefilter("ignore")
+                batches.reset()
+            done = batches.batch_progress.current.ready * current().size
+            found = [*self.strategy.recorder.found, *[None] * len(self.samplers)]
+            loaders = self.loop._combined_loader.flattened
+            for sampler, known, loader in zip(self.samplers, found, loaders, strict=False):
+                if sampler is not None and known is not None:
+                    sampler.go_on(epoch.processed, known["processed_num"])
+                elif sampler is not None:
+                    sampler.go_on(epoch.processed, done * loader.batch_sampler.batch_size)
+        settle(loop)
+
     def run(self) -> None:
         """Train to the end."""
-        trainer = self.trainer
-        trainer.callbacks.insert(0, _BatchRecorder(self))
+        self.strategy.recorder.training = self
         try:
             run(self._train)(self.state)
         finally:
-            trainer.callbacks[:] = [
-                each for each in trainer.callbacks if not isinstance(each, _BatchRecorder)
-            ]
+            self.strategy.recorder.training = None
+            self.progress.files.close()
 
     def _train(self, _: TorchState) -> None:
         """Train with the present ranks."""
@@ -127,13 +150,14 @@ class ElasticFit:
         self._enter_generation()
         with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
             if not progress.begun:
-                trainer._run_sanity_check()
+                if not self._resumes:
+                    trainer._run_sanity_check()
                 trainer.training = True
                 if loop.skip:
                     return
                 loop.reset()
-                loop.on_run_start()
-                progress.begun = True
+            progress.callbacks.begin(trainer.is_global_zero, self._begin)
+            progress.begun = True
             while not loop.done:
                 try:
                     self._train_epoch()
@@ -145,6 +169,23 @@ class ElasticFit:
                 self._commit()
             loop._restarting = False
             loop.on_run_end()
+
+    def _begin(self, again: bool, goes_on: bool) -> None:
+        """Tell callbacks of the beginning, on this rank alone if others are in the middle."""
+        trainer, module = self.trainer, self.trainer.lightning_module
+        mine = [each for each in trainer.callbacks if self.progress.callbacks.begins_again(each)]
+        with by_itself():
+            for callback in mine if again else ():
+                callback.setup(trainer, module, stage="fit")
+                callback.on_fit_start(trainer, module)
+            if goes_on:
+                for callback in mine if self._started else trainer.callbacks:
+                    callback.on_train_start(trainer, module)
+                if not self._started:
+                    _call_lightning_module_hook(trainer, "on_train_start")
+        if not goes_on:
+            self.loop.on_run_start()
+        self._started = True
 
     def _train_epoch(self) -> None:
         loop, progress = self.loop, self.progress
@@ -193,6 +234,7 @@ class ElasticFit:
         state: Any = self.state
         state.epoch, state.batch = trainer.current_epoch, trainer.global_step
         state.commit()
+        self.progress.files.committed()
 
     # -- generations -------------------------------------------------------------------------------
 
@@ -203,7 +245,6 @@ class ElasticFit:
         self.strategy.follow()
         trainer.training = True
         torch.set_grad_enabled(True)
-        trainer.lightning_module._current_fx_name = None  # of a hook that has failed
         for each in (loop, loop.epoch_loop.val_loop):  # their loaders are of the ranks before
             if each._combined_loader is not None:
                 each._combined_loader.reset()

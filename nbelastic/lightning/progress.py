@@ -3,30 +3,90 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import functools
+import math
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.loop import _Loop
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.trainers import plain_attributes
+from nbelastic.trainers import Callbacks, ProgressAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_OF_LOGGERS = ("_version", "_name", "_save_dir", "_root_dir")
+_OF_LOGGERS = (
+    *("_version", "_name", "_save_dir", "_root_dir"),
+    *("_id", "_run_id", "_experiment_id"),  # of the runs that all ranks go on with
+)
+_OF_METRICS = ("has_reset", "_update_count", "_forward_cache")
+
+
+class BatchRecorder(Callback):
+    """The first callback: it records batches as they begin, and where samplers are in checkpoints.
+
+    Until training begins there is no `training`.
+    """
+
+    training: Any = None
+    found: Sequence[Any] = ()  # of samplers, in the checkpoint that training goes on from
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Record a batch. If it fails, the sampler goes back to its commit."""
+        if self.training is not None:
+            self.training.batch_begins()
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add where the samplers are, whatever the number of ranks is later."""
+        del trainer, module
+        if self.training is not None:
+            checkpoint["nbelastic"] = [
+                None if each is None else each.state_dict() for each in self.training.samplers
+            ]
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take note of where the samplers were."""
+        del trainer, module
+        self.found = checkpoint.get("nbelastic", ())
+
+
+def callbacks_of(trainer: Any) -> Callbacks:
+    """Return the callbacks of a trainer, as they are before they are set up."""
+    return Callbacks(
+        lambda: [
+            each for each in trainer.callbacks if not isinstance(each, (ProgressBar, BatchRecorder))
+        ],
+        begins_again=lambda each: not type(each).__module__.startswith("lightning."),
+    )
 
 
 class LightningProgress:
-    """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``."""
+    """Progress of a Trainer."""
 
-    def __init__(self, trainer: Any) -> None:
+    nbelastic_adapter = ProgressAdapter
+
+    def __init__(self, trainer: Any, callbacks: Callbacks) -> None:
         self._trainer = trainer
+        self.callbacks = callbacks
+        self.files = CheckpointFiles(trainer)
         self.begun = False  # callbacks know that training has begun
         self.in_epoch = False  # an epoch has begun, and not ended
 
     def show(self) -> None:
-        """Show the bar of progress on rank 0, and on no other."""
+        """Show the bar of progress on rank 0, and continue files of metrics there."""
         trainer = self._trainer
+        if trainer.is_global_zero and self.begun:
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger):
+                    go_on_with_rows(logger, trainer.fit_loop.epoch_loop._batches_that_stepped)
         for callback in trainer.callbacks:
             if not isinstance(callback, ProgressBar):
                 continue
@@ -36,65 +96,179 @@ class LightningProgress:
                 callback.enable()
                 callback.on_train_start(trainer, trainer.lightning_module)
 
-    def state_dict(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Return the progress."""
         trainer = self._trainer
         connector = trainer._logger_connector
         return {
             "loops": trainer.fit_loop.state_dict(),
-            "callbacks": [
-                {} if isinstance(each, ProgressBar) else plain_attributes(each)
-                for each in trainer.callbacks
-            ],
+            "callbacks": self.callbacks.content(),
             "own": [_own_state(each) for each in trainer.callbacks],
-            "loggers": [
-                {name: vars(each)[name] for name in _OF_LOGGERS if name in vars(each)}
-                for each in trainer.loggers
-            ],
+            "datamodule": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
+            "loggers": [_settings_of(each) for each in trainer.loggers],
             "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
+            "logging": (connector._current_fx, connector._first_loop_iter),
             "precision": trainer.precision_plugin.state_dict(),
             "should_stop": trainer.should_stop,
             "progress": (self.begun, self.in_epoch),
             "rank": _identity(),
             "metrics": [_metric_state(each) for each in self._metrics()],
+            "results": {name: _metric_state(each) for name, each in self._results().items()},
         }
 
-    def load_state_dict(self, found: dict[str, Any]) -> None:
+    def take(self, found: dict[str, Any], *, own: bool) -> None:
         """Go back, or forward, to a progress."""
         trainer = self._trainer
+        connector = trainer._logger_connector
         trainer.fit_loop.load_state_dict(found["loops"])
-        trainer.fit_loop.restarting = False  # an epoch under way goes on by other means
-        trainer.fit_loop.on_iteration_done()
-        for callback, attributes, own in zip(
-            trainer.callbacks, found["callbacks"], found["own"], strict=True
-        ):
-            vars(callback).update(attributes)
-            if own:
+        settle(trainer.fit_loop)  # an epoch under way goes on by other means
+        self.files.note()
+        self.callbacks.take(found["callbacks"], own=own)
+        for callback, state in zip(trainer.callbacks, found["own"], strict=True):
+            if state:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    callback.load_state_dict(own)
+                    callback.load_state_dict(state)
+                if isinstance(callback, StochasticWeightAveraging):
+                    self._follow(callback, state["scheduler_state"])
+        if found["datamodule"] and trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(found["datamodule"])
         for logger, attributes in zip(trainer.loggers, found["loggers"], strict=True):
             vars(logger).update(attributes)
+            if attributes.get("_id") and hasattr(logger, "_wandb_init"):
+                logger._wandb_init["id"] = attributes["_id"]
         for name, values in found["logged"].items():
-            logged = getattr(trainer._logger_connector, name)
+            logged = getattr(connector, name)
             logged.clear()
             logged.update(values)
         trainer.precision_plugin.load_state_dict(found["precision"])
         trainer.should_stop = found["should_stop"]
         self.begun, self.in_epoch = found["progress"]
+        connector._current_fx, connector._first_loop_iter = found["logging"]
+        trainer.lightning_module._current_fx_name = None  # of a hook that has failed
+        trainer.fit_loop.epoch_loop.val_loop._results.clear()  # a validation begins again
+        # What another rank has counted is in its own metric: all are added up at the end.
         same = found["rank"] == _identity()
         for metric, state in zip(self._metrics(), found["metrics"], strict=False):
-            # What another rank has counted is in its own metric: all are added up at the end.
-            metric.reset()
-            if same:
-                for name, value in state.items():
-                    setattr(metric, name, list(value) if isinstance(value, list) else value.clone())
+            _restore(metric, state if same else {})
+        results = self._results()
+        for name in [*results]:
+            if same and name in found["results"]:
+                _restore(results[name], found["results"][name])
+            else:
+                del results[name]
+
+    def _follow(self, averaging: Any, state: Any) -> None:
+        """Give a callback for averages the schedule that it has on the rank of its commit."""
+        trainer = self._trainer
+        if state is not None and averaging._swa_scheduler is not None:
+            averaging._swa_scheduler.load_state_dict(state)
+        elif state is not None:  # on a rank that has joined since
+            groups = [group for each in trainer.optimizers for group in each.param_groups]
+            rates = [{n: v for n, v in group.items() if n != "params"} for group in groups]
+            latest, averaging._latest_update_epoch = averaging._latest_update_epoch, math.inf
+            averaging._initialized = False
+            averaging.on_train_epoch_start(trainer, trainer.lightning_module)
+            averaging._latest_update_epoch = latest
+            for group, values in zip(groups, rates, strict=True):
+                group.update(values)
 
     def _metrics(self) -> list[Any]:
         modules = self._trainer.lightning_module.modules()
-        results = self._trainer.fit_loop.epoch_loop._results
-        found = [each for each in modules if hasattr(each, "metric_state")]
-        return found + [each for each in results.values() if hasattr(each, "metric_state")]
+        return [each for each in modules if hasattr(each, "metric_state")]
+
+    def _results(self) -> dict[str, Any]:
+        results: dict[str, Any] = self._trainer.fit_loop.epoch_loop._results
+        return results
+
+
+class CheckpointFiles:
+    """Files of ``ModelCheckpoint`` that were written in a step which failed.
+
+    Where the step is repeated, they are written again, under the same names. Those that are not are
+    removed at the next commit.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._taken_back: set[str] = set()
+        self._before: set[str] = set()
+        for each in trainer.checkpoint_callbacks:
+            if isinstance(each, ModelCheckpoint):
+                vars(each)["file_exists"] = functools.partial(self._exists, each)
+
+    def note(self) -> None:
+        """Take note of files, because the callbacks are about to forget some."""
+        self._forget()
+        self._before = self._known()
+
+    def _known(self) -> set[str]:
+        found: set[str] = set()
+        for each in self._trainer.checkpoint_callbacks:
+            if isinstance(each, ModelCheckpoint):
+                found.update((each.last_model_path, each.best_model_path, *each.best_k_models))
+        return found - {""}
+
+    def _exists(self, callback: Any, path: str, trainer: Any) -> bool:
+        self._forget()
+        mine = trainer.is_global_zero and path not in self._taken_back and callback._fs.exists(path)
+        return bool(trainer.strategy.reduce_boolean_decision(mine, all=False))
+
+    def _forget(self) -> None:
+        if self._before:
+            self._taken_back |= self._before - self._known()
+            self._before = set()
+
+    def committed(self) -> None:
+        """Remove files that were written in a step that failed, and not again."""
+        self._forget()
+        for path in self._taken_back - self._known() if self._taken_back else ():
+            self._trainer.strategy.remove_checkpoint(path)
+        self._taken_back = set()
+
+    def close(self) -> None:
+        """Give callbacks their own methods back."""
+        for each in self._trainer.checkpoint_callbacks:
+            vars(each).pop("file_exists", None)
+
+
+def go_on_with_rows(logger: Any, step: int) -> None:
+    """Continue a file of metrics on rank 0, without rows of steps that a failure has taken back."""
+    path = Path(logger.log_dir) / "metrics.csv"
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    writer = logger.experiment  # it may remove the file
+    names = list(rows[0]) if rows else []
+    for each in (writer.metrics, rows):
+        while each and str(each[-1]["step"]).isdigit() and int(each[-1]["step"]) >= step:
+            each.pop()
+        if each:
+            break
+    path.unlink(missing_ok=True)
+    if rows:
+        writer.metrics_keys = names
+        with path.open("w", newline="") as file:
+            out = csv.DictWriter(file, names)
+            out.writeheader()
+            out.writerows(rows)
+
+
+def settle(loop: Any) -> None:
+    """Make a loop, and those within it, loops that do not restart."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    loop.reset_restart_stage()
+    for each in vars(loop).values():
+        if isinstance(each, _Loop):
+            settle(each)
+
+
+def _settings_of(logger: Any) -> dict[str, Any]:
+    found = {name: vars(logger)[name] for name in _OF_LOGGERS if name in vars(logger)}
+    if hasattr(logger, "_wandb_init"):
+        found["_id"] = logger.version
+    return found
 
 
 def _own_state(callback: Any) -> dict[str, Any]:
@@ -108,8 +282,17 @@ def _own_state(callback: Any) -> dict[str, Any]:
 
 def _metric_state(metric: Any) -> dict[str, Any]:
     with contextlib.suppress(Exception):
-        return dict(metric.metric_state)
+        kept = {name: vars(metric)[name] for name in _OF_METRICS if name in vars(metric)}
+        return {**metric.metric_state, **kept}
     return {}
+
+
+def _restore(metric: Any, state: dict[str, Any]) -> None:
+    metric.reset()
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value = value.clone()  # noqa: PLW2901 - metrics add to it in place
+        setattr(metric, name, list(value) if isinstance(value, list) else value)
 
 
 def _identity() -> int:

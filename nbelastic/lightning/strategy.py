@@ -14,9 +14,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.elastic.ranks.context import current, current_or_none, initialize
+from nbelastic.lightning.progress import BatchRecorder, callbacks_of
 from nbelastic.torch.device import device
 from nbelastic.torch.distributed_sampler import wrap
+from nbelastic.torch.ops.broadcast import broadcast_parameters
 from nbelastic.torch.process_group import NAME, default_group
+from nbelastic.trainers import by_itself
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,9 +59,8 @@ class Environment(ClusterEnvironment):
         """Do nothing: the job decides."""
 
     def global_rank(self) -> int:
-        """Return the position of this rank."""
-        group = default_group()
-        return current().rank if group is None else group.rank()
+        """Return the position of this rank: in the set-up, too, the one that is foreseen."""
+        return current().rank
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the job decides."""
@@ -100,8 +102,8 @@ class _Elastic:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments of a sampler of this rank's share."""
-        environment = Environment()
-        return {"num_replicas": environment.world_size(), "rank": environment.global_rank()}
+        size = Environment().world_size()  # in the set-up 1
+        return {"num_replicas": size, "rank": current().rank if size > 1 else 0}
 
     def _configure_launcher(self) -> None:
         """Launch nothing: the job has started the ranks."""
@@ -125,14 +127,24 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
     def setup_environment(self) -> None:
         """Make the process group; until training begins it is one of this rank alone."""
         super().setup_environment()
-        group, context = default_group(), current()
         self._setting_up = contextlib.ExitStack()
-        if group is not None and context.generation == 0:
-            self._setting_up.enter_context(group.alone())
+        if current().generation == 0:
+            self._setting_up.enter_context(by_itself())
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self.callbacks = callbacks_of(trainer)
+        self.recorder = BatchRecorder()
+        trainer.callbacks.insert(0, self.recorder)
 
     def begin(self) -> None:
         """End the set-up; until then a rank waits for no other rank."""
         self._setting_up.close()
+
+    def synchronize(self) -> None:
+        """Give all ranks the module of rank 0, which they are about to evaluate."""
+        module = self.lightning_module
+        assert module is not None
+        broadcast_parameters([*module.named_parameters(), *module.named_buffers()])
 
     def setup(self, trainer: Any) -> None:
         """Set up the module, and have the training loop be an elastic loop."""
@@ -144,6 +156,8 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
     def teardown(self) -> None:
         """End the set-up, if it has failed, and give devices back."""
         self.begin()
+        callbacks = self.lightning_module.trainer.callbacks if self.lightning_module else []
+        callbacks[:] = [each for each in callbacks if not isinstance(each, BatchRecorder)]
         super().teardown()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbelastic.trainers import plain_attributes
+from nbelastic.trainers import Callbacks, ProgressAdapter, Runs, by_itself
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,15 +29,21 @@ _NUMBERS = (
     "current_flos",
 )
 
+_FOLDER = "TENSORBOARD_LOGGING_DIR"
+
 
 class TrainerProgress:
-    """Progress of a Trainer, with ``state_dict`` and ``load_state_dict``.
+    """Progress of a Trainer.
 
     The schedule of the learning rate was made for so many `steps`.
     """
 
+    nbelastic_adapter = ProgressAdapter
+
     def __init__(self, trainer: Any, epoch: int, steps: int) -> None:
         self._trainer = trainer
+        self._callbacks = Callbacks(lambda: trainer.callback_handler.callbacks)
+        self._runs = Runs()
         self.epoch = epoch  # from 0
         self.begun = False  # callbacks know that the epoch has begun
         self.evaluated = False  # before the first step
@@ -66,35 +73,40 @@ class TrainerProgress:
 
         return at
 
-    # -- bars --------------------------------------------------------------------------------------
+    # -- callbacks ---------------------------------------------------------------------------------
 
-    def show(self) -> None:
-        """Show the bar of progress on rank 0, and on no other."""
-        trainer, state = self._trainer, self._trainer.state
-        for callback in trainer.callback_handler.callbacks:
+    def begin_callbacks(self) -> None:
+        """Tell callbacks of the beginning where they have not begun, or not as the main rank's."""
+        trainer = self._trainer
+        state = trainer.state
+        self._callbacks.begin(state.is_world_process_zero, self._begin)
+        callbacks = trainer.callback_handler.callbacks
+        folders = [each for each in map(_folder_of, callbacks) if each]
+        self._runs.share(**({_FOLDER: folders[0]} if folders else {}))
+        for callback in callbacks:
             for name in ("training_bar", "training_tracker"):
-                if hasattr(callback, name):
-                    self._show(callback, name)
-                    bar = getattr(callback, name)
-                    if getattr(bar, "total", None) is not None:
-                        bar.total = state.max_steps
+                bar: Any = getattr(callback, name, None)
+                if getattr(bar, "total", None) is not None:
+                    bar.total = state.max_steps
+                if hasattr(bar, "n"):
+                    bar.n = state.global_step
 
-    def _show(self, callback: Any, name: str) -> None:
-        trainer, state = self._trainer, self._trainer.state
-        bar = getattr(callback, name)
-        if bar is None and state.is_world_process_zero:
-            step = getattr(callback, "current_step", None)
-            callback.on_train_begin(trainer.args, state, trainer.control)
-            if step is not None:
-                callback.current_step = step
-                getattr(callback, name).update(step)
-        elif bar is not None and not state.is_world_process_zero:
-            bar.close()
-            setattr(callback, name, None)
+    def _begin(self, again: bool, goes_on: bool) -> None:
+        trainer = self._trainer
+        control = dict(vars(trainer.control))
+        for each in trainer.callback_handler.callbacks if again else ():
+            if hasattr(each, "logging_dir") and _FOLDER in self._runs.ids:
+                each.logging_dir = self._runs.ids[_FOLDER]
+        with by_itself() if again or goes_on else contextlib.nullcontext(), self._runs.go_on():
+            trainer.control = trainer.callback_handler.on_train_begin(
+                trainer.args, trainer.state, trainer.control
+            )
+        if again or goes_on:
+            vars(trainer.control).update(control)
 
     # -- in commits --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Return the progress."""
         trainer = self._trainer
         state = {
@@ -106,14 +118,15 @@ class TrainerProgress:
             "trainer": state,
             "history": self._history(),
             "control": dict(vars(trainer.control)),
-            "callbacks": [plain_attributes(each) for each in trainer.callback_handler.callbacks],
+            "callbacks": self._callbacks.content(),
+            "runs": dict(self._runs.ids),
             "loss": trainer._tr_loss,
             "numbers": {name: getattr(trainer, name, 0) for name in _NUMBERS},
             "epoch": (self.epoch, self.begun, self.evaluated),
             "schedule": (self._foreseen, self._from, self._at, self._slope),
         }
 
-    def load_state_dict(self, found: dict[str, Any]) -> None:
+    def take(self, found: dict[str, Any], *, own: bool) -> None:
         """Go back, or forward, to a progress."""
         trainer = self._trainer
         for name, value in found["trainer"].items():
@@ -122,9 +135,8 @@ class TrainerProgress:
             trainer.state.log_history[:] = map(json.loads, found["history"].splitlines())
             self._text, self._entries = "", 0
         vars(trainer.control).update(found["control"])
-        callbacks = trainer.callback_handler.callbacks
-        for callback, values in zip(callbacks, found["callbacks"], strict=False):
-            vars(callback).update(values)
+        self._callbacks.take(found["callbacks"], own=own)
+        self._runs.ids.update(found["runs"])
         trainer._tr_loss = found["loss"].detach().clone().to(trainer.args.device)
         for name, value in found["numbers"].items():
             setattr(trainer, name, value)
@@ -140,6 +152,10 @@ class TrainerProgress:
             self._text += json.dumps(entry, default=_number) + "\n"
         self._entries = len(history)
         return self._text
+
+
+def _folder_of(callback: Any) -> str | None:
+    return getattr(callback, "logging_dir", None) if hasattr(callback, "tb_writer") else None
 
 
 def _number(value: Any) -> Any:

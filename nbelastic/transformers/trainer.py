@@ -24,7 +24,7 @@ from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers import DealtSampler, not_dealt
+from nbelastic.trainers import DealtSampler, averages_of, not_dealt
 from nbelastic.transformers.progress import TrainerProgress
 
 if TYPE_CHECKING:
@@ -136,7 +136,6 @@ class _ElasticTrainer:
         self._elastic.trial, self._elastic.ignored_keys = trial, ignore_keys_for_eval
         self._elastic.samples = samples
         self.callback_handler.callbacks.insert(0, _EpochFollower(training))
-        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         try:
             return run(lambda _: training.train())(training.state)
         finally:
@@ -229,6 +228,7 @@ class TrainerLoop:
             scaler=scaler,
             sampler=self.sampler,
             progress=self.progress,
+            averages=averages_of(trainer.callback_handler.callbacks),
             epoch=trained[0],
             batch=0,
         )
@@ -317,7 +317,7 @@ class TrainerLoop:
         else:
             epochs = math.ceil(args.num_train_epochs)
             self._set_steps(epochs)
-        progress.show()
+        progress.begin_callbacks()
         self.state.set_total(epoch=min(epochs, 10**9), batch=trainer.state.max_steps)
         return int(epochs)
 

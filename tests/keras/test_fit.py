@@ -19,7 +19,10 @@ def check(results, work):
         for name in ("digest", "history", "epochs", "wait", "plateau", "best", "told"):
             assert each[name] == first[name], name
         assert each["begins"] == 1
+        assert each["own"] == (True, True)
     assert first["epochs"] == list(range(len(first["epochs"]))) == first["told"]
+    lines = [line.split(",")[0] for line in (work.marks / "log.csv").read_text().splitlines()]
+    assert lines == ["epoch", *map(str, first["epochs"])]
     for seen in first["history"]["seen"] if not work.stops else ():
         least, most = seen % 1000, seen // 1000
         assert least == 1
@@ -45,6 +48,14 @@ def test_a_killed_worker(keras_crew, tmp_path):
     assert sum(each["newcomer"] for each in job.results()) == 1
     assert job.results()[0]["epochs"] == [0, 1, 2, 3, 4]
     assert "skip_synchronize" not in str(job.logs()), "Keras' own step is no mistake of the user's"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_killed_at_the_end_of_an_epoch(keras_crew, tmp_path, rank):
+    work = Training(tmp_path, faults=(Fault(rank, 1, 0, "end"),), patience=9)
+    job = keras_crew.fit(work, np=2, min_np=1)
+    check(job.results(), work)
+    assert sizes(job)[:2] == [2, 1]
 
 
 @pytest.mark.backends("torch")

@@ -20,7 +20,8 @@ class Fault:
         Who, and when.
     kind : str
         ``kill``, ``raise``, ``wait`` (for a change of the membership, after the batch), ``whole``
-        (the same, unless there are three ranks) or ``stop`` (the training, after the batch).
+        (the same, unless there are three ranks), ``stop`` (the training, after the batch) or
+        ``end`` (killed at the end of the epoch).
     """
 
     rank: int
@@ -104,8 +105,14 @@ def _train(work: Training) -> dict[str, Any]:
             return keras.ops.min(self.counts) + 1000 * keras.ops.max(self.counts)
 
     class Harm(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.begins = 0
+            self.own = hvd.rank(), os.getpid()
+
         def on_train_begin(self, logs=None):
-            self.begins = getattr(self, "begins", 0) + 1
+            self.begins += 1
+            self.is_main = hvd.rank() == 0
 
         def on_epoch_begin(self, epoch, logs=None):
             self.at = epoch
@@ -117,12 +124,15 @@ def _train(work: Training) -> dict[str, Any]:
         def on_train_batch_end(self, batch, logs=None):
             self.do(batch, ("wait", "whole", "stop"))
 
+        def on_epoch_end(self, epoch, logs=None):
+            self.do(0, ("end",))
+
         def do(self, batch, kinds):
             for number, fault in enumerate(work.faults):
                 here = (fault.rank, fault.epoch, fault.batch) == (hvd.rank(), self.at, batch)
                 if not here or fault.kind not in kinds or not work.once(f"fault-{number}"):
                     continue
-                if fault.kind == "kill":
+                if fault.kind in ("kill", "end"):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if fault.kind == "raise":
                     raise ValueError("a mistake of the user's")
@@ -164,7 +174,9 @@ def _train(work: Training) -> dict[str, Any]:
     )
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_lr=1e-4)
     best = keras.callbacks.ModelCheckpoint(str(work.marks / "best.keras"), save_best_only=True)
+    log = keras.callbacks.CSVLogger(str(work.marks / "log.csv"))
     harm = Harm()
+    own = harm.own
     newcomer = not work.once(f"first-{hvd.rank()}")
     state = hvd.elastic.KerasState(model, epoch=0)
     data, more = x, {"y": y, "batch_size": work.batch}
@@ -186,7 +198,7 @@ def _train(work: Training) -> dict[str, Any]:
         state,
         data,
         epochs=work.epochs,
-        callbacks=[harm, stopping, plateau, best],
+        callbacks=[log, harm, stopping, plateau, best],
         validation_data=(x[:31], y[:31]),
         verbose=0,
         **more,
@@ -202,6 +214,7 @@ def _train(work: Training) -> dict[str, Any]:
         "plateau": (plateau.wait, plateau.best, plateau.cooldown_counter),
         "best": best.best,
         "begins": harm.begins,
+        "own": (harm.own == own, harm.is_main == (hvd.rank() == 0)),
         "told": harm.epochs,
         "digest": hashlib.sha256(weights).hexdigest(),
         "iterations": int(keras.ops.convert_to_numpy(model.optimizer.iterations)),

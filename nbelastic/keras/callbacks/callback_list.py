@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from nbelastic.elastic.ranks.ranks import rank
 from nbelastic.errors import OptionError
+from nbelastic.keras.callbacks.progress import is_keras
+from nbelastic.trainers import by_itself
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,22 +56,24 @@ class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
             return False
         if not self._begun:
             self._begun = True
-            if self._epoch is not None and hasattr(self.callback, "append"):
-                self.callback.append = True  # to the file of the rank that was 0 before
             self.callback.on_train_begin()
             if self._epoch is not None:
                 self.callback.on_epoch_begin(self._epoch)
         return True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin."""
+        """Begin with what follows: that training goes on, or an epoch."""
         del logs
         self._epoch = None
-        self._ready()
 
     def goes_on(self, epoch: int, in_epoch: bool) -> None:
         """Go on in an epoch, on a rank that may be rank 0 by now."""
         self._epoch = epoch if in_epoch else None
+        logger = self.callback
+        if rank() == 0 and in_epoch and isinstance(logger, keras.callbacks.CSVLogger):
+            _take_back(logger, epoch)
+        if (epoch or in_epoch) and not self._begun and hasattr(logger, "append"):
+            logger.append = True  # to the file of the rank that was 0 before
         self._ready()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -150,12 +156,24 @@ def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
 
 
 def _on_its_ranks(callback: Any) -> Any:
-    kinds = [each.__name__ for each in type(callback).__mro__ if _is_keras(each)]
-    return OnRankZero(callback) if set(kinds) & set(_WRITERS) else callback
+    own = [kind for kind in type(callback).__mro__ if kind.__module__.startswith("keras.")]
+    return OnRankZero(callback) if {kind.__name__ for kind in own} & set(_WRITERS) else callback
 
 
-def _is_keras(kind: type[Any]) -> bool:
-    return kind.__module__.startswith("keras.")
+def _take_back(logger: Any, epoch: int) -> None:
+    """Remove a CSVLogger's line of an epoch whose end a failure has taken back."""
+    path = logger.filename
+    is_anothers = logger.append and not epoch  # training's, perhaps
+    if is_anothers or not os.path.exists(path):
+        return
+    if logger.csv_file is not None and not logger.csv_file.closed:
+        logger.csv_file.flush()
+    with open(path, "rb") as file:
+        lines = file.read().splitlines(keepends=True)
+    if lines and lines[-1].split(logger.sep.encode())[0] == str(epoch).encode():
+        os.truncate(path, sum(map(len, lines[:-1])))
+        if logger.csv_file is not None and not logger.csv_file.closed:
+            logger.csv_file.seek(0, os.SEEK_END)
 
 
 class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
@@ -230,10 +248,12 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Call a method of Keras' list, which passes it on to all callbacks."""
         getattr(super(), what)(*args)
 
-    def begin(self) -> None:
-        """Tell callbacks that the training begins."""
-        for each in self.callbacks:
-            each.on_train_begin({})
+    def begin(self, again: bool, goes_on: bool) -> None:
+        """Tell callbacks that the training begins: `again` those that may do more on rank 0."""
+        with by_itself() if again or goes_on else contextlib.nullcontext():
+            for each in self.callbacks:
+                if not again or not (is_keras(each) or isinstance(each, OnRankZero)):
+                    each.on_train_begin({})
 
     def end(self, logs: Any) -> None:
         """Tell callbacks that the training is over."""

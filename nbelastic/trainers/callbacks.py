@@ -1,0 +1,274 @@
+"""Callbacks of a trainer: what a commit keeps of them, on which ranks they begin, and their runs.
+
+A callback is told of the beginning on every rank, before or in its first generation there. A rank
+that becomes the main one begins its callbacks again, as those of the main rank: only then do they
+open files and runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from nbelastic.torch.ops.broadcast import broadcast_object
+from nbelastic.torch.process_group import default_group
+from nbelastic.torch.state.flatten import Adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray, torch.Tensor)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_MISSING = object()
+
+
+class ProgressAdapter(Adapter):
+    """Capture and restoration of an object with ``content()`` and ``take(content, own=…)``."""
+
+    def capture(self, flattener: Flattener, obj: Any) -> Node:
+        """Capture its content."""
+        return flattener.flatten(obj.content())
+
+    def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
+        """Give it content that this rank has committed (`own`), or another."""
+        found = unflattener.unflatten(content)
+        unflattener.flush()
+        obj.take(found, own=unflattener.local)
+
+
+class Callbacks:
+    """Plain attributes of callbacks in commits, and the beginnings of callbacks on this rank.
+
+    Plain are numbers, strings, arrays, tensors, and containers of them. Other ranks receive those
+    that training has changed since the beginning. All others are a rank's own: its number, a path,
+    a device. Callbacks are told apart by their class and their order within it.
+
+    Parameters
+    ----------
+    callbacks : callable
+        Returns the callbacks.
+    begins_again : callable
+        Whether a callback may do other things on the main rank.
+    shared : callable
+        Whether a callback replaces its arrays, and never changes them: these are not copied.
+    hidden : iterable of str
+        Attributes to leave out.
+    """
+
+    def __init__(
+        self,
+        callbacks: Callable[[], Iterable[Any]],
+        begins_again: Callable[[Any], bool] = lambda _: True,
+        shared: Callable[[Any], bool] = lambda _: False,
+        hidden: Iterable[str] = (),
+    ) -> None:
+        self._callbacks = callbacks
+        self.begins_again = begins_again
+        self._shared = shared
+        self._hidden = frozenset(hidden)
+        self._made = self._start = self._copies()
+        self._changed: dict[str, set[str]] = {}  # by training, and not undone by a failure
+        self._received: dict[str, Any] = {}  # before the beginning
+        self._begun = 0  # how often callbacks have begun here
+        self.main: bool | None = None  # whether as those of the main rank
+
+    def begin(self, main: bool, call: Callable[[bool, bool], None]) -> None:
+        """Begin callbacks that have not begun here, or not as those of the `main` rank.
+
+        ``call(again, goes_on)`` tells them: whether they begin again, with their attributes as they
+        were made, and whether training goes on from a commit.
+        """
+        again = main and self.main is False
+        if self._begun and not again:
+            return
+        known = self.content() if self._begun else self._received
+        if again:
+            for key, callback in self._named().items():
+                if key in self._made and self.begins_again(callback):
+                    _put(callback, self._plain(callback), _copied(self._made[key]))
+        goes_on = bool(known and known["trained"])
+        call(again, goes_on)
+        self._begun, self.main = self._begun + 1, main
+        self._start, self._changed, self._received = self._copies(), {}, {}
+        if goes_on:
+            self.take(known, own=False)
+
+    def content(self) -> dict[str, Any]:
+        """Return attributes, with the names of those that training has changed."""
+        found = {}
+        for key, callback in self._named().items():
+            values = self._plain(callback)
+            changed, start = self._changed.setdefault(key, set()), self._start.get(key, {})
+            changed.update(
+                name
+                for name, value in values.items()
+                if name not in changed and not _same(value, start.get(name, _MISSING))
+            )
+            if self._shared(callback):
+                values = {name: _share(value) for name, value in values.items()}
+            found[key] = (values, sorted(changed))
+        trained = self._begun > 0 or bool(self._received and self._received["trained"])
+        return {"begun": self._begun, "trained": trained, "attributes": found}
+
+    def take(self, content: dict[str, Any], *, own: bool) -> None:
+        """Take over what this rank has committed, or what training has changed on another."""
+        if not own and not self._begun:
+            self._received = content
+        exact = own and content["begun"] == self._begun
+        for key, callback in self._named().items():
+            if key not in content["attributes"]:  # added since
+                continue
+            values, changed = content["attributes"][key]
+            values = {name: _unshared(value) for name, value in values.items()}
+            start = self._start.get(key, {})
+            if exact:
+                _put(callback, self._plain(callback), values)
+                self._changed[key] = set(changed)
+                continue
+            if own:  # a commit from before they began again
+                _put(callback, self._plain(callback), _copied(start))
+            vars(callback).update(
+                (name, value)
+                for name, value in values.items()
+                if name in changed or _same(value, start.get(name, _MISSING))
+            )
+            self._changed.setdefault(key, set()).update(changed)
+
+    def _named(self) -> dict[str, Any]:
+        counts: Counter[str] = Counter()
+        found = {}
+        for each in self._callbacks():
+            kind = type(each).__qualname__
+            if hasattr(each, "__dict__"):
+                found[f"{kind} {counts[kind]}"] = each
+            counts[kind] += 1
+        return found
+
+    def _plain(self, callback: Any) -> dict[str, Any]:
+        values = vars(callback).items()
+        return {name: v for name, v in values if name not in self._hidden and _is_plain(v)}
+
+    def _copies(self) -> dict[str, dict[str, Any]]:
+        return {key: _copied(self._plain(each)) for key, each in self._named().items()}
+
+
+def averages_of(callbacks: Iterable[Any]) -> list[AveragedModel]:
+    """Return the averages of a model that callbacks keep; they belong to the state."""
+    values = [value for each in callbacks for value in vars(each).values()]
+    return [value for value in values if isinstance(value, AveragedModel)]
+
+
+@contextlib.contextmanager
+def by_itself() -> Iterator[None]:
+    """Make the process group one of this rank, while it alone calls functions of a user's."""
+    group = default_group()
+    with group.alone() if group is not None else contextlib.nullcontext():
+        yield
+
+
+# Variables by which a library goes on with a run, and what names the run that a process is in.
+_RUNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "wandb": ("WANDB_RUN_ID", lambda wandb: wandb.run.id),
+    "mlflow": ("MLFLOW_RUN_ID", lambda mlflow: mlflow.active_run().info.run_id),
+}
+
+
+class Runs:
+    """Runs of tracking libraries, which a rank that becomes the main one goes on with."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, str] = {}
+
+    def share(self, **more: str) -> None:
+        """Tell all ranks the runs of the main one. All ranks call this in each generation."""
+        found = {**self.ids, **more}
+        for library, (variable, run) in _RUNS.items():
+            with contextlib.suppress(Exception):  # it is not imported, or has no run
+                found[variable] = run(sys.modules[library])
+        self.ids = broadcast_object(found, 0)
+
+    @contextlib.contextmanager
+    def go_on(self) -> Iterator[None]:
+        """Begin runs under the ids of those that the main rank had, for the length of a block."""
+        given = {**self.ids, "WANDB_RESUME": "allow"} if self.ids else {}
+        before = {name: os.environ.get(name) for name in given}
+        os.environ.update(given)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+class _Shared:
+    """An array that its owner replaces and never changes, so that copies of it are itself."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with all that its containers hold changed."""
+    if type(value) is dict:
+        return {key: _mapped(each, change) for key, each in value.items()}
+    if type(value) in _CONTAINERS:
+        return type(value)(_mapped(each, change) for each in value)
+    return change(value)
+
+
+def _share(value: Any) -> Any:
+    return _mapped(value, lambda each: _Shared(each) if isinstance(each, np.ndarray) else each)
+
+
+def _unshared(value: Any) -> Any:
+    return _mapped(value, lambda each: each.array if isinstance(each, _Shared) else each)
+
+
+def _copied(value: Any) -> Any:
+    def copied(each: Any) -> Any:
+        if isinstance(each, torch.Tensor):
+            return each.detach().clone()
+        return each.copy() if isinstance(each, np.ndarray) else each
+
+    return _mapped(value, copied)
+
+
+def _put(callback: Any, present: dict[str, Any], values: dict[str, Any]) -> None:
+    for name in present.keys() - values.keys():
+        del vars(callback)[name]
+    vars(callback).update(values)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor):
+        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return alike and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return bool(one == other or (one != one and other != other))  # noqa: PLR0124 - not a number
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, _PLAIN):
+        return not (isinstance(value, np.ndarray) and value.dtype.hasobject)
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return type(value) in _CONTAINERS and all(map(_is_plain, value))

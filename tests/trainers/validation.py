@@ -1,0 +1,172 @@
+"""Lightning: ranks that are killed in a validation, files, averages, checkpoints of a step."""
+
+from __future__ import annotations
+
+from tests.trainers.main_rank import end_once
+
+ROWS, BATCH, EPOCHS = 24, 4, 4
+
+
+def parts(directory, averaging, joins=()):
+    """Return a module, a data module, a trainer's callbacks and loader, on a rank."""
+    import lightning
+    import torch
+    import torch.distributed as dist
+    from lightning.pytorch.callbacks import (
+        ModelCheckpoint,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
+
+    from nbelastic.elastic.ranks.context import current
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+            self.rows = []
+            self.joins = joins
+
+        def training_step(self, batch, number):
+            rows = batch[0].float().view(-1, 1)
+            if self.current_epoch in self.joins:  # another is about to join
+                while dist.get_world_size() == 1 and not current().change_flag():
+                    pass
+            self.rows = [*self.rows, *batch[0].tolist()]
+            self.log("trained", float(len(rows)), on_step=False, on_epoch=True, reduce_fx="sum",
+                     sync_dist=True)  # fmt: skip
+            return self.net(rows / ROWS).pow(2).mean()
+
+        def _may_end(self):
+            return joins and dist.get_world_size() == 2 and not self.trainer.sanity_checking
+
+        def validation_step(self, batch, number):
+            if number == 1 and self._may_end():
+                end_once(f"{directory}/in", dist.get_rank(), self.current_epoch, (1, 0))
+            self.log("value", batch[0].float().mean(), sync_dist=True)
+            self.log("number", float(self.current_epoch), sync_dist=True)
+
+        def test_step(self, batch, number):
+            self.log("weight", self.net.weight.sum(), sync_dist=True)
+
+        def on_validation_end(self):
+            if self._may_end():
+                end_once(f"{directory}/after", dist.get_rank(), self.current_epoch, (0, 2))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    class Data(lightning.LightningDataModule):
+        epochs = 0
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(rows, BATCH, shuffle=True)
+
+        def val_dataloader(self):
+            return torch.utils.data.DataLoader(rows, BATCH)
+
+        test_dataloader = val_dataloader
+
+        def state_dict(self):
+            return {"epochs": self.epochs}
+
+        def load_state_dict(self, state):
+            self.epochs = state["epochs"]
+
+    class Watch(lightning.Callback):
+        def __init__(self):
+            self.found = []
+
+        def on_train_epoch_end(self, trainer, module):
+            trainer.datamodule.epochs += 1
+
+        def on_train_epoch_start(self, trainer, module):
+            values = trainer.callback_metrics
+            self.found = [*self.found, {name: float(values[name]) for name in sorted(values)}]
+
+    rows = torch.utils.data.TensorDataset(torch.arange(ROWS))
+    if averaging:
+        average = StochasticWeightAveraging(0.5, swa_epoch_start=1, annealing_epochs=2)
+    else:
+        average = WeightAveraging()
+    files = ModelCheckpoint(f"{directory}/models", monitor="number", mode="max", save_last=True,
+                            save_top_k=2, filename="{step}")  # fmt: skip
+    return Module(), Data(), [Watch(), average, files]
+
+
+def train(directory, averaging):
+    """Train through a kill in a validation, and one after it, with a join after each."""
+    import lightning
+    import torch
+
+    import nbelastic.lightning
+
+    torch.manual_seed(1)
+    module, data, callbacks = parts(directory, averaging, joins=(1, 3))
+    trainer = lightning.Trainer(
+        strategy="nbelastic",
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        log_every_n_steps=1,
+        callbacks=callbacks,
+        logger=lightning.pytorch.loggers.CSVLogger(directory, "log", version="one"),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    nbelastic.lightning.fit(trainer, module, datamodule=data)
+    average = callbacks[1]._average_model
+    return {
+        "found": callbacks[0].found,
+        "epochs": data.epochs,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "averages": [each.tolist() for each in average.parameters()],
+        "last": callbacks[2].last_model_path,
+        "best": sorted(callbacks[2].best_k_models),
+        "step": trainer.global_step,
+    }
+
+
+def evaluate(directory):
+    """Return what a test as the first call has found, of ranks with weights of their own."""
+    import os
+
+    import lightning
+    import torch
+
+    import nbelastic.lightning  # noqa: F401 - the strategy
+
+    torch.manual_seed(os.getpid())
+    module, data, _ = parts(directory, averaging=False)
+    trainer = lightning.Trainer(strategy="nbelastic", accelerator="cpu", logger=False,
+                                enable_progress_bar=False, enable_model_summary=False,
+                                enable_checkpointing=False)  # fmt: skip
+    (found,) = trainer.test(module, datamodule=data, verbose=False)
+    return found["weight"], float(module.net.weight.sum())
+
+
+def train_on(directory, steps, from_checkpoint):
+    """Train some steps, with a checkpoint after each, or go on from one; return the rows."""
+    import lightning
+
+    import nbelastic.lightning
+
+    module, data, _ = parts(directory, averaging=False)
+    trainer = lightning.Trainer(
+        strategy="nbelastic",
+        accelerator="cpu",
+        max_steps=steps,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        logger=False,
+        callbacks=[
+            lightning.pytorch.callbacks.ModelCheckpoint(
+                f"{directory}/steps", every_n_train_steps=1, save_top_k=-1, filename="{step}"
+            )
+        ],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    path = f"{directory}/steps/step=2.ckpt" if from_checkpoint else None
+    nbelastic.lightning.fit(trainer, module, datamodule=data, ckpt_path=path)
+    return module.rows
