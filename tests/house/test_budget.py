@@ -31,7 +31,7 @@ BUDGET = {
     "notebook": 2_100,
     "render": 1_500,
     "sharing": 900,
-    "tensorflow": 500,
+    "tensorflow": 900,
     "torch": 13_100,
     "trainers": 100,
     "transformers": 550,

@@ -14,6 +14,7 @@ import torch
 from nbelastic.elastic.ranks.context import Acting, current
 from nbelastic.keras.backends import Reduction
 from nbelastic.keras.backends.reduce import reduce
+from nbelastic.torch.ops.coordination import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +78,7 @@ class Gradients:
                 torch._foreach_div_(gradients, float(options.passes))
         shared = [g for g, stays in zip(gradients, self._local, strict=True) if not stays]
         reduced = iter(reduce(shared, options))
-        scale = 1.0 / self.context.size if options.scale_local else 1.0
+        scale = 1.0 / group_of(options.process_set).size if options.scale_local else 1.0
         return [
             gradient * scale if stays else next(reduced)
             for gradient, stays in zip(gradients, self._local, strict=True)

@@ -9,12 +9,15 @@ import tensorflow as tf
 import torch
 from torch._C import _to_dlpack as to_dlpack
 
+from nbelastic.elastic.ranks.context import current
+from nbelastic.errors import RanksDisagree
 from nbelastic.keras.backends import Backend
 from nbelastic.keras.backends.callback import CallbackReduction, CalledBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nbelastic.elastic.ranks.context import Context
     from nbelastic.keras.backends.callback import Gradients
     from nbelastic.keras.options import KerasOptions
 
@@ -26,7 +29,47 @@ NO_XLA = (
     "Pass jit_compile=False to compile()."
 )
 
-called_back = CalledBack()
+
+# TensorFlow's class comes first: raised in a py_function, the other order ends the process.
+class Disagree(tf.errors.FailedPreconditionError, RanksDisagree):  # type: ignore[misc]
+    """Ranks called different operations; what Horovod's users of TensorFlow catch, too."""
+
+    def __reduce__(self) -> Any:
+        return RanksDisagree, self.args  # where it is read, there may be no TensorFlow
+
+
+class Invalid(tf.errors.InvalidArgumentError, ValueError):  # type: ignore[misc]
+    """A value that an operation cannot have."""
+
+    def __reduce__(self) -> Any:
+        return ValueError, self.args
+
+
+class _CalledBack(CalledBack):
+    """The same with errors that are TensorFlow's as well."""
+
+    def call(self, context: Context, function: Callable[[], Sequence[torch.Tensor]]) -> Any:
+        def translated() -> Sequence[torch.Tensor]:
+            try:
+                return function()
+            except (RanksDisagree, ValueError) as error:
+                kind = Disagree if isinstance(error, RanksDisagree) else Invalid
+                if type(error) not in (RanksDisagree, ValueError):
+                    raise
+                made = kind(None, None, str(error))
+                made.args = (str(error),)
+                raise made from None
+
+        return super().call(context, translated)
+
+
+called_back = _CalledBack()
+
+
+def native(variable: Any) -> Any:
+    """Return TensorFlow's own variable of one of Keras."""
+    value = getattr(variable, "value", None)
+    return value if isinstance(value, tf.Variable) else variable
 
 
 def to_torch(value: Any) -> torch.Tensor:
@@ -45,48 +88,49 @@ def from_torch(tensor: torch.Tensor) -> Any:
     return tf.experimental.dlpack.from_dlpack(to_dlpack(tensor))
 
 
+def call_back(
+    tensors: Sequence[Any],
+    operation: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    results: Sequence[tuple[Any, Any]],
+) -> list[Any]:
+    """Call a function on tensors of PyTorch, in a ``py_function`` where TensorFlow compiles.
+
+    `results` are the types and shapes that come out.
+    """
+    context = current()
+    types = [dtype for dtype, _ in results]
+
+    def call(*given: Any) -> list[Any]:
+        found = called_back.call(context, lambda: operation([to_torch(each) for each in given]))
+        return [tf.cast(from_torch(one), dtype) for one, dtype in zip(found, types, strict=True)]
+
+    if tf.executing_eagerly():
+        return call(*tensors)
+    found = tf.py_function(call, list(tensors), types)
+    for one, (_, shape) in zip(found, results, strict=True):
+        one.set_shape(shape)
+    return list(found)
+
+
 def reduce_tensors(tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, list[Any]]:
     """Reduce tensors over all ranks, eagerly or in a function that TensorFlow compiles.
 
     Returns whether there are reduced ones, which is not so between the passes of a step, and them.
     """
 
-    def call(*given: Any) -> list[Any]:
-        def add() -> list[torch.Tensor]:
-            found = gradients.add([to_torch(each) for each in given])
-            if found is None:
-                return [torch.tensor(False), *(torch.zeros(()) for _ in given)]
-            return [torch.tensor(True), *found]
+    def add(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        found = gradients.add(given)
+        return [torch.tensor(found is not None), *(found or given)]
 
-        flag, *reduced = called_back.call(gradients.context, add)
-        if not flag:
-            return [tf.constant(False), *(tf.zeros_like(each) for each in given)]
-        return [tf.constant(True), *(from_torch(each) for each in reduced)]
-
-    if tf.executing_eagerly():
-        ready, *reduced = call(*tensors)
-        return bool(ready), reduced
-    types = [tf.bool, *(each.dtype for each in tensors)]
-    ready, *reduced = tf.py_function(call, list(tensors), types)
-    ready.set_shape(())
-    for one, other in zip(reduced, tensors, strict=True):
-        one.set_shape(other.shape)
-    return ready, reduced
+    results = [(tf.bool, ()), *((each.dtype, each.shape) for each in tensors)]
+    ready, *reduced = call_back(tensors, add, results)
+    return (bool(ready) if tf.executing_eagerly() else ready), reduced
 
 
-def densified(gradients: Sequence[Any], *, sparse_as_dense: bool) -> list[Any]:
-    """Return gradients as dense tensors; refuse sparse ones, unless they may be made dense."""
-    found = []
-    for each in gradients:
-        if isinstance(each, tf.IndexedSlices):
-            if not sparse_as_dense:
-                raise ValueError(
-                    "a gradient is sparse (IndexedSlices, as of an Embedding); pass "
-                    "sparse_as_dense=True"
-                )
-            each = tf.convert_to_tensor(each)  # noqa: PLW2901 - the dense one in its place
-        found.append(each)
-    return found
+def densified(gradients: Sequence[Any]) -> list[Any]:
+    """Return gradients, with dense ones in the place of sparse ones."""
+    sparse = tf.IndexedSlices
+    return [tf.convert_to_tensor(g) if isinstance(g, sparse) else g for g in gradients]
 
 
 class TensorFlowReduction(CallbackReduction):
@@ -95,8 +139,14 @@ class TensorFlowReduction(CallbackReduction):
     def _reduce(
         self, gradients: Sequence[Any], trained: Sequence[Any] | None
     ) -> tuple[Any, list[Any]]:
-        dense = densified(gradients, sparse_as_dense=self.options.sparse_as_dense)
-        return super()._reduce(dense, trained)
+        if not self.options.sparse_as_dense and any(
+            isinstance(each, tf.IndexedSlices) for each in gradients
+        ):
+            raise ValueError(
+                "a gradient is sparse (IndexedSlices, as of an Embedding); pass "
+                "sparse_as_dense=True"
+            )
+        return super()._reduce(densified(gradients), trained)
 
     def _call(self, tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, Sequence[Any]]:
         return reduce_tensors(tensors, gradients)
@@ -122,13 +172,13 @@ class TensorFlowBackend(Backend):
 
     def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         """Return the variables' values, which share memory with them until they change."""
-        return [to_torch(_native(each)) for each in variables]
+        return [to_torch(native(each)) for each in variables]
 
     def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         """Copy values into variables."""
         for variable, value in zip(variables, values, strict=True):
-            native = _native(variable)
-            native.assign(tf.cast(from_torch(value.clone()), native.dtype))
+            own = native(variable)
+            own.assign(tf.cast(from_torch(value.clone()), own.dtype))
 
     def prepare(self, model: Any) -> str:
         """Turn off XLA, whose code cannot call back into Python."""
@@ -143,7 +193,7 @@ class TensorFlowBackend(Backend):
 
     def to_torch(self, value: Any) -> torch.Tensor:
         """Return a tensor, an array or a variable as a tensor of PyTorch."""
-        return to_torch(_native(value))
+        return to_torch(native(value))
 
     def from_torch(self, tensor: torch.Tensor) -> Any:
         """Return a tensor of PyTorch as one of TensorFlow."""
@@ -152,9 +202,3 @@ class TensorFlowBackend(Backend):
     def raised(self) -> BaseException | None:
         """Return the error of the last operation between ranks, once."""
         return called_back.raised()
-
-
-def _native(variable: Any) -> Any:
-    """Return TensorFlow's own variable of one of Keras."""
-    value = getattr(variable, "value", None)
-    return value if isinstance(value, tf.Variable) else variable

@@ -18,6 +18,7 @@ from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.keras.backends import Backend, Reduction
 from nbelastic.keras.backends.reduce import reduce
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
+from nbelastic.torch.ops.coordination import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,6 +134,7 @@ class TorchReduction(Reduction):
             options.predivide,
             groups=groups,
             sparse_as_dense=options.sparse_as_dense,
+            process_set=options.process_set,
         )
 
     def before_backward(self) -> None:
@@ -213,7 +215,7 @@ class TorchReduction(Reduction):
                 present = [each for each in gradients if each is not None]
                 torch._foreach_div_(present, float(options.passes))
             if self._local and options.scale_local:
-                size = current().size
+                size = group_of(options.process_set).size
                 pairs = zip(gradients, variables, strict=True)
                 gradients = [g / size if id(v) in self._local else g for g, v in pairs]
             apply(gradients, variables)
