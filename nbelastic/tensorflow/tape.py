@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends.callback import Gradients
-from nbelastic.keras.backends.tensorflow import densified, native, reduce_tensors
+from nbelastic.keras.backends.tensorflow import call_back, densified, native
 from nbelastic.keras.options import KerasOptions
 from nbelastic.tensorflow.ops import Compression, allreduce, size_op
 from nbelastic.torch.ops.reductions import Average
@@ -157,7 +157,7 @@ class _ReducingTape:
                 local.append(stays)
         if dense:
             found = Gradients(options, local)
-            _, reduced = reduce_tensors([flat[number] for number in dense], found)
+            _, reduced = found.reduce([flat[number] for number in dense], call_back)
             for number, each in zip(dense, reduced, strict=True):
                 flat[number] = each
         if isinstance(sources, (list, tuple)) and len(flat) == len(sources):

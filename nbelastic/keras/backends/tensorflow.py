@@ -11,14 +11,13 @@ from torch._C import _to_dlpack as to_dlpack
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import RanksDisagree
-from nbelastic.keras.backends import Backend
-from nbelastic.keras.backends.callback import CallbackReduction, CalledBack
+from nbelastic.keras.backends.callback import CallbackBackend, CalledBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.elastic.ranks.context import Context
-    from nbelastic.keras.backends.callback import Gradients
+    from nbelastic.keras.backends.callback import Operation
     from nbelastic.keras.options import KerasOptions
 
 _UNSIGNED = (tf.uint16, tf.uint32, tf.uint64)
@@ -74,7 +73,7 @@ def native(variable: Any) -> Any:
 
 def to_torch(value: Any) -> torch.Tensor:
     """Return a tensor or variable as a tensor of PyTorch, without a copy where that can be."""
-    tensor = tf.convert_to_tensor(value)
+    tensor = tf.convert_to_tensor(native(value))
     if tensor.dtype in _UNSIGNED:  # of which PyTorch knows little
         return torch.from_numpy(tensor.numpy().astype(np.int64))
     return torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
@@ -90,7 +89,7 @@ def from_torch(tensor: torch.Tensor) -> Any:
 
 def call_back(
     tensors: Sequence[Any],
-    operation: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    operation: Operation,
     results: Sequence[tuple[Any, Any]],
 ) -> list[Any]:
     """Call a function on tensors of PyTorch, in a ``py_function`` where TensorFlow compiles.
@@ -112,93 +111,55 @@ def call_back(
     return list(found)
 
 
-def reduce_tensors(tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, list[Any]]:
-    """Reduce tensors over all ranks, eagerly or in a function that TensorFlow compiles.
-
-    Returns whether there are reduced ones, which is not so between the passes of a step, and them.
-    """
-
-    def add(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        found = gradients.add(given)
-        return [torch.tensor(found is not None), *(found or given)]
-
-    results = [(tf.bool, ()), *((each.dtype, each.shape) for each in tensors)]
-    ready, *reduced = call_back(tensors, add, results)
-    return (bool(ready) if tf.executing_eagerly() else ready), reduced
-
-
 def densified(gradients: Sequence[Any]) -> list[Any]:
     """Return gradients, with dense ones in the place of sparse ones."""
     sparse = tf.IndexedSlices
     return [tf.convert_to_tensor(g) if isinstance(g, sparse) else g for g in gradients]
 
 
-class TensorFlowReduction(CallbackReduction):
-    """Reduction by a ``py_function``."""
-
-    def _reduce(
-        self, gradients: Sequence[Any], trained: Sequence[Any] | None
-    ) -> tuple[Any, list[Any]]:
-        if not self.options.sparse_as_dense and any(
-            isinstance(each, tf.IndexedSlices) for each in gradients
-        ):
-            raise ValueError(
-                "a gradient is sparse (IndexedSlices, as of an Embedding); pass "
-                "sparse_as_dense=True"
-            )
-        return super()._reduce(densified(gradients), trained)
-
-    def _call(self, tensors: Sequence[Any], gradients: Gradients) -> tuple[Any, Sequence[Any]]:
-        return reduce_tensors(tensors, gradients)
-
-    def _apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
-        if isinstance(ready, bool):
-            if ready:
-                update()
-            return
-
-        def branch() -> Any:
-            update()
-            return tf.constant(0)
-
-        tf.cond(ready, branch, lambda: tf.constant(0))
-
-
-class TensorFlowBackend(Backend):
-    """Adapter of the back end TensorFlow."""
+class TensorFlowBackend(CallbackBackend):
+    """Adapter of the back end TensorFlow, whose gradients are reduced in a ``py_function``."""
 
     name = "tensorflow"
-    in_place = False
+    called_back = called_back
+    call_back = staticmethod(call_back)
+    to_torch = staticmethod(to_torch)
+    from_torch = staticmethod(from_torch)
 
     def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the variables' values, which share memory with them until they change."""
-        return [to_torch(native(each)) for each in variables]
+        # They share memory with the variables until these change.
+        return [to_torch(each) for each in variables]
 
     def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-        """Copy values into variables."""
         for variable, value in zip(variables, values, strict=True):
             own = native(variable)
             own.assign(tf.cast(from_torch(value.clone()), own.dtype))
 
     def prepare(self, model: Any) -> str:
-        """Turn off XLA, whose code cannot call back into Python."""
         if not getattr(model, "compiled", False) or not model.jit_compile:
             return ""
         model.jit_compile = False
         return NO_XLA
 
-    def reduction(self, options: KerasOptions) -> TensorFlowReduction:
-        """Return a new reduction of gradients."""
-        return TensorFlowReduction(options)
+    def dense(self, gradients: Sequence[Any], options: KerasOptions) -> list[Any]:
+        found = densified(gradients)
+        if not options.sparse_as_dense and any(
+            a is not b for a, b in zip(found, gradients, strict=True)
+        ):
+            raise ValueError(
+                "a gradient is sparse (IndexedSlices, as of an Embedding); pass "
+                "sparse_as_dense=True"
+            )
+        return densified(gradients)
 
-    def to_torch(self, value: Any) -> torch.Tensor:
-        """Return a tensor, an array or a variable as a tensor of PyTorch."""
-        return to_torch(native(value))
+    def apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
+        del changed
 
-    def from_torch(self, tensor: torch.Tensor) -> Any:
-        """Return a tensor of PyTorch as one of TensorFlow."""
-        return from_torch(tensor)
+        def branch() -> Any:
+            update()
+            return tf.constant(0)
 
-    def raised(self) -> BaseException | None:
-        """Return the error of the last operation between ranks, once."""
-        return called_back.raised()
+        if not tf.executing_eagerly():
+            tf.cond(ready, branch, lambda: tf.constant(0))
+        elif ready:
+            update()
