@@ -24,7 +24,7 @@ BUDGET = {
     "data": 4_800,
     "driver": 4_050,
     "elastic": 5_550,
-    "keras": 3_700,
+    "keras": 3_750,
     "lightning": 600,
     "membership": 5_100,
     "native": 3_900,
