@@ -94,7 +94,7 @@ KERAS = "KERAS_BACKEND"
 
 
 KERAS_DEFAULTS = {"floatx": "float32", "epsilon": "1e-07", "image_data_format": "channels_last"}
-"""Settings of Keras that travel, beside its policy of types, which depends on ``floatx``."""
+"""Settings of Keras that travel; so does its policy of types, which depends on ``floatx``."""
 
 
 def keras_settings() -> dict[str, str]:
