@@ -93,23 +93,34 @@ KERAS = "KERAS_BACKEND"
 """Variable of the environment that Keras reads when it is imported; and the name of a setting."""
 
 
+KERAS_DEFAULTS = {"floatx": "float32", "epsilon": "1e-07", "image_data_format": "channels_last"}
+"""Settings of Keras that travel; so does its policy of types, which depends on ``floatx``."""
+
+
 def keras_settings() -> dict[str, str]:
-    """Return the back end of Keras that ranks are to have: this process's, if it has one."""
-    name = _imported_backend() or os.environ.get(KERAS, "")
-    return {KERAS: name} if name else {}
-
-
-def _imported_backend() -> str:
-    """Return the back end of Keras, if Keras is imported."""
+    """Return the back end and settings of Keras that ranks are to have, without its defaults."""
     config: Any = getattr(sys.modules.get("keras"), "config", None)
-    return str(config.backend()) if hasattr(config, "backend") else ""
+    if not hasattr(config, "backend"):  # not imported
+        return {KERAS: name} if (name := os.environ.get(KERAS, "")) else {}
+    found = {name: str(getattr(config, name)()) for name in KERAS_DEFAULTS}
+    changed = {name: value for name, value in found.items() if value != KERAS_DEFAULTS[name]}
+    if (policy := config.dtype_policy().name) != found["floatx"]:
+        changed["dtype_policy"] = policy
+    return {KERAS: str(config.backend()), **{f"keras {n}": each for n, each in changed.items()}}
 
 
 def take_settings(settings: Mapping[str, str]) -> None:
     """Give this process settings of another one, before Keras is imported in it."""
     if name := settings.get(KERAS):
         os.environ[KERAS] = name
-    _take_torch_settings({name: each for name, each in settings.items() if name != KERAS})
+    own = {n.removeprefix("keras "): v for n, v in settings.items() if n.startswith("keras ")}
+    if own:
+        import keras
+
+        for name, value in own.items():
+            set_value = getattr(keras.config, f"set_{name}")
+            set_value(float(value) if name == "epsilon" else value)
+    _take_torch_settings({n: v for n, v in settings.items() if not n.startswith(("keras ", KERAS))})
 
 
 def _take_torch_settings(settings: Mapping[str, str]) -> None:

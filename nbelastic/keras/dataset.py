@@ -75,7 +75,7 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
             self._arrays = tuple(each for each in (x, y, sample_weight) if each is not None)
             if y is None and sample_weight is not None:
                 raise OptionError("ElasticDataset(sample_weight=…): needs y, too")
-            count = _length_of(self._arrays)
+            count = length_of(self._arrays)
             self._read: Callable[[np.ndarray[Any, Any]], Any] = self._take
         else:
             if isinstance(x, bool) or not isinstance(x, int):
@@ -105,7 +105,7 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return self._read(np.asarray([*indices], dtype=np.int64))
 
 
-def _length_of(arrays: Any) -> int:
+def length_of(arrays: Any) -> int:
     """Return the number of samples.
 
     Raises

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import sys
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +17,7 @@ from nbelastic.data import Loader
 from nbelastic.elastic.ranks.ranks import rank, size
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import OptionError
-from nbelastic.keras.dataset import ElasticDataset
+from nbelastic.keras.dataset import ElasticDataset, length_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +53,10 @@ class Feed:
         """Return what Keras iterates over: the batches that are left."""
         raise NotImplementedError
 
+    def go_on(self) -> None:
+        """Deal what is left, or all data again where nothing is; all ranks call this together."""
+        raise NotImplementedError
+
     def record(self, first: int, count: int) -> None:
         """Record that batches are done, by their numbers since :meth:`source`."""
         raise NotImplementedError
@@ -71,24 +78,26 @@ class SamplerFeed(Feed):
         self._batch_size = batch_size
 
     def sample(self) -> Any:
-        """Return a batch of the first samples."""
         data, count = self._data, min(self._batch_size, len(self.part.dataset))
         if isinstance(data, DataLoader):
-            return data.collate_fn([data.dataset[n] for n in range(count)])
+            batch = data.collate_fn([data.dataset[n] for n in range(count)])
+            return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
         return data.batch_of(range(count))
 
     def left(self) -> int:
-        """Return the number of batches of this rank's share."""
         if isinstance(self._data, DataLoader):
             return len(self._data)
         return int(self._data.num_batches)
 
     def source(self) -> Any:
-        """Return the data, which begin with what is left."""
         return self._data
 
+    def go_on(self) -> None:
+        self.part.reset()
+        if not self.left():
+            self.part.set_epoch(self.epoch + 1)
+
     def record(self, first: int, count: int) -> None:
-        """Record samples, by their places in the share."""
         for number in range(first, first + count):
             self.part.record_batch(number, self._batch_size)
 
@@ -102,25 +111,21 @@ class LoaderFeed(Feed):
         self._steps = _Steps(loader)
 
     def left(self) -> int | None:
-        """Return the number of steps that are left."""
         try:
             return len(self.loader) - self.loader.step
         except TypeError:
             return None
 
     def source(self) -> Any:
-        """Return the steps."""
         return self._steps
 
     def record(self, first: int, count: int) -> None:
         """Do nothing: the loader counts its steps."""
 
     def close(self) -> None:
-        """End the step under way."""
         self._steps.close()
 
     def sample(self) -> Any:
-        """Return a micro-batch of this rank, without a change of the loader."""
         return self.loader.sample()
 
 
@@ -214,30 +219,64 @@ def feed_of(
     return SamplerFeed(dataset, dataset.sampler, dataset.batch_size)
 
 
+def split_off(fraction: float, *arrays: Any) -> tuple[Any, ...]:
+    """Return arrays without a fraction of their samples, and then these, as one tuple."""
+    if not 0 < fraction < 1:
+        raise OptionError(f"elastic.fit(validation_split={fraction!r}): must be between 0 and 1")
+    given = tuple(each for each in arrays if each is not None)
+    if any(isinstance(each, (Loader, DataLoader, keras.utils.PyDataset)) for each in given):
+        raise OptionError(
+            "elastic.fit(validation_split=…): only for arrays; pass validation_data instead"
+        )
+    count = length_of(given)
+    first = math.floor(count * (1 - fraction))
+    if first in (0, count):
+        raise OptionError(
+            f"elastic.fit(validation_split={fraction!r}): {count} samples cannot be split so"
+        )
+
+    def part(begin: int, end: int) -> tuple[Any, ...]:
+        return tuple(
+            each if each is None else keras.tree.map_structure(lambda a: a[begin:end], each)
+            for each in arrays
+        )
+
+    return *part(0, first), tuple(each for each in part(first, count) if each is not None)
+
+
 class _Shard(keras.utils.PyDataset):  # type: ignore[misc]
     """Every n-th batch of a dataset."""
 
-    def __init__(self, data: Any, place: int, count: int) -> None:
+    def __init__(self, data: Any, place: int, count: int, batches: int) -> None:
         super().__init__()
         self._data = data
-        self._numbers = range(place, data.num_batches, count)
+        number = data.num_batches
+        if isinstance(data, ElasticDataset):  # whose own batches are those of a share
+            number = -(-len(data.sampler.dataset) // data.batch_size)
+        self._numbers = range(place, min(number, batches), count)
 
     @property
     def num_batches(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Any:
-        return self._data[self._numbers[index]]
+        data, number = self._data, self._numbers[index]
+        if not isinstance(data, ElasticDataset):
+            return data[number]
+        samples = range(len(data.sampler.dataset))
+        return data.batch_of(samples[number * data.batch_size :][: data.batch_size])
 
 
 class _Batches(keras.utils.PyDataset):  # type: ignore[misc]
     """Batches of arrays, every n-th sample, each once."""
 
-    def __init__(self, arrays: tuple[Any, ...], place: int, count: int, batch_size: int) -> None:
+    def __init__(
+        self, arrays: tuple[Any, ...], place: int, count: int, batch_size: int, batches: int
+    ) -> None:
         super().__init__()
         self._arrays = arrays
         length = keras.tree.flatten(arrays)[0].shape[0]
-        self._places = range(place, length, count)
+        self._places = range(place, min(length, batches * batch_size), count)
         self._batch_size = batch_size
 
     @property
@@ -254,19 +293,20 @@ class _Batches(keras.utils.PyDataset):  # type: ignore[misc]
         )
 
 
-def shard_of(data: Any, batch_size: int) -> tuple[Any, int | None]:
+def shard_of(data: Any, batch_size: int, steps: int | None = None) -> tuple[Any, int | None]:
     """Return this rank's part of data for validation, and its number of batches.
 
-    All parts together have each sample once, so that sums over ranks are those of all samples.
+    All parts together have each sample once, so that sums over ranks are those of all samples; or
+    those of the first batches, if there are so many `steps`.
     """
     place, count = rank(), size()
+    limit = sys.maxsize if steps is None else steps
     if isinstance(data, keras.utils.PyDataset):
-        shard = _Shard(data, place, count)
+        shard = _Shard(data, place, count, limit)
         return shard, shard.num_batches
     if isinstance(data, DataLoader):
-        if isinstance(data.sampler, (ShardSampler, DistributedSampler)):
-            return data, len(data)
-        part = _EveryNth(data, place, count)
+        apart = isinstance(data.sampler, (ShardSampler, DistributedSampler))
+        part = _EveryNth(data, *((0, 1, -(-limit // count)) if apart else (place, count, limit)))
         return part, len(part)
     if isinstance(data, (Loader, types.GeneratorType)):
         raise OptionError(
@@ -274,24 +314,26 @@ def shard_of(data: Any, batch_size: int) -> tuple[Any, int | None]:
             "PyDataset or a tf.data.Dataset"
         )
     if hasattr(data, "shard") and type(data).__module__.startswith("tensorflow."):
-        part = data.shard(count, place)
+        part = (data if steps is None else data.take(steps)).shard(count, place)
         length = int(part.cardinality())
         return part, length if length >= 0 else None
     arrays = data if isinstance(data, (tuple, list)) else (data,)
-    shards = _Batches(tuple(arrays), place, count, batch_size)
+    shards = _Batches(tuple(arrays), place, count, batch_size, limit)
     return shards, shards.num_batches
 
 
 class _EveryNth(DataLoader[Any]):
-    """Every n-th batch of a loader, which is read whole on each rank."""
+    """Every n-th of the first batches of a loader, which is read whole on each rank."""
 
-    def __init__(self, data: DataLoader[Any], place: int, count: int) -> None:
-        self._data, self._place, self._count = data, place, count
-        super().__init__(_Endless(), batch_size=None)
+    def __init__(self, data: DataLoader[Any], place: int, count: int, batches: int) -> None:
+        self._data = data
+        self._numbers = range(place, min(len(data), batches), count)
+        super().__init__(_Known(len(self._numbers)), batch_size=None)
 
     def __iter__(self) -> Any:
-        numbered = enumerate(self._data)
-        return (batch for number, batch in numbered if number % self._count == self._place)
+        return itertools.islice(
+            self._data, self._numbers.start, self._numbers.stop, self._numbers.step
+        )
 
     def __len__(self) -> int:
-        return len(range(self._place, len(self._data), self._count))
+        return len(self._numbers)

@@ -6,26 +6,37 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import torch
 
+from nbelastic.collectives import Op
+from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.ranks import rank
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
 from nbelastic.keras.callbacks.callback_list import ElasticCallbackList, make_callbacks
 from nbelastic.keras.callbacks.elastic_callbacks import report_logs
-from nbelastic.keras.feeds import LoaderFeed, feed_of, shard_of
-from nbelastic.keras.metrics import MetricSums
+from nbelastic.keras.feeds import LoaderFeed, feed_of, shard_of, split_off
 from nbelastic.keras.optimizer import distribution_of, is_distributed
 from nbelastic.keras.state import SEED, KerasState
 from nbelastic.keras.translate import run
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from nbelastic.keras.backends import Backend
     from nbelastic.keras.feeds import Feed
 
 NOT_DISTRIBUTED = (
     "elastic.fit: the model was compiled with {kind}, whose gradients are not averaged over ranks: "
     "each rank would train a model of its own. Write "
     "model.compile(hvd.DistributedOptimizer(keras.optimizers.{kind}(…)), …)"
+)
+
+SEVERAL = (
+    "elastic.fit: the model has optimizers of its own ({names}), and elastic.fit trains by that of "
+    "model.compile() alone. Write the loop yourself, under hvd.elastic.run; in TensorFlow with "
+    "hvd.DistributedGradientTape and a TensorFlowState of all variables"
 )
 
 
@@ -37,9 +48,13 @@ def fit(
     epochs: int = 1,
     batch_size: int | None = None,
     callbacks: Any = None,
+    validation_split: float = 0.0,
     validation_data: Any = None,
+    validation_steps: int | None = None,
     validation_batch_size: int | None = None,
-    validation_freq: int = 1,
+    validation_freq: int | Collection[int] = 1,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
     sample_weight: Any = None,
     class_weight: Any = None,
     shuffle: bool = True,
@@ -72,12 +87,21 @@ def fit(
         Samples of a batch of each rank, if `data` are arrays.
     callbacks : list of keras.callbacks.Callback, optional
         Made by the function on each rank alike.
+    validation_split : float, default 0.0
+        Fraction of the arrays, from their end, that is evaluated and not trained.
     validation_data : arrays, DataLoader, PyDataset or tf.data.Dataset, optional
         Each rank evaluates a part; metrics are those of all samples.
+    validation_steps : int, optional
+        Number of batches to evaluate, of all ranks together.
     validation_batch_size : int, optional
         By default `batch_size`.
-    validation_freq : int, default 1
-        Epochs from one validation to the next.
+    validation_freq : int or list of int, default 1
+        Epochs from one validation to the next, or the numbers of epochs to validate after, from 1.
+    initial_epoch : int, default 0
+        Number of the first epoch, unless the state is further.
+    steps_per_epoch : int, optional
+        Number of batches of each rank in an epoch; the next epoch goes on in the data. By default
+        an epoch has all data once. Not with a Loader.
     class_weight : dict, optional
         As in Keras, for arrays and ElasticDataset.
     shuffle : bool, default True
@@ -99,6 +123,9 @@ def fit(
     OptionError
         An argument cannot be used, with what to do instead.
     """
+    if validation_split:
+        data, y, sample_weight, rest = split_off(validation_split, data, y, sample_weight)
+        validation_data = rest if validation_data is None else validation_data
     training = _Training(
         state,
         feed_of(
@@ -111,9 +138,14 @@ def fit(
         ),
         make_callbacks(callbacks, verbose),
         epochs=_whole("epochs", epochs),
+        initial_epoch=initial_epoch,
+        steps=_whole("steps_per_epoch", steps_per_epoch, optional=True),
         validation_data=validation_data,
+        validation_steps=_whole("validation_steps", validation_steps, optional=True),
         validation_batch_size=validation_batch_size or batch_size or 32,
-        validation_freq=_whole("validation_freq", validation_freq),
+        validation_freq=_whole("validation_freq", validation_freq)
+        if isinstance(validation_freq, int)
+        else list(validation_freq),
         class_weight=class_weight,
         verbose=2 if verbose == "auto" else verbose,
         batches_per_commit=_whole("batches_per_commit", batches_per_commit),
@@ -121,7 +153,9 @@ def fit(
     return training.run()
 
 
-def _whole(name: str, value: Any) -> int:
+def _whole(name: str, value: Any, *, optional: bool = False) -> Any:
+    if value is None and optional:
+        return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f"elastic.fit({name}={value!r}): must be a whole number, at least 1")
     return value
@@ -137,9 +171,12 @@ class _Training:
         callbacks: list[Any],
         *,
         epochs: int,
+        initial_epoch: int,
+        steps: int | None,
         validation_data: Any,
+        validation_steps: int | None,
         validation_batch_size: int,
-        validation_freq: int,
+        validation_freq: int | list[int],
         class_weight: Any,
         verbose: Any,
         batches_per_commit: int,
@@ -153,6 +190,14 @@ class _Training:
         if not getattr(model, "compiled", False):
             raise OptionError("elastic.fit: the model is not compiled; call model.compile() before")
         optimizer = model.optimizer
+        others = [
+            f"model.{name}"
+            for name, value in vars(model).items()
+            for each in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(each, keras.optimizers.Optimizer) and each is not optimizer
+        ]
+        if others:
+            raise OptionError(SEVERAL.format(names=", ".join(dict.fromkeys(others))))
         if not is_distributed(optimizer):
             raise OptionError(NOT_DISTRIBUTED.format(kind=type(optimizer).__name__))
         if class_weight is not None and not isinstance(feed.source(), keras.utils.PyDataset):
@@ -161,8 +206,14 @@ class _Training:
         self._progress = state._progress
         self._feed = feed
         self._epochs = epochs
+        self._steps = steps
+        if steps is not None and isinstance(feed, LoaderFeed):
+            raise OptionError(
+                "elastic.fit(Loader, steps_per_epoch=…): an epoch of a Loader has all rows once; "
+                "leave steps_per_epoch out"
+            )
         self._validation = validation_data
-        self._validation_batch_size = validation_batch_size
+        self._validation_limits = validation_batch_size, validation_steps
         self._validation_freq = validation_freq
         self._class_weight = class_weight
         self._batches_per_commit = batches_per_commit
@@ -170,18 +221,20 @@ class _Training:
         self._back = backend()
         self._reduction: Any = distribution_of(optimizer)
         self._optimizer = optimizer
-        self._sums = MetricSums(model, self._back)
+        self._sums = _MetricSums(model, self._back)
         self._stops = False
         self._logs: dict[str, Any] = {}
-        params = {"verbose": verbose, "epochs": epochs, "steps": feed.left()}
+        batches = feed.left() if steps is None else steps
+        params = {"verbose": verbose, "epochs": epochs, "steps": batches}
         self._callbacks = ElasticCallbackList(
             callbacks, model, self._progress, params, self._after_batch
         )
         self._callbacks.begin_epoch = self._begin_epoch  # type: ignore[method-assign]
         self._progress.begin(callbacks)
+        self._progress.epoch = initial_epoch
         state._add("_rows", feed.part)
         state._add("_progress", self._progress)
-        state.set_total(epoch=epochs, batch=feed.left() or 0)
+        state.set_total(epoch=epochs, batch=batches or 0)
         self._seeds = [each for each in model.variables if each.name == SEED]
         if not self._back.in_place:
             self._compile()
@@ -243,19 +296,29 @@ class _Training:
         """Train what is left of an epoch, and end it."""
         progress, epoch = self._progress, self._progress.epoch
         self._place(epoch, progress.batch)
-        self._feed.set_epoch(epoch)
-        left = self._feed.left()
         self._reduction.keeps_final = True
-        if left is None or left > 0:
-            steps = None if left is None else progress.batch + left
-            self._callbacks.set_params({**self._callbacks.params, "steps": steps})
-            self._fit(epoch)
-        else:  # the last commit was that of its last batch
-            self._model.reset_metrics()
-            self._begin_epoch(epoch)
+        if self._steps is None:
+            self._feed.set_epoch(epoch)
+        while True:  # with steps_per_epoch, data may end and begin again in an epoch
+            left = self._feed.left()
+            if self._steps is not None:
+                self._feed.go_on()
+                left = min(self._feed.left() or 0, self._steps - progress.batch)
+            if left is None or left > 0:
+                steps = None if left is None else progress.batch + left
+                self._callbacks.set_params({**self._callbacks.params, "steps": steps})
+                self._fit(epoch, None if self._steps is None else left)
+            else:  # the last commit was that of its last batch
+                self._model.reset_metrics()
+                self._begin_epoch(epoch)
+            if self._steps is None or progress.batch >= self._steps:
+                break
+            progress.metrics, stops = self._sums.exchange(self._stops)
+            if stops:
+                break
         self._end_epoch(epoch)
 
-    def _fit(self, epoch: int) -> None:
+    def _fit(self, epoch: int, steps: int | None) -> None:
         if isinstance(self._feed, LoaderFeed):
             self._build(self._feed)
         with warnings.catch_warnings():
@@ -266,6 +329,7 @@ class _Training:
                     self._feed.source(),
                     initial_epoch=epoch,
                     epochs=epoch + 1,
+                    steps_per_epoch=steps,
                     callbacks=self._callbacks,
                     class_weight=self._class_weight,
                     shuffle=False,
@@ -319,7 +383,9 @@ class _Training:
         logs = _floats(model.get_metrics_result())
         if not isinstance(self._feed, LoaderFeed):  # its micro-batches do that in each step
             self._state.average_statistics()
-        if self._validation is not None and (epoch + 1) % self._validation_freq == 0:
+        freq = self._validation_freq
+        now = epoch + 1 in freq if isinstance(freq, list) else (epoch + 1) % freq == 0
+        if self._validation is not None and now:
             logs.update({f"val_{name}": each for name, each in self._validate().items()})
         model.stop_training = False
         self._callbacks.tell("on_epoch_end", epoch, logs)
@@ -332,7 +398,8 @@ class _Training:
         progress.epoch, progress.batch = epoch + 1, 0
         progress.in_epoch, progress.metrics = False, []
         self._place(progress.epoch, 0)
-        self._feed.set_epoch(epoch + 1)
+        if self._steps is None:
+            self._feed.set_epoch(epoch + 1)
         self._since_commit = 0
         self._state.commit()
 
@@ -344,13 +411,13 @@ class _Training:
 
     def _validate(self) -> dict[str, Any]:
         """Evaluate this rank's part, and return the metrics of all parts."""
-        part, count = shard_of(self._validation, self._validation_batch_size)
+        part, count = shard_of(self._validation, *self._validation_limits)
         model = self._model
         model.reset_metrics()
         if count is None or count > 0:
             self._callbacks.set_params(self._callbacks.params)
             model.evaluate(part, callbacks=self._callbacks, verbose=0, return_dict=True)
-        sums = MetricSums(model, self._back)
+        sums = _MetricSums(model, self._back)
         sums.start_at_zero()
         sums.exchange(False)
         return _floats(model.get_metrics_result())
@@ -395,3 +462,73 @@ def _floats(logs: Any) -> dict[str, Any]:
         except (TypeError, ValueError):
             found[name] = value
     return found
+
+
+class _MetricSums:
+    """Sums over all ranks of the variables of a model's metrics.
+
+    Metrics of Keras are made of sums (``total`` and ``count``), as their variables declare. Each
+    rank adds what it has added since the last exchange. So an epoch's metrics are those of all
+    samples, whichever ranks have seen them, and are lost with none of them. Variables that declare
+    no sum stay a rank's own.
+    """
+
+    def __init__(self, model: Any, backend: Backend) -> None:
+        self._model = model
+        self._backend = backend
+        self._base: torch.Tensor | None = None
+        self._variables: list[Any] = []
+
+    def _look(self) -> None:
+        """Look for the variables, which exist once the model has seen a batch."""
+        variables = self._model.metrics_variables
+        self._variables = [e for e in variables if getattr(e, "aggregation", "sum") == "sum"]
+
+    def _present(self) -> torch.Tensor:
+        values = self._backend.read(self._variables)
+        flat = [each.detach().reshape(-1).to("cpu", torch.float64) for each in values]
+        return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
+
+    def _write(self, flat: torch.Tensor) -> None:
+        values = self._backend.read(self._variables)
+        parts = torch.split(flat, [each.numel() for each in values])
+        pairs = zip(parts, values, strict=True)
+        self._backend.write(self._variables, [p.reshape(v.shape).to(v.dtype) for p, v in pairs])
+
+    def start(self, known: list[np.ndarray[Any, Any]]) -> None:
+        """Begin with sums that all ranks have; without any, with those of a new epoch."""
+        self._look()
+        if known:
+            flat = torch.from_numpy(np.concatenate([each.ravel() for each in known]))
+            if flat.numel() == self._present().numel():
+                self._write(flat)
+        self._base = self._present()
+
+    def start_at_zero(self) -> None:
+        """Begin with what this rank has by itself, of which others know nothing."""
+        self._look()
+        self._base = torch.zeros_like(self._present())
+
+    def exchange(self, stop: bool) -> tuple[list[np.ndarray[Any, Any]], bool]:
+        """Add up over all ranks, which call this together.
+
+        Returns the sums, and whether `stop` was set on any rank. A word on coming changes of the
+        membership travels with them.
+        """
+        self._backend.settle(self._model)
+        context, base = current(), self._base
+        assert base is not None
+        present = self._present()
+        flags = torch.tensor([float(stop), float(context.change_flag())], dtype=torch.float64)
+        flat = torch.cat([present - base, flags])
+        communicator = context.communicator()
+        total = present
+        if communicator.size > 1:
+            communicator.current_operation = "the sum of Keras' metrics"
+            communicator.allreduce(flat, Op.SUM)
+            self._write(base + flat[:-2])
+            total = self._present()  # rounded as the variables are
+        self._base = total
+        stops, changes = flat[-2:].tolist()
+        context.agree(bool(changes))
+        return [total.numpy()], bool(stops)

@@ -9,7 +9,7 @@ import keras
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import backend
-from nbelastic.keras.options import KerasOptions, check_process_set
+from nbelastic.keras.options import KerasOptions
 from nbelastic.torch.ops.compression import Compression, Compressor
 from nbelastic.torch.ops.reductions import Average
 
@@ -82,8 +82,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups : int or list of lists of variables, optional
         How many groups to reduce gradients in, or which variables go together, on the torch back
         end; elsewhere all travel together.
-    process_set : None
-        Only all ranks.
+    process_set : ProcessSet, optional
+        The ranks that reduce their gradients together; by default all. Other ranks apply their own.
     scale_local_gradients : bool, default True
         For :func:`PartialDistributedOptimizer`.
 
@@ -101,22 +101,25 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     ValueError
         An argument has a value that it cannot have. The optimizer is as it was.
     """
-    del device_dense, device_sparse
     if num_groups:
         warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    options = _options(
-        op=op,
-        compression=compression,
-        predivide=gradient_predivide_factor,
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
-        scale_local=scale_local_gradients,
+    return PartialDistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        groups,
+        process_set,
+        None,
+        scale_local_gradients,
     )
-    made: Optimizer = _distribute(optimizer, name, options, process_set)
-    return made
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -159,31 +162,18 @@ process_set
     if not all(isinstance(each, keras.layers.Layer) for each in layers):
         raise ValueError("local_layers must be a layer, or a list of layers")
     del device_dense, device_sparse
-    options = _options(
+    options = KerasOptions(
         op=op,
         compression=compression,
         predivide=gradient_predivide_factor,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
-        groups=groups,
+        groups=groups if isinstance(groups, int) else tuple(map(tuple, groups or ())) or 0,
         sparse_as_dense=sparse_as_dense,
-        scale_local=scale_local_gradients,
         local=tuple(layers),
+        scale_local=scale_local_gradients,
+        process_set=process_set,
     )
-    made: Optimizer = _distribute(optimizer, name, options, process_set)
-    return made
-
-
-def _options(*, groups: Any, **options: Any) -> KerasOptions:
-    """Return checked options, with `groups` in a form that can be hashed."""
-    groups = groups if isinstance(groups, int) else tuple(map(tuple, groups or ())) or 0
-    return KerasOptions(groups=groups, **options)
-
-
-def _distribute(
-    optimizer: Any, name: str | None, options: KerasOptions, process_set: object
-) -> Any:
-    check_process_set(process_set)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
             f"DistributedOptimizer({optimizer!r}): must be an optimizer of Keras 3, such as "
@@ -191,13 +181,12 @@ def _distribute(
         )
     if is_distributed(optimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already")
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None and is_distributed(inner):
+    if is_distributed(getattr(optimizer, "inner_optimizer", None)):
         raise ValueError(
             "the LossScaleOptimizer has a DistributedOptimizer in it already; wrap only one of them"
         )
     current()  # NotInitialized where there is none
-    made = _wrap(optimizer, options)
+    made: Optimizer = _wrap(optimizer, options)
     if name is not None:
         made.name = name
     return made

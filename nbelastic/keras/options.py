@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Op
 from nbelastic.torch.gradients.options import ReduceOptions
-from nbelastic.torch.ops.coordination import global_process_set
+from nbelastic.torch.ops.coordination import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from nbelastic.torch.ops.compression import Compressor
@@ -28,6 +28,7 @@ class KerasOptions:
     sparse_as_dense: bool = False  # sparse gradients are made dense, not refused
     local: tuple[Any, ...] = ()  # layers whose gradients stay on their rank
     scale_local: bool = True  # these are divided by the number of ranks
+    process_set: Any = None  # ranks that reduce among them; others keep their gradients
 
     def __post_init__(self) -> None:
         ReduceOptions(
@@ -38,6 +39,8 @@ class KerasOptions:
             groups=0,
             sparse_as_dense=self.sparse_as_dense,
         )
+        if not isinstance(self.process_set, ProcessSet | None):
+            raise ValueError(f"process_set must be a ProcessSet, not {self.process_set!r}")
         if not isinstance(self.groups, int) and not all(
             isinstance(each, Sequence) for each in self.groups
         ):
@@ -49,11 +52,7 @@ class KerasOptions:
         """Return the identities of variables whose gradients stay on their rank."""
         return {id(each) for layer in self.local for each in layer.trainable_variables}
 
-
-def check_process_set(process_set: object) -> None:
-    """Refuse any set of ranks but all of them."""
-    if process_set is not None and process_set is not global_process_set:
-        raise ValueError(
-            f"process_set must be None or global_process_set, not {process_set!r}: gradients of "
-            "Keras and TensorFlow are averaged over all ranks"
-        )
+    @property
+    def is_global(self) -> bool:
+        """Whether all ranks reduce together."""
+        return self.process_set in (None, global_process_set)

@@ -204,6 +204,8 @@ class KerasState(TorchState):
         reduction = distribution_of(optimizer)
         local = set() if reduction is None else reduction.options.is_local()
         trained = [each for each in model.trainable_variables if id(each) not in local]
+        if reduction is not None and not reduction.options.is_global:
+            trained = []  # each set of ranks trains a model of its own
         named = zip((each.path for each in trained), self._back.read(trained), strict=True)
         plain = [] if optimizer is None or is_distributed(optimizer) else [type(optimizer).__name__]
         return sampler_of(named)(), tuple(plain)

@@ -12,92 +12,62 @@ if _util.find_spec("tensorflow") is None:
         name="tensorflow",
     )
 
-from nbelastic.elastic.ranks.context import shutdown
-from nbelastic.elastic.ranks.ranks import (
-    cross_rank,
-    cross_size,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    size,
-)
-from nbelastic.errors import HorovodInternalError, HostsUpdatedInterrupt
-from nbelastic.keras import DistributedOptimizer
+from nbelastic.keras import names as _names
+from nbelastic.keras.names import *  # noqa: F403
 from nbelastic.tensorflow import elastic, keras
 from nbelastic.tensorflow.ops import (
+    Compression,
+    SyncBatchNormalization,
     allgather,
     allreduce,
+    alltoall,
     broadcast,
-    broadcast_global_variables,
+    broadcast_,
     broadcast_variables,
+    grouped_allgather,
     grouped_allreduce,
+    grouped_reducescatter,
+    join,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
     reducescatter,
+    size_op,
 )
 from nbelastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from nbelastic.torch.ops.broadcast import allgather_object, broadcast_object
-from nbelastic.torch.ops.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.coordination import global_process_set
-from nbelastic.torch.ops.environment import init
-from nbelastic.torch.ops.functions import barrier
-from nbelastic.torch.ops.operation import Adasum
-from nbelastic.torch.ops.reductions import Average, Max, Min, Product, Sum
+from nbelastic.torch.ops.built import is_homogeneous
+from nbelastic.torch.ops.coordination import ProcessSet, add_process_set, remove_process_set
+from nbelastic.torch.ops.timeline import start_timeline, stop_timeline
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedGradientTape",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
     "PartialDistributedGradientTape",
-    "Product",
-    "Sum",
+    "ProcessSet",
+    "SyncBatchNormalization",
+    "add_process_set",
     "allgather",
-    "allgather_object",
     "allreduce",
-    "barrier",
+    "alltoall",
     "broadcast",
-    "broadcast_global_variables",
-    "broadcast_object",
+    "broadcast_",
     "broadcast_variables",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
+    "grouped_allgather",
     "grouped_allreduce",
-    "init",
-    "is_initialized",
+    "grouped_reducescatter",
+    "is_homogeneous",
+    "join",
     "keras",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "rank_op",
     "reducescatter",
-    "rocm_built",
-    "shutdown",
-    "size",
+    "remove_process_set",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
 ]
+__all__ += _names.__all__

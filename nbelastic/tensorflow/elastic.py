@@ -1,11 +1,21 @@
-"""Elastic training with TensorFlow 2: Horovod's ``hvd.elastic``."""
+"""Elastic training with TensorFlow 2: Horovod's ``hvd.elastic``, with its states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.state import ObjectState, State
+from nbelastic.errors import OptionError
+from nbelastic.keras.backends.tensorflow import TensorFlowBackend
 from nbelastic.keras.dataset import ElasticDataset
 from nbelastic.keras.state import KerasState
 from nbelastic.keras.translate import run
-from nbelastic.tensorflow.state import TensorFlowKerasState, TensorFlowState
+from nbelastic.keras.variables import Variables
 from nbelastic.torch.elastic import ElasticSampler
+from nbelastic.torch.state.torch_state import TorchState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "ElasticDataset",
@@ -17,3 +27,60 @@ __all__ = [
     "TensorFlowState",
     "run",
 ]
+
+
+class TensorFlowKerasState(KerasState):
+    """State of training a Keras model with a loop of your own in TensorFlow 2.
+
+    Parameters
+    ----------
+    model : keras.Model
+        A model that is built.
+    optimizer : keras.optimizers.Optimizer, optional
+        By default that of the model.
+    backend : None
+        For Horovod's signature.
+    **values
+        Further values, as attributes.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **values: Any
+    ) -> None:
+        del backend
+        super().__init__(model, optimizer, **values)
+
+
+class TensorFlowState(TorchState):
+    """State of training with variables of TensorFlow.
+
+    Parameters
+    ----------
+    variables : list of tf.Variable
+        What is trained, and the optimizer's variables.
+    session : None
+        For Horovod's signature; sessions are TensorFlow 1's.
+    **values
+        Further values, as attributes.
+
+    Raises
+    ------
+    OptionError
+        There are no variables, or a session.
+    """
+
+    def __init__(
+        self, variables: Sequence[Any] | None = None, session: Any = None, **values: Any
+    ) -> None:
+        if session is not None:
+            raise OptionError(
+                "TensorFlowState(session=…): leave it out; TensorFlow 2 has no sessions"
+            )
+        if not variables:
+            raise OptionError(
+                "TensorFlowState(variables=…): TensorFlow 2 keeps no list of all variables; pass "
+                "them, as in TensorFlowState([*model.variables, *optimizer.variables], epoch=0)"
+            )
+        self.variables = list(variables)
+        # TorchState's first value, under the name that checkpoints have for it.
+        super().__init__(Variables(self.variables, TensorFlowBackend()), **values)

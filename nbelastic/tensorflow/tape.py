@@ -8,13 +8,14 @@ import tensorflow as tf
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends.callback import Gradients
-from nbelastic.keras.backends.tensorflow import densified, reduce_tensors
-from nbelastic.keras.options import KerasOptions, check_process_set
-from nbelastic.torch.ops.compression import Compression, Compressor
+from nbelastic.keras.backends.tensorflow import call_back, densified, native
+from nbelastic.keras.options import KerasOptions
+from nbelastic.tensorflow.ops import Compression, allreduce, size_op
 from nbelastic.torch.ops.reductions import Average
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Op
+    from nbelastic.torch.ops.compression import Compressor
     from nbelastic.torch.ops.operation import GradientOp
 
 
@@ -50,16 +51,20 @@ scale_local_gradients
     tf.GradientTape
         `gradtape`.
     """
-    del device_dense, device_sparse, num_groups, groups
-    check_process_set(process_set)
-    options = KerasOptions(
-        op=op,
-        compression=compression,
-        predivide=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        scale_local=scale_local_gradients,
+    return PartialDistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        None,
+        scale_local_gradients,
     )
-    return _wrap(gradtape, options)
 
 
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
@@ -87,50 +92,74 @@ gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradient
         Layers whose gradients stay on their rank.
     """
     del device_dense, device_sparse, num_groups, groups
-    check_process_set(process_set)
     layers = [] if local_layers is None else local_layers
-    layers = list(layers) if isinstance(layers, (list, tuple, set)) else [layers]
     options = KerasOptions(
         op=op,
         compression=compression,
         predivide=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        local=tuple(layers),
+        local=tuple(layers) if isinstance(layers, (list, tuple, set)) else (layers,),
         scale_local=scale_local_gradients,
+        process_set=process_set,
     )
-    return _wrap(gradtape, options)
-
-
-def _wrap(tape: Any, options: KerasOptions) -> Any:
-    if isinstance(tape, _ReducingTape):
+    if isinstance(gradtape, _ReducingTape):
         raise ValueError("the tape is a DistributedGradientTape already")
     current()  # NotInitialized where there is none
+    tape: Any = gradtape
     kind = type(tape)
     tape.__class__ = type(kind.__name__, (_ReducingTape, kind), {"__module__": kind.__module__})
     tape._options = options
-    return tape
+    variables = [each for layer in options.local for each in layer.trainable_variables]
+    tape._local = {id(native(each)) for each in variables}
+    return gradtape
 
 
 class _ReducingTape:
     """Methods of a distributed tape."""
 
     _options: KerasOptions
+    _local: set[int]
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of a variable on its rank."""
+        self._local.add(id(native(source)))
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return pairs of variables and gradients: those of this rank, and reduced ones."""
+        found: tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]] = ([], [])
+        gradients = self.gradient(target, sources, *args, **kwargs)
+        for source, gradient in zip(sources, gradients, strict=True):
+            found[id(native(source)) not in self._local].append((source, gradient))
+        return found
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients, reduced over all ranks."""
         tape: Any = super()
+        options = self._options
         gradients = tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(gradients, expand_composites=False)
-        options = self._options
-        dense = densified(flat, sparse_as_dense=options.sparse_as_dense)
-        there = [n for n, each in enumerate(dense) if each is not None]
+        if options.sparse_as_dense:
+            flat = densified(flat)
         variables = tf.nest.flatten(sources)
-        local = {id(v.value) for layer in options.local for v in layer.trainable_variables}
-        local |= options.is_local()
-        found = Gradients(options, [id(variables[n]) in local for n in there])
-        _, reduced = reduce_tensors([dense[n] for n in there], found)
-        for number, each in zip(there, reduced, strict=True):
-            dense[number] = each
-        if isinstance(sources, (list, tuple)) and len(dense) == len(sources):
-            return type(gradients)(dense) if isinstance(gradients, (list, tuple)) else dense
-        return tf.nest.pack_sequence_as(gradients, dense)
+        dense, local = [], []
+        for number, each in enumerate(flat):
+            stays = id(native(variables[number])) in self._local
+            if isinstance(each, tf.IndexedSlices) and not stays:
+                flat[number] = allreduce(each, op=options.op, process_set=options.process_set)
+            elif isinstance(each, tf.IndexedSlices):
+                size = size_op(0 if options.is_global else options.process_set.process_set_id)
+                scale = tf.cast(size if options.scale_local else 1, each.dtype)
+                flat[number] = tf.IndexedSlices(each.values / scale, each.indices, each.dense_shape)
+            elif each is not None:
+                dense.append(number)
+                local.append(stays)
+        if dense:
+            found = Gradients(options, local)
+            _, reduced = found.reduce([flat[number] for number in dense], call_back)
+            for number, each in zip(dense, reduced, strict=True):
+                flat[number] = each
+        if isinstance(sources, (list, tuple)) and len(flat) == len(sources):
+            return type(gradients)(flat) if isinstance(gradients, (list, tuple)) else flat
+        return tf.nest.pack_sequence_as(gradients, flat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -37,6 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _three_workers() -> Iterator[Crew]:
     with a_crew(n_workers=3) as crew:
         yield crew
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    """``nbelastic.keras`` on one rank, in this process."""
+    import nbelastic.keras
+
+    nbelastic.keras.init()
+    yield nbelastic.keras
+    nbelastic.keras.shutdown()
 
 
 @pytest.fixture

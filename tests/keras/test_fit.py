@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.errors import RankFailed
+from nbelastic.errors import OptionError, RankFailed
 from tests.keras.conftest import BACKEND
 from tests.keras.training import Fault, Training
 from tests.support.clusters import kinds, sizes, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Keras' own, with NumPy 2
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 def check(results, work):
@@ -23,7 +27,7 @@ def check(results, work):
     assert first["epochs"] == list(range(len(first["epochs"]))) == first["told"]
     lines = [line.split(",")[0] for line in (work.marks / "log.csv").read_text().splitlines()]
     assert lines == ["epoch", *map(str, first["epochs"])]
-    for seen in first["history"]["seen"] if not work.stops else ():
+    for seen in first["history"]["seen"] if not (work.stops or work.steps) else ():
         least, most = seen % 1000, seen // 1000
         assert least == 1
         assert most <= 2  # shares of different lengths are padded
@@ -111,3 +115,62 @@ def test_an_error_of_the_user(keras_crew, tmp_path):
     with pytest.raises(RankFailed, match="a mistake of the user's"):
         job.results()
     assert "restarted" not in kinds(job)
+
+
+def test_epochs_of_a_number_of_steps(keras_crew, tmp_path):
+    """An epoch of three batches goes on in the data, which have four, also after a kill."""
+    work = Training(tmp_path, faults=(Fault(1, 1, 2),), epochs=4, patience=9, steps=3)
+    job = keras_crew.fit(work, np=3, min_np=2)
+    check(job.results(), work)
+    assert sizes(job)[:2] == [3, 2]
+    assert [each["batches"] for each in job.results()] == [12] * len(job.results())
+
+
+def test_arguments_of_keras_fit(one_rank):
+    """Which samples are trained and evaluated, and which epochs there are."""
+    import keras
+    import numpy as np
+
+    hvd, seen = one_rank, []
+
+    class Seen(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append((epoch, logs["sum"], logs.get("val_sum")))
+
+    def fit(x, *rest, **options):
+        seen.clear()
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        count = keras.metrics.MeanMetricWrapper(lambda y, _: y, name="sum")
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
+        model.compile(optimizer, "mse", metrics=[count])
+        state = hvd.elastic.KerasState(model)
+        options = {"batch_size": 2, "callbacks": [Seen()], "verbose": 0, **options}
+        hvd.elastic.fit(state, x, *rest, **options)
+        return [(epoch, *(each and round(each, 3) for each in more)) for epoch, *more in seen]
+
+    # The mean of targets 0, 1, …, 9: of all, of the first eight and the last two.
+    x, y = np.ones((10, 1), "float32"), np.arange(10.0, dtype="float32")[:, None]
+    assert fit(x, y, validation_split=0.2) == [(0, 3.5, 8.5)]
+    # Two data epochs of five batches, in epochs of two batches.
+    one_after_other = {"steps_per_epoch": 2, "shuffle": False}
+    assert fit(x, y, epochs=5, **one_after_other) == [
+        *((0, 1.5, None), (1, 5.5, None), (2, 4.5, None), (3, 3.5, None), (4, 7.5, None)),
+    ]
+    assert fit(x, y, initial_epoch=3, epochs=4, validation_data=(x, y), validation_steps=3) == [
+        (3, 4.5, 2.5)
+    ]
+    validation = hvd.elastic.ElasticDataset(10, batch_size=4, read=lambda at: (x[at], y[at]))
+    assert fit(x, y, epochs=3, validation_data=validation, validation_freq=[1, 3]) == [
+        *((0, 4.5, 4.5), (1, 4.5, None), (2, 4.5, 4.5))
+    ]
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    loader = DataLoader(rows, 2, sampler=hvd.elastic.ElasticSampler(rows))
+    assert fit(loader, validation_data=loader, validation_steps=5) == [(0, 4.5, 4.5)]
+    for options in ({"validation_split": 1.5}, {"validation_split": 0.99}, {"steps_per_epoch": 0}):
+        with pytest.raises(OptionError, match=next(iter(options))):
+            fit(x, y, **options)
+    with pytest.raises(OptionError, match="only for arrays"):
+        fit(loader, validation_split=0.5)

@@ -149,16 +149,8 @@ def test_it_is_as_one_rank_with_all_batches(keras_crew):
         assert found["broadcast"] == [1.0, 1.0]
 
 
-@pytest.fixture
-def hvd():
-    import nbelastic.keras
-
-    nbelastic.keras.init()
-    yield nbelastic.keras
-    nbelastic.keras.shutdown()
-
-
-def test_a_saved_model_needs_no_nbelastic(hvd, tmp_path):
+def test_a_saved_model_needs_no_nbelastic(one_rank, tmp_path):
+    hvd = one_rank
     import keras
     import numpy as np
 
@@ -183,7 +175,8 @@ def test_a_saved_model_needs_no_nbelastic(hvd, tmp_path):
     assert type(optimizer).from_config(optimizer.get_config()).momentum == 0.5
 
 
-def test_bad_arguments_are_refused(hvd):
+def test_bad_arguments_are_refused(one_rank):
+    hvd = one_rank
     import keras
 
     sgd = keras.optimizers.SGD()
@@ -204,7 +197,8 @@ def test_bad_arguments_are_refused(hvd):
 
 
 @pytest.mark.backends("tensorflow")
-def test_what_xla_compiles_cannot_call_back(hvd):
+def test_what_xla_compiles_cannot_call_back(one_rank):
+    hvd = one_rank
     import keras
 
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
@@ -213,7 +207,8 @@ def test_what_xla_compiles_cannot_call_back(hvd):
     assert not model.jit_compile
 
 
-def test_data_that_cannot_be_dealt_are_refused(hvd):
+def test_data_that_cannot_be_dealt_are_refused(one_rank):
+    hvd = one_rank
     import keras
     import numpy as np
 
@@ -225,6 +220,11 @@ def test_data_that_cannot_be_dealt_are_refused(hvd):
     rows = np.ones((4, 2))
     with pytest.raises(OptionError, match="whose gradients are not averaged"):
         hvd.elastic.fit(state, rows, rows[:, :1])
+    model.d_optimizer = model.optimizer  # as a GAN's; what compile() made by itself has no name
+    model.compile(metrics=[])
+    with pytest.raises(OptionError, match="optimizers of its own"):
+        hvd.elastic.fit(state, rows, rows[:, :1])
+    del model.d_optimizer
     with pytest.raises(OptionError, match="cannot be dealt to ranks"):
         hvd.elastic.fit(state, (each for each in rows))
     with pytest.raises(OptionError, match="different lengths"):
@@ -244,3 +244,34 @@ def test_the_back_end_of_the_kernel_is_that_of_its_ranks(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "none of them")
     take_settings(settings)
     assert os.environ["KERAS_BACKEND"] == settings["KERAS_BACKEND"]
+
+
+def test_settings_of_keras_in_the_kernel_reach_its_ranks():
+    import keras
+
+    from nbelastic.cluster.payload import keras_settings, take_settings
+
+    config = keras.config
+    values = {"floatx": "float64", "epsilon": 1e-3, "image_data_format": "channels_first"}
+    values["dtype_policy"] = "mixed_bfloat16"
+
+    def found():
+        return {
+            **{n: getattr(config, n)() for n in values},
+            "dtype_policy": config.dtype_policy().name,
+        }
+
+    def take(new):
+        for name, value in new.items():
+            getattr(config, f"set_{name}")(value)
+
+    before = found()
+    try:
+        take(values)
+        settings = keras_settings()
+        take(before)
+        assert len(keras_settings()) == 1
+        take_settings(settings)
+        assert found() == values
+    finally:
+        take(before)

@@ -52,6 +52,7 @@ class Training:
     own_step: bool = False
     eager: bool = False
     loads: bool = False
+    steps: int | None = None
 
     @property
     def stops(self) -> bool:
@@ -122,6 +123,7 @@ def _train(work: Training) -> dict[str, Any]:
             self.do(batch, ("kill", "raise"))
 
         def on_train_batch_end(self, batch, logs=None):
+            self.batches = getattr(self, "batches", 0) + 1
             self.do(batch, ("wait", "whole", "stop"))
 
         def on_epoch_end(self, epoch, logs=None):
@@ -198,6 +200,7 @@ def _train(work: Training) -> dict[str, Any]:
         state,
         data,
         epochs=work.epochs,
+        steps_per_epoch=work.steps,
         callbacks=[log, harm, stopping, plateau, best],
         validation_data=(x[:31], y[:31]),
         verbose=0,
@@ -213,6 +216,7 @@ def _train(work: Training) -> dict[str, Any]:
         "wait": (stopping.wait, stopping.best, stopping.best_epoch, stopping.stopped_epoch),
         "plateau": (plateau.wait, plateau.best, plateau.cooldown_counter),
         "best": best.best,
+        "batches": harm.batches,
         "begins": harm.begins,
         "own": (harm.own == own, harm.is_main == (hvd.rank() == 0)),
         "told": harm.epochs,

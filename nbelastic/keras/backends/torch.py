@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import Backend, Reduction
-from nbelastic.keras.backends.reduce import reduce
+from nbelastic.keras.backends.callback import reduce
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
+from nbelastic.torch.ops.coordination import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,12 +97,10 @@ class TorchReduction(Reduction):
         self.step: Any = None  # the distributed step, once the optimizer is built
         self.defers = False
         self.keeps_final = self.dry = False
-        self._waits = False
-        self._update: tuple[Callable[..., None], Sequence[Any]] | None = None
-        self._given: list[Any] | None = None
+        # What the next step applies, to what, and which gradients if not those of backward().
+        self._update: tuple[Callable[..., None], Sequence[Any], list[Any] | None] | None = None
         self._passes = 0
         self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._local: set[int] = set()
 
     @property
     def accumulates(self) -> bool:
@@ -113,7 +112,6 @@ class TorchReduction(Reduction):
         if self.step is not None:
             return
         options = self.options
-        self._local = options.is_local()
         step = variable_step(optimizer, options, self._make_update)
         names = [each.path for each in optimizer._trainable_variables]
         values = [each.value for each in optimizer._trainable_variables]
@@ -133,6 +131,7 @@ class TorchReduction(Reduction):
             options.predivide,
             groups=groups,
             sparse_as_dense=options.sparse_as_dense,
+            process_set=options.process_set,
         )
 
     def before_backward(self) -> None:
@@ -157,25 +156,21 @@ class TorchReduction(Reduction):
         if not optimizer.built:
             optimizer.build(list(variables or ()))
         trained = list(optimizer._trainable_variables if variables is None else variables)
-        context = current()
-        if context.share is not None and context.share.number is not None:
-            self._update = apply, trained
-            return  # complete() follows after the last micro-batch
-        self._update, self._given = (apply, trained), None
-        if not all(g is v.value.grad for g, v in zip(gradients, trained, strict=True)):
-            self._given = self._reduced(list(gradients))
-        elif self.options.passes > 1 and not self.step._reducer.synchronized:
-            self._passes += 1
-            if self._passes < self.options.passes:
-                self._kept = [(each.value, each.value.grad) for each in trained]
-                return
-            self._passes = 0
-        if self.defers:
-            if self._given is None:
+        share, given = current().share, None
+        puts_off = share is not None and share.number is not None  # until the last micro-batch
+        if not puts_off:
+            if not all(g is v.value.grad for g, v in zip(gradients, trained, strict=True)):
+                given = self._reduced(list(gradients))
+            elif self.options.passes > 1 and not self.step._reducer.synchronized:
+                self._passes = (self._passes + 1) % self.options.passes
+                if self._passes:
+                    self._kept = [(each.value, each.value.grad) for each in trained]
+                    return
+            if self.defers and given is None:
                 self.step.synchronize()
-            self._waits = True
-            return
-        self._step()
+        self._update = apply, trained, given
+        if not (puts_off or self.defers):
+            self.complete()
 
     def _reduced(self, gradients: list[Any]) -> list[Any]:
         """Reduce gradients that autograd has not left in the variables."""
@@ -192,30 +187,22 @@ class TorchReduction(Reduction):
         rest = iter(reduce(there, self.options))
         return [None if each is None else next(rest) for each in gradients]
 
-    def _step(self) -> None:
-        if self._given is not None or self.step._reducer.synchronized:
-            with self.step.skip_synchronize():
-                self.step.step()
-        else:
-            self.step.step()
-
     def _make_update(self) -> None:
         """Make Keras apply the reduced gradients; called by the distributed step."""
         update, self._update = self._update, None
         if update is None:
             return
-        apply, variables = update
-        given, self._given = self._given, None
+        apply, variables, given = update
         options = self.options
         gradients = [each.value.grad for each in variables] if given is None else given
         with torch.no_grad():
             if options.passes > 1 and options.average_passes:
                 present = [each for each in gradients if each is not None]
                 torch._foreach_div_(present, float(options.passes))
-            if self._local and options.scale_local:
-                size = current().size
+            if options.local and options.scale_local:
+                size, local = group_of(options.process_set).size, options.is_local()
                 pairs = zip(gradients, variables, strict=True)
-                gradients = [g / size if id(v) in self._local else g for g, v in pairs]
+                gradients = [g / size if id(v) in local else g for g, v in pairs]
             apply(gradients, variables)
 
     def synchronize(self, optimizer: Any) -> None:
@@ -226,16 +213,17 @@ class TorchReduction(Reduction):
 
     def complete(self) -> None:
         """Make the update that was put off, if there is one."""
-        waits, self._waits = self._waits, False
-        context = current_or_none()
-        in_step = context is not None and context.share is not None and self._update is not None
-        if waits or in_step:
-            self._step()
+        if self._update is None:
+            return
+        if self._update[2] is not None or self.step._reducer.synchronized:
+            with self.step.skip_synchronize():
+                self.step.step()
+        else:
+            self.step.step()
 
     def forget(self) -> None:
         """Drop an update that was put off, and gradients of passes."""
-        self._waits, self._passes, self._kept = False, 0, []
-        self._update = self._given = None
+        self._update, self._passes, self._kept = None, 0, []
 
 
 class TorchBackend(Backend):
@@ -245,21 +233,17 @@ class TorchBackend(Backend):
     in_place = True
 
     def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the variables' own tensors."""
         return [each.value for each in variables]
 
     @torch.no_grad()
     def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-        """Copy values into variables."""
         for variable, value in zip(variables, values, strict=True):
             variable.value.copy_(value)
 
     def reduction(self, options: KerasOptions) -> TorchReduction:
-        """Return a new reduction of gradients."""
         return TorchReduction(options)
 
     def to_torch(self, value: Any) -> torch.Tensor:
-        """Return a tensor, or what can be made one without a copy."""
         if hasattr(value, "value") and isinstance(value.value, torch.Tensor):
             value = value.value
         return (
@@ -269,5 +253,4 @@ class TorchBackend(Backend):
         )
 
     def from_torch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself."""
         return tensor

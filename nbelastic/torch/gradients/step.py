@@ -20,7 +20,7 @@ class StepFlags(NamedTuple):
     """Numbers that travel with the gradients of each step, summed or averaged over the ranks.
 
     A new one is added here: given in :meth:`of_rank`, acted upon in :meth:`agree`. Other
-    carriers of ``change``: :mod:`nbelastic.keras.backends.reduce`, :mod:`nbelastic.keras.metrics`,
+    carriers of ``change``: :mod:`nbelastic.keras.backends.callback`, :mod:`nbelastic.keras.fit`,
     DDP's :mod:`nbelastic.torch.process_group.group`, and ``one_of_all`` where nothing else carries
     it.
     """

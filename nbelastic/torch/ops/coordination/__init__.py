@@ -11,6 +11,7 @@ from nbelastic.torch.ops.coordination.process_sets import (
     global_process_set,
     group_of,
     remove_process_set,
+    set_of_id,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "is_joined",
     "join",
     "remove_process_set",
+    "set_of_id",
 ]

@@ -169,6 +169,15 @@ class Group:
             )
 
 
+def set_of_id(process_set_id: int) -> ProcessSet:
+    """Return the set with a ``process_set_id``; 0 is that of all ranks."""
+    known: list[ProcessSet] = [global_process_set, *_registry(current()).sets]
+    for each in known:
+        if each.process_set_id == process_set_id:
+            return each
+    raise ValueError(f"there is no process set {process_set_id}; hvd.add_process_set() makes one")
+
+
 def group_of(process_set: object) -> Group:
     """Return the group that an operation's argument `process_set` means."""
     if process_set is None:
