@@ -54,6 +54,7 @@ class Context(abc.ABC):
     ahead = False  # the state at the end of a later step has replaced that commit
     exchanges = 0  # calls of :meth:`communicator`, each just before an operation
     before_exchange: tuple[Callable[[], None], ...] = ()  # called before each of these
+    defers = False  # whether the operation that begins may wait behind others of process groups
     before_return: Callable[[], None] | None = None  # called when the function has returned
     # Called as each generation has formed, before the state is synchronised.
     after_forming: tuple[Callable[[], None], ...] = ()
@@ -156,6 +157,10 @@ class Context(abc.ABC):
 
 before_check: list[Callable[[Communicator], None]] = []
 """Called with the communicator before ranks ask each other whether to leave the generation."""
+
+
+when_formed: list[Callable[[Communicator], object]] = []
+"""Called with the communicator of each new generation."""
 
 
 def one_of_all(context: Context, mine: bool) -> bool:

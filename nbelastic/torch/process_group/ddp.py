@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _marks: weakref.WeakKeyDictionary[Any, tuple[object, ...]] = weakref.WeakKeyDictionary()
 
 _built_in_hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# States of the random generators of PowerSGD, as its hooks were registered.
-_generators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# States of the random generators of PowerSGD, as its hooks were registered, with the hooks' states.
+_generators: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 _ALONE = "alone"
 
@@ -116,7 +116,7 @@ def renew(ddp: Any) -> None:
     if ddp.mixed_precision is not None:
         ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
     for hook, state in ddp._comm_hooks:
-        _renew_hook_state(state)
+        _renew_hook_state(ddp, state)
         dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
     if ddp in _built_in_hooks:
         dist._register_builtin_comm_hook(ddp.reducer, _built_in_hooks[ddp])  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def _around_hook(
 ) -> Any:
     generator: Any = getattr(state, "rng", None)
     if hasattr(generator, "get_state") and hasattr(state, "error_dict"):
-        _generators[state] = generator.get_state()
+        _generators.setdefault(ddp, []).append((state, generator.get_state()))
     return original(ddp, state, hook)
 
 
@@ -139,10 +139,12 @@ def _around_built_in_hook(original: Callable[..., Any], ddp: Any, kind: Any) -> 
     return original(ddp, kind)
 
 
-def _renew_hook_state(state: Any) -> None:
+def _renew_hook_state(ddp: Any, state: Any) -> None:
     """Begin PowerSGD again: its matrices belong to buckets, and must be the same on all ranks."""
-    if hasattr(state, "error_dict") and state in _generators:
-        state.rng.set_state(_generators[state])
+    for its, generator in _generators.get(ddp, []):
+        if its is not state:
+            continue
+        state.rng.set_state(generator)
         for each in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             each.clear()
         state.iter = 0
