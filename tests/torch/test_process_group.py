@@ -520,3 +520,40 @@ def test_ddp_made_before_a_generation_waits_for_no_other(over):
     (first, one), (_, other) = over(2, rank_main)
     assert torch.equal(first, one)
     assert torch.equal(one, other)
+
+
+def test_ddp_is_compiled_and_follows_its_group(over):
+    """A graph breaks where a forward looks for a new generation."""
+
+    def rank_main(group):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+        compiled = torch.compile(ddp, backend="eager")
+        for _ in range(2):
+            compiled(torch.full((1, 3), float(group.rank()))).sum().backward()
+            group.queue.failures += 1  # as after a backward that has failed: a new reducer
+        return ddp.module.weight.grad[0].tolist()
+
+    assert over(1, rank_main) == [[0.0, 0.0, 0.0]]
+
+
+def test_ddp_with_power_sgd_begins_again_in_a_new_generation(over):
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    def rank_main(group):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(torch.nn.Linear(40, 30), process_group=group)
+        state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        generator = state.rng.get_state()
+        for _ in range(4):
+            ddp(torch.ones(1, 40)).sum().backward()
+        used = state.iter, bool(state.q_memory_dict)
+        renew(ddp)
+        fresh = all((state.rng.get_state()[1] == generator[1]).tolist())
+        return used, (state.iter, bool(state.q_memory_dict), fresh)
+
+    for used, renewed in over(2, rank_main):
+        assert used[0] > 0
+        assert used[1]
+        assert renewed == (0, False, True)

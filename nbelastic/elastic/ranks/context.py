@@ -305,14 +305,20 @@ def initialize() -> None:
             _of_process.append(context)
 
 
+at_shutdown: list[Callable[[Context], None]] = []
+"""Called with the rank's context by ``shutdown()``."""
+
+
 def shutdown() -> None:
-    """Undo ``init()``, until it is called again.
+    """Undo ``init()``, until it is called again; process sets are gone.
 
     A rank stays a member of its job, whose generations begin and end with those of the others.
     """
     known = current_or_none()
     if known is not None:
         known.is_shut_down = True
+        for end in at_shutdown:
+            end(known)
     own = _of_thread.get([])
     if own and type(own[0]) is LocalContext:
         with _lock:

@@ -43,7 +43,8 @@ def install() -> None:
     kind._nbelastic = True
     for name, around in (
         ("__init__", _around_init),
-        ("_pre_forward", _around_forward),
+        # A compiled forward breaks its graph there. What is read of the group is in no graph.
+        ("_pre_forward", torch._disable_dynamo(_around_forward)),
         ("register_comm_hook", _around_hook),
         ("_register_builtin_comm_hook", _around_built_in_hook),
     ):
