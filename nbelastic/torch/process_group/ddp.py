@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,7 +45,7 @@ def install() -> None:
     for name, around in (
         ("__init__", _around_init),
         # A compiled forward breaks its graph there. What is read of the group is in no graph.
-        ("_pre_forward", torch._disable_dynamo(_around_forward)),
+        ("_pre_forward", _disable_dynamo(_around_forward)),
         ("register_comm_hook", _around_hook),
         ("_register_builtin_comm_hook", _around_built_in_hook),
     ):
