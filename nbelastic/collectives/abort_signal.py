@@ -28,12 +28,13 @@ Wakeup = SimpleQueue
 class AbortSignal:
     """The reason why a communicator is broken, once it is.
 
-    It is `orderly` if it was closed with no operation under way, `forked` in a fork of its process.
+    Operations raise an error of a `kind`. It is `orderly` if it was closed with no operation under
+    way, `forked` in a fork of its process.
     """
 
     def __init__(self) -> None:
         self.orderly = self.forked = False
-        self._kind: type[NbelasticError] = CollectiveError
+        self.kind: type[NbelasticError] = CollectiveError
         self._reasons: list[str] = []
         self._wakeups: list[Wakeup[bool]] = []
         self._callbacks: list[Callable[[str, bool], object]] = []
@@ -50,7 +51,7 @@ class AbortSignal:
         """Break the communicator and wake all waiting threads. Returns at once."""
         if self._reasons:
             return
-        self.orderly, self._kind = orderly, kind
+        self.orderly, self.kind = orderly, kind
         # The reason first, then the wakeups; a listener adds its wakeup first, then reads the
         # reason. So one of the two sees the other, and no abort is missed.
         self._reasons.append(reason)
@@ -71,7 +72,7 @@ class AbortSignal:
     def check(self) -> None:
         """Raise if the communicator is broken."""
         if self._reasons:
-            raise self._kind(self._reasons[0])
+            raise self.kind(self._reasons[0])
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[Wakeup[bool]]:
@@ -99,7 +100,7 @@ def _abort_all_in_fork() -> None:
     connections. So every operation raises NotTheRank there, and closing does nothing.
     """
     for each in _all:
-        each.forked, each.orderly, each._kind = True, True, NotTheRank
+        each.forked, each.orderly, each.kind = True, True, NotTheRank
         each._wakeups, each._callbacks = [], []
         each._reasons = [
             f"this process was forked from a rank (process {os.getppid()}), to which the "

@@ -12,6 +12,7 @@ call at any time. All ranks issue the same operations in the same order.
 from __future__ import annotations
 
 import abc
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,13 +30,16 @@ from nbelastic.collectives.arguments import (
 )
 from nbelastic.collectives.buffers import delivered, on_host
 from nbelastic.collectives.transport import Handle, Op, TensorTransport
+from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Sequence
 
     import torch
 
     from nbelastic.collectives.abort_signal import AbortSignal
+    from nbelastic.collectives.consistency import History
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.rendezvous.matching import MatchingClient
 
@@ -105,7 +109,17 @@ class Communicator(TensorTransport):
 
     generation: int
 
+    part_of: tuple[weakref.ref[Communicator], str, list[int]] | None = None
+    """For a subgroup, the communicator that it is a part of, its name there, and its ranks."""
+
     _abort_signal: AbortSignal  # of all kinds but that of a single rank
+
+    @functools.cached_property
+    def history(self) -> History:
+        """Operations that ranks have compared so far."""
+        from nbelastic.collectives.consistency import History
+
+        return History()
 
     @abc.abstractmethod
     def connect(self) -> Communicator:
@@ -374,11 +388,11 @@ class Communicator(TensorTransport):
         return ()
 
     @abc.abstractmethod
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:
         """Break the communicator, and free waiting threads within milliseconds.
 
         Any thread may call it, any number of times; it returns at once. Afterwards every
-        operation, under way or new, raises ``CollectiveError(reason)``.
+        operation, under way or new, raises ``kind(reason)``.
         """
 
     def on_abort(self, callback: Callable[[str, bool], object]) -> None:

@@ -5,6 +5,12 @@ digest and the length of the description and a number that may differ, shows all
 descriptions are equal. Only if they differ do the descriptions travel, in a second exchange. All
 ranks take part in it, because all have seen the same records. So all ranks raise the same error at
 the same point, and can go on.
+
+Training repeats its operations, so a :class:`History` foresees the next one, the same on all ranks.
+A rank begins a foreseen operation without a word. One that is about to do something else must not
+send records then, because others may be in the foreseen operation, with other messages. Through
+shared memory that is found out. Over Gloo it would end the process, so there ranks compare `apart`
+from operations, from the first one on that could have been foreseen.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from typing import TYPE_CHECKING
 from nbelastic.errors import RanksDisagree
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from nbelastic.collectives.communicator import Communicator
 
@@ -36,8 +42,89 @@ _MAX_SIDES = 4
 """Number of different descriptions that an error names."""
 
 
-def check_consistency(communicator: Communicator, text: str, number: int = 0) -> list[int]:
+apart: list[Callable[[Communicator, str, int], list[int]]] = []
+"""What compares apart from operations; the coordination of operations, which can, adds it."""
+
+_CONTEXT = 3
+"""Number of operations in a row by which a history finds its place."""
+
+_MOST_KEPT = 4096
+"""Number of operations from which a history forgets its first half."""
+
+
+class History:
+    """Operations that the ranks of a communicator have compared or foreseen, in order.
+
+    It expects that what followed the last operations before follows them again. A rank's history is
+    the beginning of that of any rank which is ahead, so all foresee the same.
+    """
+
+    def __init__(self) -> None:
+        self.apart = False  # from the first operation on that is compared apart
+        self.asked: set[int] = set()  # numbers of operations that other ranks compare apart
+        self.begins = ""  # what this rank compares by records at present; other threads read it
+        self._forgotten = 0
+        self._patterns: list[Hashable] = []
+        self._numbers: dict[Hashable, int] = {}  # of patterns
+        self._recent: tuple[int, ...] = ()
+        self._places: dict[tuple[int, ...], int] = {}  # what follows a context
+        self._next: int | None = None
+
+    @property
+    def number(self) -> int:
+        """Number of operations."""
+        return self._forgotten + len(self._patterns)
+
+    def foresees(self, pattern: Hashable) -> bool:
+        """Return whether all ranks expect this operation next."""
+        return self._next is not None and self._patterns[self._next] == pattern
+
+    def add(self, pattern: Hashable) -> None:
+        """Add an operation that all ranks have agreed on or foreseen; None if they disagreed."""
+        follows = self.foresees(pattern)
+        patterns = self._patterns
+        patterns.append(pattern)
+        number = self._numbers.setdefault(pattern, len(self._numbers))
+        self._recent = (*self._recent[1 - _CONTEXT :], number)
+        known = self._places.get(self._recent)
+        self._places[self._recent] = len(patterns)
+        self._next = self._next + 1 if follows and self._next is not None else known
+        if len(patterns) > _MOST_KEPT:
+            kept, number = patterns[_MOST_KEPT // 2 :], self.number
+            self._patterns, self._recent, self._next = [], (), None
+            self._places, self._numbers = {}, {}
+            for each in kept:
+                self.add(each)
+            self._forgotten = number - len(kept)
+
+    def at(self, number: int) -> Hashable:
+        """Return the operation of a number."""
+        return self._patterns[max(number - self._forgotten, 0)]
+
+
+def check_consistency(
+    communicator: Communicator, text: str, number: int = 0, pattern: Hashable = None
+) -> list[int]:
     """Compare `text` over all ranks and return their numbers; see ``Communicator.agree``."""
+    history = communicator.history
+    if history.apart:
+        return apart[0](communicator, text, number)
+    history.begins = text  # set before `asked` is read, to which others add before they read this
+    if history.number in history.asked:
+        history.begins = ""
+        return apart[0](communicator, text, number)
+    agreed: Hashable = None
+    try:
+        numbers = exchange(communicator, text, number)
+        agreed = text if pattern is None else pattern
+    finally:
+        history.begins = ""  # before there is a next number
+        history.add(agreed)
+    return numbers
+
+
+def exchange(communicator: Communicator, text: str, number: int = 0) -> list[int]:
+    """Compare `text` by records."""
     describe = _described if len(text) < _LONG else _described.__wrapped__
     communicator.current_operation, headline, digest, length = describe(text)
     record = digest + _NUMBERS.pack(length, number)

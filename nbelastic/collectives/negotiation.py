@@ -384,9 +384,9 @@ class NegotiatingCommunicator(Communicator):
         """Raise if it is broken."""
         self._abort_signal.check()
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:
         """Break the chosen communicator, or end the negotiation."""
-        self._abort_signal.abort(reason)
+        self._abort_signal.abort(reason, kind=kind)
 
     def cut_connections(self) -> int:
         """Cut the connections to the other ranks as a network failure would."""

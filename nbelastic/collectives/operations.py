@@ -101,6 +101,7 @@ class AsyncCommunicator(Communicator):
         except BaseException:
             del self._subgroups[name]
             raise
+        connected.part_of = weakref.ref(self), name, list(ranks)
         self._subgroups[name] = connected
         return connected
 
@@ -127,9 +128,9 @@ class AsyncCommunicator(Communicator):
         """Raise if the communicator is broken."""
         self._abort_signal.check()
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:
         """Break the communicator and free the waiting threads."""
-        self._abort_signal.abort(reason)
+        self._abort_signal.abort(reason, kind=kind)
 
     def begin_nothing(self) -> Handle:
         """Begin an operation that moves no data on any rank."""

@@ -124,7 +124,7 @@ class SoloCommunicator(Communicator):
         """Number of operations completed."""
         return self._completed
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:  # noqa: ARG002
         """Break the communicator; the first reason stays."""
         self._broken = self._broken or reason
 

@@ -176,8 +176,11 @@ class Group:
     def dead(self) -> list[int]:
         """Ranks whose processes are known to have ended without leaving."""
 
-    def abort(self, reason: str) -> None:
-        """Break the segment for all ranks, and wake the waiting ones. The first reason stays."""
+    def abort(self, reason: str, differ: bool = False) -> None:
+        """Break the segment for all ranks, and wake the waiting ones. The first reason stays.
+
+        It is a :class:`Disagreement` for them if ranks `differ`.
+        """
 
     def close(self) -> None:
         """Leave; in an orderly way if no operation is under way, else break the segment.

@@ -215,7 +215,7 @@ public:
         return team_.reason();
     }
 
-    void abort(const std::string& reason) { team_.abort(reason); }
+    void abort(const std::string& reason, bool differ) { team_.abort(reason, differ); }
 
     std::vector<std::uint32_t> dead() const { return lifeline_->dead(); }
 
@@ -393,6 +393,6 @@ NB_MODULE(_core, m) {
         .def_prop_ro("completed", &Group::completed)
         .def_prop_ro("failure", &Group::failure)
         .def_prop_ro("dead", &Group::dead)
-        .def("abort", &Group::abort, nb::arg("reason"))
+        .def("abort", &Group::abort, nb::arg("reason"), nb::arg("differ") = false)
         .def("close", &Group::close, NoGil());
 }

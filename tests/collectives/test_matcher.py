@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nbelastic.collectives import consistency
+from nbelastic.collectives.consistency import History
 from nbelastic.collectives.rendezvous.matcher import Matcher
 
 NAMES = ("a", "b", "c")
@@ -151,3 +153,40 @@ def test_one_rank_that_computes_leaves_hope_for_all():
         world.send(1, waits("barrier"))
         world.send(2, waits(""))
     assert "stuck" not in world.kinds(0)
+
+
+def compare(text, number=0, begun=False):
+    said = {"do": "compare", "set": "", "number": number, "members": [0, 1, 2]}
+    return {**said, "text": text, "value": 0, "begun": begun}
+
+
+@pytest.mark.parametrize("texts", [("a", "a", "a"), ("a", "b", "a")])
+def test_ranks_compare_what_they_are_about_to_do(texts):
+    matcher = Matcher(3)
+    for rank in range(3):
+        matcher.connected(rank)
+    asked = matcher.receive(1, compare(texts[1]))
+    assert [(rank, each["do"]) for rank, each in asked] == [(0, "asked"), (2, "asked")]
+    assert matcher.receive(0, compare(texts[0], begun=True)) == []
+    decisions = matcher.receive(2, compare(texts[2]))
+    assert [rank for rank, _ in decisions] == [0, 1, 2]
+    for _, decision in decisions:
+        assert decision["begun"]
+        assert decision["texts"] == (None if len(set(texts)) == 1 else list(texts))
+    assert matcher.receive(0, compare("next", number=1))[0][1]["do"] == "asked"
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.integers(0, 40))
+def test_a_history_foresees_what_repeats_and_forgets_what_is_long_ago(cycle, before):
+    history, rounds, missed = History(), 60, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consistency, "_MOST_KEPT", 64)
+        for number in range(before):
+            history.add(number)
+        for each in range(rounds):
+            for pattern in cycle:
+                missed += each >= 10 and not history.foresees(pattern)
+                history.add(pattern)
+    assert history.number == before + rounds * len(cycle)
+    assert history.at(history.number - 1) == cycle[-1]
+    assert missed <= 4 * (1 + rounds * len(cycle) // 32)  # a few each time that it forgets

@@ -157,6 +157,9 @@ def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(c
 
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         first = [int(os.environ[name]) for name in names]
+        horovods = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        assert first == [int(os.environ[f"HOROVOD_{name}"]) for name in horovods]
+        assert int(os.environ["MASTER_PORT"])
 
         import nbelastic.torch as hvd
 

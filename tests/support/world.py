@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Rendezvous, RendezvousServer, SoloCommunicator, connect
-from nbelastic.elastic.ranks.context import LocalContext, activate
+from nbelastic.elastic.ranks.context import LocalContext, activate, when_formed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +72,8 @@ def run_ranks(
             )
         try:
             communicator = communicator.connect()
+            for tell in when_formed:
+                tell(communicator)
             context = StaticContext(communicator, source)
             with activate(context):
                 results[rank] = function(context)

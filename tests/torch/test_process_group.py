@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    BarrierOptions,
     BroadcastOptions,
     ErrorType,
     GatherOptions,
@@ -22,8 +24,9 @@ from torch._C._distributed_c10d import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from nbelastic.collectives import connect
+from nbelastic.collectives import connect, consistency
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
+from nbelastic.torch.ops.coordination import coordination
 from nbelastic.torch.process_group import ElasticProcessGroup, renew
 from tests.support.world import run_ranks
 from tests.torch.training import assert_close, batch, make_model, parameters_of, train_alone
@@ -210,6 +213,180 @@ def test_a_difference_between_ranks_is_an_error_on_all_and_leaves_the_group_whol
     assert over(2, rank_main) == [2.0, 2.0]
 
 
+def whole(dtype=torch.float32, count=4):
+    return torch.ones(count, dtype=dtype)
+
+
+def refused(function):
+    with pytest.raises(RanksDisagree) as error:
+        function()
+    return str(error.value)
+
+
+# What rank 0 begins, what the others begin, and what all must say of either.
+DIFFER = {
+    "another type of the same bytes": (
+        lambda group: group.broadcast([whole()], options(BroadcastOptions, rootRank=0)),
+        lambda group: group.broadcast([whole(torch.int32)], options(BroadcastOptions, rootRank=0)),
+        ("float32[4]", "int32[4]"),
+    ),
+    "gathered types": (
+        lambda group: group.allgather([[whole(), whole()]], [whole()]),
+        lambda group: group.allgather([[whole(torch.int32)] * 2], [whole(torch.int32)]),
+        ("all_gather of float32[4]", "all_gather of int32[4]"),
+    ),
+    "size": (
+        lambda group: group.allreduce([whole(count=1000)]),
+        lambda group: group.allreduce([whole(count=10)]),
+        ("float32[1000]", "float32[10]"),
+    ),
+    "reduction": (
+        lambda group: group.allreduce(
+            [whole()], options(AllreduceOptions, reduceOp=dist.ReduceOp.MAX)
+        ),
+        lambda group: group.allreduce([whole()]),
+        ("all_reduce (max)", "all_reduce (sum)"),
+    ),
+    "root": (
+        lambda group: group.gather(
+            [[whole(), whole()]], [whole()], options(GatherOptions, rootRank=0)
+        ),
+        lambda group: group.gather(
+            [[whole(), whole()]], [whole()], options(GatherOptions, rootRank=1)
+        ),
+        ("gather to rank 0", "gather to rank 1"),
+    ),
+    "kind": (
+        lambda group: group.allreduce([whole()]),
+        lambda group: group.broadcast([whole()], options(BroadcastOptions, rootRank=0)),
+        ("all_reduce", "broadcast"),
+    ),
+    "a wait, and none": (
+        lambda group: group.barrier(options(BarrierOptions, asyncOp=False)),
+        lambda group: group.allreduce([whole()]),
+        ("barrier", "all_reduce"),
+    ),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("what", DIFFER)
+def test_operations_that_differ_are_the_same_error_on_all_ranks(over, what, known):
+    """Also if all ranks have done both before, so that nothing needs to be compared."""
+    *both, sides = DIFFER[what]
+
+    def rank_main(group):
+        for _ in range(5 if known else 0):
+            for value in (whole(), whole(torch.int32), whole(count=1000), whole(count=10)):
+                group.allreduce([value]).wait()
+        # The barrier is for a root, and for a rank that is ahead.
+        return refused(lambda: (both[group.rank()](group).wait(), group.barrier().wait()))
+
+    first, second = over(2, rank_main)
+    assert first == second
+    assert all(side in first for side in sides)
+
+
+def test_known_operations_in_another_order_are_an_error(over):
+    def rank_main(group):
+        small, large = torch.ones(3), torch.ones(5)
+        for _ in range(6):
+            for work in [group.allreduce([small]), group.allreduce([large])]:
+                work.wait()
+        order = [small, large] if group.rank() else [large, small]
+        return refused(lambda: [group.allreduce([tensor]).wait() for tensor in order])
+
+    first, second = over(2, rank_main)
+    assert first == second
+    assert "rank 0: all_reduce (sum) of float32[5]; rank 1: all_reduce (sum) of float32[3]" in first
+
+
+def test_a_rank_may_begin_before_it_sends_what_another_needs_first(over):
+    """The comparison of an operation is waited for where the operation is."""
+
+    def rank_main(group):
+        for step in range(3):
+            message, total = torch.ones(2), torch.ones(2 + step)
+            if group.rank() == 0:
+                work = group.allreduce([total])
+                group.send([message * 7], 1).wait()
+            else:
+                group.recv([message], 0).wait()
+                assert message.tolist() == [7.0, 7.0]
+                work = group.allreduce([total], options(AllreduceOptions, asyncOp=False))
+            work.wait()
+            assert total.tolist() == [2.0] * (2 + step)
+        return True
+
+    assert over(2, rank_main) == [True, True]
+
+
+def test_parts_of_a_world_take_turns_without_waiting_for_each_other(over):
+    """Rank 0 begins on one group and waits on the other; rank 1 the other way round."""
+
+    def rank_main(group):
+        groups = [group.new_group([0, 1], group_name=name) for name in "ab"]
+        for step in range(3):
+            tensors = [torch.ones(step + 1), torch.ones(step + 5)]
+            order = [0, 1] if group.rank() else [1, 0]
+            works = {each: groups[each].allreduce([tensors[each]]) for each in order}
+            works[order[1]].wait()
+            works[order[0]].wait()
+            group.barrier().wait()
+            assert all(tensor.eq(2).all() for tensor in tensors)
+        return True
+
+    assert over(2, rank_main) == [True, True]
+
+
+def test_a_group_is_broken_by_a_wait_that_has_timed_out(over):
+    late = threading.Event()
+
+    def rank_main(group):
+        group.barrier().wait()
+        tensor = torch.ones(2)
+        if group.rank() == 0:
+            work = group.allreduce([tensor])
+            with pytest.raises(CollectiveError):
+                work.wait(timedelta(seconds=0.05))
+            late.set()
+        assert late.wait(30)
+        with pytest.raises(CollectiveError):
+            group.allreduce([torch.full((2,), 5.0)]).wait()
+        return True
+
+    assert over(2, rank_main) == [True, True]
+
+
+def test_what_all_ranks_repeat_is_compared_once(over, monkeypatch):
+    compared = []
+    for module in (consistency, coordination.Coordination):
+        name = "exchange" if module is consistency else "_say"
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, it=original, **more: compared.append(1) or it(*args, **more)
+        )
+
+    def rank_main(group):
+        def step():
+            works = [group.allreduce([torch.ones(n)]) for n in (3, 3, 3, 4, 3)]
+            for work in works:
+                work.wait()
+            group.broadcast([torch.ones(3)], options(BroadcastOptions, rootRank=0)).wait()
+
+        for _ in range(3):
+            step()
+        group.barrier().wait()
+        before = len(compared)
+        for _ in range(10):
+            step()
+        return before, len(compared)
+
+    for before, after in over(2, rank_main):
+        assert before > 0
+        assert after <= before + 2 * 6  # what came after the barrier was new, once
+
+
 def test_any_thread_aborts_and_the_group_tells_of_it(over):
     met, aborted = threading.Event(), threading.Event()
 
@@ -343,3 +520,40 @@ def test_ddp_made_before_a_generation_waits_for_no_other(over):
     (first, one), (_, other) = over(2, rank_main)
     assert torch.equal(first, one)
     assert torch.equal(one, other)
+
+
+def test_ddp_is_compiled_and_follows_its_group(over):
+    """A graph breaks where a forward looks for a new generation."""
+
+    def rank_main(group):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+        compiled = torch.compile(ddp, backend="eager")
+        for _ in range(2):
+            compiled(torch.full((1, 3), float(group.rank()))).sum().backward()
+            group.queue.failures += 1  # as after a backward that has failed: a new reducer
+        return ddp.module.weight.grad[0].tolist()
+
+    assert over(1, rank_main) == [[0.0, 0.0, 0.0]]
+
+
+def test_ddp_with_power_sgd_begins_again_in_a_new_generation(over):
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    def rank_main(group):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(torch.nn.Linear(40, 30), process_group=group)
+        state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        generator = state.rng.get_state()
+        for _ in range(4):
+            ddp(torch.ones(1, 40)).sum().backward()
+        used = state.iter, bool(state.q_memory_dict)
+        renew(ddp)
+        fresh = all((state.rng.get_state()[1] == generator[1]).tolist())
+        return used, (state.iter, bool(state.q_memory_dict), fresh)
+
+    for used, renewed in over(2, rank_main):
+        assert used[0] > 0
+        assert used[1]
+        assert renewed == (0, False, True)

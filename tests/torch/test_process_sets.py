@@ -209,3 +209,18 @@ def test_an_optimizer_of_a_set(kind):
     for mine, expected in zip(first, parameters_of(reference), strict=True):
         torch.testing.assert_close(mine, expected)
     assert flags == also == [], "what a set agrees on is not known to all"
+
+
+def test_a_shutdown_removes_all_sets_and_they_can_be_added_again():
+    def rank_main(context):
+        first = hvd.add_process_set([0])
+        hvd.shutdown()
+        assert first.process_set_id is None
+        hvd.init()
+        again = hvd.add_process_set([0])
+        if context.rank == 0:
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=again).item() == 1.0
+        hvd.barrier()
+        return again.process_set_id
+
+    assert len(set(run_ranks(2, rank_main))) == 1

@@ -31,6 +31,7 @@ from nbelastic.collectives.operations import (
     first_sentence,
 )
 from nbelastic.collectives.rendezvous.handshake import PROOF_BYTES, peer_token
+from nbelastic.errors import RanksDisagree
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Work
@@ -277,6 +278,8 @@ class GlooGroupOwner:
         endpoints = endpoints_of(self._store.addresses, self._rendezvous.rank)
         if endpoints is not None and not self._abort_signal.orderly:
             self._drain()
+            if self._abort_signal.kind is RanksDisagree:
+                time.sleep(DRAIN_LIMIT_S)  # the others hear of it, too, not of a closed connection
             cut_connections(endpoints)
         for executor in self._executors.values():
             executor.join()

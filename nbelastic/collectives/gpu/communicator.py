@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbelastic.collectives.arguments import check_together
@@ -72,7 +73,9 @@ class DeviceCommunicator(AsyncCommunicator):
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
         """Return a connected communicator of some of the ranks, as the host's does."""
-        return self._host.subgroup(ranks, name)
+        made = self._host.subgroup(ranks, name)
+        made.part_of = weakref.ref(self), name, list(ranks)
+        return made
 
     def close_subgroup(self, name: str) -> None:
         """Close a communicator that :meth:`subgroup` has made, if there is one."""

@@ -17,6 +17,10 @@ ping        answered by pong, after all decisions on what was offered before
 join        a rank has no more data; it has taken part in `done` operations
 step        a rank begins an operation without a name, its `number`-th, while others have joined
 together    all ranks have joined; `last` was the last
+compare     what a rank is about to do, as the `number`-th operation that ranks compare; whether it
+            has `begun` it already, because it was foreseen
+asked       another rank compares that operation, so it must not be begun without
+compared    what all ranks are about to do: their values, and their texts if these differ
 gone        a rank has closed its connection, so it begins nothing more
 ==========  =======================================================================================
 """
@@ -66,6 +70,7 @@ class Matcher:
         self._connected: set[int] = set()
         self._gone: dict[int, None] = {}  # in the order in which they went
         self._kept: dict[int, list[Message]] = {}
+        self._compared: dict[tuple[str, int], dict[int, Message]] = {}
 
     def connected(self, rank: int) -> list[Message]:
         """Return what a rank that is connected from now on has missed."""
@@ -88,6 +93,7 @@ class Matcher:
         """Take a message of a rank; return messages with the ranks that they are for."""
         kind = message["do"]
         decisions: list[tuple[int, Message]] = {
+            "compare": self._compare,
             "offer": self._offer,
             "blocked": self._block,
             "waits": self._wait,
@@ -171,6 +177,26 @@ class Matcher:
             stuck = {"do": "stuck", "set": key[0], "name": key[1], "sides": sorted(sides.items())}
             decisions += [(rank, stuck) for rank in entry.offers]
         return decisions
+
+    def _compare(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        key = message["set"], message["number"]
+        said, members = self._compared.setdefault(key, {}), message["members"]
+        said[rank] = message
+        its = {"set": key[0], "number": key[1]}
+        if len(said) < len(members):
+            others = [member for member in members if member != rank and len(said) == 1]
+            return [(member, {"do": "asked", **its}) for member in others]
+        del self._compared[key]
+        texts = [said[member]["text"] for member in members]
+        decision = {
+            "do": "compared",
+            **its,
+            "members": members,
+            "values": [said[member]["value"] for member in members],
+            "texts": None if len({*texts}) == 1 else texts,
+            "begun": any(each["begun"] for each in said.values()),
+        }
+        return [(member, decision) for member in members]
 
     def _missing(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         entry = self._entries.get((message["set"], message["name"]))

@@ -87,7 +87,9 @@ def abort_with(group: Group, abort_signal: AbortSignal, rank: int) -> None:
     """Break a segment on an abort, unless it is an orderly close."""
 
     def break_segment(reason: str, orderly: bool) -> None:
-        if not orderly:
+        if abort_signal.kind is RanksDisagree:
+            group.abort(reason, differ=True)  # the same error on all ranks
+        elif not orderly:
             group.abort(f"rank {rank} has left: {reason}")
 
     abort_signal.on_abort(break_segment)

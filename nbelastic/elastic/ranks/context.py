@@ -55,6 +55,7 @@ class Context(abc.ABC):
     ahead = False  # the state at the end of a later step has replaced that commit
     exchanges = 0  # calls of :meth:`communicator`, each just before an operation
     before_exchange: tuple[Callable[[], None], ...] = ()  # called before each of these
+    defers = False  # whether the operation that begins may wait behind others of process groups
     before_return: Callable[[], None] | None = None  # called when the function has returned
     # Called as each generation has formed, before the state is synchronised.
     after_forming: tuple[Callable[[], None], ...] = ()
@@ -164,6 +165,10 @@ class Context(abc.ABC):
 
 before_check: list[Callable[[Communicator], None]] = []
 """Called with the communicator before ranks ask each other whether to leave the generation."""
+
+
+when_formed: list[Callable[[Communicator], object]] = []
+"""Called with the communicator of each new generation."""
 
 
 def one_of_all(context: Context, mine: bool) -> bool:
@@ -308,14 +313,20 @@ def initialize() -> None:
             _of_process.append(context)
 
 
+at_shutdown: list[Callable[[Context], None]] = []
+"""Called with the rank's context by ``shutdown()``."""
+
+
 def shutdown() -> None:
-    """Undo ``init()``, until it is called again.
+    """Undo ``init()``, until it is called again; process sets are gone.
 
     A rank stays a member of its job, whose generations begin and end with those of the others.
     """
     known = current_or_none()
     if known is not None:
         known.is_shut_down = True
+        for end in at_shutdown:
+            end(known)
     own = _of_thread.get([])
     if own and type(own[0]) is LocalContext:
         with _lock:

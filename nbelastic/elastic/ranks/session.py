@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import connect
-from nbelastic.elastic.ranks.context import Context, one_of_all
+from nbelastic.elastic.ranks.context import Context, one_of_all, when_formed
 from nbelastic.elastic.ranks.reset_timings import ResetTimings
 from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
 from nbelastic.elastic.ranks.telemetry import Telemetry
@@ -298,6 +298,8 @@ class Session(Context):
         self._agreed = None
         self._take_place(place_of([member.slot for member in plan.members], terms.rank))
         self.moves += 1
+        for tell in when_formed:
+            tell(chosen)
         for call in self.after_forming:
             call()
         self.port.report(

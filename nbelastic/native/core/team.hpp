@@ -50,7 +50,9 @@ public:
     std::string reason() const;
 
     // Breaks the segment for everybody; the first reason stays. Any thread, any time.
-    void abort(const std::string& reason) noexcept { break_with(reason, kReasoned); }
+    void abort(const std::string& reason, bool differ = false) noexcept {
+        break_with(reason, differ ? kDisagreement : kReasoned);
+    }
 
     // The same, because ranks are in different operations; throws.
     [[noreturn]] void disagree(const std::string& reason);

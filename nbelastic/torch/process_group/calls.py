@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 
-from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.coordination import coordination_over
 from nbelastic.torch.process_group import operations
 from nbelastic.torch.process_group.messages import monitored_barrier
 from nbelastic.torch.process_group.work import OperationQueue, OperationWork
@@ -50,16 +50,14 @@ class CollectiveCalls(Base):
         """Return the communicator of the next operation."""
         raise NotImplementedError
 
-    def _agree(self, communicator: Communicator, what: str) -> None:
-        """Compare an operation over the ranks."""
-        raise NotImplementedError
-
     # -- reductions --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Reduce tensors over all ranks, in place."""
         tensors, delay = _listed(tensors), not self._overlaps()
-        return self._begin(operations.allreduce, (tensors, _reduction(opts)), tensors, delay=delay)
+        how = _reduction(opts)
+        what = f"all_reduce ({_word(how)})", _kinds(tensors)
+        return self._begin(operations.allreduce, (tensors, how), tensors, what, opts, delay=delay)
 
     allreduce_coalesced = allreduce
 
@@ -73,8 +71,8 @@ class CollectiveCalls(Base):
             operations.reduce,
             (tensor, root, how),
             [tensor],
+            (f"reduce ({_word(how)}) to rank {root}", _kinds([tensor])),
             opts,
-            lambda: description.of_tensors(f"reduce ({_word(how)}) to rank {root}", [tensor]),
         )
 
     def reduce_scatter(
@@ -87,8 +85,8 @@ class CollectiveCalls(Base):
             operations.reduce_scatter,
             (output, parts, op),
             [output],
+            (f"reduce_scatter ({_word(op)})", _kinds(parts)),
             opts,
-            lambda: description.of_tensors(f"reduce_scatter ({_word(op)})", parts),
         )
 
     def reduce_scatter_single(
@@ -105,7 +103,10 @@ class CollectiveCalls(Base):
         """Reduce several tensors; each rank keeps its parts."""
         op = _reduction(opts)
         each = [(o, self._parts(w, o.shape), op) for o, w in zip(outputs, wholes, strict=True)]
-        return self._begin(operations.each_of, (operations.reduce_scatter, each), outputs, opts)
+        what = f"reduce_scatter ({_word(op)})", _kinds(wholes)
+        return self._begin(
+            operations.each_of, (operations.reduce_scatter, each), outputs, what, opts
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -118,8 +119,8 @@ class CollectiveCalls(Base):
             operations.broadcast,
             (tensors, root),
             tensors,
+            (f"broadcast from rank {root}", _kinds(tensors)),
             opts,
-            lambda: description.broadcast(root, tensors),
         )
 
     def allgather(
@@ -132,8 +133,8 @@ class CollectiveCalls(Base):
             operations.each_of,
             (operations.allgather, [*zip(lists, inputs, strict=True)]),
             [lists[0] if len(lists) == 1 else lists],
+            ("all_gather", _kinds(inputs)),
             opts,
-            lambda: description.of_tensors("all_gather", inputs),
         )
 
     def allgather_coalesced(
@@ -159,8 +160,8 @@ class CollectiveCalls(Base):
             operations.each_of,
             (operations.allgather, each),
             outputs,
+            ("all_gather", _kinds(inputs)),
             opts,
-            lambda: description.of_tensors("all_gather", inputs),
         )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -174,8 +175,8 @@ class CollectiveCalls(Base):
             operations.gather,
             (into, tensor, root),
             [into],
+            (f"gather to rank {root}", _kinds([tensor])),
             opts,
-            lambda: description.of_tensors(f"gather to rank {root}", [tensor]),
         )
 
     def scatter(
@@ -187,8 +188,8 @@ class CollectiveCalls(Base):
             operations.scatter,
             (output, _inner(inputs), root),
             [output],
+            (f"scatter from rank {root}", _kinds([output])),
             opts,
-            lambda: description.of_tensors(f"scatter from rank {root}", [output]),
         )
 
     def alltoall(
@@ -199,8 +200,8 @@ class CollectiveCalls(Base):
             operations.all_to_all,
             (outputs, inputs),
             outputs,
+            ("all_to_all", ((inputs[0].dtype, ("*",)),)),
             opts,
-            lambda: f"all_to_all of {description.kind(inputs[0].dtype, ['*'])}",
         )
 
     def all_to_all_single(
@@ -217,8 +218,8 @@ class CollectiveCalls(Base):
             operations.all_to_all,
             (self._rows(output, output_splits), self._rows(tensor, input_splits)),
             [output],
+            ("all_to_all", ((tensor.dtype, ("*",)),)),
             opts,
-            lambda: f"all_to_all of {description.kind(tensor.dtype, ['*'])}",
         )
 
     alltoall_base = all_to_all_single
@@ -228,7 +229,7 @@ class CollectiveCalls(Base):
     def barrier(self, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Wait for all ranks."""
         options = opts if isinstance(opts, BarrierOptions) else None
-        return self._begin(operations.barrier, (), (), options, lambda: "barrier")
+        return self._begin(operations.barrier, (), (), "barrier", options)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; those that do not come are named on rank 0."""
@@ -281,18 +282,18 @@ class CollectiveCalls(Base):
         operation: Callable[..., Started],
         arguments: tuple[Any, ...],
         outputs: Sequence[Any],
+        pattern: Any = None,
         opts: Any = None,
-        describe: Callable[[], str] | None = None,
         *,
         delay: bool = False,
     ) -> OperationWork:
-        """Begin an operation; one that is waited for at once is compared with the other ranks'."""
-        compared = describe if opts is not None and not getattr(opts, "asyncOp", True) else None
-        begin = functools.partial(self._start, operation, arguments, compared)
+        """Begin an operation, whose pattern the ranks compare unless they have foreseen it."""
+        waits = opts is not None and not getattr(opts, "asyncOp", True) and not delay
+        begin = functools.partial(self._start, operation, arguments, pattern, waits)
         work = self.queue.add(OperationWork(self.queue, begin, outputs), delay=delay)
         if self._collected is not None:
             self._collected.append(work)
-        elif compared is not None:
+        elif waits:
             work.complete()  # dist.* does not wait for it in all versions of torch
         return work
 
@@ -300,14 +301,46 @@ class CollectiveCalls(Base):
         self,
         operation: Callable[..., Started],
         arguments: tuple[Any, ...],
-        describe: Callable[[], str] | None,
+        pattern: Any,
+        waits: bool,
     ) -> Started:
         self._sequence += 1
-        communicator = self.communicator()
-        # A comparison waits for all ranks, and knows no shorter limit.
-        if describe is not None and communicator.size > 1 and not self.queue.timeout_s:
-            self._agree(communicator, describe())
-        return operation(communicator, *arguments, self._private())
+        context, queue = self.context, self.queue
+        context.defers, before = True, context.defers
+        try:
+            communicator = queue.communicator = self.communicator()
+        finally:
+            context.defers = before
+        begin = functools.partial(operation, communicator, *arguments, self._private())
+        if pattern is None or communicator.size == 1:
+            return begin()
+        coordination = queue.coordination = coordination_over(communicator)
+        if not communicator.capabilities.carries_descriptions:
+            communicator.history.apart = True
+        comparison = None
+        if waits:
+            coordination.compare(communicator, pattern, limit_s=queue.timeout_s)
+        else:
+            comparison = coordination.expect(communicator, pattern, for_good=True)
+        deferred = coordination.deferred
+        if comparison is None and not any(each.communicator is communicator for each in deferred):
+            return begin()
+        started = operations.Deferred(communicator, comparison, begin)
+        deferred.append(started)
+        if self._settle not in context.before_exchange:
+            context.before_exchange += (self._settle,)
+        return started
+
+    def _settle(self) -> None:
+        """Launch what is deferred before an operation that is not of a group begins."""
+        its, context = self.queue.coordination, self.context
+        if its is not None and its.deferred and not context.defers:
+            self.queue.launch_deferred(
+                lambda: not any(each.communicator.part_of is None for each in its.deferred)
+            )
+        if its is None or not its.deferred:
+            others = context.before_exchange
+            context.before_exchange = tuple(each for each in others if each != self._settle)
 
     def _parts(self, whole: torch.Tensor, shape: torch.Size) -> Tensors:
         """Return the part of each rank in a tensor that holds those of all, one after the other."""
@@ -349,6 +382,10 @@ def _reduction(opts: Any) -> Any:
 
 def _word(op: Any) -> str:
     return str(getattr(op, "op", op)).rpartition(".")[2].lower()
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
 
 
 def _root(opts: Any) -> int:

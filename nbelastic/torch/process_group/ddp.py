@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 _marks: weakref.WeakKeyDictionary[Any, tuple[object, ...]] = weakref.WeakKeyDictionary()
 
 _built_in_hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# States of the random generators of PowerSGD, as its hooks were registered.
-_generators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# States of the random generators of PowerSGD, as its hooks were registered, with the hooks' states.
+_generators: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 _ALONE = "alone"
 
@@ -43,7 +44,8 @@ def install() -> None:
     kind._nbelastic = True
     for name, around in (
         ("__init__", _around_init),
-        ("_pre_forward", _around_forward),
+        # A compiled forward breaks its graph there. What is read of the group is in no graph.
+        ("_pre_forward", _disable_dynamo(_around_forward)),
         ("register_comm_hook", _around_hook),
         ("_register_builtin_comm_hook", _around_built_in_hook),
     ):
@@ -116,7 +118,7 @@ def renew(ddp: Any) -> None:
     if ddp.mixed_precision is not None:
         ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
     for hook, state in ddp._comm_hooks:
-        _renew_hook_state(state)
+        _renew_hook_state(ddp, state)
         dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
     if ddp in _built_in_hooks:
         dist._register_builtin_comm_hook(ddp.reducer, _built_in_hooks[ddp])  # type: ignore[attr-defined]
@@ -130,7 +132,7 @@ def _around_hook(
 ) -> Any:
     generator: Any = getattr(state, "rng", None)
     if hasattr(generator, "get_state") and hasattr(state, "error_dict"):
-        _generators[state] = generator.get_state()
+        _generators.setdefault(ddp, []).append((state, generator.get_state()))
     return original(ddp, state, hook)
 
 
@@ -139,10 +141,12 @@ def _around_built_in_hook(original: Callable[..., Any], ddp: Any, kind: Any) -> 
     return original(ddp, kind)
 
 
-def _renew_hook_state(state: Any) -> None:
+def _renew_hook_state(ddp: Any, state: Any) -> None:
     """Begin PowerSGD again: its matrices belong to buckets, and must be the same on all ranks."""
-    if hasattr(state, "error_dict") and state in _generators:
-        state.rng.set_state(_generators[state])
+    for its, generator in _generators.get(ddp, []):
+        if its is not state:
+            continue
+        state.rng.set_state(generator)
         for each in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             each.clear()
         state.iter = 0

@@ -223,11 +223,6 @@ class ElasticProcessGroup(CollectiveCalls):
         """Refuse: see :attr:`supports_reconfigure`."""
         raise NbelasticError(_JOB_CHOOSES.format("reconfigure"))
 
-    def _agree(self, communicator: Communicator, what: str) -> None:
-        """Compare the operation over the ranks; whether a change is coming rides on that."""
-        flags = communicator.agree(what, self.context.change_flag())
-        self.context.agree(any(flags))
-
 
 class SubProcessGroup(ElasticProcessGroup):
     """Some of the ranks of the job; after a reset, those of them that are left.
@@ -265,10 +260,6 @@ class SubProcessGroup(ElasticProcessGroup):
         """Forget operations, and close the group's connections."""
         super().shutdown()
         self._members.close()
-
-    def _agree(self, communicator: Communicator, what: str) -> None:
-        """Compare the operation over the members."""
-        communicator.agree(what)
 
 
 def _short(timeout: Any) -> float:

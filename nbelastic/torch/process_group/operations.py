@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator
+    from nbelastic.torch.ops.coordination.coordination import Comparison
     from nbelastic.torch.process_group.messages import Waiter
 
-_POLL_S = 0.0005
+POLL_S = 0.0005
 
 ReduceOp = dist.ReduceOp
 
@@ -101,12 +102,52 @@ class Started:
                 if time.monotonic() > end:
                     limit = f"its timeout of {timeout_s:g} s"
                     raise CollectiveError(f"the operation did not end within {limit}")
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
         for handle in self._handles:
             handle.wait()
         if self._finish is not None:
             self._finish()
             self._finish = None
+
+
+class Deferred(Started):
+    """An operation that begins when the ranks have compared it, and what is deferred before it."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        comparison: Comparison | None,
+        begin: Callable[[], Started],
+    ) -> None:
+        super().__init__()
+        self.communicator = communicator
+        self._comparison, self._begin = comparison, begin
+        self._started: Started | None = None
+        self._error: BaseException | None = None
+
+    def ready(self) -> bool:
+        """Return whether its comparison has ended."""
+        return self._comparison is None or self._comparison.ended.is_set()
+
+    def launch(self) -> None:
+        """Begin to move data; an error is kept for who waits."""
+        try:
+            self.communicator.check()
+            self._started = self._begin()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Return whether :meth:`wait` returns, or raises, at once."""
+        return self._error is not None or (self._started is not None and self._started.done())
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Complete the operation, unless it has not begun in time."""
+        if self._error is not None:
+            raise self._error
+        if self._started is None:
+            raise CollectiveError("the operation was not begun by all ranks in time")
+        self._started.wait(timeout_s)
 
 
 def _lent(tensor: torch.Tensor, private: bool, *, load: bool = True) -> torch.Tensor:

@@ -9,15 +9,21 @@ the reducer never sees a future without a value, which would end the process.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
+from nbelastic.errors import CollectiveError
+from nbelastic.torch.process_group.operations import POLL_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
+    from nbelastic.collectives import Communicator
+    from nbelastic.torch.ops.coordination.coordination import Coordination
     from nbelastic.torch.process_group.operations import Started
 
 _NO_TIMEOUT_S = 0.0
@@ -37,6 +43,19 @@ class OperationQueue:
         self._task = -1  # the backward pass that has the callback
         self._finishing = False
         self._error: BaseException | None = None
+        # Of the last operation.
+        self.coordination: Coordination | None = None
+        self.communicator: Communicator | None = None
+
+    def launch_deferred(self, until: Callable[[], bool], timeout_s: float = 0.0) -> None:
+        """Launch deferred operations, as soon as ranks have compared them, until one has ended."""
+        its = self.coordination
+        if its is None or not its.deferred:
+            return
+        end = time.monotonic() + (timeout_s or its.timeout_s)
+        while its.deferred and not until() and time.monotonic() < end:
+            its.launch_deferred()
+            time.sleep(POLL_S)
 
     @property
     def in_backward(self) -> bool:
@@ -83,7 +102,7 @@ class OperationQueue:
 
     def drop(self) -> None:
         """Forget operations of a generation that is over."""
-        self._delayed, self._awaited, self._error = [], [], None
+        self._delayed, self._awaited, self._error, self.coordination = [], [], None, None
 
     def _call_at_end_of_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -152,10 +171,16 @@ class OperationWork(dist.Work):
             self.start()
         started = self._started
         assert started is not None
+        queue, timeout_s = self._queue, timeout_s or self._queue.timeout_s
         try:
-            started.wait(timeout_s or self._queue.timeout_s)
+            queue.launch_deferred(started.done, timeout_s)
+            started.wait(timeout_s)
         except BaseException as error:
             self._error = error
+            if isinstance(error, CollectiveError) and queue.communicator and not started.done():
+                queue.communicator.abort(
+                    str(error)
+                )  # too late: others may have what this one has not
             raise
         self._completed, self._started, self._source = True, None, started.source
         if self._future is not None:

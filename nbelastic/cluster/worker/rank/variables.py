@@ -1,4 +1,4 @@
-"""Variables of the environment in which torchrun tells a process its rank.
+"""Variables of the environment in which torchrun and horovodrun tell a process its rank.
 
 Trainers and scripts read them before they ask ``torch.distributed``, and some once more in each
 epoch.
@@ -30,6 +30,12 @@ def keep_variables(context: Context) -> None:
             WORLD_SIZE=str(context.size),
             LOCAL_RANK=str(context.local_rank),
             LOCAL_WORLD_SIZE=str(context.local_size),
+            HOROVOD_RANK=str(context.rank),
+            HOROVOD_SIZE=str(context.size),
+            HOROVOD_LOCAL_RANK=str(context.local_rank),
+            HOROVOD_LOCAL_SIZE=str(context.local_size),
+            HOROVOD_CROSS_RANK=str(context.cross_rank),
+            HOROVOD_CROSS_SIZE=str(context.cross_size),
         )
 
     write()
@@ -37,6 +43,7 @@ def keep_variables(context: Context) -> None:
     # accelerate refuses ranks on several hosts without an address. The process group needs none.
     # A name that never resolves makes other uses of it fail at once instead of waiting for a host.
     os.environ.setdefault("MASTER_ADDR", _NO_ADDRESS)
+    os.environ.setdefault("MASTER_PORT", "29500")  # torchrun's default
     with warnings.catch_warnings():  # of a driver that does not work
         warnings.simplefilter("ignore")
         # It asks the driver's library, so that forks of the rank can still use the GPU.

@@ -1,7 +1,12 @@
 """Process sets, names and joined ranks: who takes part, and in which order."""
 
 from nbelastic.torch.ops.coordination.comparison import agree, begin
-from nbelastic.torch.ops.coordination.coordination import announce, coordination_of, is_joined
+from nbelastic.torch.ops.coordination.coordination import (
+    announce,
+    coordination_of,
+    coordination_over,
+    is_joined,
+)
 from nbelastic.torch.ops.coordination.joined_rank import SERVICES, at_end, join
 from nbelastic.torch.ops.coordination.process_sets import (
     Group,
@@ -25,6 +30,7 @@ __all__ = [
     "at_end",
     "begin",
     "coordination_of",
+    "coordination_over",
     "global_process_set",
     "group_of",
     "is_joined",

@@ -10,6 +10,7 @@ from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.coordination import (
     JOINED,
     announce,
+    compare,
     coordination_of,
     not_with_join,
 )
@@ -53,6 +54,7 @@ def begin(group: Group, operation: TensorOperation[T], name: str | None = None) 
             operation.text,
             operation.numbers,
             what=(operation.spec or operation.verb) if group.is_global else None,
+            foreseen=operation.can_be_foreseen,
         )
     with timeline.span("MEMCPY_IN_FUSION_BUFFER", name):
         operation.prepare()
@@ -88,16 +90,24 @@ def _recorded(
 
 
 def agree(
-    communicator: Communicator, text: str, numbers: Sequence[int] = (), *, what: object = None
+    communicator: Communicator,
+    text: str,
+    numbers: Sequence[int] = (),
+    *,
+    what: object = None,
+    foreseen: bool = False,
 ) -> list[Sequence[int]]:
     """Compare on all ranks what they are about to do; return the numbers of each.
 
     The `numbers` may differ, and are equally many on all ranks. If the operation is of all ranks, a
-    rank that has joined is told `what`.
+    rank that has joined is told `what`. What all ranks have `foreseen` is not compared, if it may.
     """
     if what is not None:
         announce(communicator, what)
     try:
+        if foreseen:
+            compare(communicator, text)
+            return []
         firsts = communicator.agree(text, numbers[0] if len(numbers) == 1 else 0)
     except RanksDisagree as error:
         if JOINED in str(error):

@@ -8,6 +8,10 @@ sleeps.
 communicator for these operations, in the order in which the matching has decided. So the order in
 which ranks begin named operations does not matter. Operations without a name never come here.
 
+*Comparison.* Where records of a comparison could meet another operation, ranks compare by the
+matching what they have not foreseen (:mod:`nbelastic.collectives.consistency`). A rank that has
+begun the foreseen operation answers for it, here.
+
 *Join.* Operations without a name, and steps of optimizers, are numbered on each rank. A rank that
 joins tells its number. From then on the threads of the other ranks tell what they are in, also if
 they had begun before. The joined rank takes part in that, with zeros.
@@ -20,11 +24,18 @@ import time
 import weakref
 from collections import deque
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nbelastic.collectives.consistency import disagreement, listed
+from nbelastic.collectives.consistency import (
+    apart,
+    check_consistency,
+    disagreement,
+    exchange,
+    listed,
+)
+from nbelastic.elastic.ranks.context import when_formed
 from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
-from nbelastic.torch.ops.operation import Allreduce, Pending
+from nbelastic.torch.ops.operation import Allreduce, Pending, description
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +58,7 @@ MOST_PENDING = 10_000  # named operations of a rank that can wait for other rank
 # Numbered operations that a rank can tell of later. None ends before all ranks take part.
 KEPT = 64
 
+_POLL_S = 0.0005
 _TELL_AFTER_S = 1.0
 _TELL_EVERY_S = 0.5
 
@@ -64,18 +76,28 @@ class Coordination:
         self._number = 0
         self._history: deque[tuple[int, Any]] = deque(maxlen=KEPT)
         self._tells = False
+        self._comparing = ""  # what the rank's thread waits for in a comparison
         self._pending: dict[tuple[str, str], _Named] = {}
         self._pongs: SimpleQueue[bool] = SimpleQueue()
         self._events: SimpleQueue[Message | None] = SimpleQueue()
         self._reason: str | None = None
         self._missing: SimpleQueue[list[int]] = SimpleQueue()
         self._gone: set[int] = set()
+        self._parts: dict[str, weakref.ref[Communicator]] = {"": self._communicator}
+        self._comparisons: dict[tuple[str, int], Comparison] = {}
+        self._asked: dict[str, set[int]] = {}  # before there is such a part
+        self.deferred: list[Deferred] = []  # of the rank's thread
         self.joined = False
         communicator.on_abort(lambda *_: client.abort())
         name = f"nbelastic-matching-{communicator.generation}-{communicator.rank}"
         threading.Thread(
             target=_listen, args=(weakref.ref(self), client), name=name, daemon=True
         ).start()
+
+    @property
+    def timeout_s(self) -> float:
+        """Limit of an operation."""
+        return self._client.timeout_s
 
     # -- operations without a name ---------------------------------------------------------------
 
@@ -105,6 +127,137 @@ class Coordination:
             self._raise()
         assert event is not None
         return event
+
+    # -- comparison ------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        communicator: Communicator,
+        pattern: Any,
+        number: int = 0,
+        *,
+        foresee: bool = True,
+        for_good: bool = False,
+    ) -> Comparison | None:
+        """Begin to compare what ranks are about to do; None if all of them have foreseen it.
+
+        If it is `for_good`, it is done unless ranks differ, which breaks the communicator then.
+        """
+        _, key, members = communicator.part_of or (None, "", [*range(communicator.size)])
+        history = communicator.history
+        with self._lock:
+            self._parts[key] = weakref.ref(communicator)
+            history.asked |= self._asked.pop(key, set())
+            place = key, history.number
+            if foresee and place[1] not in history.asked and history.foresees(pattern):
+                history.add(pattern)
+                return None
+            comparison = self._comparisons[place] = Comparison(members)
+            if for_good:
+                history.add(pattern)
+        text = description.in_words(pattern)
+        communicator.current_operation = text.partition("\n")[0]
+        if self._reason is not None:
+            comparison.ended.set()
+        elif gone := self._gone.intersection(members):
+            communicator.abort(f"rank {min(gone)} has left without {self._begun_by(communicator)}")
+        else:
+            self._say(place, members, text, number, begun=for_good)
+        return comparison
+
+    def compare(
+        self,
+        communicator: Communicator,
+        pattern: Any,
+        number: int = 0,
+        limit_s: float = 0.0,
+        *,
+        foresee: bool = True,
+    ) -> list[int]:
+        """Compare what ranks are about to do; return their numbers, if it was not foreseen."""
+        comparison = self.expect(communicator, pattern, number, foresee=foresee)
+        if comparison is None:
+            return []
+        limit_s = limit_s or self.timeout_s
+        end = time.monotonic() + limit_s
+        communicator.waits_apart, self._comparing = True, communicator.current_operation
+        try:
+            while not comparison.ended.wait(_POLL_S if self.deferred else limit_s):
+                self.launch_deferred()
+                if time.monotonic() > end:
+                    what = self._begun_by(communicator)
+                    communicator.abort(f"not all ranks have begun {what} within {limit_s:g} s")
+        finally:
+            communicator.waits_apart, self._comparing = False, ""
+        decision = comparison.decision
+        communicator.check()
+        if decision is None:  # the rank with the matching has returned; those left do without
+            return [] if foresee else exchange(communicator, pattern, number)
+        with self._lock:
+            communicator.history.add(None if decision["texts"] is not None else pattern)
+        if decision["texts"] is not None:
+            raise _disagreement(decision)
+        numbers: list[int] = decision["values"]
+        return numbers
+
+    def launch_deferred(self) -> None:
+        """Launch operations that waited for their comparison, in order on each communicator."""
+        waiting = []
+        for each in list(self.deferred):
+            if each.communicator in waiting or not each.ready():
+                waiting.append(each.communicator)
+            else:
+                self.deferred.remove(each)
+                each.launch()
+
+    def _begun_by(self, communicator: Communicator) -> str:
+        return communicator.current_operation or "an operation"
+
+    def _say(
+        self,
+        place: tuple[str, int],
+        members: Sequence[int],
+        text: str,
+        value: int = 0,
+        *,
+        begun: bool,
+    ) -> None:
+        its = {"set": place[0], "number": place[1], "members": members}
+        self._client.send({"do": "compare", **its, "text": text, "value": value, "begun": begun})
+
+    def _on_asked(self, message: Message) -> None:
+        """Answer for an operation that this rank has begun; remember one that it has not."""
+        place = key, number = message["set"], message["number"]
+        text: Any = ""
+        with self._lock:
+            part = self._parts.get(key)
+            communicator = None if part is None else part()
+            if communicator is None:
+                self._asked.setdefault(key, set()).add(number)
+                return
+            history = communicator.history
+            if number < history.number:
+                text = "" if place in self._comparisons else history.at(number)
+            elif place not in self._comparisons:
+                history.asked.add(number)
+                text = history.begins if number == history.number else ""
+        if text:
+            _, _, members = communicator.part_of or (None, "", [*range(communicator.size)])
+            self._say(place, members, description.in_words(text), begun=True)
+
+    def _on_compared(self, message: Message) -> None:
+        place = message["set"], message["number"]
+        with self._lock:
+            part = self._parts.get(place[0])
+            communicator = (part and part()) or self._communicator()
+            comparison = self._comparisons.pop(place, None)
+            if communicator is not None:
+                communicator.history.asked.discard(place[1])
+        if message["texts"] is not None and message["begun"] and communicator is not None:
+            communicator.abort(str(_disagreement(message)), RanksDisagree)
+        if comparison is not None:
+            comparison.decision = message
+            comparison.ended.set()
 
     # -- operations with a name ------------------------------------------------------------------
 
@@ -195,7 +348,9 @@ class Coordination:
     def handle(self, message: Message) -> None:
         """Handle a message of the matching."""
         kind = message["do"]
-        if kind == "join":
+        if kind in ("asked", "compared"):
+            (self._on_asked if kind == "asked" else self._on_compared)(message)
+        elif kind == "join":
             self._tell(message["done"])
         elif kind == "step":
             self._events.put(message)
@@ -207,7 +362,10 @@ class Coordination:
                 self._events.put(message)
         elif kind == "gone":
             self._gone.add(message["rank"])
-            if self.joined:
+            if any(message["rank"] in each.members for each in [*self._comparisons.values()]):
+                what = self._comparing or "an operation"
+                self.over(f"rank {message['rank']} has left without {what}")
+            elif self.joined:
                 self.over(f"rank {message['rank']} has left while this rank had joined")
         elif kind == "pong":
             self._pongs.put(True)
@@ -280,9 +438,11 @@ class Coordination:
         communicator = self._communicator()
         with self._lock:
             begun, what = self._history[-1] if self._history else (0, None)
-        if communicator is None or communicator.waits_apart or not communicator.waiting:
+        comparing = self._comparing
+        idle = communicator is None or communicator.waits_apart or not communicator.waiting
+        if communicator is None or (idle and not comparing):
             return {"text": "", "begun": begun, "completed": 0}
-        text = "state.commit()" if what == CHECK else communicator.current_operation
+        text = "state.commit()" if what == CHECK else comparing or communicator.current_operation
         return {"text": text or "an operation", "begun": begun, "completed": communicator.completed}
 
     def _tell(self, done: int) -> None:
@@ -297,7 +457,7 @@ class Coordination:
         """Fail everything under way and to come."""
         communicator = self._communicator()
         with self._lock:
-            concerned = bool(self._pending) or self.joined
+            concerned = bool(self._pending or self._comparisons) or self.joined
         # Without names or joins, operations go on: the rank that matches may have returned first.
         if communicator is not None:
             if concerned:
@@ -312,6 +472,8 @@ class Coordination:
         self._reason = reason
         for key, named in list(self._pending.items()):
             self._end(key, named, CollectiveError(reason))
+        for comparison in [*self._comparisons.values()]:
+            comparison.ended.set()
         self._events.put(None)
         self._pongs.put(False)
         self._missing.put([])
@@ -356,6 +518,27 @@ def _listen(alive: weakref.ref[Coordination], client: MatchingClient) -> None:
         coordination = alive()
         if coordination is not None:
             coordination.over(reason)
+
+
+class Comparison:
+    """What this rank compares, until all ranks have said theirs, or the matching has ended."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members = members
+        self.ended = threading.Event()
+        self.decision: Message | None = None
+
+
+class Deferred(Protocol):
+    """An operation that is launched when its comparison has ended."""
+
+    communicator: Communicator
+
+    def ready(self) -> bool:
+        """Return whether its comparison has ended."""
+
+    def launch(self) -> None:
+        """Begin to move data; an error is kept."""
 
 
 class _Named:
@@ -405,6 +588,10 @@ def coordination_of(communicator: Communicator) -> Coordination | None:
     return known
 
 
+# A rank that ends without any operation must be missed as well.
+when_formed.append(coordination_of)
+
+
 def announce(communicator: Communicator, what: Any) -> None:
     """Number an operation of all ranks that this rank is about to begin.
 
@@ -414,6 +601,44 @@ def announce(communicator: Communicator, what: Any) -> None:
     coordination = coordination_of(communicator)
     if coordination is not None:
         coordination.announce(what)
+
+
+def compare(communicator: Communicator, pattern: Any) -> None:
+    """Compare what ranks are about to do, unless all of them have foreseen it.
+
+    The `pattern` is text, or a head with types and shapes (see ``description.in_words``).
+    """
+    history = communicator.history
+    if communicator.size == 1:
+        return
+    if not communicator.capabilities.carries_descriptions:
+        history.apart = True
+        coordination_over(communicator).compare(communicator, pattern)
+    elif history.foresees(pattern):
+        history.add(pattern)
+    else:
+        check_consistency(communicator, description.in_words(pattern), pattern=pattern)
+
+
+def _compare_apart(communicator: Communicator, text: str, number: int) -> list[int]:
+    return coordination_over(communicator).compare(communicator, text, number, foresee=False)
+
+
+apart.append(_compare_apart)
+
+
+def coordination_over(communicator: Communicator) -> Coordination:
+    """Return the coordination of a generation, by any of its communicators of several ranks."""
+    part = communicator.part_of
+    whole = communicator if part is None else part[0]()
+    coordination = None if whole is None else coordination_of(whole)
+    if coordination is None:
+        raise CollectiveError("the generation is over")
+    return coordination
+
+
+def _disagreement(decision: Message) -> RanksDisagree:
+    return disagreement(decision["texts"], decision["members"] if decision["set"] else None)
 
 
 def is_joined(communicator: Communicator) -> bool:

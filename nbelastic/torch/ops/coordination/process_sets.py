@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.context import at_shutdown, current
 from nbelastic.elastic.ranks.subgroups import Members
 from nbelastic.errors import NotInitialized
 from nbelastic.torch.ops.coordination.coordination import announce
@@ -258,6 +258,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     process_set.process_set_id = None
     process_set._members = Members(process_set._named)
     return True
+
+
+def _remove_all(context: Context) -> None:
+    """Remove the sets of a rank without a word to others; numbers are not used again."""
+    registry = _registry(context)
+    for each in registry.sets:
+        each.process_set_id, each._members = None, Members(each._named)
+    registry.sets.clear()
+    registry.made_in = {}
+
+
+at_shutdown.append(_remove_all)
 
 
 def add_first_sets(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:

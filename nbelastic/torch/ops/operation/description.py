@@ -6,7 +6,7 @@ A description is one line, followed by a line for each of several tensors (see
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +24,18 @@ def kind(dtype: torch.dtype, shape: Sequence[object]) -> str:
 
 def of_tensors(head: str, tensors: Sequence[torch.Tensor]) -> str:
     """Return `head` followed by types and shapes of the tensors."""
-    if len(tensors) == 1:
-        return f"{head} of {kind(tensors[0].dtype, tensors[0].shape)}"
-    details = "\n".join(
-        f"tensor {index} is {kind(tensor.dtype, tensor.shape)}"
-        for index, tensor in enumerate(tensors)
-    )
-    return f"{head} of {len(tensors)} tensors\n{details}"
+    return in_words((head, tuple((tensor.dtype, tensor.shape) for tensor in tensors)))
+
+
+def in_words(pattern: Any) -> str:
+    """Return a pattern as text: what is text already, or a head and types with shapes."""
+    if isinstance(pattern, str):
+        return pattern
+    head, kinds = pattern
+    if len(kinds) == 1:
+        return f"{head} of {kind(*kinds[0])}"
+    details = "\n".join(f"tensor {index} is {kind(*each)}" for index, each in enumerate(kinds))
+    return f"{head} of {len(kinds)} tensors\n{details}"
 
 
 def reduction(

@@ -82,6 +82,7 @@ class TensorOperation(Generic[T]):
     text: str  # what this rank is about to do, the same on all: a line, and details, one a line
     numbers: tuple[int, ...] = ()  # may differ between ranks; equally many on all
     spec: dict[str, Any] | None = None  # for a rank that has joined; None if it cannot take part
+    can_be_foreseen = False  # ranks need not meet before it, and one that has joined takes part
 
     def prepare(self) -> None:
         """Copy the caller's tensors, in the rank's thread."""
@@ -143,6 +144,7 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
             "allreduce", op, tensors, name, prescale=prescale, postscale=postscale
         )
         self._name = name
+        self.can_be_foreseen = op in (Op.SUM, Op.AVERAGE)
 
     @property
     def spec(self) -> dict[str, Any] | None:  # type: ignore[override]
