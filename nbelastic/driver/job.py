@@ -47,7 +47,7 @@ class Job:
 
     def __repr__(self) -> str:
         status = self.status
-        facts = [status.state, f"{status.size} ranks", f"{status.commits} commits"]
+        facts = [status.state_in_words, f"{status.size} ranks", f"{status.commits} commits"]
         return f"<Job {status.name}: {', '.join([*facts, *status.headlines])}>"
 
     @property
@@ -290,6 +290,7 @@ class Job:
             micro_batches=micro_batches,
             why_not_exact=why_not_exact,
             data=metrics.data(members),
+            errors=view.errors,
         )
 
     def _rank_status(self, rank: RankView) -> RankStatus:

@@ -136,6 +136,15 @@ class RankReturned(Event):
     # Libraries for training that its process has imported, for a rank that exchanged nothing with
     # others and entered no elastic loop; None for any other rank.
     isolated: tuple[str, ...] | None = None
+    exits: bool = False  # its process still runs, and a RankExited follows
+
+
+@dataclass(frozen=True)
+class RankExited(Event):
+    """The process of a rank that has returned has ended."""
+
+    start: int
+    cut: str = ""  # how it ended, unless by itself
 
 
 @dataclass(frozen=True)

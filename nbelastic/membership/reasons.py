@@ -7,7 +7,7 @@ without a full stop.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,8 +38,12 @@ class RankId:
     worker: str
 
     def __str__(self) -> str:
-        which = f"start {self.start}" if self.rank is None else f"rank {self.rank}"
-        return f"{which} on {self.worker}"
+        return f"{self.short} on {self.worker}"
+
+    @property
+    def short(self) -> str:
+        """The identity without the worker."""
+        return f"start {self.start}" if self.rank is None else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,56 @@ class DidNotEnd(Reason):
         return (
             f"{self.rank} did not end within {self.seconds:g} s of the order to: its worker is "
             "restarted, or closed if it has no nanny"
+        )
+
+
+@dataclass(frozen=True)
+class CutOff(Reason):
+    """The process of a rank that had returned did not end by itself."""
+
+    rank: RankId
+    how: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rank.short} was cut off after its function had returned: {self.how}\n"
+            "Threads, exit handlers and child processes of a rank may go on for exit_timeout "
+            "after its function. What they were writing may be incomplete. Wait for them in the "
+            "function, or pass a larger exit_timeout."
+        )
+
+
+@dataclass(frozen=True)
+class Exiting(Reason):
+    """Ranks have returned, and their processes have not ended."""
+
+    number: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"all ranks have returned; threads, exit handlers or children of {_ranks(self.number)} "
+            f"still run, for {self.seconds:g} s at most (exit_timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class RankError(Reason):
+    """An error of user code that the job has survived."""
+
+    rank: RankId = field(compare=False)
+    error: str
+
+    def __str__(self) -> str:
+        return self.at("")
+
+    def at(self, place: str) -> str:
+        """Return the warning with the line at which it was raised."""
+        where = f", at {place}" if place else ""
+        return (
+            f"{self.rank.short} raised {self.error}{where}\n"
+            "The other ranks went on from their last commit. A worker whose rank raises is left "
+            "out, unless others raise the same. Fix the error, or handle it in the function."
         )
 
 

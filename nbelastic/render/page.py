@@ -72,7 +72,7 @@ def page(snapshot: JobSnapshot, note: str = "") -> str:
 def head(snapshot: JobSnapshot) -> str:
     """Return the state in word, symbol and colour, the name, the figures and any errors."""
     status = snapshot.status
-    symbol = SYMBOLS.get(status.state, "○")
+    symbol = SYMBOLS.get(status.state_in_words, "⚠")
     return str(_template.head(status, symbol, limits(status.min_np, status.max_np)))
 
 

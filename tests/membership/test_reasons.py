@@ -166,6 +166,12 @@ SENTENCES = [
 
 LONG = [
     (why.DidNotEnd(ONE, 10.0), ["did not end within 10 s", "restarted"]),
+    (why.CutOff(ONE, "it was killed"), ["rank 0 was cut off", "it was killed\n", "exit_timeout"]),
+    (why.Exiting(2, 60.0), ["have returned", "2 ranks", "60 s at most (exit_timeout)"]),
+    (
+        why.RankError(ONE, "ValueError: x"),
+        ["rank 0 raised ValueError: x\n", "whose rank raises"],
+    ),
     (why.CannotJoin(ONE, "StateMismatch: x"), ["rank 0 on tcp://A0", "StateMismatch: x"]),
     (why.LoopsDiffer(ONE, TWO), ["tcp://A0 has reached the end", "ElasticSampler"]),
     (why.OperationsDiffer((ONE, TWO), ("a", "b")), ["tcp://A0: a", "tcp://B0: b", "same order"]),

@@ -72,7 +72,7 @@ def _head(snapshot: JobSnapshot) -> Row:
     facts.append(duration(status.elapsed))
     return [
         (f"{abbreviate(status.name, 24)} ", "head"),
-        (status.state, _OF_STATE.get(status.state, "busy")),
+        (status.state_in_words, _OF_STATE.get(status.state_in_words, "busy")),
         (" · " + " · ".join(facts), ""),
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import LossReason, Lost, Reason
+from nbelastic.membership import LossReason, Lost, RankError, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,6 +38,8 @@ def history_detail(reason: Reason | None, *, executing: str = "", raised: str = 
 
     With it go the line of code that the rank was executing last, and the one at which it raised.
     """
+    if isinstance(reason, RankError):
+        return reason.at(raised)
     if not isinstance(reason, Lost):
         return str(reason or "")
     words = reason.cause

@@ -74,6 +74,7 @@ class RankProgram:
         self._payload = payload
         self._port = port
         self._over = False
+        self.returned = False  # the function has
         self._process = os.getpid()
         self.session = Session(spec, self, runtime)
         self.session.secret = payload.secret
@@ -176,6 +177,7 @@ class RankProgram:
         else:
             if session.before_return is not None:
                 session.before_return()
+            self.returned = True
             self._finish(RankReturned(start, isolated=trainers_of(session)), result=result)
         finally:
             session.close()
