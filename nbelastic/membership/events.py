@@ -197,8 +197,6 @@ class RankNote(Event):
     about: str  # kind in the history: checkpoint, warning, phases, straggler
     detail: str  # for people
     figures: dict[str, float] = field(default_factory=dict, hash=False)
-    # Generation and version of the commit on disk resumed from.
-    resumed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,6 @@ class FailurePolicy:
     host_failed_at: dict[str, float] = field(default_factory=dict)  # the newest of them
     errors: RepeatedErrors = field(default_factory=RepeatedErrors)
     setbacks: list[Setback] = field(default_factory=list)  # in a row without progress
-    resumed: int = 0  # generation of the newest commit on disk that the job has resumed from
     resets: int = 0
     resets_by_share: int = 0  # those of them that only sharing has caused
     forming_failures: int = 0  # plans in a row that did not form
@@ -321,16 +320,6 @@ class FailurePolicy:
     def count_unformed(self, commit: int) -> Tally:
         """Return how many plans in a row did not form."""
         return Tally(Counted.UNFORMED, self.forming_failures, SAME_KIND, commit)
-
-    def note_resumed(self, generation: int, version: int) -> None:
-        """Note that the job resumes from a commit on disk, made in `generation`.
-
-        Another commit than the last time is progress, because after a loss of the state commits
-        are counted anew.
-        """
-        if generation != self.resumed and version > REPEATED_COMMITS:
-            self.setbacks.clear()
-        self.resumed = generation
 
     def repeated_error(
         self, chain: list[ErrorReport], hosts: set[str], *, short: bool

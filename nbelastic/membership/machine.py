@@ -335,8 +335,6 @@ class Machine:
         rank = self.roster.ranks.get(event.start)
         if rank is not None:
             self._record(event.about, rank, why.Text(event.detail), event.figures)
-            if event.resumed is not None:
-                self.roster.policy.note_resumed(*event.resumed)
 
     def _on_weights_sampled(self, event: ev.WeightsSampled) -> None:
         if event.start in self.roster.ranks and event.generation == self.roster.generation:
@@ -811,9 +809,13 @@ class Machine:
             loop=max(rank.loop for rank in order),
         )
         newest = plan.version
-        if roster.version > max(newest, 0) or (roster.ran and newest == FRESH):
+        lost = roster.version > max(newest, 0) and not roster.restarted
+        if lost or (roster.ran and newest == FRESH):
             self._record("restarted", reason=why.StateLost(roster.newest))
-            roster.version = roster.newest = math.floor(max(newest, 0))
+            roster.newest = math.floor(max(newest, 0))
+            roster.restarted = roster.limits.checkpoint and newest == FRESH
+            if not roster.restarted:
+                roster.version = roster.newest
         for rank in order:
             rank.change(stage=Stage.MEMBER, planned=plan.generation, formed=False, waiting=False)
             rank.since = rank.progress_at = rank.heartbeat_at = self._now

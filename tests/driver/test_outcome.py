@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import builtins
 import threading
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from nbelastic.cluster.rank_error import MOST_FRAMES, pack_error, unpack_error
+from nbelastic.cluster.worker.rank.console import NO_CONSOLE
 from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import settle
 from nbelastic.driver.records import KernelLog
@@ -26,6 +28,15 @@ FINISHED = Outcome("finished", starts=(0,))
 
 def explode(kind):
     raise kind("while it is read")
+
+
+def test_a_debugger_without_a_console_is_an_error_that_ipython_shows():
+    log, future = KernelLog(), Future()
+    log.failures[0] = pack_error(bdb.BdbQuit(NO_CONSOLE))
+    settle(future, "job", log, FAILED, None, detached=False)
+    error = future.exception()
+    assert isinstance(error, RankFailed) and not isinstance(error, bdb.BdbQuit)
+    assert "breakpoint(), pdb and input() need a console" in str(error)
 
 
 class Explosive:
