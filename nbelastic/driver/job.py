@@ -280,7 +280,7 @@ class Job:
             elapsed=elapsed,
             reason=AWAY
             if self._driver.away
-            else "; ".join(str(each) for each in (view.reason, view.sharing) if each is not None),
+            else "; ".join(map(log.in_words, filter(None, (view.reason, view.sharing)))),
             ranks=tuple(self._rank_status(rank) for rank in view.ranks),
             samples_per_s=metrics.total(members),
             progress=metrics.progress(elapsed, members, finished=state == "finished"),

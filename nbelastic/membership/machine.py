@@ -883,6 +883,12 @@ class Machine:
             self._fail(FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(self.roster))
             return
         late = [rank for rank in late if rank not in held_up]
+        roster = self.roster
+        too_few = rules.within_reach(roster) - len(late) < roster.limits.min_np
+        if late and too_few and roster.plan is None:  # they do what takes long, and would again
+            ids = tuple(map(roster.id, late))
+            self._fail(FailureKind.NOT_ENOUGH_WORKERS, why.NotReady(ids, limit))
+            return
         self._evict(late, why.LossReason.NOT_READY, limit)
 
     def _expire_forming(self) -> None:

@@ -30,6 +30,7 @@ from nbelastic.membership.reasons import (
     DidNotEnd,
     LossReason,
     Lost,
+    NotReady,
     RankId,
     Tally,
 )
@@ -271,6 +272,14 @@ def test_a_job_ends_even_if_its_ranks_do_not() -> None:
     world.run(seconds=700.0)
     assert world.outcome.kind == "failed"
     assert restarted(world) == ["A0"]
+
+
+def test_a_job_whose_ranks_all_set_up_for_too_long_says_so_at_once() -> None:
+    world = job("A0", "B0", np=2, min_np=1, elastic_timeout=8.0, script=Script(setup=60.0))
+    world.run(seconds=600.0)
+    assert world.outcome.error == "not_enough_workers" and 8.0 <= world.now < 12.0
+    assert isinstance(world.outcome.reason, NotReady) and not evicted(world)
+    assert [each.start for each in world.outcome.reason.ranks] == [0, 1]
 
 
 # -- processes whose functions have returned -------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from nbelastic.cluster.process_state import ProbeHistory, Verdict
 from nbelastic.cluster.wire import (
@@ -77,7 +77,7 @@ class HostedRank:
         self._send, self._inflict = send, inflict
         self._loop = asyncio.get_running_loop()
         self._beat = Beat(key[1], 0, 0, False, -1)
-        self._heard: float | None = None
+        self._began, self._heard = self._loop.time(), cast("float | None", None)
         self._patience, self._exit_timeout = heartbeat_timeout, exit_timeout
         self._probes = ProbeHistory()
         self._plan: Plan | None = None
@@ -161,17 +161,17 @@ class HostedRank:
 
         A rank whose code holds its interpreter sends none. The last one is repeated for it, but not
         that the rank waits: that may have changed. One that is stopped, or does nothing for long,
-        is ended. Before its first heartbeat, its server may be importing torch.
+        is ended. Before its first heartbeat, it may be importing modules from a slow disk.
         """
         now = self._loop.time()
-        silence = 0.0 if self._heard is None else now - self._heard
+        silence = now - (self._began if self._heard is None else self._heard)
         if silence < SILENCE_S or self._over:
             return self._beat
         verdict = self._probes.add(self.process.state())
         if verdict is Verdict.BUSY:
-            self._heard = now
+            self._heard = now if self._heard is not None else None
         elif verdict is Verdict.STOPPED:
             self.kill(f"its process was stopped for {silence:.0f} s")
-        elif silence >= self._patience:
+        elif self._heard is not None and silence >= self._patience:
             self.kill(f"its process has sent no heartbeat for {silence:.0f} s and does nothing")
         return dataclasses.replace(self._beat, waiting=False, operation="")

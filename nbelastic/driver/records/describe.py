@@ -43,7 +43,7 @@ def history_detail(reason: Reason | None, *, executing: str = "", raised: str = 
     if not isinstance(reason, Lost):
         return str(reason or "")
     words = reason.cause
-    if reason.reason == LossReason.STALLED and executing:
+    if reason.reason in (LossReason.STALLED, LossReason.NOT_READY) and executing:
         return f"{words}; it was executing {executing}"
     return f"{words}; raised at {raised}" if raised else words
 
