@@ -22,7 +22,7 @@ BUDGET = {
     "cluster": 9_650,
     "collectives": 7_950,
     "data": 4_800,
-    "driver": 4_050,
+    "driver": 4_100,
     "elastic": 5_600,
     "keras": 3_700,
     "lightning": 600,

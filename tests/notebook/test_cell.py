@@ -185,7 +185,6 @@ def test_a_future_import_of_an_earlier_cell_holds():
     assert sent(function)() == 1
 
 
-@pytest.mark.slow
 def elsewhere(function):
     """Run a cell in a new interpreter; return what it prints of the result."""
     data = cloudpickle.dumps(function)
@@ -196,16 +195,18 @@ def elsewhere(function):
     return result.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_machine_without_ipython_can_run_it():
     assert elsewhere(cell("import sys\n'IPython' in sys.modules")) == "False"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["{}", "def f():\n    return [{} for _ in 'a'][0]\nf()"])
 def test_submodules_that_an_earlier_cell_has_imported_are_there(form):
     names = {"xml": xml, "nb": nbelastic}
     parse = form.format("xml.dom.minidom.parseString('<a/>').documentElement.tagName")
     assert elsewhere(cell(parse, names)) == "a"
-    assert elsewhere(cell(form.format("nb.chaos.Chaos.__name__"), names)) == "Chaos"
+    assert elsewhere(cell(form.format("nb.chaos.Fault.__name__"), names)) == "Fault"
 
 
 # -- lines and errors --------------------------------------------------------------------------
