@@ -79,9 +79,13 @@ _ROOMS = ("driver", "elastic")
 """Sub-packages with the public names, in the order in which they are searched."""
 
 
+_FACES = ("accelerate", "chaos", "keras", "lightning", "tensorflow", "torch", "transformers")
+"""Sub-packages for a library each, and faults."""
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use."""
-    if name in ("elastic", "errors"):
+    if name in ("elastic", "errors", *_FACES):
         return importlib.import_module(f"nbelastic.{name}")
     if name in __all__:
         for room in _ROOMS:

@@ -1,8 +1,8 @@
 """Run a script as a job: ``dask elastic run``.
 
 Runs in the main thread of the command. It opens the cluster, sends the script, waits with a view,
-and gives an exit code: 0 when all ranks have returned, 1 when the job failed, 130 when it was
-interrupted.
+and gives an exit code: 0 when all ranks have returned, 1 when the job failed, 3 when it has
+survived errors, 130 when it was interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nbelastic.driver import fit, set_display
+from nbelastic.driver import Job, fit, set_display
 from nbelastic.driver.options import TABLE, Options, check_name
 from nbelastic.errors import JobInterrupted, JobStopped, NbelasticError, OptionError
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 FAILED = 1
+WITH_ERRORS = 3
 INTERRUPTED = 130
 
 
@@ -48,9 +49,9 @@ def run(options: dict[str, Any]) -> int:
         display.tell(words)
     _set_logging(verbose=options["verbose"])
 
-    def start() -> None:
+    def start() -> Job:
         with clusters.opened(options, display.tell) as cluster:
-            fit(
+            return fit(
                 run_script,
                 args=[call],
                 cluster=cluster,
@@ -62,10 +63,10 @@ def run(options: dict[str, Any]) -> int:
         return exit_code(start, display)
 
 
-def exit_code(start: Callable[[], object], display: CommandDisplay) -> int:
+def exit_code(start: Callable[[], Job], display: CommandDisplay) -> int:
     """Call a function that waits for a job; return the exit code of the command."""
     try:
-        start()
+        errors = start().status.errors
     except OptionError:
         raise
     except JobInterrupted as error:
@@ -82,7 +83,7 @@ def exit_code(start: Callable[[], object], display: CommandDisplay) -> int:
         return FAILED
     finally:
         display.flush()
-    return FAILED if write_errors else 0
+    return FAILED if write_errors else WITH_ERRORS if errors else 0
 
 
 def view_options(options: Mapping[str, Any]) -> ViewOptions:

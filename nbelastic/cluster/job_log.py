@@ -18,6 +18,7 @@ from nbelastic.membership import (
     LimitsChanged,
     Publish,
     RankDied,
+    RankExited,
     RankLeft,
     RankRaised,
     RankReturned,
@@ -200,9 +201,9 @@ def describe_event(event: Event, ranks: Mapping[int, tuple[int, str]]) -> str:
         by = "the driver in the kernel"
     elif start is not None and start in ranks:
         rank, worker = ranks[start]
-        by = f"{'the agent of ' * isinstance(event, RankDied)}rank {rank} on {worker}"
+        by = f"{'the agent of ' * isinstance(event, RankDied | RankExited)}rank {rank} on {worker}"
     elif start is not None:
-        by = f"{'the agent of ' * isinstance(event, RankDied)}start {start}"
+        by = f"{'the agent of ' * isinstance(event, RankDied | RankExited)}start {start}"
     what = re.sub("(?<!^)([A-Z])", r" \1", type(event).__name__).lower()
     fields = {each.name: getattr(event, each.name) for each in dataclasses.fields(event)}
     facts = [_fact(name, fields[name]) for name in fields if name not in ("start", "slot")]

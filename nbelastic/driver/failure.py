@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 from typing import TYPE_CHECKING, Any
 
 from nbelastic import errors
@@ -80,8 +81,8 @@ def _rank_failed(
 
 def _as_instance_of(kind: type[BaseException], message: str) -> errors.RankFailed | None:
     """Return a RankFailed that is also a `kind`, or None if Python cannot combine the two."""
-    if not issubclass(kind, Exception) or issubclass(kind, errors.RankFailed):
-        return None
+    if not issubclass(kind, Exception) or issubclass(kind, (errors.RankFailed, bdb.BdbQuit)):
+        return None  # IPython shows nothing of a BdbQuit
     namespace = {
         "__init__": Exception.__init__,
         "__setattr__": Exception.__setattr__,

@@ -63,6 +63,7 @@ def fit(
     elastic_timeout: Duration | None = None,
     stall_timeout: Duration | None = None,
     heartbeat_timeout: Duration | None = None,
+    exit_timeout: Duration | None = None,
     blacklist_cooldown: tuple[Duration, Duration] | None = None,
     lease: Duration | None = None,
     notices: str | None = None,
@@ -124,10 +125,13 @@ def fit(
         How long a rank may hold up others which wait for it, before they go on without it.
     heartbeat_timeout : duration, default 10 s
         Time without a heartbeat after which a worker counts as frozen.
+    exit_timeout : duration, default 60 s
+        How long threads, exit handlers and child processes of a rank may go on when its function
+        has returned. The job ends after them. A warning says so if they are cut off.
     blacklist_cooldown : tuple of (duration, duration), optional
         A worker that failed is left out for ``lo``, then ``2 * lo``, up to ``hi``; known
         by name and host, so that a restart does not hide it. Without it, a worker process whose
-        rank failed is not used again by this job.
+        rank raises an error that others don't raise is not used again by this job.
     lease : duration, default 1 hour
         How long the job goes on when its kernel is gone; :func:`nbelastic.attach` takes it
         over from another one.

@@ -48,7 +48,7 @@ class Job:
 
     def __repr__(self) -> str:
         status = self.status
-        facts = [status.state, f"{status.size} ranks", f"{status.commits} commits"]
+        facts = [status.state_in_words, f"{status.size} ranks", f"{status.commits} commits"]
         return f"<Job {status.name}: {', '.join([*facts, *status.headlines])}>"
 
     @property
@@ -346,7 +346,7 @@ class Job:
             elapsed=elapsed,
             reason=AWAY
             if self._driver.away
-            else "; ".join(str(each) for each in (view.reason, view.sharing) if each is not None),
+            else "; ".join(map(log.in_words, filter(None, (view.reason, view.sharing)))),
             ranks=tuple(self._rank_status(rank) for rank in view.ranks),
             samples_per_s=metrics.total(members),
             progress=metrics.progress(elapsed, members, finished=state == "finished"),
@@ -356,6 +356,7 @@ class Job:
             micro_batches=micro_batches,
             why_not_exact=why_not_exact,
             data=metrics.data(members),
+            errors=view.errors,
         )
 
     def _rank_status(self, rank: RankView) -> RankStatus:

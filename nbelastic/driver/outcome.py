@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import InvalidStateError
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from nbelastic.cluster import Returned, summary_of, unpack_error
 from nbelastic.errors import Detached, JobError, JobStopped
-from nbelastic.membership.reasons import Stopping
+from nbelastic.membership.reasons import NotReady, Stopping, Text
 
 from .failure import exception_for
 
@@ -71,6 +72,8 @@ def _ending(
                 log.returned = found
         starts = [start for start in outcome.starts if start in log.failures]
         failures = {start: unpack_error(log.failures[start]) for start in starts}
+        if isinstance(outcome.reason, NotReady):
+            outcome = replace(outcome, reason=Text(log.in_words(outcome.reason)))
         return exception_for(name, outcome, failures, log.names, log.modules)
     try:
         # One by one, so that no result is kept both pickled and read.

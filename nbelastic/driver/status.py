@@ -171,6 +171,9 @@ class JobStatus:
         nothing does, or without a loader.
     data : tuple of DataStatus
         Rows of each loader in the state.
+    errors : int
+        Errors that the job has survived: functions of ranks that raised while others went on, and
+        processes that were cut off after their function. ``warnings`` has each.
     """
 
     name: str
@@ -192,6 +195,14 @@ class JobStatus:
     micro_batches: int = 0
     why_not_exact: str = ""
     data: tuple[DataStatus, ...] = ()
+    errors: int = 0
+
+    @property
+    def state_in_words(self) -> str:
+        """The state, with the number of errors that a finished job has survived."""
+        if self.state != "finished" or not self.errors:
+            return self.state
+        return f"finished with {self.errors} error{'s' * (self.errors != 1)}"
 
     @property
     def headlines(self) -> tuple[str, ...]:

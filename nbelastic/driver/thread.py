@@ -62,6 +62,14 @@ logger = logging.getLogger(__name__)
 LONGEST_WAIT = 0.5
 """Seconds between two checks of the clock and the connection."""
 
+CLOSED_FOR_GOOD = (
+    "Dask's cluster has closed worker {names} for good\n"
+    "A worker had been lost, and none of its name was there some seconds later "
+    "(distributed.deploy.lost-worker-timeout), so the cluster starts none any more.\n"
+    "cluster.scale(n), with the number of workers that there should be, starts it again. "
+    'dask.config.set({{"distributed.deploy.lost-worker-timeout": "1 hour"}}) prevents this.'
+)
+
 CHANCE = random.Random().random
 """The driver's own random numbers: a user's kernel keeps the ones it has seeded."""
 
@@ -128,6 +136,9 @@ class Driver:
         self._lock = threading.Lock()
         self._slots: dict[int, str] = {}
         self._wishes: list[Event] = []
+        self._seen_workers: set[Any] = set()
+        self._closed_workers: set[Any] = set()
+        self._look_at = 0.0
         self._seq = 0
         self._loggers: list[MetricsLogger] = []
         self._detached = self._away = False
@@ -226,6 +237,7 @@ class Driver:
     def _loop(self) -> None:
         while self._outcome is None and not self._detached:
             deadline = self._machine.deadline()
+            self._look_at_workers()
             wait = LONGEST_WAIT
             if deadline is not None:
                 wait = min(max(deadline - self._now, 0.0), wait)
@@ -286,6 +298,20 @@ class Driver:
                 self._clock.set(self._now)
             return None
         return ClusterGone(f"the Dask client is {status}; {self._afterlife()}")
+
+    def _look_at_workers(self) -> None:
+        """Each second, look for workers that Dask's cluster has closed for good."""
+        now = self.log.elapsed
+        if self._job_client is None or now < self._look_at:
+            return
+        self._look_at = now + 1.0
+        closed = set(self._job_client.closed_workers(self._seen_workers))
+        new, self._closed_workers = closed - self._closed_workers, closed
+        if new and self.owns_cluster:
+            self._job_client.start_again()
+        elif new:
+            names = ", ".join(sorted(map(str, new)))
+            self.log.note("warning", detail=CLOSED_FOR_GOOD.format(names=names))
 
     def _afterlife(self) -> str:
         return (

@@ -103,7 +103,7 @@ def _train_on(
             with timeline.span("STATE_TRANSFER"):
                 state.align(checkpoints.behind(plan))
             state.save()
-            session.synchronized(plan)
+            session.synchronized(plan, checkpoints.commits)
             checkpoints.begun()
             checks.begun(resumed=checkpoints.resumed)
             try:

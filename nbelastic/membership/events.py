@@ -136,6 +136,15 @@ class RankReturned(Event):
     # Libraries for training that its process has imported, for a rank that exchanged nothing with
     # others and entered no elastic loop; None for any other rank.
     isolated: tuple[str, ...] | None = None
+    exits: bool = False  # its process still runs, and a RankExited follows
+
+
+@dataclass(frozen=True)
+class RankExited(Event):
+    """The process of a rank that has returned has ended."""
+
+    start: int
+    cut: str = ""  # how it ended, unless by itself
 
 
 @dataclass(frozen=True)
@@ -192,8 +201,6 @@ class RankNote(Event):
     about: str  # kind in the history: checkpoint, warning, phases, straggler, logged
     detail: str  # for people
     figures: dict[str, float] = field(default_factory=dict, hash=False)
-    # Generation and version of the commit on disk resumed from.
-    resumed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

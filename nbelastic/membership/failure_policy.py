@@ -109,6 +109,7 @@ class ErrorReport:
     """An error that a member raised."""
 
     start: int
+    key: str  # under which its worker is excluded
     worker: str  # its name on its host, which outlives a restart
     host: str
     generation: int
@@ -174,7 +175,7 @@ class FailurePolicy:
     =========================  ====================  =============================================
     excluded                   by                    after
     =========================  ====================  =============================================
-    a worker, for good         ``workers``           an error of its rank, or its eviction
+    a worker, for good         ``workers``           an error of its rank, unless others raise it
     a worker, with a cooldown  ``workers``           any failure of its rank
     a worker's lasting name    ``repeated``          FAILURE_THRESHOLD in a row, without a cooldown
     a host                     ``repeated``          the failures of so many of its workers
@@ -193,7 +194,6 @@ class FailurePolicy:
     host_failed_at: dict[str, float] = field(default_factory=dict)  # the newest of them
     errors: RepeatedErrors = field(default_factory=RepeatedErrors)
     setbacks: list[Setback] = field(default_factory=list)  # in a row without progress
-    resumed: int = 0  # generation of the newest commit on disk that the job has resumed from
     resets: int = 0
     resets_by_share: int = 0  # those of them that only sharing has caused
     forming_failures: int = 0  # plans in a row that did not form
@@ -321,28 +321,24 @@ class FailurePolicy:
         """Return how many plans in a row did not form."""
         return Tally(Counted.UNFORMED, self.forming_failures, SAME_KIND, commit)
 
-    def note_resumed(self, generation: int, version: int) -> None:
-        """Note that the job resumes from a commit on disk, made in `generation`.
-
-        Another commit than the last time is progress, because after a loss of the state commits
-        are counted anew.
-        """
-        if generation != self.resumed and version > REPEATED_COMMITS:
-            self.setbacks.clear()
-        self.resumed = generation
-
     def repeated_error(
         self, chain: list[ErrorReport], hosts: set[str], *, short: bool
     ) -> RepeatedError | None:
         """Return that the error of a chain is the function's fault, if it is no worker's.
 
+        Where other workers have it, too, those that are excluded for it are used again.
         With several hosts, workers of one are not enough, because the host may be at fault. If too
         few workers are left to go on (`short`), two workers on any host are enough.
         """
         own_hosts = {each.host for each in chain}
         workers = len({each.worker for each in chain})
         one_host = len(own_hosts) == 1 and bool(hosts - own_hosts)
-        if workers < ERROR_WORKERS - short or (one_host and not short):
+        often = workers > 1 and len(chain) >= ERROR_WORKERS
+        if one_host and not short:
+            return None
+        if workers < ERROR_WORKERS - short and not often:
+            for each in chain if workers > 1 and self.workers.bounds is None else ():
+                self.workers.until.pop(each.key, None)
             return None
         at_once = len({each.generation for each in chain}) == 1
         return RepeatedError(chain[-1].error, workers, at_once)

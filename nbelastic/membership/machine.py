@@ -201,6 +201,8 @@ class Machine:
             self._warn_if_late(rank)
             if rank.stage != Stage.RETURNED:  # else its result is here already
                 self._lose(rank, event.reason, event.detail)
+            elif rank.exits:
+                self._note_exit(rank, why.Lost(self.roster.id(rank), event.reason).cause)
 
     def _warn_if_late(self, rank: Rank) -> None:
         """Warn, once, that a rank which had time to leave has not come to a commit."""
@@ -230,6 +232,9 @@ class Machine:
                 self._emit(RestartWorker(slot=rank.slot, reason=lost))
                 self.roster.depart(rank.slot.id)
                 self._lose(rank, event.reason, seconds=event.seconds)
+            elif rank.exits:
+                lost = why.Lost(self.roster.id(rank), event.reason, seconds=event.seconds)
+                self._note_exit(rank, lost.cause)
 
     # -- events: ranks -------------------------------------------------------------------------
 
@@ -330,8 +335,6 @@ class Machine:
         rank = self.roster.ranks.get(event.start)
         if rank is not None or event.start == ev.KERNEL:
             self._record(event.about, rank, why.Text(event.detail), event.figures)
-            if event.resumed is not None:
-                self.roster.policy.note_resumed(*event.resumed)
 
     def _on_weights_sampled(self, event: ev.WeightsSampled) -> None:
         if event.start in self.roster.ranks and event.generation == self.roster.generation:
@@ -350,7 +353,7 @@ class Machine:
         if rank.stage == Stage.ENDING or leaves:
             self._on_rank_left(ev.RankLeft(event.start))
             return
-        rank.stage, rank.since = Stage.RETURNED, self._now
+        rank.stage, rank.since, rank.exits = Stage.RETURNED, self._now, event.exits
         if event.isolated is not None:
             roster.isolated[event.start] = event.isolated
         if roster.plan is None and not roster.expected:
@@ -360,6 +363,17 @@ class Machine:
             self._fail(FailureKind.RETURNED_EARLY, early)
         else:
             self._note_formed(rank)
+
+    def _on_rank_exited(self, event: ev.RankExited) -> None:
+        rank = self.roster.ranks.get(event.start)
+        if rank is not None and rank.exits:
+            self._note_exit(rank, event.cut)
+
+    def _note_exit(self, rank: Rank, cut: str = "") -> None:
+        """Note the end of a process whose function had returned; warn if it was cut off."""
+        rank.exits = False
+        if cut:
+            self._warn(why.CutOff(self.roster.id(rank), cut))
 
     def _on_rank_raised(self, event: ev.RankRaised) -> None:
         roster = self.roster
@@ -396,6 +410,8 @@ class Machine:
             self._note_failure(rank, process_gone=False)
             if rank.planned and not event.collective:
                 self._end_if_repeated(rank, event.error)
+            if not event.collective and not roster.ended:
+                self._warn(why.RankError(cause.rank, event.error), rank)
 
     def _blame(self, cause: why.Lost) -> None:
         """Have a job that ends by a failed operation end by its cause, which came later."""
@@ -413,6 +429,7 @@ class Machine:
             return
         report = ErrorReport(
             start=rank.start,
+            key=policy.worker_key(slot),
             worker=slot.lasting,
             host=slot.host,
             generation=rank.planned,
@@ -469,8 +486,9 @@ class Machine:
         commits_to_come = roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FINISHING)
         if roster.ended:
             if event.now:
-                for rank in roster.in_stage(Stage.ENDING):
-                    self._send_end(rank, "cancel", reason)
+                for rank in roster.in_stage(Stage.ENDING, Stage.RETURNED):
+                    if rank.stage == Stage.ENDING or rank.exits:
+                        self._send_end(rank, "cancel", reason)
         elif event.now or not commits_to_come:
             self._end(Outcome("stopped", reason=reason), "cancel" if event.now else "stop")
         else:
@@ -791,9 +809,13 @@ class Machine:
             loop=max(rank.loop for rank in order),
         )
         newest = plan.version
-        if roster.version > max(newest, 0) or (roster.ran and newest == FRESH):
+        lost = roster.version > max(newest, 0) and not roster.restarted
+        if lost or (roster.ran and newest == FRESH):
             self._record("restarted", reason=why.StateLost(roster.newest))
-            roster.version = roster.newest = math.floor(max(newest, 0))
+            roster.newest = math.floor(max(newest, 0))
+            roster.restarted = roster.limits.checkpoint and newest == FRESH
+            if not roster.restarted:
+                roster.version = roster.newest
         for rank in order:
             rank.change(stage=Stage.MEMBER, planned=plan.generation, formed=False, waiting=False)
             rank.since = rank.progress_at = rank.heartbeat_at = self._now
@@ -815,6 +837,7 @@ class Machine:
 
     def _apply_time_limits(self) -> None:
         self._expire_ending()
+        self._expire_exits()
         if self.roster.ended:
             return
         self._expire_starting()
@@ -841,6 +864,13 @@ class Machine:
                 self._emit(RestartWorker(slot=rank.slot, reason=reason))
                 self._warn(reason)
 
+    def _expire_exits(self) -> None:
+        """Wait no longer for processes whose agents have not reported their end."""
+        limit = self.roster.limits.exit_timeout + self.roster.limits.ending_timeout
+        for rank in rules.exiting(self.roster):
+            if self._now >= rank.since + limit:
+                self._note_exit(rank, f"its process did not end within {limit:g} s")
+
     def _expire_starting(self) -> None:
         limit = self.roster.limits.elastic_timeout
         oldest = self.roster.counted.first(Stage.STARTING)
@@ -853,6 +883,12 @@ class Machine:
             self._fail(FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(self.roster))
             return
         late = [rank for rank in late if rank not in held_up]
+        roster = self.roster
+        too_few = rules.within_reach(roster) - len(late) < roster.limits.min_np
+        if late and too_few and roster.plan is None:  # they do what takes long, and would again
+            ids = tuple(map(roster.id, late))
+            self._fail(FailureKind.NOT_ENOUGH_WORKERS, why.NotReady(ids, limit))
+            return
         self._evict(late, why.LossReason.NOT_READY, limit)
 
     def _expire_forming(self) -> None:
@@ -1136,9 +1172,11 @@ class Machine:
     def _close(self) -> None:
         """Emit the end of the job, once nothing runs any more."""
         roster = self.roster
-        if roster.any_in(Stage.ENDING) or roster.outcome is None:
-            return
         outcome = roster.outcome
+        if roster.any_in(Stage.ENDING) or outcome is None:
+            return
+        if outcome.kind == "finished" and rules.exiting(roster):
+            return  # as a script does not end before its threads and exit handlers
         if outcome.error == FailureKind.RANK_FAILED:
             outcome = roster.outcome = replace(outcome, starts=tuple(roster.user_errors))
         roster.enter(Phase.ENDED)
@@ -1172,8 +1210,8 @@ class Machine:
             )
         )
 
-    def _warn(self, warning: why.Reason | None) -> None:
+    def _warn(self, warning: why.Reason | None, rank: Rank | None = None) -> None:
         """Record a warning, if there is one and it is new."""
         if warning is not None and warning not in self.roster.warnings:
             self.roster.warnings.append(warning)
-            self._record("warning", reason=warning)
+            self._record("warning", rank, warning)

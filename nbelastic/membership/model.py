@@ -50,6 +50,7 @@ class Limits:
     elastic_timeout: float = 600.0
     stall_timeout: float = 60.0  # longest time that a rank may hold up others that wait for it
     forming_timeout: float = 10.0  # longest time for the ranks of a plan to connect
+    exit_timeout: float = 60.0  # longest time for a process to end after its function
     ending_timeout: float = 10.0  # longest time for ranks to end; then their workers are restarted
     reset_limit: int | None = None  # most changes of membership; None: no limit
     check_every: int = 1  # fewest commits of a generation until newcomers join; ranks leave at any

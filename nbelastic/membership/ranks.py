@@ -85,6 +85,7 @@ class Rank:
     heartbeat_at: float = 0.0
     version_at_join: float = 0
     evicted: bool = False  # it is at fault, and the others go on without it
+    exits: bool = False  # its function has returned, and its process has not ended
     by_share: bool = False  # it was started in a job that shares its cluster
 
     counted_by: ClassVar[Ranks | None] = None  # updated by every change of a counted field

@@ -7,11 +7,11 @@ without a full stop.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _TRANSPORTS = {
     "gloo": "Gloo",
@@ -38,8 +38,12 @@ class RankId:
     worker: str
 
     def __str__(self) -> str:
-        which = f"start {self.start}" if self.rank is None else f"rank {self.rank}"
-        return f"{which} on {self.worker}"
+        return f"{self.short} on {self.worker}"
+
+    @property
+    def short(self) -> str:
+        """The identity without the worker."""
+        return f"start {self.start}" if self.rank is None else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,56 @@ class DidNotEnd(Reason):
         return (
             f"{self.rank} did not end within {self.seconds:g} s of the order to: its worker is "
             "restarted, or closed if it has no nanny"
+        )
+
+
+@dataclass(frozen=True)
+class CutOff(Reason):
+    """The process of a rank that had returned did not end by itself."""
+
+    rank: RankId
+    how: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rank.short} was cut off after its function had returned: {self.how}\n"
+            "Threads, exit handlers and child processes of a rank may go on for exit_timeout "
+            "after its function. What they were writing may be incomplete. Wait for them in the "
+            "function, or pass a larger exit_timeout."
+        )
+
+
+@dataclass(frozen=True)
+class Exiting(Reason):
+    """Ranks have returned, and their processes have not ended."""
+
+    number: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"all ranks have returned; threads, exit handlers or children of {_ranks(self.number)} "
+            f"still run, for {self.seconds:g} s at most (exit_timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class RankError(Reason):
+    """An error of user code that the job has survived."""
+
+    rank: RankId = field(compare=False)
+    error: str
+
+    def __str__(self) -> str:
+        return self.at("")
+
+    def at(self, place: str) -> str:
+        """Return the warning with the line at which it was raised."""
+        where = f", at {place}" if place else ""
+        return (
+            f"{self.rank.short} raised {self.error}{where}\n"
+            "The other ranks went on from their last commit. A worker whose rank raises is left "
+            "out, unless others raise the same. Fix the error, or handle it in the function."
         )
 
 
@@ -499,6 +553,21 @@ class Stopping(Reason):
 # -- warnings --------------------------------------------------------------------------------------
 
 
+JOINED = {
+    "Lightning": 'import nbelastic.lightning and pass strategy="nbelastic" to the Trainer',
+    "Trainer (transformers)": "import nbelastic.transformers and write, in the function, "
+    "Trainer = nbelastic.transformers.elastic(Trainer)",
+    "Keras": "import nbelastic.keras as hvd, wrap the optimizer with hvd.DistributedOptimizer, and "
+    "call hvd.elastic.fit(hvd.elastic.KerasState(model), ...) in the place of model.fit(...)",
+    "accelerate": "make the Accelerator in the function, keep what it has prepared in "
+    "nbelastic.accelerate.AccelerateState(accelerator), and train in a function decorated with "
+    "nbelastic.torch.elastic.run",
+    "": "wrap the optimizer with nbelastic.torch.DistributedOptimizer and train in a function "
+    "decorated with nbelastic.torch.elastic.run",
+}
+"""What makes one training of many, by the library that trains; the first that is there counts."""
+
+
 @dataclass(frozen=True)
 class NeverMet(Reason):
     """No two ranks ever exchanged anything."""
@@ -507,16 +576,12 @@ class NeverMet(Reason):
     libraries: tuple[str, ...]  # for training, imported in the ranks
 
     def __str__(self) -> str:
-        imported = (
-            f"Imported in the ranks: {', '.join(self.libraries)}. These libraries do not use "
-            "nbelastic's ranks.\n"
-        )
+        imported = f"Imported in the ranks: {', '.join(self.libraries)}.\n"
+        how = next((JOINED[each] for each in JOINED if each in self.libraries), JOINED[""])
         return (
             f"ranks never met: {self.ranks} separate trainings\n"
             "No rank used an operation between ranks or an elastic loop, so each ran the whole "
-            f"function alone.\n{imported if self.libraries else ''}"
-            "To train one model, wrap the optimizer with nbelastic.torch.DistributedOptimizer and "
-            "train in a function decorated with nbelastic.torch.elastic.run."
+            f"function alone.\n{imported if self.libraries else ''}To train one model, {how}."
         )
 
 
@@ -540,7 +605,9 @@ class WeightsDiffer(Reason):
             "changes gradients after they are averaged.\n"
             "Give the model and its optimizer to the state, which makes them equal: "
             "hvd.elastic.TorchState(model, optimizer). Without an elastic loop, call "
-            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) first."
+            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) first. A Keras model is "
+            "compiled with hvd.DistributedOptimizer(optimizer), and trained by "
+            "hvd.elastic.fit(hvd.elastic.KerasState(model), ...)."
         )
 
 
@@ -624,6 +691,29 @@ class Shortage(Reason):
         if self.last_death:
             words += f"; the last process that died: {self.last_death}"
         return f"{words}; last error: {self.last_error}" if self.last_error else words
+
+
+@dataclass(frozen=True)
+class NotReady(Reason):
+    """Ranks of a job that has not begun need too long for their set-up."""
+
+    ranks: tuple[RankId, ...]
+    timeout: float
+
+    def __str__(self) -> str:
+        return self.at({})
+
+    def at(self, places: Mapping[int, str]) -> str:
+        """Return the reason with the line at which each start stands, where that is known."""
+        at = {rank: places.get(rank.start, "") for rank in self.ranks}
+        ranks = [f"{rank}{f', which is at {at[rank]}' * bool(at[rank])}" for rank in self.ranks]
+        more = f"; and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        return (
+            f"{_ranks(len(ranks))} {'has' if len(ranks) == 1 else 'have'} not reached the elastic "
+            f"loop, nor an operation between ranks, {self.timeout:g} s after the start "
+            f"(elastic_timeout): {'; '.join(ranks[:4])}{more}. Raise elastic_timeout, or prepare "
+            "what takes so long before the job"
+        )
 
 
 @dataclass(frozen=True)

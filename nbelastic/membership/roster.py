@@ -32,6 +32,7 @@ class Roster:
     backend: str = ""  # communicator of the plan's members, once the first has reported it
     remark: str = ""  # newest report on why there is no faster communicator
     version: int = 0  # newest commit that every member holds
+    restarted: bool = False  # `version` is of before, until ranks report that of the checkpoint
     newest: int = 0  # newest known commit of any rank since the job last started over
     starts: int = 0  # number of starts of the function
     # Starts that have to return for the job to finish, by rank: the members of the newest plan;
@@ -161,6 +162,8 @@ class Roster:
     def note_version(self, rank: Rank, version: float) -> None:
         """Note a rank's last commit, which never goes back."""
         if version > rank.version:
+            if self.restarted and rank.version == FRESH:
+                rank.version_at_join = version  # the checkpoint's: it has made no commit
             if version > rank.version_at_join:
                 self.policy.forgive(rank.slot)
             self.counted.note_version(rank, version)
@@ -169,8 +172,8 @@ class Roster:
     def note_commits(self) -> None:
         """Note the newest commit that all members hold."""
         common = min(self.counted.versions, default=FRESH)
-        if common >= self.version + 1:
-            self.version = math.floor(common)
+        if common >= self.version + 1 or (self.restarted and common != FRESH):
+            self.version, self.restarted = math.floor(common), False
 
     def causes(self) -> tuple[Reason, ...]:
         """Return the different faults since the last reset."""

@@ -549,6 +549,11 @@ def errors(roster: Roster) -> tuple[str, ...]:
     return tuple(sorted(set(roster.user_errors.values())))
 
 
+def exiting(roster: Roster) -> list[Rank]:
+    """Return the ranks that have returned and whose processes have not ended."""
+    return [rank for rank in roster.in_stage(Stage.RETURNED) if rank.exits]
+
+
 def never_met(roster: Roster) -> NeverMet | None:
     """Return a warning if no two ranks ever exchanged anything."""
     starts, isolated = roster.expected, roster.isolated
@@ -569,6 +574,7 @@ def deadline(roster: Roster) -> float | None:
     times = [now + limits.stall_timeout]
     times += _oldest(roster, Stage.ENDING, limits.ending_timeout)
     times += _oldest(roster, Stage.STARTING, limits.elastic_timeout)
+    times += [r.since + limits.exit_timeout + limits.ending_timeout for r in exiting(roster)]
     if roster.phase == Phase.FORMING:
         times.append(roster.phase_since + limits.forming_timeout)
     elif roster.phase == Phase.GATHERING and roster.any_in(Stage.MEMBER, Stage.DONE):

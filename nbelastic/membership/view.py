@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 from . import rules
 from .ranks import Phase, Rank, Stage
-from .reasons import Noticed, NotUsed, StopPending, UnusedReason, Waiting, WaitingForRanks
+from .reasons import (
+    CutOff,
+    Exiting,
+    Noticed,
+    NotUsed,
+    RankError,
+    StopPending,
+    UnusedReason,
+    Waiting,
+    WaitingForRanks,
+)
 from .roster import Roster
 
 if TYPE_CHECKING:
@@ -55,6 +65,7 @@ class JobView:
     backend: str
     share: int | None = None
     sharing: Reason | None = None
+    errors: int = 0
 
 
 def view(machine: Machine, now: float) -> JobView:
@@ -97,6 +108,7 @@ def _view(roster: Roster, size: int, ranks: list[RankView], reason: Reason | Non
         backend=roster.backend,
         share=None if roster.ended else roster.share,
         sharing=_sharing(roster),
+        errors=sum(isinstance(each, (CutOff, RankError)) for each in roster.warnings),
     )
 
 
@@ -144,7 +156,9 @@ def _noticed(roster: Roster, now: float) -> Noticed:
 
 def _reason(roster: Roster, now: float) -> Reason | None:
     if roster.outcome is not None:
-        return roster.outcome.reason
+        exits = len(rules.exiting(roster))
+        limit = roster.limits.exit_timeout
+        return Exiting(exits, limit) if exits else roster.outcome.reason
     most = rules.most_ranks(roster)
     if roster.phase != Phase.GATHERING:
         if roster.stopping:

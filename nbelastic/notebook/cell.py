@@ -13,6 +13,7 @@ import io
 import linecache
 import marshal
 import re
+import sys
 import tokenize
 import types
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from .names import imported_names, needed_names
 from .remote_value import pack
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _RESULT = "__nbelastic_result__"
 
@@ -84,6 +85,7 @@ class CellFunction:
             # Functions of one namespace that are pickled together share one again on the rank.
             # This one keeps it, whether or not the cell uses another.
             state["_anchor"] = types.FunctionType(_nothing.__code__, self._home, "cell")
+        state["_submodules"] = _submodules(self._compile(), self.captured.values())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -169,6 +171,25 @@ class CellFunction:
             namespace.update(self._shared)
         namespace.update(self.captured, __name__="__main__", __doc__=None)
         return namespace
+
+
+def _submodules(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
+    """Return modules that earlier cells have imported, and that the code reads from a package.
+
+    They are pickled with the cell, so that a rank imports them, as cloudpickle does for a function.
+    """
+    names, codes = set[str](), [code]
+    for each in codes:
+        names |= set(each.co_names)
+        codes += [constant for constant in each.co_consts if isinstance(constant, types.CodeType)]
+    packages = tuple(f"{each.__name__}." for each in values if isinstance(each, types.ModuleType))
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        for package in packages
+        if name.startswith(package) and names.issuperset(name[len(package) :].split("."))
+        if isinstance(module, types.ModuleType)
+    ]
 
 
 def _nothing() -> None:

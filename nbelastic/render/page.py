@@ -75,7 +75,7 @@ def page(snapshot: JobSnapshot, note: str = "") -> str:
 def head(snapshot: JobSnapshot) -> str:
     """Return the state in word, symbol and colour, the name, the figures and any errors."""
     status = snapshot.status
-    symbol = SYMBOLS.get(status.state, "○")
+    symbol = SYMBOLS.get(status.state_in_words, "⚠")
     ranks, words = status.size, f"({limits(status.min_np, status.max_np)})"
     if snapshot.ended:  # a stopped job has no ranks any more
         ranks, words = ranks or world_sizes(snapshot)[-1][1], "at the end"

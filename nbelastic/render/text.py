@@ -23,7 +23,7 @@ def text(snapshot: JobSnapshot) -> str:
     head = f"nbelastic job {abbreviate(status.name, 60)}"
     if status.state == "finished":
         facts = [
-            "finished",
+            status.state_in_words,
             count(status.size, "rank"),
             count(status.resets, "reset"),
             count(status.commits, "commit"),
@@ -41,7 +41,7 @@ def text(snapshot: JobSnapshot) -> str:
 def line(snapshot: JobSnapshot) -> str:
     """Return one line on the current state, for a terminal."""
     status = snapshot.status
-    state = status.state
+    state = status.state_in_words
     if status.reason and not snapshot.ended:
         state = f"{state} ({abbreviate(status.reason, 60)})"
     ranks = f"{count(status.size, 'rank')} {over(status.backend)}".rstrip()

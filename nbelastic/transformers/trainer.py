@@ -22,7 +22,7 @@ from nbelastic.accelerate.state import refuse_pickled
 from nbelastic.elastic import report
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
-from nbelastic.errors import NbelasticError
+from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.torch.elastic import TorchState, run
 from nbelastic.trainers import DealtSampler, averages_of, not_dealt
 from nbelastic.transformers.progress import TrainerProgress
@@ -64,6 +64,12 @@ def elastic(trainer: type[Any]) -> type[Any]:
     >>> Trainer = nbelastic.transformers.elastic(transformers.Trainer)  # doctest: +SKIP
     >>> Trainer(model=model, args=args, train_dataset=data).train()  # doctest: +SKIP
     """
+    if not isinstance(trainer, type):
+        kind = type(trainer).__name__
+        raise OptionError(
+            f"nbelastic.transformers.elastic({kind}(…)): takes the class; write {kind} = "
+            f"nbelastic.transformers.elastic({kind}) before {kind}(…) is made"
+        )
     missing = [name for name in _PARTS if not hasattr(trainer, name)]
     if missing:
         raise NbelasticError(

@@ -36,7 +36,7 @@ def test_A2_A8_a_rank_dies_and_its_worker_comes_back_after_its_cooldown(stage: S
         sizes="3,2,3",
         more=("--die", "raise:1"),
     )
-    assert ended.code == 0
+    assert ended.code == 3
     assert ended.sizes[:3] == [3, 2, 3]
     assert len(ended.events("lost")) == 1
     assert "is excluded for" in ended.events("cooldown")[0]["detail"]

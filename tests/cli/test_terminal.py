@@ -118,19 +118,27 @@ def test_output_to_a_full_disk_is_said_and_the_exit_code_is_not_0(tmp_path, styl
     assert (tmp_path / "log").read_text(), "it has trained"
 
 
-@pytest.mark.parametrize("style", [["--plain"], []])
-def test_a_terminal_that_is_closed_interrupts_the_job(tmp_path, style):
+@pytest.mark.parametrize("style", [["--plain"], [], ["nohup"]])
+def test_a_terminal_that_is_closed_interrupts_the_job_unless_hangups_are_ignored(tmp_path, style):
+    nohup = "nohup" in style
+
+    def in_front_of_it() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+
     master, slave = pty.openpty()
+    output = os.open(tmp_path / "nohup.out", os.O_CREAT | os.O_WRONLY)
     process = subprocess.Popen(
-        command(tmp_path, *style),
+        [*command(tmp_path, *style[nohup:]), *(["--sizes", "2,2"] if nohup else [])],
         stdin=slave,
-        stdout=slave,
-        stderr=slave,
+        stdout=output if nohup else slave,
+        stderr=subprocess.STDOUT,
         env={**os.environ, "TERM": "xterm"},
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 (no threads yet)
+        preexec_fn=in_front_of_it,  # noqa: PLW1509 (no threads yet)
     )
     os.close(slave)
+    os.close(output)
     try:
         reader = threading.Thread(target=_read_all, args=(master,), daemon=True)
         reader.start()
@@ -141,7 +149,8 @@ def test_a_terminal_that_is_closed_interrupts_the_job(tmp_path, style):
         code = wait_for_end(process, children)
     finally:
         process.kill()
-    assert code == 130
+    assert code == (0 if nohup else 130)
+    assert len((tmp_path / "log").read_text().splitlines()) == 1 + nohup, "it went on"
 
 
 def _read_all(terminal: int) -> None:

@@ -257,21 +257,37 @@ def test_what_is_in_the_pipe_when_a_paused_rank_ends_comes_too(host: Host) -> No
     assert len(rank.output.splitlines()) == 500
 
 
-@pytest.mark.parametrize("own_session", [False, True])
-def test_a_child_that_keeps_the_pipe_does_not_hold_up_the_end(
-    host: Host, own_session: bool
-) -> None:
+def test_a_child_that_keeps_the_pipe_does_not_hold_up_the_end(host: Host) -> None:
     def function() -> int:
         words = ["sh", "-c", "while sleep 0.05; do echo child; done"]
-        return subprocess.Popen(words, start_new_session=own_session).pid
+        return subprocess.Popen(words, start_new_session=True).pid
 
     rank, exit_ = host.run(function)
     child = rank.result
     assert exit_.status == 0
-    host.do(until(lambda: not is_there(child)))  # it ends with the rank, or as it prints again
+    host.do(until(lambda: not is_there(child)))  # it ends as it prints again
     seen = len(rank.came)
     host.do(asyncio.sleep(0.1))
     assert len(rank.came) == seen
+
+
+def test_a_child_may_end_after_the_function_and_is_ended_with_it_otherwise(host: Host) -> None:
+    def function(go: str, raises: bool = False) -> int:
+        words = f"cat; while ! [ -e {go} ]; do sleep 0.02; done; echo done"
+        child = subprocess.Popen(["sh", "-c", words], stdin=subprocess.PIPE)  # closed at the end
+        print(child.pid, "end", flush=True)
+        return child.pid // (not raises)
+
+    for go, ends in (("", ""), ("/", "done\n")):
+        rank = host.launch(function, go or "/none")
+        host.do(until(lambda rank=rank: rank.last is not None))
+        if not go:
+            host.do(_call(lambda rank=rank: rank.process.send_signal(signal.SIGTERM, "late")))
+        exit_ = host.do(rank.end())
+        assert (exit_.reason, rank.output.endswith(ends)) == ("" if go else "late", True)
+        assert not is_there(rank.result)
+    rank, _ = host.run(function, "/none", True)
+    host.do(until(lambda: not is_there(int(rank.output.split()[0]))))
 
 
 @pytest.mark.slow
@@ -427,7 +443,7 @@ def test_nothing_is_left_of_many_ranks(host: Host) -> None:
         lambda: None,
         lambda: os._exit(1),
         lambda: os.kill(os.getpid(), signal.SIGKILL),
-        lambda: subprocess.Popen(["sleep", "60"]).pid,
+        lambda: subprocess.Popen(["sleep", "60"]).pid // 0,
         lambda: [os.fork() or os._exit(0) for _ in range(3)],
     ]
     for _ in range(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import builtins
 import threading
 from concurrent.futures import Future
@@ -9,13 +10,17 @@ from dataclasses import dataclass
 
 import pytest
 
+from nbelastic.cluster import RankTelemetry
 from nbelastic.cluster.rank_error import MOST_FRAMES, pack_error, unpack_error
+from nbelastic.cluster.worker.rank.console import NO_CONSOLE
 from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import settle
 from nbelastic.driver.records import KernelLog
 from nbelastic.driver.thread import Driver
-from nbelastic.errors import JobError, JobStopped, RankFailed
+from nbelastic.elastic.ranks.telemetry import CodeLine, TelemetrySnapshot
+from nbelastic.errors import JobError, JobStopped, NotEnoughWorkers, RankFailed
 from nbelastic.membership import FailureKind, Outcome, StopReason, StopRequested
+from nbelastic.membership.reasons import NotReady, RankId
 from nbelastic.pickling import dumps
 
 KINDS = [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError]
@@ -26,6 +31,26 @@ FINISHED = Outcome("finished", starts=(0,))
 
 def explode(kind):
     raise kind("while it is read")
+
+
+def test_a_debugger_without_a_console_is_an_error_that_ipython_shows():
+    log, future = KernelLog(), Future()
+    log.failures[0] = pack_error(bdb.BdbQuit(NO_CONSOLE))
+    settle(future, "job", log, FAILED, None, detached=False)
+    error = future.exception()
+    assert isinstance(error, RankFailed) and not isinstance(error, bdb.BdbQuit)
+    assert "breakpoint(), pdb and input() need a console" in str(error)
+
+
+def test_ranks_that_set_up_for_too_long_are_named_with_their_lines():
+    log, future = KernelLog(), Future()
+    line = CodeLine("/x/train.py", 8, "load")
+    log.note_telemetry([RankTelemetry("job", 1, TelemetrySnapshot(line=line), ())])
+    ranks = tuple(RankId(start, None, f"tcp://{start}") for start in (0, 1))
+    outcome = Outcome("failed", FailureKind.NOT_ENOUGH_WORKERS, NotReady(ranks, 8.0))
+    settle(future, "job", log, outcome, None, detached=False)
+    words = "start 0 on tcp://0; start 1 on tcp://1, which is at /x/train.py, line 8, in load. R"
+    assert isinstance(future.exception(), NotEnoughWorkers) and words in str(future.exception())
 
 
 class Explosive:

@@ -41,7 +41,7 @@ def begin(context, state, checkpoints, plan):
     resized = checkpoints.load(plan)
     state.align(checkpoints.behind(plan))
     state.save()
-    context.version = max(plan.version, 0)
+    context.version = max(plan.version, checkpoints.commits)
     checkpoints.begun()
     return resized
 

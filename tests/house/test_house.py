@@ -41,12 +41,12 @@ def test_public_names_are_what_they_are_in_their_rooms():
         "and not n.endswith('ipython_extension') "
         "and (isinstance(getattr(nbelastic, n), types.ModuleType) "
         "or n not in [*nbelastic.driver.__all__, *nbelastic.elastic.__all__])], "
-        "nbelastic.report is nbelastic.elastic.report)"
+        "nbelastic.report is nbelastic.elastic.report, nbelastic.chaos.Fault.__name__)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert result.stdout.strip() == "[] True"
+    assert result.stdout.strip() == "[] True Fault"
 
 
 @pytest.mark.slow

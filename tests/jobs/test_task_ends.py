@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 import nbelastic
 from nbelastic.cluster import pack_function
@@ -49,6 +50,40 @@ def test_a_rank_that_raises_outside_its_function_says_so(monkeypatch, name):
     assert isinstance(event, RankRaised)
     assert event.start == 3
     assert f"{name} is broken" in event.error
+
+
+def goes_on(folder):
+    import threading
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+
+    def save(name):
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        torch.save(torch.ones(1000), folder / name)
+
+    threading.Thread(target=save, args=["thread"]).start()
+    ThreadPoolExecutor().submit(save, "executor")
+    return 1
+
+
+def test_what_goes_on_after_the_function_ends_or_is_said_to_be_cut_off(crew, tmp_path):
+    job = crew.fit(goes_on, args=[tmp_path], np=1, block=False)
+    until(lambda: "of 1 rank still run" in job.status.reason, "the function has returned")
+    assert not job.wait(3.0), "not even after what a rank had before it was ended"
+    (tmp_path / "go").touch()
+    assert job.result(60) == 1 and job.status.warnings == () and job.status.errors == 0
+    assert [float(torch.load(tmp_path / name).sum()) for name in ("thread", "executor")] == [
+        1e3
+    ] * 2
+    (tmp_path / "go").unlink()
+    job = crew.fit(goes_on, args=[tmp_path], np=1, exit_timeout=0.1)
+    assert job.result() == 1 and job.status.errors == 1
+    assert "was cut off after its function had returned" in job.status.headlines[0]
+    assert "did not end within 0.1 s (exit_timeout)" in job.status.headlines[0]
+    assert job.status.state_in_words == "finished with 1 error"
 
 
 def swallow(place):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+from types import SimpleNamespace
 
 import pytest
 
 import nbelastic
+from nbelastic import render
+from nbelastic.cli.run import exit_code
 from nbelastic.driver import display, driver_of
 from tests.support.clusters import kinds
 from tests.support.logs import own_records
@@ -273,6 +276,13 @@ def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, set_display):
     assert re.search(
         r"LookupError: a batch.*; raised at The cell, line \d+, in train$", lost.detail
     )
+    (headline,) = job.status.headlines
+    assert re.fullmatch(r"rank 1 raised LookupError: .*, at The cell, line \d+, in train", headline)
+    assert (job.status.state, job.status.errors) == ("finished", 1)
+    line = render.text(render.JobSnapshot.of(job))
+    assert "finished with 1 error · 1 rank" in line and f"warning: {headline[:100]}" in line
+    display = SimpleNamespace(say=str, flush=list)
+    assert exit_code(lambda: job, display) == 3
 
 
 def test_losses_and_sizes_are_in_the_history(crew, tmp_path):

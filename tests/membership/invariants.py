@@ -92,7 +92,7 @@ class Checked:
         before = (self.roster.phase, self.roster.outcome)
         ranks = {start: (r.slot.id, r.version) for start, r in self.roster.ranks.items()}
         here = [rank.start for rank in self.roster.staying()]
-        version, unchanged = self.roster.version, None
+        version, unchanged, restarted = self.roster.version, None, self.roster.restarted
         members = self.roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
         holders = {
             r.start for r in members if r.version != FRESH and r.loop == 1 and not r.leave_sent
@@ -123,7 +123,8 @@ class Checked:
                 self.plans.append(effect.plan)
             if isinstance(effect, StartRank):
                 self.check_4_start(effect)
-        self.check_5_version(version, ranks, effects)
+        if not (restarted and not self.roster.restarted):  # else the checkpoint's has become known
+            self.check_5_version(version, ranks, effects)
         self.check_5_kept(holders, effects)
         self.check_6_deadline(now)
         self.check_counts()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.membership import Limits, Machine, Slot, StartRank
+from nbelastic.membership import Limits, Machine, Slot, StartRank, view
 from nbelastic.membership.failure_policy import JITTER, Exclusions
 from nbelastic.membership.ranks import Rank
-from nbelastic.membership.reasons import Exclusion
+from nbelastic.membership.reasons import Exclusion, RepeatedError
 
 from .ranks import Script
 from .stories import job, trained, when, workers
@@ -242,3 +242,19 @@ def test_a_planned_leave_is_no_failure() -> None:
     world.run_for(2.0)
     assert not world.records("cooldown")
     assert not world.records("lost")
+
+
+def test_an_error_that_others_have_excludes_nobody_and_is_said() -> None:
+    world = trained(job("A0", "A1", "A2", np=3, min_np=1, script=LONG), 20)
+    world.rank_on("A1").raise_error("ValueError: bad row 7")
+    world.run_for(1.0)
+    assert workers(world.plans[-1]) == ["A0", "A2"], "it may be the worker"
+    world.rank_on("A2").raise_error("ValueError: bad row 8")
+    world.run_for(3.0)
+    assert sorted(workers(world.plans[-1])) == ["A0", "A1", "A2"], "it is not"
+    first, second = world.machine.roster.warnings
+    assert "rank 1 raised ValueError: bad row 7\n" in str(first) and "row 8" in str(second)
+    assert view(world.machine, world.now).errors == 2
+    world.rank_on("A1").raise_error("ValueError: bad row 9")
+    world.run_for(1.0)
+    assert world.outcome.reason == RepeatedError("ValueError: bad row 9", 2, one_generation=False)

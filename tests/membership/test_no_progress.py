@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 
-from nbelastic.membership import FRESH, Beat, Beats, LoopDone, Phase, RankNote, SlotDied, Tick
+from nbelastic.membership import FRESH, Beat, Beats, LoopDone, Phase, SlotDied, Tick
 from nbelastic.membership.failure_policy import ANY_KIND, SAME_ERROR, SAME_KIND
 from nbelastic.membership.reasons import (
     Counted,
@@ -247,8 +248,8 @@ def test_a_new_generation_has_begun_no_operations() -> None:
 # -- losses --------------------------------------------------------------------------------------
 
 
-def restarting(np: int) -> World:
-    world = World(job(np=np, min_np=np).machine.limits, LONG)
+def restarting(np: int, *, checkpoint: bool = False) -> World:
+    world = World(job(np=np, min_np=np, checkpoint=checkpoint).machine.limits, LONG)
     world.add(*("A0", "B0")[:np], nanny=True)
     return world
 
@@ -306,17 +307,29 @@ def test_a_worker_that_takes_the_state_with_it_again_and_again() -> None:
     assert world.outcome.reason.count.commit == world.machine.roster.newest
 
 
-def test_deaths_after_another_commit_on_disk_do_not_add_up() -> None:
-    world = restarting(1)
+@pytest.mark.parametrize(("every", "outcome"), [(10, None), (100_000, "no_progress")])
+def test_deaths_after_another_commit_on_disk_do_not_add_up(every: int, outcome: str | None) -> None:
+    world = restarting(1, checkpoint=True)
+    seen: list[int] = []
 
     def die(number: int) -> None:
+        rank = world.ranks[world.plans[-1].members[0].start]
+        commits = math.floor(rank.version)
+        seen.append(world.machine.roster.version)
         world.kill("A0")
-        world.run(until=lambda: len(world.plans) > number)
-        (member,) = world.plans[-1].members
-        world.tell(RankNote(member.start, "checkpoint", "goes on", resumed=(number, 10)))
+        world.run(until=lambda: len(world.plans) > number or world.outcome is not None)
+        if world.outcome is not None:
+            return
+        shown = world.machine.roster.version
+        assert shown >= seen[-1], "until it is known how many the checkpoint has"
+        world.run(until=lambda: world.phase() == Phase.RUNNING)
+        world.ranks[world.plans[-1].members[0].start].version = commits // every * every
 
     in_each_generation(world, die, lambda _: 30, 10)
-    assert world.outcome is None
+    assert (world.outcome and world.outcome.error) == outcome
+    assert len(world.records("restarted")) == len(world.plans) - 1
+    if outcome is None:
+        assert seen == sorted(seen) and seen[-1] > 100
 
 
 def test_different_workers_killed_in_turn_do_not_end_the_job() -> None:

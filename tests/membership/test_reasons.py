@@ -170,15 +170,27 @@ SENTENCES = [
 
 LONG = [
     (why.DidNotEnd(ONE, 10.0), ["did not end within 10 s", "restarted"]),
+    (why.CutOff(ONE, "it was killed"), ["rank 0 was cut off", "it was killed\n", "exit_timeout"]),
+    (why.Exiting(2, 60.0), ["have returned", "2 ranks", "60 s at most (exit_timeout)"]),
+    (
+        why.RankError(ONE, "ValueError: x"),
+        ["rank 0 raised ValueError: x\n", "whose rank raises"],
+    ),
+    (why.NotReady((ONE, TWO), 8.0), ["2 ranks have not reached", "8 s", "tcp://B0. Raise elastic"]),
+    (why.NotReady((TWO,), 8.0), ["1 rank has not reached"]),
     (why.CannotJoin(ONE, "StateMismatch: x"), ["rank 0 on tcp://A0", "StateMismatch: x"]),
     (why.LoopsDiffer(ONE, TWO), ["tcp://A0 has reached the end", "ElasticSampler"]),
     (why.OperationsDiffer((ONE, TWO), ("a", "b")), ["tcp://A0: a", "tcp://B0: b", "same order"]),
     (why.PlacesDiffer(), ["different places", "same order"]),
     (why.PastFirstLoop(2), ["no rank can join any more", "elastic loop 2", "into one"]),
     (why.PastFirstLoop(2, 1, 3), ["1 of at least 3 ranks are left, and none can join"]),
-    (why.NeverMet(3, ("Lightning",)), ["3 separate trainings\n", "Imported in the ranks: Light"]),
+    (why.NeverMet(3, ("Lightning",)), ["3 separate trainings\n", 'strategy="nbelastic" to the Tr']),
+    (why.NeverMet(3, ("Trainer (transformers)", "accelerate")), ["transformers.elastic(Trainer)."]),
+    (why.NeverMet(3, ("Keras",)), ["Imported in the ranks: Keras.\n", "hvd.elastic.KerasState("]),
+    (why.NeverMet(3, ("accelerate",)), ["AccelerateState(accelerator), and train"]),
+    (why.NeverMet(3, ("fastai",)), ["wrap the optimizer with nbelastic.torch.Distr"]),
     (why.WeightsDiffer(("SGD",)), ["different parameters\n", "SGD is not wrapped"]),
-    (why.WeightsDiffer(()), ["different parameters\n", "by itself"]),
+    (why.WeightsDiffer(()), ["different parameters\n", "by itself", "hvd.elastic.KerasState("]),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from nbelastic.membership import (
@@ -9,17 +11,26 @@ from nbelastic.membership import (
     Beat,
     Beats,
     EndRank,
+    Event,
     Phase,
+    RankExited,
     RankRaised,
+    RankReturned,
     RestartWorker,
+    SlotGone,
+    SlotSilent,
+    StopRequested,
     Tick,
+    view,
 )
 from nbelastic.membership.reasons import (
     AllWaited,
     Counted,
+    CutOff,
     DidNotEnd,
     LossReason,
     Lost,
+    NotReady,
     RankId,
     Tally,
 )
@@ -261,3 +272,55 @@ def test_a_job_ends_even_if_its_ranks_do_not() -> None:
     world.run(seconds=700.0)
     assert world.outcome.kind == "failed"
     assert restarted(world) == ["A0"]
+
+
+def test_a_job_whose_ranks_all_set_up_for_too_long_says_so_at_once() -> None:
+    world = job("A0", "B0", np=2, min_np=1, elastic_timeout=8.0, script=Script(setup=60.0))
+    world.run(seconds=600.0)
+    assert world.outcome.error == "not_enough_workers" and 8.0 <= world.now < 12.0
+    assert isinstance(world.outcome.reason, NotReady) and not evicted(world)
+    assert [each.start for each in world.outcome.reason.ranks] == [0, 1]
+
+
+# -- processes whose functions have returned -------------------------------------------------------
+
+
+def returned(**limits: float) -> World:
+    """Have all ranks of a job return while the process of one goes on."""
+    world = job("A0", "B0", np=2, script=Script(batches=3), **limits)
+    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    for rank in world.ranks.values():
+        rank.where = "ended"
+        world.tell(RankReturned(rank.start, exits=rank.start == 0))
+    return world
+
+
+def test_a_job_ends_after_what_its_ranks_still_do() -> None:
+    world = returned()
+    assert world.outcome is None and view(world.machine, world.now).state == "running"
+    assert "of 1 rank still run" in str(view(world.machine, world.now).reason)
+    world.tell(RankExited(0))
+    assert world.outcome.kind == "finished" and not world.machine.roster.warnings
+
+
+@pytest.mark.parametrize(
+    "event", [RankExited(0, "why"), SlotGone("A0"), SlotSilent("A0"), Tick()], ids=type
+)
+def test_what_was_cut_off_after_a_function_is_said(event: Event) -> None:
+    world = returned(exit_timeout=30.0, ending_timeout=5.0)
+    if isinstance(event, SlotGone | SlotSilent):
+        event = dataclasses.replace(event, slot=world.ranks[0].worker.slot.id)
+    if isinstance(event, Tick):
+        world.run_for(34.0)
+        assert world.outcome is None
+        world.run_for(2.0)
+    world.tell(event)
+    assert world.outcome.kind == "finished"
+    (warning,) = world.machine.roster.warnings
+    assert isinstance(warning, CutOff) and view(world.machine, world.now).errors == 1
+
+
+def test_whoever_cancels_does_not_wait_for_exit_handlers() -> None:
+    world = returned()
+    world.tell(StopRequested(now=True))
+    assert [(each.start, each.how) for each in world.of(EndRank)] == [(0, "cancel")]

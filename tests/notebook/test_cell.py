@@ -9,11 +9,13 @@ import textwrap
 import threading
 import traceback
 import types
+import xml.dom.minidom
 
 import cloudpickle
 import numpy as np
 import pytest
 
+import nbelastic.chaos
 from nbelastic.cluster.rank_error import pack_error, unpack_error
 from nbelastic.elastic.ranks.context import LocalContext, activate
 from nbelastic.notebook.cell import CellError, CellFunction
@@ -183,14 +185,28 @@ def test_a_future_import_of_an_earlier_cell_holds():
     assert sent(function)() == 1
 
 
-@pytest.mark.slow
-def test_a_machine_without_ipython_can_run_it():
-    data = cloudpickle.dumps(cell("import sys\n'IPython' in sys.modules"))
+def elsewhere(function):
+    """Run a cell in a new interpreter; return what it prints of the result."""
+    data = cloudpickle.dumps(function)
     code = f"import cloudpickle; print(cloudpickle.loads({data!r})())"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert result.stdout.strip() == "False"
+    return result.stdout.strip()
+
+
+@pytest.mark.slow
+def test_a_machine_without_ipython_can_run_it():
+    assert elsewhere(cell("import sys\n'IPython' in sys.modules")) == "False"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["{}", "def f():\n    return [{} for _ in 'a'][0]\nf()"])
+def test_submodules_that_an_earlier_cell_has_imported_are_there(form):
+    names = {"xml": xml, "nb": nbelastic}
+    parse = form.format("xml.dom.minidom.parseString('<a/>').documentElement.tagName")
+    assert elsewhere(cell(parse, names)) == "a"
+    assert elsewhere(cell(form.format("nb.chaos.Fault.__name__"), names)) == "Fault"
 
 
 # -- lines and errors --------------------------------------------------------------------------

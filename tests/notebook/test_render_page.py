@@ -77,6 +77,12 @@ def test_every_state_has_a_well_formed_page_with_word_and_symbol(state):
     assert state in shown.text
 
 
+def test_a_job_that_has_survived_an_error_is_not_green():
+    assert 'nbe-stopped"><i aria-hidden="true">⚠</i> finished with 1 error<' in page(
+        full(state="finished", errors=1)
+    )
+
+
 @pytest.mark.parametrize("state", ["running", "finished"])
 def test_warnings_are_on_the_page_with_what_to_do(state):
     shown = Page(page(full(state=state, warnings=("ranks <never> met\nwrap it", "second"))))

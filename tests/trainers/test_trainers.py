@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from nbelastic.errors import RankFailed
+import nbelastic
+from nbelastic.errors import OptionError, RankFailed
 from tests.support.clusters import sizes, until
 from tests.trainers import functions
 
@@ -24,6 +25,13 @@ TRAINERS = {
 
 IN_FLIGHT = {"torch.distributed": 1, "ddp": 1, "fabric": 1}
 """Batches of a rank from one commit to the next; the others accumulate the gradients of two."""
+
+
+def test_a_trainer_that_is_made_already_is_refused_with_what_to_write():
+    with pytest.raises(
+        OptionError, match=r"write Frame = nbelastic\.transformers\.elastic\(Frame\)"
+    ):
+        nbelastic.transformers.elastic(type("Frame", (), {})())
 
 
 def check(outcomes, most_redone):

@@ -73,11 +73,11 @@ def _head(snapshot: JobSnapshot, width: int) -> Row:
     ]
     facts.append(count(status.resets, "reset"))
     name = abbreviate(status.name, 24)
-    while len(" · ".join([f"{name} {status.state}", *facts])) > width and len(facts) > 3:
+    while len(" · ".join([f"{name} {status.state_in_words}", *facts])) > width and len(facts) > 3:
         facts.pop()  # a fact is whole, or is not there
     return [
         (f"{name} ", "head"),
-        (status.state, _OF_STATE.get(status.state, "busy")),
+        (status.state_in_words, _OF_STATE.get(status.state_in_words, "busy")),
         (" · " + " · ".join(facts), ""),
     ]
 

@@ -244,6 +244,23 @@ class JobClient:
         """The client's: ``running``, ``connecting`` while it has lost the scheduler, or others."""
         return str(self._client.status)
 
+    def closed_workers(self, seen: set[Any]) -> list[Any]:
+        """Return names of workers, of those `seen`, that Dask's cluster does not start again.
+
+        It closes a worker that is away a while after an earlier loss. `seen` is updated.
+        """
+        cluster: Any = self._client.cluster
+        there, wanted = (getattr(cluster, each, {}) for each in ("workers", "worker_spec"))
+        if not isinstance(there, dict) or not isinstance(wanted, dict):
+            return []  # another kind of cluster
+        seen.update(there)
+        return [name for name in seen.intersection(wanted) if name not in there]
+
+    def start_again(self) -> None:
+        """Make Dask's cluster start the workers that it lacks."""
+        cluster: Any = self._client.cluster
+        cluster.scale(len(cluster.worker_spec))
+
     # -- orders --------------------------------------------------------------------------------
 
     def step(self, now: float, chance: float, seq: int, event: Event | None) -> None:

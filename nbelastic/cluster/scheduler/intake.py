@@ -14,6 +14,7 @@ from nbelastic.cluster.wire import FROM_AGENTS, FROM_KERNELS, Message, RankEvent
 from nbelastic.membership import (
     LoopDone,
     RankDied,
+    RankExited,
     RankFormed,
     RankLeft,
     RankNote,
@@ -35,6 +36,7 @@ M = TypeVar("M", bound=Message)
 FROM_RANKS = (
     LoopDone,
     RankDied,
+    RankExited,
     RankRaised,
     RankFormed,
     RankLeft,

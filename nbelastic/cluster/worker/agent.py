@@ -194,6 +194,7 @@ class Agent(WorkerPlugin):
                 lambda: unsent_bytes(self._worker.batched_stream),
                 self._inflict,
                 spec.heartbeat_timeout_s,
+                spec.exit_timeout_s,
             )
         except Exception as error:
             problem = f"its process cannot be started: {error!r}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from nbelastic.cluster.process_state import ProbeHistory, Verdict
 from nbelastic.cluster.wire import (
@@ -23,7 +23,14 @@ from nbelastic.cluster.wire import (
     RankEvent,
     RankOutput,
 )
-from nbelastic.membership import Beat, RankDied, RankLeft, RankRaised, RankReturned
+from nbelastic.membership import (
+    Beat,
+    RankDied,
+    RankExited,
+    RankLeft,
+    RankRaised,
+    RankReturned,
+)
 
 from .rank_output import OutputBuffer
 
@@ -40,9 +47,6 @@ Key = tuple[str, int]
 ENDING_S = {"evict": 2.0}
 """Seconds that a rank has to end by itself, by how it is ordered to; six otherwise."""
 
-AFTER_FUNCTION_S = 10.0
-"""Seconds that a process has to end after its function, for threads and exit handlers."""
-
 TERMINATION_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 
@@ -57,7 +61,8 @@ class HostedRank:
 
     ``launch(take, output)`` starts the process. `send` and `waiting` (bytes that wait) are those of
     the connection to the scheduler. ``inflict(process, due)`` injects a fault. A rank that does
-    nothing and sends no heartbeat for `heartbeat_timeout` seconds is ended.
+    nothing and sends no heartbeat for `heartbeat_timeout` seconds is ended. After its function, its
+    threads, exit handlers and children have `exit_timeout` seconds.
     """
 
     def __init__(
@@ -68,16 +73,17 @@ class HostedRank:
         waiting: Callable[[], int],
         inflict: Callable[[RankProcess, FaultDue], None],
         heartbeat_timeout: float,
+        exit_timeout: float,
     ) -> None:
         self._key = key
         self._send, self._inflict = send, inflict
         self._loop = asyncio.get_running_loop()
         self._beat = Beat(key[1], 0, 0, False, -1)
-        self._heard: float | None = None
-        self._patience = heartbeat_timeout
+        self._began, self._heard = self._loop.time(), cast("float | None", None)
+        self._patience, self._exit_timeout = heartbeat_timeout, exit_timeout
         self._probes = ProbeHistory()
         self._plan: Plan | None = None
-        self._over = False
+        self._over = self._returned = False
         self._limits: list[asyncio.TimerHandle] = []
         self._output = OutputBuffer(
             lambda text: send(RankOutput(*key, text)), waiting, self._pause_output
@@ -97,6 +103,9 @@ class HostedRank:
         if not self._over:
             died = RankDied(self._key[1], str(found), self._beat.version)
             self._send(RankEvent(self._key[0], died))
+        elif self._returned:
+            cut = str(found) if found.reason or found.status else ""
+            self._send(RankEvent(self._key[0], RankExited(self._key[1], cut)))
 
     def _take(self, message: Message) -> None:
         """Take a message of the rank."""
@@ -110,7 +119,13 @@ class HostedRank:
                 self._output.flush()
                 if isinstance(message.event, (RankReturned, RankLeft, RankRaised)):
                     self._over = True
-                    self._end_within(AFTER_FUNCTION_S, "it did not end after its function")
+                    seconds = self._exit_timeout
+                    reason = f"it did not end within {seconds:g} s (exit_timeout)"
+                    self._end_within(seconds, reason)
+                if isinstance(message.event, RankReturned):
+                    self._returned = True
+                    event = dataclasses.replace(message.event, exits=True)
+                    message = dataclasses.replace(message, event=event)
             self._send(message)
 
     def obey(self, order: RankOrder) -> None:
@@ -148,19 +163,20 @@ class HostedRank:
 
         A rank whose code holds its interpreter sends none. The last one is repeated for it, but not
         that the rank waits: that may have changed. One that is stopped, or does nothing for long,
-        is ended.
+        is ended. Before its first heartbeat, it may be importing modules from a slow disk.
         """
         now = self._loop.time()
         if self._heard is None and self.process.waits:
+            self._began = now
             return dataclasses.replace(self._beat, operation=IMPORTING)
-        silence = 0.0 if self._heard is None else now - self._heard
-        if silence < SILENCE_S:
+        silence = now - (self._began if self._heard is None else self._heard)
+        if silence < SILENCE_S or self._over:
             return self._beat
         verdict = self._probes.add(self.process.state())
         if verdict is Verdict.BUSY:
-            self._heard = now
+            self._heard = now if self._heard is not None else None
         elif verdict is Verdict.STOPPED:
             self.kill(f"its process was stopped for {silence:.0f} s")
-        elif silence >= self._patience:
+        elif self._heard is not None and silence >= self._patience:
             self.kill(f"its process has sent no heartbeat for {silence:.0f} s and does nothing")
         return dataclasses.replace(self._beat, waiting=False, operation="")

@@ -217,6 +217,13 @@ class Options:
         "silence after which a worker counts as frozen, where no process on its host can see it",
         "--heartbeat-timeout 30",
     )
+    exit_timeout: float = _option(
+        DURATION,
+        _WRONG,
+        "how long threads, exit handlers and children of a rank may run when its function has "
+        "returned, then they are cut off",
+        "--exit-timeout 10m",
+    )
     lease: float = _option(
         DURATION,
         _WRONG,
@@ -259,7 +266,7 @@ class Options:
         RANGE,
         _WRONG,
         "a worker that failed is left out for LO, then twice that, up to HI; without it, "
-        "one whose function raised is not used again",
+        "one whose function raised what others do not raise is not used again",
         "--blacklist-cooldown 10 100",
     )
 
@@ -330,6 +337,7 @@ class Options:
             place=place,
             operation_timeout_s=self.stall_timeout * 1.5 + 30.0,
             heartbeat_timeout_s=self.heartbeat_timeout,
+            exit_timeout_s=self.exit_timeout,
             backend=self.backend,
             checkpoint=None if checkpoint is None else CheckpointSpec(run=run, **checkpoint),
             state_bytes=state_bytes,
@@ -367,6 +375,7 @@ class Options:
             max_np=self.max_np if self.max_np is not None else self.np,
             elastic_timeout=self.elastic_timeout,
             stall_timeout=self.stall_timeout,
+            exit_timeout=self.exit_timeout,
             forming_timeout=max(self.heartbeat_timeout, 1.0),
             reset_limit=self.reset_limit,
             check_every=self.check_every,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import LossReason, Lost, Reason
+from nbelastic.membership import LossReason, Lost, RankError, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,10 +38,12 @@ def history_detail(reason: Reason | None, *, executing: str = "", raised: str = 
 
     With it go the line of code that the rank was executing last, and the one at which it raised.
     """
+    if isinstance(reason, RankError):
+        return reason.at(raised)
     if not isinstance(reason, Lost):
         return str(reason or "")
     words = reason.cause
-    if reason.reason == LossReason.STALLED and executing:
+    if reason.reason in (LossReason.STALLED, LossReason.NOT_READY) and executing:
         return f"{words}; it was executing {executing}"
     return f"{words}; raised at {raised}" if raised else words
 

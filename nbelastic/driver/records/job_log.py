@@ -14,6 +14,7 @@ from nbelastic.cluster import JobLog, Modules, Returned
 from nbelastic.driver import display
 from nbelastic.driver.clock import steady_time
 from nbelastic.driver.status import HistoryEvent, Output
+from nbelastic.membership.reasons import NotReady
 
 from .describe import OUTPUT_GAP, history_detail, reset_detail, straggler_detail
 from .metrics import MetricsAggregator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from nbelastic.cluster import HistoryRecord, LogContents, RankTelemetry
     from nbelastic.elastic.ranks.telemetry import CodeLine
+    from nbelastic.membership import Reason
 
 
 class KernelLog(JobLog):
@@ -85,6 +87,12 @@ class KernelLog(JobLog):
                 commit, number, rows = map(int, event.figures.values())
                 return (commit, number), rows
         return (-1, -1), 0
+
+    def in_words(self, reason: Reason) -> str:
+        """Return a reason with the lines that ranks were executing last, where it is about them."""
+        if not isinstance(reason, NotReady):
+            return str(reason)
+        return reason.at({start: _place(each.line) for start, each in self._snapshots.items()})
 
     def latest_rank(self, start: int) -> int | None:
         """Return the rank that a start of the function had last."""

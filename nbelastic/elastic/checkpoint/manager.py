@@ -103,6 +103,7 @@ class CheckpointManager:
         self._found: Header | None = None
         self._looked = False
         self._has_left = False
+        self.commits = 0  # of the checkpoint from which the present generation goes on
         spec = session.spec.checkpoint
         self._active = spec is not None
         if spec is None:
@@ -148,11 +149,14 @@ class CheckpointManager:
 
         These are all ranks but the source, if the source has loaded a checkpoint.
         """
-        if not self._active or self._loop == 1:
+        self.commits = 0
+        if not self._active or (self._loop == 1 and plan.version != FRESH):
             return plan.behind
-        mine = not self._begun and self._found is not None
-        if not allgather_object(self._session.communicator(), mine)[plan.source]:
+        mine = None if self._begun or self._found is None else self._found.version
+        loaded = allgather_object(self._session.communicator(), mine)[plan.source]
+        if loaded is None:
             return plan.behind
+        self.commits = loaded
         return [rank for rank in range(self._session.size) if rank != plan.source]
 
     @property
@@ -259,7 +263,7 @@ class CheckpointManager:
             sampler.install(each, session.rank, session.size, resumed=True)
         self._state.save()
         detail = f"goes on from {path} (commit {header.version} of job {header.job})"
-        self._report(detail, (header.generation, header.version))
+        self._report(detail)
         self._report_settings()
         with contextlib.suppress(Exception):  # needed by a second loop only
             self._files.record_parent(path)
@@ -353,11 +357,10 @@ class CheckpointManager:
         """Count as progress, so that a long transfer is not taken for a hang."""
         self._session.moves += 1
 
-    def _report(self, detail: str, resumed: tuple[int, int] | None = None) -> None:
+    def _report(self, detail: str) -> None:
         """Report to the job's history, each text once and without the URL's secrets."""
         detail = self._hide(detail)
         if detail not in self._reported:
             self._reported.add(detail)
-            start = self._session.spec.start
-            note = RankNote(start, about="checkpoint", detail=detail, resumed=resumed)
+            note = RankNote(self._session.spec.start, about="checkpoint", detail=detail)
             self._session.port.report(note)

@@ -106,6 +106,7 @@ class RankSpec:
     bind: str = ""  # address of the interface that Dask uses; the worker fills it in
     operation_timeout_s: float = 120.0
     heartbeat_timeout_s: float = 10.0  # of silence, after which the rank counts as frozen
+    exit_timeout_s: float = 60.0  # of its process, after its function
     backend: str = "auto"  # as in ``fit(backend=...)``
     checkpoint: CheckpointSpec | None = None
     # Of the state that this rank will receive, 0 if not known; None where no rank trains yet.

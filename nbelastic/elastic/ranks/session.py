@@ -317,9 +317,9 @@ class Session(Context):
         for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
             setattr(self, name, getattr(place, name))
 
-    def synchronized(self, plan: Plan) -> None:
-        """Record that this rank has the state of the generation."""
-        self.version = max(math.ceil(plan.version), 0)
+    def synchronized(self, plan: Plan, commits: int = 0) -> None:
+        """Record that this rank has the state of the generation, perhaps a checkpoint's."""
+        self.version = max(math.ceil(plan.version), commits)
         self.ahead = False
         self.receive_buffer = None
         self.telemetry.nothing_to_redo()

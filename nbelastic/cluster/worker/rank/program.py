@@ -78,6 +78,7 @@ class RankProgram:
         self._port = port
         self._over = False
         self._called: Callable[..., Any] | None = None
+        self.returned = False  # the function has
         self._process = os.getpid()
         self.session = Session(spec, self, runtime)
         self.session.secret = payload.secret
@@ -181,6 +182,7 @@ class RankProgram:
         else:
             if session.before_return is not None:
                 session.before_return()
+            self.returned = True
             self._finish(RankReturned(start, isolated=trainers_of(session)), result=result)
         finally:
             session.close()

@@ -61,7 +61,7 @@ def trainers_of(session: Session) -> tuple[str, ...] | None:
     transformers = sys.modules.get("transformers")
     if "transformers.trainer" in sys.modules or "Trainer" in vars(transformers or object):
         names.append("Trainer (transformers)")
-    elif transformers is not None:
+    elif transformers is not None and not names:  # which imports it, too
         names.append("transformers")
     if session.in_torch_group is False:
         names.append("torch.distributed with a group of one rank (DDP)")
