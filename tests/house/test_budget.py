@@ -23,7 +23,7 @@ BUDGET = {
     "collectives": 7_950,
     "data": 4_800,
     "driver": 4_050,
-    "elastic": 5_550,
+    "elastic": 5_600,
     "keras": 3_700,
     "lightning": 600,
     "membership": 5_100,

@@ -70,8 +70,9 @@ class RankRuntime:
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
     # Forms a generation of this rank alone, to be faster with others.
     form_alone: Callable[[Rendezvous], None] = lambda _rendezvous: None
-    # Called once the user's code has set up. Then the rank takes the memory of each step.
-    on_set_up: Callable[[], None] = lambda: None
+    # Called once the user's code has set up, with the bytes that the first step takes, if other
+    # ranks wait for it. Then the rank takes the memory of each step.
+    on_set_up: Callable[[int], None] = lambda _nbytes: None
 
 
 DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)
