@@ -8,6 +8,7 @@ from .job_log import JobLog
 from .journal import replay
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
 from .kernel.gitignore import GitIgnore
+from .kernel.own_cluster import NO_PAGES, configuration, own_security, publish, security_of
 from .kernel.partitions import HeldPartitions, hold_partitions, with_sources
 from .kernel.preflight import check_versions, pack_function
 from .kernel.reachability import check_answers, check_scheduler
@@ -41,6 +42,7 @@ from .worker.environment import versions as own_versions
 from .worker.rank.fault_injector import InjectedFault
 
 __all__ = [
+    "NO_PAGES",
     "AttachRefusal",
     "DriverReplaced",
     "ElasticPlugin",
@@ -70,14 +72,18 @@ __all__ = [
     "check_answers",
     "check_scheduler",
     "check_versions",
+    "configuration",
     "hold_partitions",
     "look_at_job",
     "lost_while",
     "open_jobs",
+    "own_security",
     "own_versions",
     "pack_function",
     "pack_machine",
+    "publish",
     "replay",
+    "security_of",
     "send_wish",
     "summary_of",
     "unpack_error",
