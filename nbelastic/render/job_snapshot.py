@@ -30,11 +30,11 @@ class JobSnapshot:
     pace: Sequence[tuple[float, float]] = ()  # seconds since the start, and samples/s
 
     @classmethod
-    def of(cls, job: Any) -> JobSnapshot:
-        """Return a snapshot of a job."""
+    def of(cls, job: Any, status: JobStatus | None = None) -> JobSnapshot:
+        """Return a snapshot of a job, with `status` if it has been read just now."""
         metrics = driver_of(job).log.metrics
         curves = metrics.curves(MOST_POINTS)
-        return cls(job.status, job.history, job.started, curves, metrics.pace())
+        return cls(status or job.status, job.history, job.started, curves, metrics.pace())
 
     @property
     def ended(self) -> bool:
