@@ -320,7 +320,9 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", nargs="+", choices=["sums", "kills", "resets"])
+    parts = ["sums", "kills", "resets"]
+    parser.add_argument("what", nargs="*", default=parts, metavar="|".join(parts), help="(all)")
+    parser.add_argument("--quick", action="store_true", help="3 of each, on 2 ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="(2 4)")
     parser.add_argument("--rounds", type=int, default=30, help="sums of each size (30)")
     parser.add_argument("--kills", type=int, default=30, help="(30)")
@@ -328,6 +330,10 @@ def main() -> int:
     parser.add_argument("--over", choices=[*MOST_MS], default="cuda_ipc", help="(cuda_ipc)")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="(all)")
     options = parser.parse_args()
+    if unknown := set(options.what) - set(parts):
+        parser.error(f"{unknown}: must be of {parts}")
+    if options.quick:
+        options.ranks, options.rounds, options.kills, options.resets = [2], 3, 3, 3
     if not torch.backends.cuda.is_built() or not os.path.exists("/dev/nvidiactl"):
         print("there is no GPU", file=sys.stderr)  # torch would look for it by using CUDA
         return 2

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import itertools
 import os
 import signal
@@ -45,6 +46,9 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=120, help="of a sample (120)")
     parser.add_argument("--kills", type=int, default=4, help="of workers, one by one (4)")
     options = parser.parse_args()
+    if importlib.util.find_spec("keras") is None:
+        print("this benchmark needs Keras: pip install 'nbelastic[keras]'", file=sys.stderr)
+        return 2
     if options.quick:
         options.rounds, options.batches, options.kills = 2, 12, 1
     return run(options.ranks, options.json, functools.partial(measure, options), show, aims)

@@ -53,17 +53,22 @@ class SimulatedJobClient:
     status = "running"
     epoch = 1
     uid = "uid"
+    free_workers = None  # not asked for
 
     def __init__(self) -> None:
         self.driver: Driver | None = None
         self.members: list[int] = []
         self.granted: set[int] = set()
+        self.packing = 0.0  # seconds of the scheduler's work, which is no part of the kernel's
         self._seq = 0
 
     def tell(self, message: Message) -> None:
         """Hand a message to the driver, read as it comes from the wire."""
         assert self.driver is not None
-        self.driver.receive(unpack_for_driver(pack(ToDriver(self.epoch, message))))
+        began = time.thread_time()
+        packed = pack(ToDriver(self.epoch, message))
+        self.packing += time.thread_time() - began
+        self.driver.receive(unpack_for_driver(packed))
 
     def say(self, event: Any) -> None:
         self._seq += 1
@@ -128,13 +133,13 @@ def main() -> int:
     pause = threading.Event()
     while job.status.state != "running":
         pause.wait(0.05)
-    before, began = time.process_time(), time.monotonic()
+    before, began = time.process_time() - job_client.packing, time.monotonic()
     for update in range(SECONDS * PER_SECOND):
         if update % 2 == 0:
             job_client.beat(update // 2 + 1)
         panel.refresh()
         pause.wait(max(0.0, began + (update + 1) / PER_SECOND - time.monotonic()))
-    share = (time.process_time() - before) / (time.monotonic() - began)
+    share = (time.process_time() - job_client.packing - before) / (time.monotonic() - began)
     size, rows = job.status.size, len(job.metrics)
     job.cancel()
     if size != RANKS or panel.broken or rows < SECONDS * STEPS_PER_SECOND // 2:

@@ -12,6 +12,7 @@ import hmac
 import json
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import comm
@@ -80,8 +81,13 @@ class Job:
             ),
         )
 
-    def curves(self) -> dict[str, list[tuple[float, float]]]:
-        return self.shapes
+    @property
+    def _driver(self) -> Any:
+        """What a snapshot reads of a driver: the metrics of its log."""
+        return SimpleNamespace(log=SimpleNamespace(metrics=self))
+
+    def curves(self, most: int) -> dict[str, list[tuple[float, float]]]:
+        return {name: points[:: -(-len(points) // most)] for name, points in self.shapes.items()}
 
     def pace(self) -> tuple[tuple[float, float], ...]:
         return self.speeds

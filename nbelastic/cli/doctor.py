@@ -166,10 +166,11 @@ def examine(address: str | None) -> Facts:
         return Facts(here)
     from distributed import Client
 
-    from nbelastic.cluster import check_scheduler
+    from nbelastic.cluster import check_scheduler, security_of
 
-    check_scheduler(address, None, lambda _: None)
-    with Client(address, set_as_default=False) as client:
+    security = security_of(address)
+    check_scheduler(address, security, lambda _: None)
+    with Client(address, security=security, set_as_default=False) as client:
         return _ask(client, here)
 
 

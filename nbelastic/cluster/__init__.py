@@ -8,6 +8,7 @@ from .job_log import JobLog
 from .journal import replay
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
 from .kernel.gitignore import GitIgnore
+from .kernel.own_cluster import NO_PAGES, configuration, own_security, publish, security_of
 from .kernel.partitions import HeldPartitions, hold_partitions, with_sources
 from .kernel.preflight import check_versions, pack_function
 from .kernel.reachability import check_answers, check_scheduler
@@ -43,6 +44,7 @@ from .worker.rank.fault_injector import InjectedFault
 
 __all__ = [
     "LARGE",
+    "NO_PAGES",
     "AttachRefusal",
     "DriverReplaced",
     "ElasticPlugin",
@@ -74,15 +76,19 @@ __all__ = [
     "check_pulled",
     "check_scheduler",
     "check_versions",
+    "configuration",
     "hold_partitions",
     "look_at_job",
     "lost_while",
     "open_jobs",
+    "own_security",
     "own_versions",
     "pack_function",
     "pack_machine",
+    "publish",
     "put",
     "replay",
+    "security_of",
     "send_wish",
     "summary_of",
     "unpack_error",

@@ -7,6 +7,7 @@ the membership machine, each other line one event with its time and chance, and 
 from __future__ import annotations
 
 import dataclasses
+import getpass
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import dask.config
 
+from nbelastic.cluster.own_files import create, own_directory
 from nbelastic.errors import OptionError
 from nbelastic.membership import Event, Machine, from_dict, to_dict
 from nbelastic.membership.serial import plain, typed
@@ -40,13 +42,12 @@ class JournalFile:
         self.path = path
         self._job = job
         self._most = most
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._begin(machine)
 
     def _begin(self, machine: Machine) -> None:
         # Users' errors are in it, as in the scheduler's log: only its own user may read them.
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
+        self._file = os.fdopen(create(self.path), "w", buffering=1, encoding="utf-8")
         self._write({"job": self._job, "machine": to_dict(machine)})
 
     def write(
@@ -70,13 +71,15 @@ class JournalFile:
 
 def open_journal(job: str, uid: str, machine: Machine) -> JournalFile | None:
     """Begin the journal of a job, if Dask's configuration of this process asks for one."""
-    where = dask.config.get("nbelastic.debug.journal", None)
+    where = asked = dask.config.get("nbelastic.debug.journal", None)
     if not where:
         return None
     if not isinstance(where, str):
         parent = dask.config.get("temporary-directory", None) or tempfile.gettempdir()
-        where = os.path.join(parent, "nbelastic-journals")
+        where = os.path.join(parent, f"nbelastic-journals-{getpass.getuser()}")
     try:
+        if where is not asked:  # in a directory of all users
+            own_directory(Path(where))
         name = re.sub(r"[^\w.-]", "_", f"{job}-{uid}.jsonl")
         journal = JournalFile(Path(where) / name, job, machine)
     except OSError as error:

@@ -12,7 +12,16 @@ from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster, Status
 from distributed.system import MEMORY_LIMIT
 
-from nbelastic.cluster import ElasticPlugin, check_answers, check_scheduler, lost_while
+from nbelastic.cluster import (
+    NO_PAGES,
+    ElasticPlugin,
+    check_answers,
+    check_scheduler,
+    lost_while,
+    own_security,
+    publish,
+    security_of,
+)
 from nbelastic.errors import ClusterLost, OptionError, summary_of
 
 from . import display
@@ -57,10 +66,14 @@ def _connected(cluster: Any) -> tuple[Client, Callable[[], None]]:
     if not isinstance(cluster, str) and cluster.status in (Status.closed, Status.closing):
         raise ClusterLost(f"cluster={place}: it has been closed")
     address = cluster if isinstance(cluster, str) else cluster.scheduler_address
+    security = None if isinstance(cluster, str) else getattr(cluster, "security", None)
+    terms: dict[str, Any] = {}
     if isinstance(address, str):
-        check_scheduler(address, getattr(cluster, "security", None), display.say)
+        if security is None and (security := security_of(address)) is not None:
+            terms["security"] = security
+        check_scheduler(address, security, display.say)
     try:
-        client = Client(cluster, set_as_default=False)
+        client = Client(cluster, set_as_default=False, **terms)
     except Exception as error:  # a protocol may not be installed, and raise anything
         raise ClusterLost(
             f"cluster={place}: no scheduler answers there ({summary_of(error)})"
@@ -72,13 +85,15 @@ def _embedded(options: Options) -> tuple[Client, Callable[[], None]]:
     workers = options.max_np or options.np or options.min_np or os.cpu_count() or 1
     # This cluster runs one job only, so Dask's profiler need not start.
     # The plugin is there from the start, so that an interrupt of the cell ends no worker.
-    with dask.config.set({"distributed.worker.profile.enabled": False}):
+    with dask.config.set({"distributed.worker.profile.enabled": False, **NO_PAGES}):
+        security = own_security()
         cluster = LocalCluster(
             n_workers=0,
             threads_per_worker=math.ceil(CPU_COUNT / workers),
             memory_limit=MEMORY_LIMIT // workers,
             dashboard_address=LOOPBACK_HTTP,
-            scheduler_kwargs={"plugins": (ElasticPlugin(),)},
+            security=security,
+            scheduler_kwargs={"plugins": (ElasticPlugin(),), "dashboard": False},
         )
         # LocalCluster's own argument for this would also turn on the workers' dashboards.
         cluster.new_spec["options"]["dashboard_address"] = LOOPBACK_HTTP
@@ -89,8 +104,10 @@ def _embedded(options: Options) -> tuple[Client, Callable[[], None]]:
         except BaseException:  # even after an interrupt no cluster is left
             cluster.close()
             raise
+    withdraw = publish(cluster.scheduler_address, security)
 
     def close() -> None:
+        withdraw()
         client.close()
         cluster.close()
 

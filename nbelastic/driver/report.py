@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.redaction import hide_secrets
+from nbelastic.elastic.redaction import HIDDEN, Secrets
 
 from .versions import versions
 
@@ -27,7 +27,9 @@ def save_report(job: Job, options: Options, path: str | os.PathLike[str]) -> Pat
     """Write history, status, versions, options, error and newest output to a ZIP file."""
     parts = {
         "versions.json": _json(versions()),
-        "options.json": _json(dataclasses.asdict(options)),
+        "options.json": _json(
+            {**dataclasses.asdict(options), "env": dict.fromkeys(options.env, HIDDEN)}
+        ),
         "status.json": _json(dataclasses.asdict(job.status)),
         "history.json": _json([dataclasses.asdict(event) for event in job.history]),
         "output.txt": job.logs()[-MOST_OUTPUT:],
@@ -35,11 +37,11 @@ def save_report(job: Job, options: Options, path: str | os.PathLike[str]) -> Pat
     error = job.exception() if job.done() else None
     if error is not None:
         parts["error.txt"] = "".join(traceback.format_exception(error))
+    secrets = Secrets([options.checkpoint or ""], options.env)
     target = Path(path)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in parts.items():
-            safe = hide_secrets(text, options.checkpoint or "")
-            archive.writestr(name, safe.encode("utf-8", "backslashreplace"))
+            archive.writestr(name, secrets.hide(text).encode("utf-8", "backslashreplace"))
     return target
 
 

@@ -93,7 +93,9 @@ def _train_on(
     while True:
         detail = "" if failure is None else str(failure)
         with timeline.span("RESET"):
-            plan = session.form(loop, failed=failure is not None, detail=detail)
+            plan = session.form(
+                loop, hooks_of(state).step_bytes, failed=failure is not None, detail=detail
+            )
         failure = None
         try:
             resized = checkpoints.load(plan)

@@ -121,12 +121,13 @@ class Panel:
     def _refresh(self) -> bool:
         if self._job is None:
             return False
-        seen = (self._job.status.state, len(self._job.history))
+        status = self._job.status
+        seen = (status.state, len(self._job.history))
         now = self._clock()
         if seen == self._seen and now - self._updated < BETWEEN_UPDATES:
             return False
         self._seen, self._updated = seen, now
-        self._put(JobSnapshot.of(self._job))
+        self._put(JobSnapshot.of(self._job, status))
         return True
 
     def _put(self, snapshot: JobSnapshot) -> None:

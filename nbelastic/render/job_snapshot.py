@@ -35,9 +35,9 @@ class JobSnapshot:
     error: str = ""  # what the job's result raises
 
     @classmethod
-    def of(cls, job: Any) -> JobSnapshot:
-        """Return a snapshot of a job."""
-        log, status = driver_of(job).log, job.status
+    def of(cls, job: Any, status: JobStatus | None = None) -> JobSnapshot:
+        """Return a snapshot of a job, with `status` if it has been read just now."""
+        log, status = driver_of(job).log, status or job.status
         curves = log.metrics.curves(MOST_POINTS)
         error = str(job.exception()) if status.state == "failed" else ""
         pace, output = log.metrics.pace(), log.last_output(MOST_OUTPUT)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import torch
 
 from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.runtime import own_gpu_first
 from nbelastic.errors import NotInitialized
 
 
@@ -47,24 +45,6 @@ def _choose() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 1 or _own_gpu_first(os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+    if count == 1 or own_gpu_first():
         return torch.device("cuda", 0)
     return torch.device("cuda", current().local_rank % count)
-
-
-def _own_gpu_first(visible: str) -> bool:
-    """Return whether a list of visible GPUs is dask-cuda's: an ascending one that is rotated.
-
-    The first worker's list, and lists of UUIDs, look like any other. There it counts whether
-    dask-cuda is loaded.
-    """
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    if not names:
-        return False
-    if "dask_cuda" in sys.modules:
-        return True
-    if not all(name.isdecimal() for name in names):
-        return False
-    numbers = [int(name) for name in names]
-    first = numbers.index(min(numbers))
-    return first > 0 and numbers[first:] + numbers[:first] == sorted(numbers)

@@ -114,6 +114,44 @@ def test_one_that_keeps_its_process_to_itself_runs_as_a_command(tmp_path, name, 
     check(out, result.returncode, result.stdout, result.stderr, expected)
 
 
+@pytest.mark.parametrize("name", ["panel", "large_job"])
+def test_one_that_simulates_its_ranks_comes_to_its_share(monkeypatch, capsys, name):
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(module, "UPDATES" if name == "panel" else "SECONDS", 2)
+    code = module.main()
+    printed = capsys.readouterr().out
+    assert "of a core for" in printed, printed
+    assert code in {0, 1}
+
+
+def test_without_keras_its_benchmark_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "keras", None)
+    monkeypatch.setattr(sys, "argv", ["keras", "--quick"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert importlib.import_module("benchmarks.keras").main() == 2
+    assert "pip install 'nbelastic[keras]'" in capsys.readouterr().err
+
+
+COMMANDS = sorted(
+    path.stem
+    for path in (ROOT / "benchmarks").glob("*.py")
+    if "def main() -> int:" in path.read_text() and path.stem != "plot"  # which has an argument
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_can_be_run(name):
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    printed = result.stdout + result.stderr
+    assert "Traceback" not in printed, printed
+    if result.returncode == 2 and ("pip install" in printed or "no GPU" in printed):
+        pytest.skip(printed)
+    assert result.returncode in {0, 1}, printed  # 1: a target was missed
+
+
 def check(out: Path, code: int, printed: str, errors: str, expected: Any) -> None:
     """Check a benchmark's exit status, and that it has all figures."""
     # 1: a target was missed, which a busy machine may cause.

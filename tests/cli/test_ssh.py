@@ -60,6 +60,7 @@ def worker_ends(tmp_path, monkeypatch):
             host=GOOD,
             slots=1,
             options=options,
+            configuration=dask.config.global_config,
             on_end=lambda name, problem, started: over.set_result(problem),
             name=f"{GOOD}:0",
         )

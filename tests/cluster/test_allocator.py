@@ -33,9 +33,9 @@ print(faults())
 """
 
 
-def measured(environment):
+def measured(environment, code=MEASURE, *arguments):
     process = subprocess.run(
-        [sys.executable, "-c", MEASURE],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -56,3 +56,36 @@ def test_a_rank_keeps_memory_for_its_next_step(environment):
 def test_what_a_user_has_chosen_stays(name):
     _, inside = measured({"MALLOC_TRIM_THRESHOLD_": "65536", name: "131072"})
     assert inside > 50_000
+
+
+FIRST_STEP = """
+import os, resource, sys
+import torch
+import nbelastic.torch as hvd
+from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
+
+hvd.init()
+small = [bytearray(n % 5000) for n in range(50_000)]  # as code before the loop leaves them
+model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)))
+optimizer = torch.optim.Adam(model.parameters())
+state = hvd.elastic.TorchState(model, optimizer)
+for parameter in model.parameters():  # as if received
+    entry = optimizer.state[parameter]
+    entry["step"] = torch.tensor(1.0)
+    entry["exp_avg"], entry["exp_avg_sq"] = torch.ones(2, *parameter.shape)
+keep_freed_memory(state._step_bytes() if sys.argv[1:] else 0)
+del small[::2]
+more = [bytearray(n % 6000) for n in range(1_000)]  # as code after it takes them
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+model(torch.ones(4, 2048)).sum().backward()
+optimizer.step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+os._exit(0 if sys.stdout.flush() is None else 1)
+"""
+
+
+def test_a_newcomer_has_the_memory_of_its_first_step_before_others_wait_for_it():
+    pages = 3 * 2048 * 2048 * 4 // 4096  # of the gradients
+    old, new = (measured({}, FIRST_STEP, *more)[0] for more in ((), ("now",)))
+    assert old > pages  # that it is not by chance
+    assert new < pages / 3  # first touches of libraries are in it

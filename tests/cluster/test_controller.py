@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
+import os
+import stat
 from typing import Any
 
 import dask
@@ -251,6 +254,49 @@ def test_a_journal_is_bounded_and_its_newest_part_can_be_replayed(tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 25_000
     steps = list(replay(tmp_path / "job.jsonl")[1])
     assert to_dict(steps[-1].machine) == to_dict(machine)
+
+
+@pytest.mark.parametrize("trap", ["link", "another's", "open"])
+def test_journals_are_in_a_directory_of_their_users_own(tmp_path, caplog, trap):
+    place = tmp_path / f"nbelastic-journals-{getpass.getuser()}"
+    (tmp_path / "victim").mkdir()
+    if trap == "link":
+        place.symlink_to(tmp_path / "victim")
+    else:
+        place.mkdir(mode=0o777)
+        if trap == "another's":
+            if os.geteuid():
+                pytest.skip("only root can give a directory away")
+            os.chown(place, 65534, 65534)
+    with dask.config.set({"nbelastic.debug.journal": True, "temporary-directory": str(tmp_path)}):
+        journal = journals.open_journal("job", "uid", Machine(Limits()))
+    if trap == "open":
+        journal.close()
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    else:
+        assert journal is None
+        assert "has no journal" in caplog.text
+    assert not list((tmp_path / "victim").iterdir())
+
+
+def test_a_journal_follows_no_link_also_when_it_begins_anew(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("theirs")
+    (tmp_path / "link.jsonl").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        journals.JournalFile(tmp_path / "link.jsonl", "job", Machine(Limits()))
+
+    class Raced(journals.JournalFile):
+        def _begin(self, machine: Any) -> None:
+            if hasattr(self, "_file"):  # just after the rename of the old part
+                self.path.symlink_to(victim)
+            super()._begin(machine)
+
+    machine = Machine(Limits())
+    journal = Raced(tmp_path / "job.jsonl", "job", machine, most=10)
+    with pytest.raises(FileExistsError):  # the journal ends there, as on a full disk
+        journal.write(Tick(), 0.0, 0.0, [], machine)
+    assert victim.read_text() == "theirs"
 
 
 def test_a_job_goes_on_when_its_journal_cannot_be_written(tmp_path, caplog):

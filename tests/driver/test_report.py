@@ -48,6 +48,17 @@ def test_a_report_has_no_passwords_of_urls(tmp_path):
     assert "ftp://" in found["options.json"]
 
 
+def test_a_report_has_no_values_of_variables(tmp_path):
+    values = {"HF_TOKEN": "hunter22", "NCCL_DEBUG": "INFO", "OTHER": "abcdef99"}
+    job = job_with(env=values)
+    job._driver.log.note_output(0, "INFO logging in with hunter22\n")
+    job._driver.future.set_exception(ValueError("401 for hunter22"))
+    found = texts(job.save_report(tmp_path / "r.zip"))
+    assert json.loads(found["options.json"])["env"] == dict.fromkeys(values, "***")
+    assert "hunter22" not in str(found) and "abcdef99" not in str(found)
+    assert "INFO" in found["output.txt"]
+
+
 def test_output_that_is_no_utf8_is_reported(tmp_path):
     job = job_with()
     job._driver.log.note_output(0, "a\udc80b\n")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import http.client
+import os
 import socket
+import ssl
+import stat
 import sys
 
 import psutil
 import pytest
 from distributed import Client
+from distributed.comm.core import connect
+from distributed.core import send_recv
 
 import nbelastic
 from nbelastic.cli.hosts.cluster import HostCluster
 from nbelastic.driver.attachment import attach_client
 from nbelastic.driver.options import Options
+from nbelastic.errors import OptionError
 from tests.support.clusters import a_crew
 
 
@@ -74,6 +82,71 @@ def test_a_job_listens_where_dask_does_and_answers_no_stranger():
         assert len(secret) == 32
     assert first[0][2] == first[1][2], "all ranks of a job know its secret"
     assert first[0][2] != second[0][2], "each job has its own"
+
+
+async def _refused(addresses):
+    """Return the addresses at which a client without the cluster's certificate has no answer."""
+    plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
+
+    async def ask(address, scheme, terms):
+        comm = await connect(f"{scheme}://{address[0]}:{address[1]}", timeout=2, **terms)
+        return await send_recv(comm, op="identity")
+
+    async def is_refused(*where):
+        try:
+            await asyncio.wait_for(ask(*where), 3)  # a HTTP server waits for a line
+        except (OSError, asyncio.TimeoutError, ValueError):
+            return True
+        return False
+
+    ways = [("tcp", {}), ("tls", {"ssl_context": plain})]
+    asked = [(address, *way) for address in addresses for way in ways]
+    answers = await asyncio.gather(*(is_refused(*each) for each in asked))
+    answered = {each[0] for each, no in zip(asked, answers, strict=True) if not no}
+    return set(addresses) - answered
+
+
+@pytest.mark.parametrize("started", ["by fit", "for hosts"])
+def test_a_cluster_that_is_started_here_is_closed_to_other_users(started, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = _listening()
+    with contextlib.ExitStack() as stack:
+        if started == "by fit":
+            client, close = attach_client(None, Options(np=1))
+            stack.callback(close)
+        else:
+            cluster = stack.enter_context(HostCluster(lambda: {"localhost": 1}, loopback=True))
+            client = stack.enter_context(Client(cluster))
+        client.wait_for_workers(1, timeout=60)
+        address = client.scheduler.address
+        found = _listening() - before
+        assert len(found) >= 4  # scheduler, nanny, worker; HTTP
+        assert asyncio.run(_refused(found)) == found
+        assert {_page(each) for each in found} == {404, None}
+        (file,) = (tmp_path / ".cache/nbelastic/clusters").iterdir()
+        assert {stat.S_IMODE(each.stat().st_mode) for each in (file, file.parent)} == {0o600, 0o700}
+        assert list(nbelastic.jobs(address)) == []  # as another process of the same user
+        file.chmod(0o644)
+        file.parent.chmod(0o755)
+        if os.geteuid() == 0:
+            os.chown(file.parent, 65534, -1)  # another user's certificate is not taken
+            with pytest.raises(OptionError, match="open to processes of its own user"):
+                nbelastic.jobs(address)
+            os.chown(file.parent, 0, -1)
+    assert not file.exists()
+
+
+def _page(address):
+    """Return the status of the pages that Dask's HTTP servers have; None if it is none of them."""
+    connection = http.client.HTTPConnection(*address, timeout=5)
+    try:
+        connection.request("GET", "/info/main/workers.html")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
 
 
 def test_clusters_that_are_started_here_listen_on_the_loopback_only():

@@ -75,6 +75,22 @@ def test_an_event_and_a_new_state_are_shown_at_once():
     assert not panel.refresh()
 
 
+def test_an_update_reads_the_state_of_all_ranks_once():
+    reads = []
+
+    class Counted(FakeJob):
+        def __getattribute__(self, name):
+            reads.append(name)
+            return super().__getattribute__(name)
+
+    panel = Panel(Counted())
+    reads.clear()
+    panel._job.history = ()
+    panel._updated = float("-inf")
+    assert panel.refresh()
+    assert reads.count("status") == 1
+
+
 def test_empty_parts_take_no_room():
     job, panel, clock = made()
     assert panel._parts["progress"].layout.display == "none"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 import types
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
+from nbelastic.cluster.worker.rank.variables import keep_variables
 from nbelastic.elastic.ranks.context import LocalContext, activate
+from nbelastic.elastic.ranks.runtime import DASK_CUDA
 
 
 @pytest.fixture
@@ -73,3 +76,32 @@ def test_a_rank_takes_its_workers_gpu_else_that_of_its_local_rank(
 def test_a_dask_cuda_worker_has_its_own_first(host, visible):
     host(4, visible, dask_cuda=True)
     assert device_of(2) == "cuda:0"
+
+
+@pytest.mark.parametrize("own", range(4))
+def test_accelerate_is_told_the_gpu_of_a_dask_cuda_worker(host, monkeypatch, own):
+    """The worker has loaded dask-cuda, the rank's own process has not."""
+    names = "ACCELERATE_TORCH_DEVICE", "MASTER_ADDR", "RANK", "WORLD_SIZE"
+    for name in (*names, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        del os.environ[name]
+    monkeypatch.setenv(DASK_CUDA, "1")
+    host(4, ",".join(str((own + n) % 4) for n in range(4)))
+    context = LocalContext()
+    context.local_rank = own
+    with activate(context):
+        keep_variables(context)
+        assert hvd.device() == torch.device(os.environ["ACCELERATE_TORCH_DEVICE"]) == CUDA_0
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:3")  # the user's own choice
+    keep_variables(context)
+    assert os.environ["ACCELERATE_TORCH_DEVICE"] == "cuda:3"
+
+
+def test_accelerate_takes_the_gpu_of_its_local_rank_where_workers_share_them(host, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+    host(4, "0,1,2,3")
+    keep_variables(LocalContext())
+    assert "ACCELERATE_TORCH_DEVICE" not in os.environ
+
+
+CUDA_0 = torch.device("cuda", 0)

@@ -15,9 +15,10 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import dask.config
 from distributed import Scheduler, SpecCluster, Status
 
-from nbelastic.cluster import ElasticPlugin
+from nbelastic.cluster import NO_PAGES, ElasticPlugin, configuration, own_security, publish
 from nbelastic.errors import summary_of
 from nbelastic.render import count
 
@@ -62,7 +63,7 @@ class HostCluster(SpecCluster):
         self._failures = FailureCount(interval)
         self._ssh = ssh or SshOptions()
         self._tell = tell
-        self._bind = {"host": LOOPBACK} if loopback else {}
+        self._bind: dict[str, Any] = {"host": LOOPBACK} if loopback else {}
         self._hosts: Hosts = {}
         self._present: dict[str, str] = {}
         self._leaving: set[str] = set()
@@ -72,21 +73,32 @@ class HostCluster(SpecCluster):
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="nbelastic-hosts", daemon=True)
         first = _asked(source)
+        security = own_security()
+        self._configuration = configuration(security)  # of workers on other hosts
+        self._bind |= {"security": security, "protocol": "tls://"}
         options = {
             "dashboard_address": LOOPBACK_HTTP,
+            "dashboard": False,
             "plugins": (ElasticPlugin(),),
             **self._bind,
         }
         scheduler = {"cls": Scheduler, "options": {"port": 0, **options}}
-        super().__init__(
-            workers={}, scheduler=scheduler, name="HostCluster", silence_logs=logging.ERROR
-        )
+        with dask.config.set(NO_PAGES):
+            super().__init__(
+                workers={},
+                scheduler=scheduler,
+                name="HostCluster",
+                silence_logs=logging.ERROR,
+                security=security,
+            )
+        self._withdraw = publish(self.scheduler_address, security)
         self._take(first)
         self._thread.start()
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:
         """Stop following the hosts, and end all workers and the scheduler."""
         self._over.set()
+        self._withdraw()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(JOIN_WITHIN_S)
         closing: Awaitable[None] | None = super().close(timeout)
@@ -191,6 +203,7 @@ class HostCluster(SpecCluster):
             "host": host,
             "slots": slots,
             "options": self._ssh,
+            "configuration": self._configuration,
             "on_end": self._note_end,
         }
         return {"cls": SshWorker, "options": options}

@@ -24,8 +24,10 @@ from distributed import Nanny, Status
 from distributed.deploy.ssh import Process
 from distributed.system import MEMORY_LIMIT
 
+from nbelastic.cluster import NO_PAGES
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 START_WITHIN_S = 60.0
 """Seconds for a host to accept the connection, and for its worker to start."""
@@ -75,6 +77,7 @@ class SlotNanny(Nanny):
         options.setdefault("nthreads", max(CPU_COUNT // slots, 1))
         options.setdefault("memory_limit", MEMORY_LIMIT // slots)
         options.setdefault("dashboard_address", LOOPBACK_HTTP)
+        options.setdefault("config", NO_PAGES)
         super().__init__(*args, dashboard=False, **options)
 
 
@@ -119,6 +122,7 @@ class SshWorker(Process):
         host: str,  # ``NAME`` or ``USER@NAME``
         slots: int,  # of the host
         options: SshOptions,
+        configuration: Mapping[str, Any],  # Dask's, there
         on_end: Callable[[str, str, bool], None],
         name: str,
     ) -> None:
@@ -128,6 +132,7 @@ class SshWorker(Process):
         self._host = host
         self._slots = slots
         self._options = options
+        self._configuration = configuration
         self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
         self._lines: deque[str] = deque(maxlen=LINES)
@@ -183,7 +188,7 @@ class SshWorker(Process):
             errors="replace",
             stdout=asyncssh.DEVNULL,  # what is not read would stop the log, too, and the worker
         )
-        config = dask.config.serialize(dask.config.global_config)
+        config = dask.config.serialize(self._configuration)
         self.proc.stdin.write(f"{config}\n")
         while line := await self.proc.stderr.readline():
             self._lines.append(line.strip())

@@ -51,7 +51,9 @@ def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) ->
         if scheme == "tls" and terms.get("ssl_context") is None:
             raise OptionError(
                 f"cluster={address!r}: tls:// needs certificates; pass "
-                "Client(address, security=Security(...)), or set them in Dask's configuration"
+                "Client(address, security=Security(...)), or set them in Dask's configuration. "
+                "A cluster that nbelastic has started is open to processes of its own user, on its "
+                "own host"
             )
     except OSError as error:  # a file of the configuration is not there
         raise OptionError(

@@ -52,6 +52,7 @@ from nbelastic.cluster.wire import (
     unpack,
 )
 from nbelastic.collectives.topology import host_identity
+from nbelastic.elastic.ranks.runtime import DASK_CUDA
 from nbelastic.membership import RankLeft, RankRaised, Slot
 
 from .environment import own_interface, versions
@@ -233,7 +234,7 @@ class Agent(WorkerPlugin):
         setup = RankSetup(
             spec,
             payload,
-            environment=dict(os.environ),
+            environment={**os.environ, **({DASK_CUDA: "1"} if "dask_cuda" in sys.modules else {})},
             directory=os.getcwd(),
             scratch=self._scratch(spec),
             path=tuple(sys.path),

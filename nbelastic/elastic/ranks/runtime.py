@@ -7,6 +7,8 @@ simulated threads, stores and communicators.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -70,8 +72,9 @@ class RankRuntime:
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
     # Forms a generation of this rank alone, to be faster with others.
     form_alone: Callable[[Rendezvous], None] = lambda _rendezvous: None
-    # Called once the user's code has set up. Then the rank takes the memory of each step.
-    on_set_up: Callable[[], None] = lambda: None
+    # Called once the user's code has set up, with the bytes that the first step takes, if other
+    # ranks wait for it. Then the rank takes the memory of each step.
+    on_set_up: Callable[[int], None] = lambda _nbytes: None
 
 
 DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)
@@ -94,6 +97,29 @@ OWN_VARIABLES = (
     "KERAS_BACKEND",
 )
 """Environment variables of a rank that nbelastic sets itself."""
+
+
+DASK_CUDA = "NBELASTIC_DASK_CUDA"
+"""Variable of a rank whose worker has loaded dask-cuda: its own process has not."""
+
+
+def own_gpu_first() -> bool:
+    """Return whether visible GPUs are listed as by dask-cuda: all of the host's, its own first.
+
+    Its lists are ascending ones that are rotated. The first worker's list, and lists of UUIDs, look
+    like any other. There it counts whether dask-cuda is loaded.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if not names:
+        return False
+    if DASK_CUDA in os.environ or "dask_cuda" in sys.modules:
+        return True
+    if not all(name.isdecimal() for name in names):
+        return False
+    numbers = [int(name) for name in names]
+    first = numbers.index(min(numbers))
+    return first > 0 and numbers[first:] + numbers[:first] == sorted(numbers)
 
 
 @dataclass(frozen=True, kw_only=True)

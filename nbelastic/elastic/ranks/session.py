@@ -41,6 +41,7 @@ from nbelastic.membership import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from nbelastic.collectives import Communicator, RendezvousServer
@@ -212,10 +213,18 @@ class Session(Context):
         self.loops += 1
         return self.loops
 
-    def form(self, loop: int, *, failed: bool = False, detail: str = "") -> Plan:
+    def form(
+        self,
+        loop: int,
+        step_bytes: Callable[[], int] = lambda: 0,
+        *,
+        failed: bool = False,
+        detail: str = "",
+    ) -> Plan:
         """Leave the present generation and become a member of the next.
 
         `loop` is the number of the elastic loop that the rank is about to enter; 0 outside one.
+        `step_bytes` returns the memory that its first step takes.
         `failed` says that an operation failed, and `detail` which one.
         """
         self._check_process()
@@ -224,7 +233,7 @@ class Session(Context):
         if self._store is None:
             self._store = store = self._runtime.open_store(self.spec.bind, self.secret)
             terms = self.spec.alone(store.address, self.secret)
-            self.receive_buffer = warm_up(self.spec, terms, self._runtime)
+            self.receive_buffer = warm_up(self.spec, terms, self._runtime, step_bytes)
         while True:
             plan = self._await_plan(loop, failed, detail, own)
             try:

@@ -47,7 +47,8 @@ class Timeline:
 
     def record(self, part: str | os.PathLike[str], rank: int, *, marks_cycles: bool) -> None:
         """Record from here to the end of the function, in a part of the job's timeline."""
-        file = open(part, "w", encoding="utf-8")  # noqa: SIM115 (open as long as it records)
+        Path(part).unlink(missing_ok=True)  # it may be a link of another user's
+        file = open(part, "x", encoding="utf-8")  # noqa: SIM115 (open as long as it records)
         self.start(part, rank, marks_cycles=marks_cycles)
         self._part, self._appended = file, now()
 

@@ -1,9 +1,9 @@
 """Warm-up of a rank before it reports ready, so that no other rank waits.
 
-A newcomer touches the memory for the state that it will receive. The first generation that a
-process forms takes ten times as long as the second: modules are imported, libraries loaded, threads
-and sockets made. So a newcomer first forms a generation of two with itself, sums and sends
-something, and closes it again.
+A newcomer touches the memory for the state that it will receive, and that its first step takes. The
+first generation that a process forms takes ten times as long as the second: modules are imported,
+libraries loaded, threads and sockets made. So a newcomer first forms a generation of two with
+itself, sums and sends something, and closes it again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nbelastic.collectives import Rendezvous
     from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
 
@@ -27,12 +29,15 @@ LIMIT_S = 5.0
 """Seconds that an operation may take in a generation that a rank forms alone."""
 
 
-def warm_up(spec: RankSpec, alone: Rendezvous, runtime: RankRuntime) -> ReceiveBuffer | None:
+def warm_up(
+    spec: RankSpec, alone: Rendezvous, runtime: RankRuntime, step_bytes: Callable[[], int]
+) -> ReceiveBuffer | None:
     """Prepare to join ranks that train, or to be joined where a rank is to train alone.
 
-    Returns memory for the state that the rank will receive, if it will receive one.
+    Returns memory for the state that the rank will receive, if it will receive one. Then its first
+    step's memory is touched as well.
     """
-    runtime.on_set_up()
+    runtime.on_set_up(step_bytes() if spec.state_bytes else 0)
     buffer = ReceiveBuffer.for_state(spec.state_bytes) if spec.state_bytes else None
     if spec.state_bytes is not None or spec.place.size == 1:
         runtime.form_alone(alone)

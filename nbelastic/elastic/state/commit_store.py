@@ -27,6 +27,7 @@ class StateHooks:
     # Values of trained parameters, and kinds of optimizers that do not average gradients.
     sample: Callable[[], tuple[Sample, tuple[str, ...]]]
     moving_values: Callable[[], dict[str, object]]  # tokens of values in models, in no state
+    step_bytes: Callable[[], int]  # memory of the host that a first step takes
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,10 @@ class State:
         """Return tokens of values in models that are part of no state, by name."""
         return {}
 
+    def _step_bytes(self) -> int:
+        """Return the bytes of the host that the gradients of a step and its optimizer take."""
+        return 0
+
     def align(self, behind: Sequence[int]) -> None:
         """Bring all members of a new generation to the same state. Called by the elastic loop.
 
@@ -508,7 +512,9 @@ class ObjectState(State):
 def hooks_of(state: State) -> StateHooks:
     """Return what the elastic loop needs of a state."""
     on_commit = state.__dict__.setdefault("_on_commit", [])
-    return StateHooks(on_commit, state._run_due, state._sample, state._moving_values)
+    return StateHooks(
+        on_commit, state._run_due, state._sample, state._moving_values, state._step_bytes
+    )
 
 
 def store_of(state: ObjectState) -> CommitStore:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbelastic.data import Loader
@@ -347,6 +348,21 @@ class TorchState(ObjectState):
         if context is not None:
             context.ahead = True
 
+    def _step_bytes(self) -> int:
+        objects = objects_in(self._values().values())
+        parts = {part for each in self._modules() for part in each.modules()}
+        parameters = {
+            parameter
+            for part in parts
+            if not getattr(part, "sparse", False)  # an embedding's gradient may be much smaller
+            for parameter in part.parameters(recurse=False)
+            if parameter.requires_grad and parameter.is_cpu and not is_lazy(parameter)
+        }
+        sizes = sorted(map(nbytes_of, parameters))
+        # Adam and its like need two temporary tensors for each parameter in turn.
+        steps = any(isinstance(each, Optimizer) for each in objects)
+        return sum(sizes) + (2 * sum(sizes[-1:]) if steps else 0)
+
     def _modules(self) -> list[Module]:
         objects = objects_in(self._values().values())
         return [each for each in objects if isinstance(each, Module)]
@@ -390,7 +406,7 @@ class TorchState(ObjectState):
         )
         if self._data is None:
             self._data = _data_samples(objects)
-        head = self._head(present, nodes, self._data)
+        head = self._head(present, nodes, self._data, trusted=self._lazy.trusted)
         return StatePayload(head, flattener.tensors)
 
     def _unwritable(self) -> list[str]:
@@ -409,11 +425,13 @@ class TorchState(ObjectState):
         present: CapturedState,
         nodes: dict[str, Node],
         data: Sequence[DataSample | None] = (),
+        *,
+        trusted: bool = False,
     ) -> bytes:
         """Return everything except tensors, and what has changed since the state was built."""
         before = changes(self._built, present.structure())
         try:
-            content = _dump((present.captured, nodes, self._more()), present.objects)
+            content = _dump((present.captured, nodes, trusted, self._more()), present.objects)
         except Exception as error:  # pickling runs code of any class
             values, objects = self._values(), present.objects
             refuse_by_name(error, values, objects, SENT, lambda each: _dump(each, objects))
@@ -455,7 +473,8 @@ class TorchState(ObjectState):
         check_names("the values", public(self._names), public(names))
         check_names("the objects", mine.kinds(), kinds, in_order=True)
         captured, nodes, *more = _load(content, objects)
-        more = [each for each in more if not isinstance(each, bool)]  # of older checkpoints
+        trusted = True in more  # of a rank that runs the same function
+        more = [each for each in more if not isinstance(each, bool)]  # old checkpoints have none
         if not self._aligned:  # else it may be behind ranks that have changed it since
             for obj in objects:
                 flattener.flatten(obj)
@@ -468,6 +487,8 @@ class TorchState(ObjectState):
             payload.tensors, objects, restore_object, devices=payload.devices, keep=keep
         )
         self._take(*rebuild(unflattener, captured, nodes), more)
+        if trusted:  # else the first commit would copy everything, while other ranks wait
+            self._lazy.trust()
         if payload.buffer is not None:
             for ref, tensor in enumerate(payload.tensors):
                 if ref not in unflattener.kept:

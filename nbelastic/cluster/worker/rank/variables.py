@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nbelastic.elastic.ranks.runtime import own_gpu_first
+
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.context import Context
 
@@ -51,3 +53,6 @@ def keep_variables(context: Context) -> None:
     if not gpus:
         # Without it accelerate makes a rank on a host without GPU a world of its own.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    elif own_gpu_first():
+        # accelerate and Transformers take the GPU of LOCAL_RANK, which is another worker's.
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cuda:0")
