@@ -6,6 +6,7 @@ the membership machine, each other line one event with its time and chance, and 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import logging
@@ -17,15 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.config
+import msgspec
 
 from nbelastic.errors import OptionError
-from nbelastic.membership import Event, Machine, from_dict, to_dict
-from nbelastic.membership.serial import plain, typed
+from nbelastic.membership import Machine, pack_machine, unpack_machine
+from nbelastic.messages import AnyEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbelastic.membership import Effect
+    from nbelastic.messages import Effect, Event
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +49,14 @@ class JournalFile:
         # Users' errors are in it, as in the scheduler's log: only its own user may read them.
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
-        self._write({"job": self._job, "machine": to_dict(machine)})
+        self._write({"job": self._job, "machine": base64.b64encode(pack_machine(machine)).decode()})
 
     def write(
         self, event: Event, now: float, chance: float, effects: list[Effect], machine: Machine
     ) -> None:
         """Add an event, and what the machine has decided on it."""
-        line = {"time": time.time(), "now": now, "chance": chance, "event": plain(event)}
-        self._write({**line, "effects": _plain_effects(effects)})
+        done = msgspec.to_builtins({"event": event, "effects": effects})
+        self._write({"time": time.time(), "now": now, "chance": chance, **done})
         if self._file.tell() > self._most:  # the newest part must be one that can be replayed
             self._file.close()
             self.path.replace(self.path.with_suffix(".old.jsonl"))
@@ -107,7 +109,7 @@ def replay(path: str | os.PathLike[str]) -> tuple[str, Iterator[ReplayedStep]]:
     lines = _lines(path)
     try:
         first = next(lines)
-        machine = from_dict(first["machine"])
+        machine = unpack_machine(base64.b64decode(first["machine"]))
     except (StopIteration, LookupError, TypeError, ValueError, AttributeError) as error:
         raise OptionError(f"{os.fspath(path)}: no journal of a job ({error!r})") from error
     return first["job"], _steps(os.fspath(path), lines, machine)
@@ -122,12 +124,8 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 def _steps(path: str, lines: Iterator[dict[str, Any]], machine: Machine) -> Iterator[ReplayedStep]:
     for number, line in enumerate(lines, 2):
-        event = typed(Event, line["event"])
+        event: Event = msgspec.convert(line["event"], AnyEvent)
         effects = machine.handle(event, line["now"], line["chance"])
-        if json.loads(json.dumps(_plain_effects(effects))) != line["effects"]:
+        if json.loads(json.dumps(msgspec.to_builtins(effects))) != line["effects"]:
             raise OptionError(f"{path}, line {number}: another version of nbelastic decided this")
         yield ReplayedStep(line["time"], event, effects, machine)
-
-
-def _plain_effects(effects: list[Effect]) -> list[Any]:
-    return [[type(effect).__name__, plain(effect)] for effect in effects]

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nbelastic.cluster import (
     HeldPartitions,
     JobClient,
-    JobTerms,
     check_versions,
     hold_partitions,
     lost_while,
     own_versions,
     pack_function,
-    pack_machine,
     with_sources,
 )
 from nbelastic.errors import ClusterLost, OptionError
-from nbelastic.membership import Machine
+from nbelastic.membership import Machine, pack_machine
+from nbelastic.messages import JobTerms
 
 from . import display
 from .attachment import attach_client
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     import datetime
     from collections.abc import Callable, Iterable, Mapping
 
-    from nbelastic.cluster import JobPayload
+    from nbelastic.messages import JobPayload
 
 Duration: TypeAlias = "float | str | datetime.timedelta"
 """Seconds, text that Dask reads (``"2 minutes"``), or a timedelta."""

@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import JobStopped, OptionError
-from nbelastic.membership import StopReason, StopRequested
+from nbelastic.messages import StopReason, StopRequested
 
 from . import display
 from .options import changed_limits, count, with_hints

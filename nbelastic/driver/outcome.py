@@ -10,14 +10,14 @@ import cloudpickle
 
 from nbelastic.cluster import summary_of, unpack_error
 from nbelastic.errors import Detached, JobError, JobStopped
-from nbelastic.membership.reasons import Stopping
+from nbelastic.messages import Stopping
 
 from .failure import exception_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from nbelastic.membership import Outcome, StopRequested
+    from nbelastic.messages import Outcome, StopRequested
 
     from .records import KernelLog
 

@@ -15,32 +15,27 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbelastic.cluster import (
+from nbelastic.elastic.ranks.timeline import join_parts
+from nbelastic.errors import ClusterLost
+from nbelastic.membership import JobView, Machine, Stage, unpack_machine, view
+from nbelastic.messages import (
+    ClusterGone,
     DriverReplaced,
+    End,
+    Event,
     FaultReport,
     JobEvent,
     JobHandover,
+    Outcome,
     RankOutput,
+    Record,
+    SlotGone,
     SlotGranted,
+    StopRequested,
     TelemetryBatch,
+    Tick,
     ToDriver,
     WorkerRefused,
-    unpack_machine,
-)
-from nbelastic.elastic.ranks.timeline import join_parts
-from nbelastic.errors import ClusterLost
-from nbelastic.membership import (
-    ClusterGone,
-    End,
-    Event,
-    JobView,
-    Machine,
-    Outcome,
-    SlotGone,
-    Stage,
-    StopRequested,
-    Tick,
-    view,
 )
 
 from .clock import LiveClock
@@ -50,7 +45,8 @@ from .records import KernelLog
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from nbelastic.cluster import FaultOrder, JobClient, Message
+    from nbelastic.cluster import JobClient
+    from nbelastic.messages import FaultOrder, Message
 
     from .options import Options
 
@@ -316,7 +312,7 @@ class Driver:
             members = self._machine.roster.members()
             self.log.note_telemetry(message.ranks, [rank.start for rank in members])
         elif isinstance(message, WorkerRefused):
-            self.log.note("refused", worker=message.worker, detail=message.reason)
+            self.log.note(Record("refused", worker=message.worker, detail=message.reason))
 
     def _take_event(self, message: JobEvent) -> None:
         if message.seq <= self._seq:
@@ -381,4 +377,4 @@ class Driver:
             problem = "no rank has written its part: all workers and the kernel must see the path"
         except OSError as error:
             problem = f"it cannot be written: {error}"
-        self.log.note("warning", detail=f"there is no timeline at {path}\n{problem}")
+        self.log.note(Record("warning", detail=f"there is no timeline at {path}\n{problem}"))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from nbelastic.messages import Noticed, NotUsed, StopPending, UnusedReason, Waiting, WaitingForRanks
 
 from . import rules
 from .ranks import Phase, Rank, Stage
-from .reasons import Noticed, NotUsed, StopPending, UnusedReason, Waiting, WaitingForRanks
 from .roster import Roster
 
 if TYPE_CHECKING:
+    from nbelastic.messages import Plan, Reason
+
     from .machine import Machine
-    from .model import Plan
-    from .reasons import Reason
 
 _STATES = {
     Phase.FORMING: "forming",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from nbelastic.cluster import AttachRefusal
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
+from nbelastic.messages import AttachRefusal
 
 
 def test_a_lost_connection_is_the_reason_until_it_is_back() -> None:

@@ -15,7 +15,7 @@ from nbelastic.driver.outcome import settle
 from nbelastic.driver.records import KernelLog
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import JobError, JobStopped, RankFailed
-from nbelastic.membership import FailureKind, Outcome, StopReason, StopRequested
+from nbelastic.messages import FailureKind, Outcome, StopReason, StopRequested
 from nbelastic.pickling import dumps
 
 KINDS = [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError]

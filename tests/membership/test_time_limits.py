@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import (
+from nbelastic.membership import Phase
+from nbelastic.messages import (
     Abort,
+    AllWaited,
     Beat,
     Beats,
-    EndRank,
-    Phase,
-    RankRaised,
-    RestartWorker,
-    Tick,
-)
-from nbelastic.membership.reasons import (
-    AllWaited,
     Counted,
     DidNotEnd,
+    EndRank,
     LossReason,
     Lost,
     RankId,
+    RankRaised,
+    RestartWorker,
     Tally,
+    Tick,
 )
 
 from .ranks import Script

@@ -3,35 +3,39 @@
 What ends a rank: its function's end; an order, which raises in the function, then SIGTERM and
 SIGKILL, each after a limit; a signal of someone else; too much memory. Whatever it is, the process
 ends within the limits, and its last event reaches the driver:
-:class:`~nbelastic.membership.RankDied` where it has sent none itself.
+:class:`~nbelastic.messages.RankDied` where it has sent none itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from nbelastic.cluster.process_state import ProbeHistory, Verdict
-from nbelastic.cluster.wire import (
+from nbelastic.messages import (
     AbortOrder,
+    Beat,
     EndRankOrder,
     FaultDue,
     Heartbeats,
     PlanOrder,
+    RankDied,
     RankEvent,
+    RankLeft,
     RankOutput,
+    RankRaised,
+    RankReturned,
 )
-from nbelastic.membership import Beat, RankDied, RankLeft, RankRaised, RankReturned
 
 from .rank_output import OutputBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.cluster.wire import Message, RankOrder
-    from nbelastic.membership import Plan
+    from nbelastic.messages import Message, Plan, RankOrder
 
     from .rank_process import RankProcess
 
@@ -159,4 +163,4 @@ class HostedRank:
             self.kill(f"its process was stopped for {silence:.0f} s")
         elif silence >= self._patience:
             self.kill(f"its process has sent no heartbeat for {silence:.0f} s and does nothing")
-        return dataclasses.replace(self._beat, waiting=False, operation="")
+        return replace(self._beat, waiting=False, operation="")

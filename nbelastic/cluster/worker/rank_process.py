@@ -42,7 +42,7 @@ from .rank_exit import ProcessExit, out_of_memory_kills
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.cluster.wire import Message
+    from nbelastic.messages import Message
 
 METHOD = "fork" if sys.platform == "linux" else "spawn"
 """How ranks begin. Frameworks of macOS do not work in a fork."""

@@ -14,6 +14,7 @@ from nbelastic.cluster import JobLog, Modules
 from nbelastic.driver import display
 from nbelastic.driver.clock import steady_time
 from nbelastic.driver.status import HistoryEvent, Output
+from nbelastic.messages import Record
 
 from .describe import OUTPUT_GAP, history_detail, reset_detail, straggler_detail
 from .metrics import MetricsAggregator
@@ -22,8 +23,7 @@ from .output_log import OutputLog
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbelastic.cluster import HistoryRecord, LogContents, RankTelemetry
-    from nbelastic.elastic.ranks.telemetry import CodeLine
+    from nbelastic.messages import CodeLine, LogContents, RankTelemetry
 
 
 class KernelLog(JobLog):
@@ -83,7 +83,7 @@ class KernelLog(JobLog):
         self.highest_rank = max(rank, self.highest_rank or 0)
         self.names[start] = f"rank {rank} on {worker}"
 
-    def _add(self, record: HistoryRecord) -> None:
+    def _add(self, record: Record) -> None:
         detail = record.detail
         if record.reason is not None:
             error = None if record.start is None else self.failures.get(record.start)
@@ -113,17 +113,17 @@ class KernelLog(JobLog):
         with self._lock:
             problem = self._kept.add(Output(start, self.latest_rank(start), text), write=write)
         if problem:
-            self.note("warning", detail=problem)
+            self.note(Record("warning", detail=problem))
 
     def note_gap(self, start: int) -> None:
         """Note that output of ranks is missing from here on, because this kernel did not read."""
         self.note_output(start, f"[{OUTPUT_GAP}]\n")
-        self.note("warning", detail=OUTPUT_GAP)
+        self.note(Record("warning", detail=OUTPUT_GAP))
 
     def note_telemetry(self, ranks: Iterable[RankTelemetry], members: Iterable[int] = ()) -> None:
         """Keep the telemetry of ranks; the job's speed is that of its members."""
         ranks = tuple(ranks)
-        self._snapshots.update((each.start, each.snapshot) for each in ranks)
+        self._latest.update((each.start, each) for each in ranks)
         elapsed = self.elapsed
         self.metrics.take(elapsed, ranks)
         self.metrics.note_pace(elapsed, self.metrics.total(members))
