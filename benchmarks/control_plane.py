@@ -14,8 +14,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgpack
-
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, quartiles, table
 from benchmarks.forming import formed_in
@@ -23,13 +21,13 @@ from benchmarks.large_job import SimulatedJobClient, slots_of
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
-from nbelastic.membership import (
+from nbelastic.membership import Machine
+from nbelastic.messages import (
     Abort,
     Beat,
     Beats,
     Event,
     Limits,
-    Machine,
     Plan,
     Publish,
     RankFormed,
@@ -37,8 +35,8 @@ from nbelastic.membership import (
     SlotGone,
     SlotsFound,
     StartRank,
+    encode,
 )
-from nbelastic.membership.serial import plain
 
 if TYPE_CHECKING:
     import argparse
@@ -94,7 +92,7 @@ def machine(ranks: int) -> dict[str, Any]:
     to_plan += timed.tell("ready", [_ready(start, 0, -1) for start in starts])
     assert timed.plan is not None
     sent = timed.messages
-    plan_bytes = len(msgpack.packb(plain(timed.plan)))
+    plan_bytes = len(encode(timed.plan))
     timed.tell("formed", [RankFormed(start, 1, "gloo") for start in starts])
     for commit in range(1, COMMITS + 1):
         beats = [Beats((Beat(start, 1, commit << 32, False, commit),)) for start in starts]

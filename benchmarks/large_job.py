@@ -16,28 +16,25 @@ from typing import TYPE_CHECKING, Any
 import comm
 
 from benchmarks.panel import LIMIT, PER_SECOND, RANKS, Wire
-from nbelastic.cluster.wire import (
-    JobEvent,
-    Message,
-    RankTelemetry,
-    SlotGranted,
-    TelemetryBatch,
-    ToDriver,
-    pack,
-    unpack_for_driver,
-)
+from nbelastic.cluster.wire import pack, unpack
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
-from nbelastic.elastic.ranks.telemetry import MetricsReport, TelemetrySnapshot
-from nbelastic.membership import (
+from nbelastic.messages import (
     Beat,
     Beats,
+    JobEvent,
+    Message,
+    MetricsReport,
     Place,
     RankFormed,
     RankReady,
+    RankTelemetry,
     Slot,
+    SlotGranted,
     SlotsFound,
+    TelemetryBatch,
+    ToDriver,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +65,7 @@ class SimulatedJobClient:
         began = time.thread_time()
         packed = pack(ToDriver(self.epoch, message))
         self.packing += time.thread_time() - began
-        self.driver.receive(unpack_for_driver(packed))
+        self.driver.receive(unpack(packed, ToDriver))
 
     def say(self, event: Any) -> None:
         self._seq += 1
@@ -106,8 +103,8 @@ class SimulatedJobClient:
         reports = tuple(
             MetricsReport(step + i, 0, 1, None, {"loss": 1.0 / (step + i + 1)}) for i in range(rows)
         )
-        snapshot = TelemetrySnapshot(step, 32 * step, "cuda:0", 0, step, 9, 900)
-        ranks = (RankTelemetry("large", start, snapshot, reports) for start in self.members)
+        figures = (step, 32 * step, "cuda:0", 0, step, 9, 900)
+        ranks = (RankTelemetry("large", start, *figures, reports=reports) for start in self.members)
         self.tell(TelemetryBatch(tuple(ranks)))
 
 

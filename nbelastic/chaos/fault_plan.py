@@ -25,9 +25,9 @@ from .scheduled_faults import LASTING, CommitRate, RandomSchedule, ScheduledFaul
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbelastic.cluster import FaultOrder, FaultReport
     from nbelastic.driver import Job
     from nbelastic.membership import RankView
+    from nbelastic.messages import FaultOrder, FaultReport
 
 TICK = 0.05
 """Seconds between two looks at the job."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from nbelastic.cluster import FaultOrder
 from nbelastic.errors import OptionError
+from nbelastic.messages import FaultOrder
 
 if TYPE_CHECKING:
     from typing import Unpack

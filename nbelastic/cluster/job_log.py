@@ -6,22 +6,26 @@ the driver's thread, where a subclass shows the same to people. It decides nothi
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import re
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.membership import (
+import msgspec
+from msgspec.structs import replace
+
+from nbelastic.messages import (
     ClusterGone,
     LimitsChanged,
+    LogContents,
     Publish,
     RankDied,
     RankExited,
     RankLeft,
     RankRaised,
     RankReturned,
+    RankTelemetry,
     Record,
     StartRank,
     StopReason,
@@ -29,15 +33,15 @@ from nbelastic.membership import (
     Tick,
 )
 
-from .wire import HistoryRecord, LogContents, RankTelemetry
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nbelastic.elastic.ranks.telemetry import MetricsReport, TelemetrySnapshot
-    from nbelastic.membership import Effect, Event, Reason
-
-    from .rank_error import PackedError
+    from nbelastic.messages import (
+        Effect,
+        Event,
+        MetricsReport,
+        PackedError,
+    )
 
 MOST_OUTPUT = 2**20
 """Characters printed by ranks that are kept; the oldest go first."""
@@ -57,8 +61,8 @@ class JobLog:
         self.results: dict[int, bytes] = {}  # pickled
         self.failures: dict[int, PackedError] = {}  # packed: unpacking runs the user's code
         self.ranks: dict[int, tuple[int, str]] = {}  # the last rank and the worker
-        self._snapshots: dict[int, TelemetrySnapshot] = {}
-        self._records: list[HistoryRecord] = []
+        self._latest: dict[int, RankTelemetry] = {}
+        self._records: list[Record] = []
         self._output: deque[tuple[int, str]] = deque()
         self._length = 0
         self._reports: deque[tuple[int, MetricsReport]] = deque(maxlen=MOST_REPORTS)
@@ -70,7 +74,7 @@ class JobLog:
         elif isinstance(event, RankRaised) and error is not None:
             self.failures[event.start] = error
 
-    def note_effect(self, effect: Effect, size: int, seen: Event) -> HistoryRecord | None:
+    def note_effect(self, effect: Effect, size: int, seen: Event) -> Record | None:
         """Keep the ranks of a plan, and an entry of the history with the event that led to it."""
         if isinstance(effect, StartRank):
             self._note_rank(effect.start, effect.place.rank, effect.slot.worker)
@@ -78,56 +82,18 @@ class JobLog:
             for rank, member in enumerate(effect.plan.members):
                 self._note_rank(member.start, rank, member.slot.worker)
         elif isinstance(effect, Record):
-            return self.note(
-                effect.kind,
-                generation=effect.generation,
-                size=size,
-                worker=effect.worker,
-                rank=effect.rank,
-                start=effect.start,
-                name=effect.name,
-                reason=effect.reason,
-                figures=effect.figures,
-                seen=describe_event(seen, self.ranks),
-            )
+            seen_by = describe_event(seen, self.ranks)
+            return self.note(replace(effect, size=size, seen=seen_by))
         return None
 
     def _note_rank(self, start: int, rank: int, worker: str) -> None:
         self.ranks[start] = rank, worker
 
-    def note(
-        self,
-        kind: str,
-        *,
-        generation: int = 0,
-        size: int = 0,
-        worker: str | None = None,
-        rank: int | None = None,
-        start: int | None = None,
-        name: str = "",
-        detail: str = "",
-        reason: Reason | None = None,
-        figures: dict[str, float] | None = None,
-        seen: str = "",
-    ) -> HistoryRecord:
+    def note(self, record: Record) -> Record:
         """Add an entry to the history; the loss of a rank with the line that it executed."""
-        snapshot = None if start is None else self._snapshots.get(start)
-        line = None if snapshot is None else snapshot.line
-        entry = HistoryRecord(
-            time=self._now(),
-            kind=kind,
-            generation=generation,
-            size=size,
-            worker=worker,
-            rank=rank,
-            start=start,
-            name=name,
-            detail=detail,
-            reason=reason,
-            figures=dict(figures or {}),
-            line=line,
-            seen=seen,
-        )
+        latest = None if record.start is None else self._latest.get(record.start)
+        line = None if latest is None else latest.line
+        entry = replace(record, time=self._now(), line=line)
         self._add(entry)
         return entry
 
@@ -135,7 +101,7 @@ class JobLog:
         """Return the time of a record, in seconds since the epoch."""
         return time.time()
 
-    def _add(self, record: HistoryRecord) -> None:
+    def _add(self, record: Record) -> None:
         self._records = [each for each in self._records if not replaces(record, each)]
         self._records.append(record)
 
@@ -149,7 +115,7 @@ class JobLog:
     def note_telemetry(self, ranks: Iterable[RankTelemetry]) -> None:
         """Keep the telemetry of ranks."""
         for each in ranks:
-            self._snapshots[each.start] = each.snapshot
+            self._latest[each.start] = replace(each, job="", reports=())
             self._reports.extend((each.start, report) for report in each.reports)
 
     def contents(self) -> LogContents:
@@ -164,8 +130,8 @@ class JobLog:
             ranks=self.ranks,
             output=tuple(self._output),
             telemetry=tuple(
-                RankTelemetry("", start, snapshot, tuple(reports.get(start, ())))
-                for start, snapshot in self._snapshots.items()
+                replace(latest, reports=tuple(reports.get(start, ())))
+                for start, latest in self._latest.items()
             ),
         )
 
@@ -175,14 +141,14 @@ def replaces(new: Any, old: Any) -> bool:
     return new.kind == old.kind == "logged" and str(new.reason) == str(old.reason)
 
 
-def in_one_line(entry: HistoryRecord) -> str:
+def in_one_line(entry: Record) -> str:
     """Return an entry of the history for a logger, with its numbers."""
     words = [f"{entry.kind} in generation {entry.generation} of {entry.size} ranks"]
     if entry.worker is not None:
         rank = f"start {entry.start}" if entry.rank is None else f"rank {entry.rank}"
         words.append(f"{rank} on {entry.worker}")
     words.append(" ".join(str(entry.reason or entry.detail).split()))
-    values = {} if entry.reason is None else vars(entry.reason)
+    values = {} if entry.reason is None else msgspec.structs.asdict(entry.reason)
     numbers = {key: value for key, value in values.items() if type(value) in (int, float)}
     words += [_fact(key, number) for key, number in {**numbers, **entry.figures}.items()]
     return "; ".join(filter(None, [*words, f"seen by {entry.seen}" * bool(entry.seen)]))
@@ -205,7 +171,7 @@ def describe_event(event: Event, ranks: Mapping[int, tuple[int, str]]) -> str:
     elif start is not None:
         by = f"{'the agent of ' * isinstance(event, RankDied | RankExited)}start {start}"
     what = re.sub("(?<!^)([A-Z])", r" \1", type(event).__name__).lower()
-    fields = {each.name: getattr(event, each.name) for each in dataclasses.fields(event)}
+    fields = msgspec.structs.asdict(event)
     facts = [_fact(name, fields[name]) for name in fields if name not in ("start", "slot")]
     return f"{by}: {', '.join([what, *filter(None, facts)])}"
 

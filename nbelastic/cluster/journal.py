@@ -6,6 +6,7 @@ the membership machine, each other line one event with its time and chance, and 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import getpass
 import json
@@ -18,16 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.config
+import msgspec
 
 from nbelastic.cluster.own_files import create, own_directory
 from nbelastic.errors import OptionError
-from nbelastic.membership import Event, Machine, from_dict, to_dict
-from nbelastic.membership.serial import plain, typed
+from nbelastic.membership import Machine, pack_machine, unpack_machine
+from nbelastic.messages import AnyEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbelastic.membership import Effect
+    from nbelastic.messages import Effect, Event
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +50,14 @@ class JournalFile:
     def _begin(self, machine: Machine) -> None:
         # Users' errors are in it, as in the scheduler's log: only its own user may read them.
         self._file = os.fdopen(create(self.path), "w", buffering=1, encoding="utf-8")
-        self._write({"job": self._job, "machine": to_dict(machine)})
+        self._write({"job": self._job, "machine": base64.b64encode(pack_machine(machine)).decode()})
 
     def write(
         self, event: Event, now: float, chance: float, effects: list[Effect], machine: Machine
     ) -> None:
         """Add an event, and what the machine has decided on it."""
-        line = {"time": time.time(), "now": now, "chance": chance, "event": plain(event)}
-        self._write({**line, "effects": _plain_effects(effects)})
+        done = msgspec.to_builtins({"event": event, "effects": effects})
+        self._write({"time": time.time(), "now": now, "chance": chance, **done})
         if self._file.tell() > self._most:  # the newest part must be one that can be replayed
             self._file.close()
             self.path.replace(self.path.with_suffix(".old.jsonl"))
@@ -110,7 +112,7 @@ def replay(path: str | os.PathLike[str]) -> tuple[str, Iterator[ReplayedStep]]:
     lines = _lines(path)
     try:
         first = next(lines)
-        machine = from_dict(first["machine"])
+        machine = unpack_machine(base64.b64decode(first["machine"]))
     except (StopIteration, LookupError, TypeError, ValueError, AttributeError) as error:
         raise OptionError(f"{os.fspath(path)}: no journal of a job ({error!r})") from error
     return first["job"], _steps(os.fspath(path), lines, machine)
@@ -125,12 +127,8 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 def _steps(path: str, lines: Iterator[dict[str, Any]], machine: Machine) -> Iterator[ReplayedStep]:
     for number, line in enumerate(lines, 2):
-        event = typed(Event, line["event"])
+        event: Event = msgspec.convert(line["event"], AnyEvent)
         effects = machine.handle(event, line["now"], line["chance"])
-        if json.loads(json.dumps(_plain_effects(effects))) != line["effects"]:
+        if json.loads(json.dumps(msgspec.to_builtins(effects))) != line["effects"]:
             raise OptionError(f"{path}, line {number}: another version of nbelastic decided this")
         yield ReplayedStep(line["time"], event, effects, machine)
-
-
-def _plain_effects(effects: list[Effect]) -> list[Any]:
-    return [[type(effect).__name__, plain(effect)] for effect in effects]

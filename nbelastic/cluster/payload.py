@@ -16,7 +16,7 @@ import cloudpickle
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from .wire import JobPayload
+    from nbelastic.messages import JobPayload
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from nbelastic.messages import ProcessId
+
 BETWEEN_PROBES_S = 0.4
 """Seconds for which a process must have been stopped before it counts as stopped."""
 
@@ -29,15 +31,6 @@ _STATES = {
     psutil.STATUS_ZOMBIE: "gone",
     psutil.STATUS_DEAD: "gone",
 }
-
-
-@dataclass(frozen=True)
-class ProcessId:
-    """Identity of a process, for other processes on its host."""
-
-    pid: int
-    started: float  # seconds from the host's start to its own
-    namespace: str  # of process ids; empty where the system has none
 
 
 @dataclass(frozen=True)

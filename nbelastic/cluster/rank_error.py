@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import linecache
 import os
-import re
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from nbelastic.errors import summary_of
+from nbelastic.messages import MOST_BYTES, Frame, PackedError
 from nbelastic.pickling import dumps
-
-from .sendable import MOST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Failure", "PackedError", "pack_error", "summary_of", "unpack_error"]
+__all__ = ["Failure", "pack_error", "summary_of", "unpack_error"]
 
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -31,35 +29,6 @@ MOST_FRAMES = 20
 
 _NOT_USERS = (_PACKAGE, "<frozen ")
 """How names of files begin that are not the user's: this package's, and of Python's own imports."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One line of a traceback."""
-
-    file: str
-    line: int
-    function: str
-    text: str
-
-
-_INSTALLED = re.compile(r"[\\/](lib[\\/]python3[^\\/]*|(site|dist)-packages)[\\/]", re.IGNORECASE)
-"""Files of installed packages and of Python itself, on whatever machine."""
-
-
-@dataclass(frozen=True)
-class PackedError:
-    """An error as it travels: plain values, and the pickled error; empty if it does not pickle."""
-
-    summary: str
-    frames: tuple[Frame, ...]
-    pickled: bytes
-
-    @property
-    def place(self) -> Frame | None:
-        """The innermost line that is not of an installed package; the innermost if all are."""
-        own = [frame for frame in self.frames if not _INSTALLED.search(frame.file)]
-        return next(reversed(own or self.frames), None)
 
 
 @dataclass(frozen=True)

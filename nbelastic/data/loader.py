@@ -23,8 +23,8 @@ from nbelastic.data.step import Step
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.step_share import StepShare
-from nbelastic.elastic.ranks.telemetry import DataProgress
 from nbelastic.errors import OptionError, StateMismatch
+from nbelastic.messages import DataProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

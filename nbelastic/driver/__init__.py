@@ -3,8 +3,8 @@
 ``options`` checks what a job is asked to do, ``records`` keeps for people what it did.
 """
 
-from nbelastic.cluster import JobInfo
 from nbelastic.cluster.scheduler.spot_notices import SpotNotices
+from nbelastic.messages import JobInfo
 
 from .display import set_display
 from .fit import fit, run

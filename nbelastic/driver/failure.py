@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic import errors
 from nbelastic.cluster import Modules, why_missing
-from nbelastic.membership import FailureKind
+from nbelastic.messages import FailureKind
 
 from . import display
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nbelastic.cluster import Failure
-    from nbelastic.membership import Outcome
+    from nbelastic.messages import Outcome
 
 MOST_SHOWN = 4
 

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nbelastic.cluster import (
     HeldPartitions,
     JobClient,
-    JobTerms,
     check_pulled,
     check_versions,
     hold_partitions,
     lost_while,
     own_versions,
     pack_function,
-    pack_machine,
     variables_of,
     with_sources,
 )
 from nbelastic.errors import ClusterLost, OptionError
-from nbelastic.membership import Machine
+from nbelastic.membership import Machine, pack_machine
+from nbelastic.messages import JobTerms
 
 from . import display
 from .attachment import attach_client
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     import datetime
     from collections.abc import Callable, Iterable, Mapping
 
-    from nbelastic.cluster import JobPayload
+    from nbelastic.messages import JobPayload
 
 Duration: TypeAlias = "float | str | datetime.timedelta"
 """Seconds, text that Dask reads (``"2 minutes"``), or a timedelta."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster import LARGE, put
 from nbelastic.errors import JobStopped, OptionError
-from nbelastic.membership import StopReason, StopRequested
+from nbelastic.messages import StopReason, StopRequested
 
 from . import display
 from .options import changed_limits, count, with_hints

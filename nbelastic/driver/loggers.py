@@ -27,6 +27,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbelastic.errors import OptionError, summary_of
+from nbelastic.messages import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +149,5 @@ class MetricsLogger:
         self._driver.note_logged(self.name, self._sent, self._rows)
 
     def _complain(self, what: str) -> None:
-        self._driver.log.note(
-            "warning", detail=f"the logger {self.name} {what}\njob.metrics has all"
-        )
+        remark = f"the logger {self.name} {what}\njob.metrics has all"
+        self._driver.log.note(Record("warning", detail=remark))

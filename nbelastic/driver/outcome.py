@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import InvalidStateError
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+from msgspec.structs import replace
 
 from nbelastic.cluster import Returned, summary_of, unpack_error
 from nbelastic.errors import Detached, JobError, JobStopped
-from nbelastic.membership.reasons import NotReady, Stopping, Text
+from nbelastic.messages import NotReady, Stopping, Text
 
 from .failure import exception_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from nbelastic.membership import Outcome, StopRequested
+    from nbelastic.messages import Outcome, StopRequested
 
     from .records import KernelLog
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass, field
 
-from nbelastic.cluster import JobInfo
+from nbelastic.messages import JobInfo
 
 
 @dataclass(frozen=True)

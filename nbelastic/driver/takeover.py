@@ -7,7 +7,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster import (
-    AttachRefusal,
     JobClient,
     check_versions,
     look_at_job,
@@ -16,7 +15,7 @@ from nbelastic.cluster import (
     send_wish,
 )
 from nbelastic.errors import OptionError
-from nbelastic.membership import StopReason, StopRequested
+from nbelastic.messages import AttachRefusal, LimitsChanged, StopReason, StopRequested
 
 from .attachment import attach_client
 from .fit import hand_out
@@ -26,7 +25,7 @@ from .status import JobTable
 from .thread import Driver
 
 if TYPE_CHECKING:
-    from nbelastic.membership import Event
+    pass
 
 
 @with_hints
@@ -158,7 +157,7 @@ def ask_to_scale(
     _send(name, cluster, changed_limits(status, min_np, max_np, priority, weight))
 
 
-def _send(name: str, cluster: Any, event: Event) -> None:
+def _send(name: str, cluster: Any, event: StopRequested | LimitsChanged) -> None:
     name = _name_of_job(name)
     client, cleanup = attach_client(_given(cluster), Options())
     try:

@@ -15,34 +15,29 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbelastic.cluster import (
+from nbelastic.elastic.ranks.timeline import join_parts
+from nbelastic.errors import ClusterLost
+from nbelastic.membership import JobView, Machine, Stage, unpack_machine, view
+from nbelastic.messages import (
+    KERNEL,
+    ClusterGone,
     DriverReplaced,
+    End,
+    Event,
     FaultReport,
     JobEvent,
     JobHandover,
-    RankOutput,
-    SlotGranted,
-    TelemetryBatch,
-    ToDriver,
-    WorkerRefused,
-    unpack_machine,
-)
-from nbelastic.elastic.ranks.timeline import join_parts
-from nbelastic.errors import ClusterLost
-from nbelastic.membership import (
-    KERNEL,
-    ClusterGone,
-    End,
-    Event,
-    JobView,
-    Machine,
     Outcome,
     RankNote,
+    RankOutput,
+    Record,
     SlotGone,
-    Stage,
+    SlotGranted,
     StopRequested,
+    TelemetryBatch,
     Tick,
-    view,
+    ToDriver,
+    WorkerRefused,
 )
 
 from .clock import LiveClock
@@ -53,7 +48,8 @@ from .records import KernelLog
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, MutableMapping
 
-    from nbelastic.cluster import FaultOrder, JobClient, Message
+    from nbelastic.cluster import JobClient
+    from nbelastic.messages import FaultOrder, Message
 
     from .options import Options
 
@@ -311,7 +307,7 @@ class Driver:
             self._job_client.start_again()
         elif new:
             names = ", ".join(sorted(map(str, new)))
-            self.log.note("warning", detail=CLOSED_FOR_GOOD.format(names=names))
+            self.log.note(Record("warning", detail=CLOSED_FOR_GOOD.format(names=names)))
 
     def _afterlife(self) -> str:
         return (
@@ -364,7 +360,7 @@ class Driver:
             members = self._machine.roster.members()
             self.log.note_telemetry(message.ranks, [rank.start for rank in members])
         elif isinstance(message, WorkerRefused):
-            self.log.note("refused", worker=message.worker, detail=message.reason)
+            self.log.note(Record("refused", worker=message.worker, detail=message.reason))
 
     def _take_event(self, message: JobEvent) -> None:
         if message.seq <= self._seq:
@@ -429,4 +425,4 @@ class Driver:
             problem = "no rank has written its part: all workers and the kernel must see the path"
         except OSError as error:
             problem = f"it cannot be written: {error}"
-        self.log.note("warning", detail=f"there is no timeline at {path}\n{problem}")
+        self.log.note(Record("warning", detail=f"there is no timeline at {path}\n{problem}"))

@@ -17,6 +17,7 @@ PACKAGES = (
     "cloudpickle",
     "fsspec",
     "msgpack",
+    "msgspec",
     "numpy",
     "tornado",
     "ipykernel",

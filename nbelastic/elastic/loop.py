@@ -13,7 +13,7 @@ from nbelastic.elastic.ranks.torch_modes import TorchModes
 from nbelastic.elastic.state import hooks_of
 from nbelastic.elastic.training_checks import TrainingChecks
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
-from nbelastic.membership import FRESH
+from nbelastic.messages import FRESH
 
 if TYPE_CHECKING:
     from collections.abc import Callable

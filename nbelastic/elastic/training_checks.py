@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.state import hooks_of
-from nbelastic.membership import FRESH, WeightsSampled
+from nbelastic.messages import FRESH, WeightsSampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .events import WeightsSampled
-from .reasons import WeightsDiffer
+from nbelastic.messages import WeightsDiffer, WeightsSampled
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping

@@ -5,8 +5,8 @@ again. A job ends if failures repeat without progress, because a reset helps aga
 to a job (a process dies, a connection breaks), not against what its function does.
 
 `now` and `chance` are arguments, so the same events always lead to the same decisions. A decision
-is an :class:`~nbelastic.membership.reasons.Exclusion`, or a
-:class:`~nbelastic.membership.reasons.Tally`: how often something came, and the limit at which the
+is an :class:`~nbelastic.messages.Exclusion`, or a
+:class:`~nbelastic.messages.Tally`: how often something came, and the limit at which the
 job ends.
 """
 
@@ -16,10 +16,10 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .reasons import Counted, Exclusion, RepeatedError, Tally
+from nbelastic.messages import Counted, Exclusion, RepeatedError, Tally
 
 if TYPE_CHECKING:
-    from .model import Limits, Slot
+    from nbelastic.messages import Limits, Slot
 
 SAME_ERROR = 2
 """Times that ranks themselves end a generation with one error at one commit."""

@@ -10,28 +10,36 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import events as ev
-from . import reasons as why
-from . import rules
-from .divergence import compare
-from .effects import (
+from msgspec.structs import replace
+
+from nbelastic import messages as ev
+from nbelastic import messages as why
+from nbelastic.messages import (
+    FRESH,
     Abort,
     Effect,
     End,
     EndRank,
+    FailureKind,
+    Limits,
+    Member,
     Notify,
+    Outcome,
+    Plan,
     Publish,
     Record,
     Release,
     RestartWorker,
     SaveCommit,
+    Slot,
     StartRank,
 )
+
+from . import rules
+from .divergence import compare
 from .failure_policy import ErrorReport, FailurePolicy, Setback
-from .model import FRESH, FailureKind, Limits, Member, Outcome, Plan, Slot
 from .placement import arrange, broken_pairs, choose_removed, places_of
 from .ranks import Phase, Rank, Stage
 from .roster import Roster
@@ -1215,3 +1223,16 @@ class Machine:
         if warning is not None and warning not in self.roster.warnings:
             self.roster.warnings.append(warning)
             self._record("warning", rank, warning)
+
+
+def pack_machine(machine: Machine) -> bytes:
+    """Write a machine as bytes."""
+    return ev.encode(machine.roster)
+
+
+def unpack_machine(data: bytes) -> Machine:
+    """Read :func:`pack_machine`'s bytes; raise ValueError if they are none."""
+    roster: Roster = ev.decode(data, Roster)
+    machine = Machine(roster.limits)
+    machine.roster = roster
+    return machine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from .model import Place, Slot
+from nbelastic.messages import Place, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

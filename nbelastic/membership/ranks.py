@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from .model import FRESH, Slot
-from .reasons import EndReason
+from nbelastic.messages import FRESH, EndReason, Number, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
-    from .events import Beat
+    from nbelastic.messages import Beat
 
 K = TypeVar("K", bound="Hashable")
 
@@ -65,7 +64,7 @@ class Rank:
     slot: Slot
     since: float  # when it entered its stage
     stage: Stage = Stage.STARTING
-    version: float = FRESH
+    version: Number = FRESH
     loop: int = 0
     store: tuple[str, int] = ("", 0)
     unreached: tuple[int, ...] = ()
@@ -83,12 +82,12 @@ class Rank:
     operation: str = ""
     progress_at: float = 0.0
     heartbeat_at: float = 0.0
-    version_at_join: float = 0
+    version_at_join: Number = 0
     evicted: bool = False  # it is at fault, and the others go on without it
     exits: bool = False  # its function has returned, and its process has not ended
     by_share: bool = False  # it was started in a job that shares its cluster
 
-    counted_by: ClassVar[Ranks | None] = None  # updated by every change of a counted field
+    counted_by = cast("Ranks | None", None)  # updated by every change of a counted field
 
     def __setattr__(self, name: str, value: object) -> None:
         ranks = self.counted_by if name in _COUNTED else None

@@ -5,11 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from .events import WeightsSampled
+from nbelastic.messages import (
+    FRESH,
+    AnyReason,
+    GenerationLeft,
+    Limits,
+    Lost,
+    NoticeGiven,
+    Outcome,
+    Plan,
+    RankId,
+    Sharing,
+    Slot,
+    UnusedWorker,
+    WeightsSampled,
+)
+
 from .failure_policy import FailurePolicy
-from .model import FRESH, Limits, Outcome, Plan, Slot, UnusedWorker
 from .ranks import Phase, Rank, Ranks, Stage
-from .reasons import GenerationLeft, Lost, NoticeGiven, RankId, Reason, Sharing
 
 
 @dataclass
@@ -42,7 +55,7 @@ class Roster:
     saved_in: int = -1
     short_since: float | None = None  # no training since then, because there are too few slots
     still_since: float = 0.0  # no member made progress before; some have since
-    reset_causes: list[Reason] = field(default_factory=list)  # faults since the last reset
+    reset_causes: list[AnyReason] = field(default_factory=list)  # faults since the last reset
     ranks: dict[int, Rank] = field(default_factory=dict)  # by start
     slots: dict[str, Slot] = field(default_factory=dict)  # by identity
     # Slots that are leaving or gone, and since when; nothing is ever started on them again.
@@ -57,7 +70,7 @@ class Roster:
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
     # The first sample of parameters of each moment of this generation; True: besides the state.
     samples: dict[tuple[int, bool], WeightsSampled] = field(default_factory=dict)
-    warnings: list[Reason] = field(default_factory=list)
+    warnings: list[AnyReason] = field(default_factory=list)
     # Starts whose processes have ended, as neighbours report; their workers report the cause later.
     dead: dict[int, Slot] = field(default_factory=dict)
     # Workers that the cluster does not offer to the job.
@@ -175,7 +188,7 @@ class Roster:
         if common >= self.version + 1 or (self.restarted and common != FRESH):
             self.version, self.restarted = math.floor(common), False
 
-    def causes(self) -> tuple[Reason, ...]:
+    def causes(self) -> tuple[AnyReason, ...]:
         """Return the different faults since the last reset."""
         return tuple(dict.fromkeys(self.reset_causes))
 

@@ -9,14 +9,23 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from . import events as ev
-from .model import FRESH
+from nbelastic import messages as ev
+from nbelastic.messages import (
+    FRESH,
+    NeverMet,
+    PastFirstLoop,
+    Presence,
+    Shortage,
+    UnusedGroup,
+    UnusedReason,
+)
+
 from .placement import arrange, choose, choose_released, count_by_host
 from .ranks import Phase, Rank, Stage
-from .reasons import NeverMet, PastFirstLoop, Presence, Shortage, UnusedGroup, UnusedReason
 
 if TYPE_CHECKING:
-    from .model import Slot
+    from nbelastic.messages import Slot
+
     from .roster import Roster
 
 JOIN_WINDOW = 1.0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import rules
-from .ranks import Phase, Rank, Stage
-from .reasons import (
+from msgspec.structs import replace
+
+from nbelastic.messages import (
     CutOff,
     Exiting,
     Noticed,
@@ -19,12 +19,15 @@ from .reasons import (
     Waiting,
     WaitingForRanks,
 )
+
+from . import rules
+from .ranks import Phase, Rank, Stage
 from .roster import Roster
 
 if TYPE_CHECKING:
+    from nbelastic.messages import Plan, Reason
+
     from .machine import Machine
-    from .model import Plan
-    from .reasons import Reason
 
 _STATES = {
     Phase.FORMING: "forming",

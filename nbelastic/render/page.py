@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, StrictUndefined
 
 from nbelastic.driver.records import in_micro_batches, rows_in_words
-from nbelastic.membership import over
+from nbelastic.messages import over
 
 from .changes import newest_event, recent_changes
 from .curves import HEIGHT, WIDTH, shown_curves

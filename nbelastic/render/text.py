@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nbelastic.driver.records import rows_in_words
-from nbelastic.membership import over
+from nbelastic.messages import over
 
 from .formatting import abbreviate, count, duration, limits, rate
 

@@ -9,10 +9,11 @@ from click.testing import CliRunner
 
 from nbelastic.cli.entry import elastic
 from nbelastic.cluster.journal import JournalFile
-from nbelastic.cluster.wire import JobWish, pack
+from nbelastic.cluster.wire import pack
 from nbelastic.driver import display
 from nbelastic.errors import JobStopped
-from nbelastic.membership import Limits, Machine, RankLeft
+from nbelastic.membership import Machine
+from nbelastic.messages import JobWish, Limits, RankLeft
 from tests.support.clusters import kinds, until
 
 
@@ -107,7 +108,7 @@ def test_a_job_that_does_not_exist_is_named_with_those_that_do(job, call):
 
 def test_a_user_cannot_send_an_event_of_a_rank(crew, job):
     message = pack(JobWish("night", RankLeft(0)))
-    with pytest.raises(TypeError, match="RankLeft is no event of a user"):
+    with pytest.raises(ValueError, match="Invalid value 'RankLeft'"):
         crew.client.sync(crew.client.scheduler.nbelastic_wish, message=message)
     assert job.status.size == 2
 

@@ -13,41 +13,35 @@ from typing import Any
 
 from distributed.core import Status
 
-from nbelastic.cluster.process_state import ProcessId
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
-from nbelastic.cluster.wire import (
+from nbelastic.cluster.wire import pack, unpack
+from nbelastic.membership import Machine, Phase, Stage, pack_machine
+from nbelastic.messages import (
+    FRESH,
     AbortOrder,
     AttachRequest,
+    Beat,
+    Beats,
     ChangeOrder,
     EndRankOrder,
+    Event,
     Hello,
     JobPayload,
     JobTerms,
     JournalStep,
+    Limits,
     OpenRequest,
     PlanOrder,
+    ProcessId,
     RankEnded,
     RankEvent,
-    SlotGranted,
-    pack,
-    pack_machine,
-    unpack,
-    unpack_for_driver,
-)
-from nbelastic.membership import (
-    FRESH,
-    Beat,
-    Beats,
-    Event,
-    Limits,
-    Machine,
-    Phase,
     RankFormed,
     RankLeft,
     RankReady,
     Slot,
-    Stage,
+    SlotGranted,
     StopRequested,
+    ToDriver,
 )
 
 VERSIONS = {"python": "3", "nbelastic": "1", "torch": "2"}
@@ -105,7 +99,7 @@ class SharedCluster:
     # -- the scheduler's face --------------------------------------------------------------------
 
     def client_send(self, client: str, message: dict[str, Any]) -> None:
-        to_driver = unpack_for_driver(message["event"][1])
+        to_driver = unpack(message["event"][1], ToDriver)
         if isinstance(to_driver.message, SlotGranted):
             granted = to_driver.message
             name = next(each.name for each in self.jobs.values() if each.client == client)

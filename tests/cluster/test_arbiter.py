@@ -10,9 +10,9 @@ import pytest
 from distributed.protocol import dumps, loads
 
 from nbelastic.cluster.scheduler.arbiter import read_rules
-from nbelastic.cluster.wire import JobWish, RankEnded, pack, unpack
+from nbelastic.cluster.wire import pack, unpack
 from nbelastic.errors import OptionError
-from nbelastic.membership import LimitsChanged, LossReason
+from nbelastic.messages import JobWish, LimitsChanged, LossReason, RankEnded
 from nbelastic.sharing import SharingRules
 
 from .shared_cluster import SharedCluster

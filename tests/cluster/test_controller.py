@@ -15,13 +15,15 @@ from nbelastic.cluster import journal as journals
 from nbelastic.cluster import replay
 from nbelastic.cluster.scheduler.controller import MOST_BEHIND, JobController
 from nbelastic.cluster.scheduler.records import JobRecord
-from nbelastic.cluster.wire import EndRankOrder, JobEvent, JournalStep, unpack_machine
 from nbelastic.errors import OptionError
-from nbelastic.membership import (
+from nbelastic.membership import Machine, pack_machine, unpack_machine
+from nbelastic.messages import (
     Beats,
+    EndRankOrder,
+    JobEvent,
+    JournalStep,
     Limits,
     LimitsChanged,
-    Machine,
     RankLeft,
     Record,
     Slot,
@@ -29,9 +31,8 @@ from nbelastic.membership import (
     SlotsFound,
     SlotSilent,
     Tick,
-    from_dict,
-    to_dict,
 )
+from tests.membership.invariants import contents
 from tests.support.records import a_record
 
 SLOT = Slot("w0", "tcp://w0", "w0", "host")
@@ -102,12 +103,12 @@ def test_an_event_happens_when_the_driver_says_so():
 def test_the_copy_comes_to_the_same_as_the_drivers_machine():
     async def scene() -> None:
         job = ControlledJob(np=1, max_np=4)
-        machine = from_dict(to_dict(job.record.machine))
+        machine = unpack_machine(pack_machine(job.record.machine))
         events = [LimitsChanged(max_np=2), Tick(), SlotsFound((SLOT,)), Tick()]
         for number, event in enumerate(events, 1):
             machine.handle(event, 0.3 * number, 0.7)
             assert job.controller.step(step(number, 0.3 * number, 0.7, event=event))
-        assert to_dict(job.record.machine) == to_dict(machine)
+        assert contents(job.record.machine) == contents(machine)
 
     asyncio.run(scene())
 
@@ -231,7 +232,7 @@ def test_a_saved_journal_comes_to_the_same_decisions_and_is_for_its_own_user(tmp
     found = list(steps)
     assert name == "job"
     assert [type(each.event) for each in found] == [SlotsFound, SlotSilent]
-    assert to_dict(found[-1].machine) == to_dict(job.record.machine)
+    assert contents(found[-1].machine) == contents(job.record.machine)
     (lost,) = [e for e in found[-1].effects if isinstance(e, Record) and e.kind == "lost"]
     assert lost.start == 0
 
@@ -253,7 +254,7 @@ def test_a_journal_is_bounded_and_its_newest_part_can_be_replayed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"job.jsonl", "job.old.jsonl"}
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 25_000
     steps = list(replay(tmp_path / "job.jsonl")[1])
-    assert to_dict(steps[-1].machine) == to_dict(machine)
+    assert contents(steps[-1].machine) == contents(machine)
 
 
 @pytest.mark.parametrize("trap", ["link", "another's", "open"])

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbelastic.cluster.process_state import ProcessId, ProcessState
+from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.scheduler.heartbeats import HeartbeatMonitor
 from nbelastic.cluster.scheduler.records import WorkerRecord
-from nbelastic.cluster.wire import RankBeat
-from nbelastic.membership import Beat, Beats, LossReason, Slot, SlotSilent
+from nbelastic.messages import Beat, Beats, LossReason, ProcessId, RankBeat, Slot, SlotSilent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

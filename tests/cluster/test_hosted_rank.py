@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from nbelastic.cluster.process_state import ProcessState
-from nbelastic.cluster.wire import Heartbeats, RankBeat
 from nbelastic.cluster.worker import hosted_rank
-from nbelastic.membership import Beat
+from nbelastic.messages import Beat, Heartbeats, RankBeat
 
 
 class Process:

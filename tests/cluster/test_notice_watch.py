@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.cluster.wire import NoticeReport, WatchOrder, pack, unpack
+from nbelastic.cluster.wire import pack, unpack
 from nbelastic.cluster.worker import metadata_service, notice_watcher
 from nbelastic.cluster.worker.metadata_service import (
     MOST_BYTES,
@@ -45,7 +45,7 @@ from nbelastic.cluster.worker.notices import (
     read_google,
     read_rebalance,
 )
-from nbelastic.membership import NoticeSource
+from nbelastic.messages import NoticeReport, NoticeSource, WatchOrder
 from tests.support.clusters import until
 from tests.support.metadata import (
     REBALANCE,

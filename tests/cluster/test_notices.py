@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from nbelastic.cluster.scheduler import notices as desk
 from nbelastic.cluster.scheduler.spot_notices import SpotNotices
-from nbelastic.cluster.wire import NoticeReport, WatchOrder, pack, unpack
-from nbelastic.membership import NoticeGiven, NoticeSource, view
-from nbelastic.membership.reasons import Noticed, NoticeRevoked
+from nbelastic.cluster.wire import pack, unpack
+from nbelastic.membership import view
+from nbelastic.messages import (
+    Noticed,
+    NoticeGiven,
+    NoticeReport,
+    NoticeRevoked,
+    NoticeSource,
+    WatchOrder,
+)
 
 from .shared_cluster import SharedCluster
 from .test_arbiter import settle

@@ -9,7 +9,7 @@ from distributed.core import Status
 
 from nbelastic.cluster.scheduler.records import WorkerRecord, fits, is_busy, obstacle
 from nbelastic.cluster.worker.environment import own_interface
-from nbelastic.membership import UnusedReason, UnusedWorker
+from nbelastic.messages import UnusedReason, UnusedWorker
 from tests.support.records import a_record
 
 VERSIONS = {"python": "3.11", "nbelastic": "1", "torch": "2.1"}

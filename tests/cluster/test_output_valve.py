@@ -9,7 +9,7 @@ from distributed.comm import connect, listen
 
 from nbelastic.cluster.dask_compat import unsent_bytes
 from nbelastic.cluster.scheduler.output_valve import FEW_WAITING, MOST_WAITING, OutputValve
-from nbelastic.cluster.wire import RankOutput
+from nbelastic.messages import RankOutput
 
 TEXT = RankOutput("job", 0, "0123456789")
 GAP = RankOutput("job", 0, "", gap=True)

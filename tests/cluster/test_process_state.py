@@ -7,19 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from nbelastic.cluster.process_state import (
     ProbeHistory,
-    ProcessId,
     ProcessState,
     Verdict,
     own_process_id,
     read_state,
 )
+from nbelastic.messages import ProcessId
 from tests.support.clusters import until
 
 if TYPE_CHECKING:

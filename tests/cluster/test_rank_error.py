@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.cluster.rank_error import Frame, PackedError, pack_error
+from nbelastic.cluster.rank_error import pack_error
+from nbelastic.messages import Frame, PackedError
 from tests.support.world import run_ranks
 
 USERS = "/home/me/train.py"

@@ -17,9 +17,15 @@ import cloudpickle
 import psutil
 import pytest
 
-from nbelastic.cluster.wire import EndRankOrder, RankEvent, RankTelemetry
 from nbelastic.cluster.worker import rank_launcher
-from nbelastic.membership import RankLeft, RankRaised, RankReturned
+from nbelastic.messages import (
+    EndRankOrder,
+    RankEvent,
+    RankLeft,
+    RankRaised,
+    RankReturned,
+    RankTelemetry,
+)
 from tests.support.rank_processes import Host, is_there, until
 
 if TYPE_CHECKING:
@@ -202,7 +208,7 @@ def test_output_is_in_order_with_messages(host: Host) -> None:
 
     def function() -> None:
         from nbelastic.elastic.ranks.context import current
-        from nbelastic.membership import RankNote
+        from nbelastic.messages import RankNote
 
         libc = ctypes.CDLL(None)
         print("python", end=" ")

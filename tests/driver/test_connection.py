@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from nbelastic.cluster import AttachRefusal, JobClient
+from nbelastic.cluster import JobClient
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
+from nbelastic.messages import AttachRefusal
 
 
 def test_a_lost_connection_is_the_reason_until_it_is_back() -> None:

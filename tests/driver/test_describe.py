@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nbelastic import messages as why
 from nbelastic.driver.records.describe import history_detail, reset_detail, straggler_detail
-from nbelastic.membership import LossReason
-from nbelastic.membership import reasons as why
+from nbelastic.messages import LossReason
 
 ONE, TWO = why.RankId(0, 0, "tcp://A0"), why.RankId(5, None, "tcp://B0")
 GONE = why.Lost(ONE, LossReason.WORKER_GONE)

@@ -10,8 +10,8 @@ import pytest
 
 from nbelastic.driver import loggers
 from nbelastic.driver.records import KernelLog
-from nbelastic.elastic.ranks.telemetry import MetricsReport, TelemetrySnapshot
 from nbelastic.errors import OptionError
+from nbelastic.messages import MetricsReport, RankTelemetry, Record
 
 
 class FakeDriver:
@@ -30,12 +30,11 @@ class FakeDriver:
 
     def report(self, commit, value, *, generation=1, number=0, step=None, start=0):
         made = MetricsReport(commit, number, generation, step, {"loss": value})
-        rank = SimpleNamespace(start=start, snapshot=TelemetrySnapshot(), reports=(made,))
-        self.log.metrics.take(1.0, [rank])
+        self.log.metrics.take(1.0, [RankTelemetry("job", start, reports=(made,))])
 
     def note_logged(self, name, sent, rows):
         figures = {"commit": sent[0], "number": sent[1], "rows": rows}
-        self.log.note("logged", detail=name, figures=figures)
+        self.log.note(Record("logged", detail=name, figures=figures))
 
     def end(self, state="finished"):
         self.state = state

@@ -5,18 +5,23 @@ from __future__ import annotations
 from itertools import pairwise
 from types import SimpleNamespace
 
-from nbelastic.cluster import LogContents, RankTelemetry
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
 from nbelastic.driver.records.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.thread import Driver
-from nbelastic.elastic.ranks.telemetry import DataProgress, MetricsReport, TelemetrySnapshot
+from nbelastic.messages import (
+    DataProgress,
+    LogContents,
+    MetricsReport,
+    RankTelemetry,
+    Record,
+)
 
 
 def rank(start, *rows, **figures):
     """Return the telemetry of a rank; a row is the arguments of a report."""
     reports = tuple(MetricsReport(*row) for row in rows)
-    return RankTelemetry("job", start, TelemetrySnapshot(**figures), reports)
+    return RankTelemetry("job", start, **figures, reports=reports)
 
 
 def test_a_metric_is_the_mean_over_the_ranks_that_report_it():
@@ -135,11 +140,11 @@ def test_what_is_left_of_a_source_without_a_length_is_not_known():
 def test_a_clock_that_is_set_back_makes_no_job_younger(monkeypatch):
     job = Job(Driver("digits", Options(), lambda: None))
     log = job._driver.log
-    log.note("joined")
+    log.note(Record("joined"))
     earlier = SimpleNamespace(time=lambda: log.started - 3600.0)
     monkeypatch.setattr("nbelastic.cluster.job_log.time", earlier)
     monkeypatch.setattr("nbelastic.driver.records.job_log.time", earlier)
-    log.note("reset")
+    log.note(Record("reset"))
     assert 0 <= job.status.elapsed < 3600
     first, second = job.history
     assert log.started <= first.time <= second.time

@@ -19,22 +19,15 @@ import pytest
 from distributed import LocalCluster
 
 import nbelastic
-from nbelastic.cluster.sendable import sendable
-from nbelastic.cluster.wire import (
-    JobPayload,
-    JobTerms,
-    OpenRequest,
-    pack,
-    pack_machine,
-    unpack,
-)
+from nbelastic.cluster.wire import pack, unpack
 from nbelastic.driver import Job, ask_to_scale, ask_to_stop, look
 from nbelastic.driver.options import DEFAULTS, TABLE, Options, call_arguments
 from nbelastic.driver.options.hints import ELSEWHERE
 from nbelastic.driver.options.kinds import MOST_SECONDS
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
-from nbelastic.membership import Machine, Place, Slot, StartRank, Tick
+from nbelastic.membership import Machine, pack_machine
+from nbelastic.messages import JobPayload, JobTerms, OpenRequest, Place, Slot, StartRank, Tick
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,7 +244,7 @@ def test_durations_without_end_are_sent_as_long_ones():
         machine=pack_machine(Machine(options.limits())),
     )
     request = OpenRequest("job", "uid", "client", "topic", terms)
-    assert unpack(sendable(pack(request))) == request
+    assert unpack(pack(request)) == request
     spec = options.rank_spec("job", "run", 1, Place(0, 1, 0, 1, 0, 1), None)
     assert time.gmtime(time.time() + spec.operation_timeout_s)
 

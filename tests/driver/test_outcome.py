@@ -10,17 +10,23 @@ from dataclasses import dataclass
 
 import pytest
 
-from nbelastic.cluster import RankTelemetry
 from nbelastic.cluster.rank_error import MOST_FRAMES, pack_error, unpack_error
 from nbelastic.cluster.worker.rank.console import NO_CONSOLE
 from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import settle
 from nbelastic.driver.records import KernelLog
 from nbelastic.driver.thread import Driver
-from nbelastic.elastic.ranks.telemetry import CodeLine, TelemetrySnapshot
 from nbelastic.errors import JobError, JobStopped, NotEnoughWorkers, RankFailed
-from nbelastic.membership import FailureKind, Outcome, StopReason, StopRequested
-from nbelastic.membership.reasons import NotReady, RankId
+from nbelastic.messages import (
+    CodeLine,
+    FailureKind,
+    NotReady,
+    Outcome,
+    RankId,
+    RankTelemetry,
+    StopReason,
+    StopRequested,
+)
 from nbelastic.pickling import dumps
 
 KINDS = [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError]
@@ -45,7 +51,7 @@ def test_a_debugger_without_a_console_is_an_error_that_ipython_shows():
 def test_ranks_that_set_up_for_too_long_are_named_with_their_lines():
     log, future = KernelLog(), Future()
     line = CodeLine("/x/train.py", 8, "load")
-    log.note_telemetry([RankTelemetry("job", 1, TelemetrySnapshot(line=line), ())])
+    log.note_telemetry([RankTelemetry("job", 1, line=line)])
     ranks = tuple(RankId(start, None, f"tcp://{start}") for start in (0, 1))
     outcome = Outcome("failed", FailureKind.NOT_ENOUGH_WORKERS, NotReady(ranks, 8.0))
     settle(future, "job", log, outcome, None, detached=False)

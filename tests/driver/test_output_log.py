@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.cluster import LogContents
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
 from nbelastic.driver.records import KernelLog
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import OptionError
+from nbelastic.messages import LogContents
 
 LINE = "x" * 999 + "\n"
 

@@ -8,7 +8,8 @@ from nbelastic.cluster.journal import JournalFile
 from nbelastic.driver.records.why import MOST, explain, explain_journal
 from nbelastic.driver.status import HistoryEvent
 from nbelastic.errors import OptionError
-from nbelastic.membership import Limits, Machine, Slot, SlotsFound, SlotSilent
+from nbelastic.membership import Machine
+from nbelastic.messages import Limits, Slot, SlotsFound, SlotSilent
 
 LOST = HistoryEvent(
     0.0, "lost", "tcp://w3", 3, 4, "held up the others for 60 s", 3, "w3", {}, "the clock: a limit"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.ranks.runtime import RankSpec
-from nbelastic.membership import FRESH, Member, Place, Plan, Slot
+from nbelastic.messages import FRESH, Member, Place, Plan, Slot
 
 
 class Notes(list):

@@ -16,7 +16,7 @@ from nbelastic.elastic.checkpoint.manager import checkpointing
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import State
 from nbelastic.errors import Evicted, Leaving, NbelasticError, OptionError, Stopped
-from nbelastic.membership import FRESH
+from nbelastic.messages import FRESH
 from nbelastic.torch.state.handlers import (
     StateHandler,
     get_handler_registry,

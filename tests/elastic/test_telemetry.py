@@ -28,10 +28,10 @@ def test_reports_are_numbered_from_each_commit_on():
     telemetry = Telemetry()
     for version, generation in ((-1, 1), (0, 1), (0, 1), (1, 1), (0, 2)):
         telemetry.report(version, generation, {"loss": 1.0}, None)
-    _, rows = telemetry.take()
+    rows = telemetry.take().reports
     keys = [(row.commit, row.number, row.generation) for row in rows]
     assert keys == [(0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 0, 1), (0, 0, 2)]
-    assert telemetry.take()[1] == ()
+    assert telemetry.take().reports == ()
 
 
 def test_batches_since_the_last_commit_need_a_sampler():
@@ -84,7 +84,7 @@ def test_progress_comes_from_the_state_and_its_declared_total(alone):
     state = ObjectState(epoch=3, batch=7)
     state.set_total(epoch=10, batch=20)
     state.commit()
-    taken, _ = alone.telemetry.take()
+    taken = alone.telemetry.take()
     assert (taken.epoch, taken.batch, taken.epochs, taken.batches) == (3, 7, 10, 20)
 
 
@@ -100,15 +100,15 @@ def test_a_rank_without_progress_reports_its_line():
     thread.start()
     telemetry = made.get(timeout=10)
     asked.wait(10)
-    assert telemetry.take()[0].line is None
-    line = telemetry.take()[0].line
+    assert telemetry.take().line is None
+    line = telemetry.take().line
     assert (line.file, line.function) == (__file__, "stuck")
     telemetry.recorded(4)
-    assert telemetry.take()[0].line is None
+    assert telemetry.take().line is None
     done.set()
     thread.join()
     telemetry.take()
-    assert telemetry.take()[0].line is None  # the thread is gone
+    assert telemetry.take().line is None  # the thread is gone
 
 
 @pytest.mark.parametrize("bad", [-1, 1.5, True, "10"])

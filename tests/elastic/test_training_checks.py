@@ -20,8 +20,7 @@ from nbelastic.elastic.training_checks import (
     note_step,
     watch,
 )
-from nbelastic.membership import Event, Place, RankNote, WeightsSampled
-from nbelastic.membership.serial import plain, typed
+from nbelastic.messages import AnyEvent, Place, RankNote, WeightsSampled, decode, encode
 
 
 class Notes(list):
@@ -123,7 +122,7 @@ def test_what_is_no_finite_number_can_be_sent_and_compared(session):
 
     train(session, 1, 1, Diverged())
     assert session.port[0].values == (1.0, training_checks.NOT_FINITE, training_checks.NOT_FINITE)
-    assert typed(Event, plain(session.port[0])) == session.port[0]
+    assert decode(encode(session.port[0]), AnyEvent) == session.port[0]
 
 
 @pytest.mark.parametrize(("version", "warnings"), [(0, [NEVER_COMMITTED]), (7, [])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.elastic.ranks.unreachable import UnreachablePeers
-from nbelastic.membership import Member, Plan, Slot
+from nbelastic.messages import Member, Plan, Slot
 
 
 def plan(*starts):

@@ -131,19 +131,20 @@ def trains(there):
 
 def send(job, message, dask_worker):
     from nbelastic.cluster.wire import FROM_AGENTS, PROTOCOL
+    from nbelastic.messages import encode
 
-    body = {"protocol": PROTOCOL, "body": {"job": job, **message}}
+    body = {"protocol": PROTOCOL, "body": [encode({"job": job, **message})]}
     fields = {"op": FROM_AGENTS, "message": body}
     dask_worker.loop.add_callback(dask_worker.batched_stream.send, fields)
 
 
 MESSAGES = {
     "no event": {"message": "RankEvent", "event": None},
-    "no snapshot": {"message": "RankTelemetry", "start": 0, "snapshot": {"step": None}},
+    "no step": {"message": "RankTelemetry", "start": 0, "step": None},
 }
 
 
-@pytest.mark.parametrize("name", ["no event", "no snapshot"])
+@pytest.mark.parametrize("name", ["no event", "no step"])
 def test_a_message_that_cannot_be_read_costs_its_workers_rank(crew, name, tmp_path):
     before, there = set(crew.workers()), tmp_path / "lost"
     job = crew.fit(trains, args=[str(there)], np=2, min_np=1, max_np=2, block=False)

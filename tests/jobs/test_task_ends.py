@@ -9,11 +9,10 @@ import torch
 
 import nbelastic
 from nbelastic.cluster import pack_function
-from nbelastic.cluster.wire import RankEvent
 from nbelastic.cluster.worker.rank import program
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.errors import JobStopped
-from nbelastic.membership import Place, RankRaised
+from nbelastic.messages import Place, RankEvent, RankRaised
 from tests.support.clusters import kinds, until
 
 

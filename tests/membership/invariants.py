@@ -6,7 +6,9 @@ import math
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.membership import (
+from nbelastic.membership import Machine, Phase, Stage, pack_machine, rules, unpack_machine
+from nbelastic.membership.ranks import Ranks
+from nbelastic.messages import (
     FRESH,
     Effect,
     End,
@@ -14,8 +16,8 @@ from nbelastic.membership import (
     Event,
     Limits,
     LoopDone,
-    Machine,
-    Phase,
+    LossReason,
+    Lost,
     Plan,
     Publish,
     RankDied,
@@ -30,18 +32,13 @@ from nbelastic.membership import (
     SlotLeaving,
     SlotSilent,
     SlotStays,
-    Stage,
     StartRank,
     Tick,
-    from_dict,
-    rules,
-    to_dict,
+    decode,
 )
-from nbelastic.membership.ranks import Ranks
-from nbelastic.membership.reasons import LossReason, Lost
 
 if TYPE_CHECKING:
-    from nbelastic.membership import Outcome
+    from nbelastic.messages import Outcome
 
 FAULTS = (SlotGone, SlotSilent, RankRaised, RankDied, RankReady)
 OF_A_RANK = (RankReady, RankFormed, LoopDone, RankReturned, RankRaised, RankDied, RankLeft)
@@ -52,6 +49,12 @@ class Thorough(Machine):
 
     def _needs_nothing(self, event: Event) -> bool:
         return False
+
+
+def contents(machine: Machine) -> dict[str, Any]:
+    """Return all that a machine holds, as plain values."""
+    held: dict[str, Any] = decode(pack_machine(machine), dict)
+    return held
 
 
 class Checked:
@@ -74,7 +77,7 @@ class Checked:
         return self.machine.deadline()
 
     def copy(self) -> Machine:
-        return from_dict(to_dict(self.machine))
+        return unpack_machine(pack_machine(self.machine))
 
     def restore(self) -> None:
         """Go on with a copy that was written to a dict and read back."""
@@ -86,7 +89,7 @@ class Checked:
             machine = kind(self.limits)
             for event, now, chance, effects in self.log:
                 assert machine.handle(event, now, chance) == effects
-            assert to_dict(machine) == to_dict(self.machine)
+            assert contents(machine) == contents(self.machine)
 
     def handle(self, event: Event, now: float, chance: float) -> list[Effect]:
         before = (self.roster.phase, self.roster.outcome)
@@ -154,7 +157,7 @@ class Checked:
     ) -> None:
         """A message from an older generation changes nothing: it is no more than a tick."""
         assert machine.handle(Tick(), now, chance) == effects
-        assert to_dict(machine) == to_dict(self.machine)
+        assert contents(machine) == contents(self.machine)
 
     def check_1_one_generation(self, plan: Plan) -> None:
         """One generation at a time; numbers strictly grow."""

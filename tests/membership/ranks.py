@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import (
+from nbelastic.messages import (
     FRESH,
     Beat,
     LoopDone,

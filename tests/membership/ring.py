@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import Plan
+from nbelastic.messages import Plan
 
 if TYPE_CHECKING:
     from .ranks import FakeRank

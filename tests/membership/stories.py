@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbelastic.membership import Effect, Event, Limits, Place, Plan, place_of
+from nbelastic.membership import place_of
+from nbelastic.messages import Effect, Event, Limits, Place, Plan
 
 from .ranks import Script
 from .world import World

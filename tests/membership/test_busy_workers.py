@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbelastic.membership import EndRank, RestartWorker, UnusedReason, UnusedWorker, WorkersUnused
+from nbelastic.messages import EndRank, RestartWorker, UnusedReason, UnusedWorker, WorkersUnused
 
 from .ranks import Script
 from .stories import job

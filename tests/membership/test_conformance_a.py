@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import FRESH, EndRank, RankRaised, StartRank
-from nbelastic.membership.reasons import Presence, RepeatedError, UserErrors
+from nbelastic.messages import (
+    FRESH,
+    EndRank,
+    Presence,
+    RankRaised,
+    RepeatedError,
+    StartRank,
+    UserErrors,
+)
 
 from .ranks import Script
 from .stories import batches, job, starts, times, when, workers

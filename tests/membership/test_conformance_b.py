@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.membership import Abort, StartRank
-from nbelastic.membership.reasons import Presence, RepeatedError, Shortage
+from nbelastic.messages import Abort, Presence, RepeatedError, Shortage, StartRank
 
 from .ranks import Script
 from .stories import batches, hosts, job, starts, workers

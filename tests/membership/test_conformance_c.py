@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import (
+from nbelastic.membership import Phase, place_of
+from nbelastic.messages import (
     Abort,
     EndRank,
-    Notify,
-    Phase,
-    Place,
-    RankReturned,
-    SlotsFound,
-    StartRank,
-    place_of,
-)
-from nbelastic.membership.reasons import (
     LossReason,
     Lost,
+    Notify,
+    Place,
     Presence,
     RankId,
+    RankReturned,
     RanksMissing,
     ReturnedEarly,
+    SlotsFound,
+    StartRank,
+    encode,
 )
-from nbelastic.membership.serial import plain
 
 from .ranks import Script
 from .stories import hosts, job, places, starts, trained, workers
@@ -131,11 +128,11 @@ def test_C7_success_only_if_all_returned() -> None:
 def test_C8_plans_made_before_a_failure_are_unchanged() -> None:
     world = trained(job("A0", "B0", "B1", np=3, min_np=1, script=LONG))
     before = world.plans[0]
-    written = plain(before)
+    written = encode(before)
     world.kill("B0")
     world.run(until=lambda: len(world.plans) == 2)
     assert world.plans[0] is before
-    assert plain(before) == written
+    assert encode(before) == written
     assert workers(world.plans[1]) == ["A0", "B1"]
 
 

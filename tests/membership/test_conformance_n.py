@@ -6,8 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from nbelastic.membership import FRESH, Limits, RankRaised, StartRank
-from nbelastic.membership.reasons import Presence, RepeatedError, Shortage, StateLost, UserErrors
+from nbelastic.messages import (
+    FRESH,
+    Limits,
+    Presence,
+    RankRaised,
+    RepeatedError,
+    Shortage,
+    StartRank,
+    StateLost,
+    UserErrors,
+)
 
 from .ranks import Script
 from .stories import batches, job, starts, times, trained, when, workers

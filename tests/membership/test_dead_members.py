@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
-from nbelastic.membership import (
+from nbelastic.messages import (
     FRESH,
     Abort,
     Limits,
+    LossReason,
+    Lost,
     Publish,
     RankDied,
     RankFormed,
+    RankId,
     RankReady,
     Record,
     Slot,
@@ -21,12 +24,11 @@ from nbelastic.membership import (
     SlotsFound,
     StartRank,
 )
-from nbelastic.membership.reasons import LossReason, Lost, RankId
 
 from .invariants import Checked
 
 if TYPE_CHECKING:
-    from nbelastic.membership import Effect
+    from nbelastic.messages import Effect
 
 
 def slot(name: str) -> Slot:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import Record, WeightsSampled
 from nbelastic.membership.divergence import compare, differ
-from nbelastic.membership.reasons import WeightsDiffer
+from nbelastic.messages import Record, WeightsDiffer, WeightsSampled
 
 from .ranks import Script
 from .stories import job, trained

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from nbelastic.membership import Limits, Machine, Slot, StartRank, view
+from nbelastic.membership import Machine, view
 from nbelastic.membership.failure_policy import JITTER, Exclusions
 from nbelastic.membership.ranks import Rank
-from nbelastic.membership.reasons import Exclusion, RepeatedError
+from nbelastic.messages import Exclusion, Limits, RepeatedError, Slot, StartRank
 
 from .ranks import Script
 from .stories import job, trained, when, workers
@@ -162,7 +163,7 @@ def test_exclusions_of_a_host_double_until_it_makes_progress() -> None:
     rank = Rank(0, Slot("B0#1", "tcp://B0", "B0", "B"), since=0.0)
     rests = []
     for failure in range(27):
-        slot = replace(rank.slot, name=f"B{failure}")
+        slot = structs.replace(rank.slot, name=f"B{failure}")
         machine.roster.now += 5.0
         machine._count_failure(replace(rank, slot=slot))
         if failure % 3 == 2:
@@ -172,7 +173,7 @@ def test_exclusions_of_a_host_double_until_it_makes_progress() -> None:
     for failure in range(3):
         machine.roster.now += 5.0
         machine._count_failure(
-            replace(rank, slot=replace(rank.slot, name=f"C{failure}"), version=0)
+            replace(rank, slot=structs.replace(rank.slot, name=f"C{failure}"), version=0)
         )
     assert machine.roster.policy.repeated.until["B"] - machine.roster.now == pytest.approx(10)
 

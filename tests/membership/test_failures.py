@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import Abort, EndRank, Phase, RankRaised, RestartWorker, StartRank
+from nbelastic.membership import Phase
 from nbelastic.membership.failure_policy import SAME_KIND
-from nbelastic.membership.reasons import (
+from nbelastic.messages import (
+    Abort,
     Counted,
+    EndRank,
     LossReason,
     Lost,
     RankId,
+    RankRaised,
     RepeatedError,
     Reset,
+    RestartWorker,
+    StartRank,
     Tally,
     UserErrors,
 )

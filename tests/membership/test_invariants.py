@@ -8,15 +8,15 @@ repeated and long out of date.
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from msgspec.structs import replace
 
-from nbelastic.membership import (
+from nbelastic.messages import (
     FRESH,
     Beat,
     Beats,

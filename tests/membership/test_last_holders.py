@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import EndRank, Phase, Publish
+from nbelastic.membership import Phase
 from nbelastic.membership.rules import LONGEST_STAY, STAY
+from nbelastic.messages import EndRank, Publish
 
 from .ranks import Script
 from .stories import batches, job, trained, workers
@@ -88,7 +89,7 @@ def test_newcomers_that_never_come_keep_nobody_for_ever() -> None:
 
 
 def test_a_worker_that_closes_soon_does_not_stay() -> None:
-    from nbelastic.membership import SlotLeaving
+    from nbelastic.messages import SlotLeaving
 
     world = trained(job("A0", np=1, script=LONG), 20)
     world.tell(SlotLeaving(world.worker("A0").slot.id))

@@ -8,28 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.membership import (
+from nbelastic.membership import Machine, Phase, pack_machine, unpack_machine
+from nbelastic.messages import (
     FRESH,
     Beat,
     Beats,
     End,
+    EndOrder,
     EndRank,
+    EndReason,
     Limits,
     LimitsChanged,
-    Machine,
     Notify,
-    Phase,
+    Presence,
     RankReady,
+    ResetLimit,
     Slot,
     SlotLeaving,
     SlotsFound,
     StartRank,
     StopRequested,
     Tick,
-    from_dict,
-    to_dict,
 )
-from nbelastic.membership.reasons import EndOrder, EndReason, Presence, ResetLimit
 
 from .ranks import Script
 from .stories import batches, job, starts, trained, when, workers
@@ -326,4 +326,4 @@ def test_so_do_the_deadlines_of_ranks(now: float, seconds: float) -> None:
 
 
 def copy(machine: Machine) -> Machine:
-    return from_dict(to_dict(machine))
+    return unpack_machine(pack_machine(machine))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import (
+from nbelastic.membership import Machine, Phase, Stage, view
+from nbelastic.messages import (
     FRESH,
     Abort,
     Beat,
     Beats,
+    Connected,
     EndRank,
     Event,
+    GenerationLeft,
     Limits,
     LoopDone,
-    Machine,
     Notify,
-    Phase,
+    PlacesDiffer,
     Publish,
     RankFormed,
+    RankId,
     RankLeft,
     RankNote,
     RankRaised,
@@ -32,22 +35,13 @@ from nbelastic.membership import (
     SlotLeaving,
     SlotsFound,
     SlotSilent,
-    Stage,
     StartRank,
-    to_dict,
-    view,
-)
-from nbelastic.membership.reasons import (
-    Connected,
-    GenerationLeft,
-    PlacesDiffer,
-    RankId,
     StepsDiffer,
     Text,
     Transport,
 )
 
-from .invariants import Checked
+from .invariants import Checked, contents
 from .ranks import Script
 from .stories import job, trained, workers
 from .world import World
@@ -87,9 +81,9 @@ def test_a_message_from_before_changes_nothing(event: Event) -> None:
     world, machine = running()
     world.kill("B0")
     world.run(until=lambda: len(world.plans) == 2 and world.phase() == Phase.RUNNING)
-    before = to_dict(machine.machine)
+    before = contents(machine.machine)
     assert machine.handle(event, world.now, 0.0) == []
-    after = to_dict(machine.machine)
+    after = contents(machine.machine)
     assert {**after, "now": 0} == {**before, "now": 0}
 
 
@@ -97,11 +91,11 @@ def test_ready_once_more_for_the_same_generation_changes_nothing() -> None:
     world, machine = running()
     world.kill("B0")
     world.run(until=lambda: machine.roster.ranks[0].stage == Stage.READY)
-    before = to_dict(machine.machine)
+    before = contents(machine.machine)
     rank = machine.roster.ranks[0]
     again = RankReady(0, 1, rank.version, 1, rank.store, failed=True)
     assert machine.handle(again, world.now, 0.0) == []
-    assert {**to_dict(machine.machine), "now": 0} == {**before, "now": 0}
+    assert {**contents(machine.machine), "now": 0} == {**before, "now": 0}
 
 
 def test_a_rank_that_was_ready_before_an_abort_overtook_its_plan() -> None:
@@ -325,13 +319,13 @@ def test_ranks_that_wait_at_different_places_of_the_function() -> None:
 
 def test_a_note_of_a_rank_is_recorded_and_decides_nothing() -> None:
     world, machine = running()
-    before = to_dict(machine.machine)
+    before = contents(machine.machine)
     (record,) = machine.handle(RankNote(1, "checkpoint", "commit 3 is in a file"), world.now, 0.0)
     assert isinstance(record, Record)
     assert (record.kind, record.start) == ("checkpoint", 1)
     assert record.reason == Text("commit 3 is in a file")
     assert machine.handle(RankNote(7, "checkpoint", "of no rank"), world.now, 0.0) == []
-    assert {**to_dict(machine.machine), "now": 0} == {**before, "now": 0}
+    assert {**contents(machine.machine), "now": 0} == {**before, "now": 0}
 
 
 # -- after the end -------------------------------------------------------------------------------

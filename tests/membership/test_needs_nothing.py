@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import (
+from nbelastic.membership import Machine
+from nbelastic.messages import (
     End,
     EndRank,
     Limits,
     LimitsChanged,
-    Machine,
     Publish,
     RankFormed,
     RankReady,
@@ -24,7 +24,7 @@ from nbelastic.membership import (
 from .invariants import Checked
 
 if TYPE_CHECKING:
-    from nbelastic.membership import Effect, Event
+    from nbelastic.messages import Effect, Event
 
 
 def slot(name: str) -> Slot:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import (
+from nbelastic.membership import rules
+from nbelastic.membership.roster import Roster
+from nbelastic.messages import (
     Limits,
+    NeverMet,
     RankReturned,
     Record,
     Slot,
     SlotsFound,
     StartRank,
     Tick,
-    rules,
 )
-from nbelastic.membership.reasons import NeverMet
-from nbelastic.membership.roster import Roster
 
 from .invariants import Checked
 

@@ -7,17 +7,23 @@ from collections.abc import Callable
 
 import pytest
 
-from nbelastic.membership import FRESH, Beat, Beats, LoopDone, Phase, SlotDied, Tick
+from nbelastic.membership import Phase
 from nbelastic.membership.failure_policy import ANY_KIND, SAME_ERROR, SAME_KIND
-from nbelastic.membership.reasons import (
+from nbelastic.messages import (
+    FRESH,
+    Beat,
+    Beats,
     Counted,
     GenerationLeft,
+    LoopDone,
     LoopsDiffer,
     NoNewCommit,
     OperationsDiffer,
     RankId,
+    SlotDied,
     StateLost,
     Tally,
+    Tick,
 )
 
 from .ranks import Script

@@ -7,25 +7,22 @@ from typing import Any
 
 import pytest
 
-from nbelastic.membership import (
+from nbelastic.membership import Phase, view
+from nbelastic.messages import (
     Abort,
     ClusterGone,
     EndRank,
+    NoLoop,
     Notify,
-    Phase,
+    PastFirstLoop,
     RankReturned,
+    RanksMissing,
     RestartWorker,
+    SchedulerLost,
     StartRank,
+    Stopping,
     StopReason,
     StopRequested,
-    view,
-)
-from nbelastic.membership.reasons import (
-    NoLoop,
-    PastFirstLoop,
-    RanksMissing,
-    SchedulerLost,
-    Stopping,
 )
 
 from .ranks import Script

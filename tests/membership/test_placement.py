@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.membership import FRESH, Member, Place, Plan, Slot, arrange, place_of
+from nbelastic.membership import arrange, place_of
 from nbelastic.membership.placement import choose, count_by_host, places_of
+from nbelastic.messages import FRESH, Member, Place, Plan, Slot
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import EndRank, Phase, RankDied, RestartWorker, SlotGone, StopRequested
+from nbelastic.membership import Phase
 from nbelastic.membership.failure_policy import SAME_KIND
-from nbelastic.membership.reasons import Counted, LossReason, Text
+from nbelastic.messages import (
+    Counted,
+    EndRank,
+    LossReason,
+    RankDied,
+    RestartWorker,
+    SlotGone,
+    StopRequested,
+    Text,
+)
 
 from .ranks import KILLED_AFTER, Script
 from .stories import batches, job, trained, workers

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import FRESH, LossReason, StopReason, UnusedReason, over
-from nbelastic.membership import reasons as why
-from nbelastic.membership.serial import plain, typed
+from nbelastic import messages as why
+from nbelastic.messages import (
+    FRESH,
+    AnyReason,
+    LossReason,
+    StopReason,
+    UnusedReason,
+    decode,
+    encode,
+    over,
+)
 
 ONE, TWO = why.RankId(0, 0, "tcp://A0"), why.RankId(5, None, "tcp://B0")
 GONE = why.Lost(ONE, LossReason.WORKER_GONE)
@@ -207,7 +215,7 @@ def test_a_long_sentence_has_the_facts(reason: why.Reason, facts: list[str]) -> 
 def test_all_reasons_are_here_and_survive_a_message() -> None:
     reasons = [reason for reason, _ in [*SENTENCES, *LONG]]
     assert set(why.Reason.__subclasses__()) == {*map(type, reasons)}
-    assert [typed(why.Reason, plain(reason)) for reason in reasons] == reasons
+    assert [decode(encode(reason), AnyReason) for reason in reasons] == reasons
 
 
 @pytest.mark.parametrize("loss", LossReason)

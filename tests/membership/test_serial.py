@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from nbelastic.membership import (
-    FRESH,
-    Beat,
-    Beats,
-    ClusterGone,
+from nbelastic.membership import Machine, pack_machine, unpack_machine, view
+from nbelastic.messages import (
     Event,
-    LimitsChanged,
-    LoopDone,
-    LossReason,
-    Machine,
-    Place,
-    Plan,
-    RankNote,
-    RankRaised,
-    RankReady,
-    Slot,
-    SlotGone,
-    SlotsFound,
-    SlotSilent,
+    Presence,
+    StopPending,
+    Stopping,
     StopReason,
     StopRequested,
     Tick,
-    WeightsSampled,
-    from_dict,
-    to_dict,
-    view,
+    Waiting,
+    WaitingForRanks,
 )
-from nbelastic.membership.reasons import Presence, StopPending, Stopping, Waiting, WaitingForRanks
-from nbelastic.membership.serial import plain, typed
 
+from .invariants import contents
 from .ranks import Script
 from .stories import job, trained
 
@@ -49,8 +31,8 @@ def test_a_job_goes_on_with_a_copy_after_every_event() -> None:
     tell = world.tell
 
     def tell_copy(event: Event) -> None:
-        written = json.dumps(to_dict(world.machine.machine))
-        world.machine.machine = from_dict(json.loads(written))
+        written = pack_machine(world.machine.machine)
+        world.machine.machine = unpack_machine(written)
         tell(event)
 
     world.tell = tell_copy
@@ -62,7 +44,7 @@ def test_a_job_goes_on_with_a_copy_after_every_event() -> None:
 
 def test_a_copy_knows_the_time() -> None:
     world = trained(job("A0", "B0", np=2, script=LONG))
-    copy = from_dict(to_dict(world.machine.machine))
+    copy = unpack_machine(pack_machine(world.machine.machine))
     assert copy.deadline() == world.machine.deadline()
     assert copy.handle(Tick(), 0.0) == []
     assert copy.roster.now == world.machine.roster.now, "time never goes back"
@@ -70,39 +52,7 @@ def test_a_copy_knows_the_time() -> None:
 
 def test_a_new_machine_survives_the_round_trip() -> None:
     machine = Machine(job(np=3, min_np=2, cooldown=(1.0, 2.0)).machine.limits)
-    assert to_dict(from_dict(to_dict(machine))) == to_dict(machine)
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        SlotsFound((Slot("1", "tcp://a", "a", "A"),)),
-        RankReady(3, 2, FRESH, 1, ("host", 80), failed=True, detail="broken", gone=(4,)),
-        LoopDone(1, 2, 3),
-        RankNote(1, "checkpoint", "commit 3 is in a file"),
-        WeightsSampled(1, 2, 10, (0.5, -1e300), ("SGD",)),
-        RankRaised(1, "ValueError: x", collective=True, version=4),
-        RankRaised(1, "RanksDisagree: x", version=4, on_all_ranks=True),
-        Beats((Beat(0, 1, 1, True, 2), Beat(1, 1, 1, False, 2))),
-        StopRequested(now=True),
-        LimitsChanged(max_np=3),
-        ClusterGone("gone"),
-        Tick(),
-        SlotGone("1", LossReason.UNREADABLE, "no number"),
-        SlotSilent("1", LossReason.PROCESS_STOPPED, 3.5),
-        StopRequested(True, StopReason.UNATTENDED, 60.0),
-    ],
-    ids=lambda event: type(event).__name__,
-)
-def test_events_as_messages(event: Event) -> None:
-    assert typed(Event, json.loads(json.dumps(plain(event)))) == event
-
-
-def test_plans_and_places_as_messages() -> None:
-    plan = trained(job("A0", "B0", np=2, script=LONG)).plans[0]
-    assert typed(Plan, json.loads(json.dumps(plain(plan)))) == plan
-    place = Place(1, 3, 0, 2, 1, 2)
-    assert typed(Place, json.loads(json.dumps(plain(place)))) == place
+    assert contents(unpack_machine(pack_machine(machine))) == contents(machine)
 
 
 def test_the_view_of_a_job_in_its_course() -> None:

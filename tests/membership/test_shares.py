@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from nbelastic.membership import (
+from nbelastic.membership import Stage, pack_machine, place_of, unpack_machine, view
+from nbelastic.membership.placement import choose_released
+from nbelastic.messages import (
+    EndOrder,
     EndRank,
-    Event,
+    EndReason,
     LimitsChanged,
+    LossReason,
+    Lost,
     RankReturned,
     Record,
     SaveCommit,
-    ShareSet,
-    SlotsFound,
-    Stage,
-    StartRank,
-    from_dict,
-    place_of,
-    to_dict,
-    view,
-)
-from nbelastic.membership.placement import choose_released
-from nbelastic.membership.reasons import (
-    EndOrder,
-    EndReason,
-    LossReason,
-    Lost,
     ShareChanged,
+    ShareSet,
     Sharing,
+    SlotsFound,
+    StartRank,
 )
-from nbelastic.membership.serial import plain, typed
 
+from .invariants import contents
 from .ranks import Script
 from .stories import batches, job, trained, workers
 
@@ -291,8 +282,8 @@ def test_the_last_holder_of_the_state_stays_until_another_has_it() -> None:
     world.run_for(50.0)
     assert set(world.sizes()) == {1}
     assert len(world.plans) < 5
-    copy = from_dict(json.loads(json.dumps(to_dict(world.machine.machine))))
-    assert to_dict(copy) == to_dict(world.machine.machine)
+    copy = unpack_machine(pack_machine(world.machine.machine))
+    assert contents(copy) == contents(world.machine.machine)
     world.add("B0")
     world.run_for(10.0)
     assert workers(world.plans[-1]) == ["B0"]
@@ -326,10 +317,8 @@ def test_history_and_view_have_the_share() -> None:
 def test_a_share_survives_being_written_and_read() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     share(world, 1)
-    data = to_dict(world.machine.machine)
-    assert to_dict(from_dict(json.loads(json.dumps(data)))) == data
-    event = ShareSet(2, 4, ("a", "b"), 3, ("w0",))
-    assert typed(Event, json.loads(json.dumps(plain(event)))) == event
+    data = pack_machine(world.machine.machine)
+    assert contents(unpack_machine(data)) == contents(world.machine.machine)
 
 
 class On:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.membership import RankRaised, StartRank
-from nbelastic.membership.reasons import CannotJoin
+from nbelastic.messages import CannotJoin, RankRaised, StartRank
 
 from .ranks import Script
 from .stories import job, trained

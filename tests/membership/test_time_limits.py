@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec import structs
 
-from nbelastic.membership import (
+from nbelastic.membership import Phase, view
+from nbelastic.messages import (
     Abort,
+    AllWaited,
     Beat,
     Beats,
+    Counted,
+    CutOff,
+    DidNotEnd,
     EndRank,
     Event,
-    Phase,
+    LossReason,
+    Lost,
+    NotReady,
     RankExited,
+    RankId,
     RankRaised,
     RankReturned,
     RestartWorker,
     SlotGone,
     SlotSilent,
     StopRequested,
-    Tick,
-    view,
-)
-from nbelastic.membership.reasons import (
-    AllWaited,
-    Counted,
-    CutOff,
-    DidNotEnd,
-    LossReason,
-    Lost,
-    NotReady,
-    RankId,
     Tally,
+    Tick,
 )
 
 from .ranks import Script
@@ -309,7 +305,7 @@ def test_a_job_ends_after_what_its_ranks_still_do() -> None:
 def test_what_was_cut_off_after_a_function_is_said(event: Event) -> None:
     world = returned(exit_timeout=30.0, ending_timeout=5.0)
     if isinstance(event, SlotGone | SlotSilent):
-        event = dataclasses.replace(event, slot=world.ranks[0].worker.slot.id)
+        event = structs.replace(event, slot=world.ranks[0].worker.slot.id)
     if isinstance(event, Tick):
         world.run_for(34.0)
         assert world.outcome is None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from msgspec import structs
 
-from nbelastic.membership import EndRank, Machine, RankReady
+from nbelastic.membership import Machine
 from nbelastic.membership.failure_policy import EXCLUSION_RANGE
 from nbelastic.membership.placement import broken_pairs, choose_removed
-from nbelastic.membership.reasons import RankId, Unreachable
+from nbelastic.messages import EndRank, RankId, RankReady, Unreachable
 
 from .ranks import FakeRank, Script
 from .stories import job, trained, workers
@@ -70,7 +71,7 @@ def separate(world: World, *names: str) -> None:
         failures = world.machine.roster.policy.forming_failures
         if isinstance(event, RankReady) and event.start in starts and failures >= 2:
             other = starts[1 - starts.index(event.start)]
-            event = RankReady(**{**vars(event), "unreached": (other,)})
+            event = structs.replace(event, unreached=(other,))
         tell(event)  # type: ignore[arg-type]
 
     world.tell = with_doubts  # type: ignore[method-assign]

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
-
-from nbelastic.membership import (
-    Event,
+from nbelastic.membership import Machine, pack_machine, unpack_machine, view
+from nbelastic.messages import (
     Limits,
-    Machine,
-    Reason,
-    StopRequested,
-    Tick,
-    UnusedReason,
-    UnusedWorker,
-    WorkersUnused,
-    from_dict,
-    to_dict,
-    view,
-)
-from nbelastic.membership.reasons import (
     NotUsed,
     Presence,
+    Reason,
     StopPending,
+    StopRequested,
+    Tick,
     UnusedGroup,
+    UnusedReason,
+    UnusedWorker,
     Waiting,
+    WorkersUnused,
 )
-from nbelastic.membership.serial import plain, typed
 
 from .ranks import Script
 from .stories import job, trained
@@ -83,6 +74,6 @@ def test_they_decide_nothing_and_survive_a_message_and_a_copy() -> None:
     machine = Machine(Limits(np=2))
     machine.handle(Tick(), 0.0)
     event = WorkersUnused((TAKEN[0], CHOSEN))
-    assert machine.handle(typed(Event, json.loads(json.dumps(plain(event)))), 1.0) == []
-    copy = from_dict(json.loads(json.dumps(to_dict(machine))))
+    assert machine.handle(event, 1.0) == []
+    copy = unpack_machine(pack_machine(machine))
     assert copy.roster.unused == [TAKEN[0], CHOSEN]

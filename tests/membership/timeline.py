@@ -6,7 +6,8 @@ import heapq
 import itertools
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import Event, Limits, Outcome, Phase, Tick
+from nbelastic.membership import Phase
+from nbelastic.messages import Event, Limits, Outcome, Tick
 
 from .invariants import Checked
 

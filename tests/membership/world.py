@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import (
+from nbelastic.messages import (
     Abort,
     Beats,
     Effect,

@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from nbelastic import messages as reasons
 from nbelastic.driver.status import DataStatus, Progress
-from nbelastic.membership import reasons
 from nbelastic.render import PARTS, STYLE, JobSnapshot, page
 from nbelastic.render.theme import _COLOURS, SYMBOLS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import LimitsChanged, StopRequested
+from nbelastic.messages import LimitsChanged, StopRequested
 
 if TYPE_CHECKING:
     import random

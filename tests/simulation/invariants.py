@@ -5,25 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import JobError, JobStopped
-from nbelastic.membership import (
-    FRESH,
-    EndRank,
-    LoopDone,
-    Phase,
-    Publish,
-    RankReady,
-    Release,
-    RestartWorker,
-    Stage,
-)
+from nbelastic.membership import Phase, Stage
 from nbelastic.membership.failure_policy import SAME_KIND
+from nbelastic.messages import FRESH, EndRank, LoopDone, Publish, RankReady, Release, RestartWorker
 from tests.membership.invariants import Checked
 
 from .calm import check_end
 from .exchange import is_broken
 
 if TYPE_CHECKING:
-    from nbelastic.membership import Effect, Event, Machine
+    from nbelastic.membership import Machine
+    from nbelastic.messages import Effect, Event
 
     from .world import World
 

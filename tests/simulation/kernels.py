@@ -6,13 +6,14 @@ import asyncio
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster import AttachRefusal, JobClient, pack_function
+from nbelastic.cluster import JobClient, pack_function
 from nbelastic.driver.clock import LiveClock
 from nbelastic.driver.fit import terms_of
 from nbelastic.driver.options import Options
 from nbelastic.driver.takeover import _Inbox
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, Detached, OptionError
+from nbelastic.messages import AttachRefusal
 
 from .client import SimClient
 from .fibers import Fiber, Inbox

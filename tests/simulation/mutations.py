@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from nbelastic.cluster import JobClient
 from nbelastic.cluster.scheduler.controller import JobController
@@ -13,8 +14,9 @@ from nbelastic.elastic import loop as elastic_loop
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import ObjectState
-from nbelastic.membership import Machine, Phase, RankReady, Stage, failure_policy, rules
+from nbelastic.membership import Machine, Phase, Stage, failure_policy, rules
 from nbelastic.membership.roster import Roster
+from nbelastic.messages import RankReady
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +39,7 @@ def _mutation(target: Any, attribute: str) -> Callable[[Any], Any]:
 @_mutation(Machine, "_on_rank_ready")
 def _ready_reports_of_older_generations_count(original: Any) -> Any:
     def handle(self: Any, event: RankReady) -> None:
-        original(self, dataclasses.replace(event, left=self.roster.generation))
+        original(self, msgspec.structs.replace(event, left=self.roster.generation))
 
     return handle
 

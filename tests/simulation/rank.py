@@ -6,10 +6,10 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.process_state import ProcessState
-from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S, RankEvent
+from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
 from nbelastic.cluster.worker.rank.program import RankProgram
 from nbelastic.cluster.worker.rank_exit import ProcessExit
-from nbelastic.membership import LoopDone, RankReady
+from nbelastic.messages import LoopDone, RankEvent, RankReady
 
 from .fibers import Fiber
 from .loop import Process

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.cluster.wire import unpack
+from nbelastic.messages import Heartbeats, JournalStep, RankEvent
+
 from .network import Broken
 
 if TYPE_CHECKING:
@@ -14,14 +17,14 @@ if TYPE_CHECKING:
     from .loop import Process
     from .network import Network
 
-ONCE_MORE = {"RankEvent", "Heartbeats", "JournalStep"}
+ONCE_MORE = RankEvent | Heartbeats | JournalStep
 """Messages to the scheduler that a faulty network may deliver twice."""
 
 
 def may_come_twice(message: dict[str, Any]) -> bool:
     """Whether a faulty network may deliver a message of a stream twice."""
     if message["op"] in ("nbelastic-agent", "nbelastic-kernel"):
-        return message["message"]["body"]["message"] in ONCE_MORE
+        return isinstance(unpack(message["message"]), ONCE_MORE)
     return message["op"] in ("nbelastic", "event")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.membership import ShareSet
+from nbelastic.messages import ShareSet
 
 if TYPE_CHECKING:
     from .world import World

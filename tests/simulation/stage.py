@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.kernel import preflight
 from nbelastic.cluster.payload import Modules
-from nbelastic.cluster.process_state import ProcessId
 from nbelastic.cluster.scheduler import agent_install as install
 from nbelastic.cluster.scheduler import job_service, plugin
-from nbelastic.cluster.wire import unpack_machine
 from nbelastic.cluster.worker import agent
 from nbelastic.cluster.worker import rank_task as rank
 from nbelastic.elastic.ranks import telemetry
+from nbelastic.membership import unpack_machine
+from nbelastic.messages import ProcessId
 
 from . import user
 from .invariants import WatchedMachine

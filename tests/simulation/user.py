@@ -15,7 +15,7 @@ from nbelastic.elastic import ObjectState, run
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError
-from nbelastic.membership import FRESH
+from nbelastic.messages import FRESH
 
 from .invariants import watch_early, watch_hang
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.driver.options import Options
 from nbelastic.elastic.ranks.runtime import RankRuntime
-from nbelastic.membership import StopRequested
+from nbelastic.messages import StopRequested
 
 from . import user
 from .calm import Calm

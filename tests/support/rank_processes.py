@@ -13,19 +13,18 @@ import cloudpickle
 import psutil
 
 from nbelastic.cluster.payload import Modules
-from nbelastic.cluster.wire import JobPayload, RankEvent
 from nbelastic.cluster.worker.rank.channel import RankSetup, frame
 from nbelastic.cluster.worker.rank_launcher import RankLauncher
 from nbelastic.elastic.ranks.runtime import RankSpec
-from nbelastic.membership import Place, RankLeft, RankRaised, RankReturned
+from nbelastic.messages import JobPayload, Place, RankEvent, RankLeft, RankRaised, RankReturned
 from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from nbelastic.cluster.wire import Message
     from nbelastic.cluster.worker.rank_exit import ProcessExit
     from nbelastic.cluster.worker.rank_process import RankProcess
+    from nbelastic.messages import Message
 
 PATIENCE_S = 60.0
 

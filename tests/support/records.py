@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from nbelastic.cluster.scheduler.records import JobRecord
-from nbelastic.cluster.wire import JobPayload, JobTerms
-from nbelastic.membership import Limits, Machine
+from nbelastic.membership import Machine
+from nbelastic.messages import JobPayload, JobTerms, Limits
 
 
 def a_record(machine: Machine | None = None, **changes: Any) -> JobRecord:
@@ -20,10 +19,10 @@ def a_record(machine: Machine | None = None, **changes: Any) -> JobRecord:
         "heartbeat_timeout": 10.0,
         "lease": 3600.0,
         "options": b"",
-        "machine": "",
+        "machine": b"",
     }
-    known = {each.name for each in fields(JobTerms)}
-    terms = JobTerms(**found | {name: each for name, each in changes.items() if name in known})
+    known = {name: each for name, each in changes.items() if name in JobTerms.__struct_fields__}
+    terms = JobTerms(**found | known)
     return JobRecord(
         uid="uid",
         terms=terms,

@@ -20,10 +20,10 @@ from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.errors import RankExit as Ordered
-from nbelastic.membership import (
+from nbelastic.membership import Machine
+from nbelastic.messages import (
     Beats,
     Limits,
-    Machine,
     Notify,
     RankLeft,
     RankRaised,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbelastic.collectives import Communicator, Rendezvous
-    from nbelastic.membership import Effect, Event, Outcome, StartRank
+    from nbelastic.messages import Effect, Event, Outcome, StartRank
 
 PATIENCE_S = 60.0
 """Longer than a storm takes on a machine with much else to do."""

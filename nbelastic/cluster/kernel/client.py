@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.cluster.dask_compat import is_stalled, resume, shorten_batching
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.scheduler.records import RANK_KEY
-from nbelastic.cluster.sendable import sendable
-from nbelastic.cluster.wire import (
-    FROM_KERNELS,
+from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
+from nbelastic.cluster.worker.rank_task import run_rank
+from nbelastic.errors import ClusterLost, NbelasticError, OptionError
+from nbelastic.messages import (
     AttachRefusal,
     AttachRequest,
     GiveUp,
@@ -28,21 +29,25 @@ from nbelastic.cluster.wire import (
     JobWish,
     JournalStep,
     OpenRequest,
-    pack,
-    unpack,
-    unpack_for_driver,
+    ToDriver,
 )
-from nbelastic.cluster.worker.rank_task import run_rank
-from nbelastic.errors import ClusterLost, NbelasticError, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     from distributed import Client, Future
 
-    from nbelastic.cluster.wire import FaultOrder, JobInfo, JobTerms, Message, ToDriver
     from nbelastic.elastic.ranks.runtime import RankSpec
-    from nbelastic.membership import Event, Slot
+    from nbelastic.messages import (
+        Event,
+        FaultOrder,
+        JobInfo,
+        JobTerms,
+        LimitsChanged,
+        Message,
+        Slot,
+        StopRequested,
+    )
 
 CLOSE_TIMEOUT = 2.0
 """Seconds to wait for the last message of a job, once it has been closed."""
@@ -97,8 +102,7 @@ class JobClient:
             self._subscribe()
             shorten_batching(getattr(self._client, "scheduler_comm", None))
             self.epoch = 1
-            packed = sendable(pack(request))
-            problem = self._client.sync(self._scheduler.nbelastic_open, message=packed)
+            problem = self._client.sync(self._scheduler.nbelastic_open, message=pack(request))
         if problem:
             self.detach()
         if problem == "gone":
@@ -127,12 +131,11 @@ class JobClient:
             )
         except (OSError, asyncio.TimeoutError, TimeoutError) as error:
             raise ClusterLost(f"job {self._job!r}: the scheduler does not answer") from error
-        answer = unpack(packed)
+        answer: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
         if isinstance(answer, JobHandover):
             self.epoch, self._steps, self.uid = answer.epoch, 0, answer.uid
-            return answer
-        assert isinstance(answer, AttachRefusal)
-        self.detach()
+        else:
+            self.detach()
         return answer
 
     def drives(self) -> bool:
@@ -229,7 +232,7 @@ class JobClient:
         self._client._event_handlers[self._topic] = self._take
 
     def _take(self, event: tuple[float, Any]) -> None:
-        message = unpack_for_driver(event[1])
+        message: ToDriver = unpack(event[1], ToDriver)
         if not isinstance(message.message, JobClosed):
             self._receive(message)
         elif self._over is not None:
@@ -281,8 +284,7 @@ class JobClient:
             if is_stalled(stream):
                 loop: Any = self._client.loop
                 loop.add_callback(resume, stream)
-            packed = sendable(pack(message))
-            self._client._send_to_scheduler({"op": FROM_KERNELS, "message": packed})
+            self._client._send_to_scheduler({"op": FROM_KERNELS, "message": pack(message)})
 
     def submit(self, spec: RankSpec, slot: Slot, resources: dict[str, float]) -> None:
         """Start a rank on a slot that was granted: a task pinned to its worker."""
@@ -311,8 +313,8 @@ def open_jobs(client: Client) -> tuple[JobInfo, ...]:
     with lost_while(client, "its jobs were asked for"):
         client.register_plugin(ElasticPlugin())
         scheduler: Any = client.scheduler
-        found = unpack(client.sync(scheduler.nbelastic_jobs, callback_timeout=RPC_TIMEOUT))
-    assert isinstance(found, JobSummaries)
+        packed = client.sync(scheduler.nbelastic_jobs, callback_timeout=RPC_TIMEOUT)
+        found: JobSummaries = unpack(packed, JobSummaries)
     return found.jobs
 
 
@@ -322,22 +324,23 @@ def look_at_job(client: Client, job: str) -> JobHandover | AttachRefusal:
         client.register_plugin(ElasticPlugin())
         scheduler: Any = client.scheduler
         packed = client.sync(scheduler.nbelastic_look, job=job, callback_timeout=RPC_TIMEOUT)
-        found = unpack(packed)
-    assert isinstance(found, JobHandover | AttachRefusal)
+        found: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
     return found
 
 
-def send_wish(client: Client, job: str, event: Event) -> AttachRefusal | None:
+def send_wish(
+    client: Client, job: str, event: StopRequested | LimitsChanged
+) -> AttachRefusal | None:
     """Send a user's event to a job, without taking it over; return why that cannot be."""
     with lost_while(client, "a job was asked to change"):
         client.register_plugin(ElasticPlugin())
         scheduler: Any = client.scheduler
-        message = sendable(pack(JobWish(job, event)))
         packed = client.sync(
-            scheduler.nbelastic_wish, message=message, callback_timeout=RPC_TIMEOUT
+            scheduler.nbelastic_wish,
+            message=pack(JobWish(job, event)),
+            callback_timeout=RPC_TIMEOUT,
         )
-        refusal = None if packed is None else unpack(packed)
-    assert refusal is None or isinstance(refusal, AttachRefusal)
+        refusal: AttachRefusal | None = None if packed is None else unpack(packed, AttachRefusal)
     return refusal
 
 

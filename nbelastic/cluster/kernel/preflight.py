@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from distributed import Future
 
 from nbelastic.cluster.payload import keras_settings, torch_settings
-from nbelastic.cluster.wire import JobPayload
 from nbelastic.cluster.worker.environment import MUST_MATCH, versions, versions_reader
 from nbelastic.cluster.worker.signals import after_shielding
 from nbelastic.errors import NotPicklable, VersionMismatch
+from nbelastic.messages import JobPayload
 from nbelastic.pickling import dumps, failing_part
 
 from .sources import collect, dumps_noting

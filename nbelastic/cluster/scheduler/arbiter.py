@@ -24,7 +24,8 @@ import yaml
 from dask.utils import parse_timedelta
 
 from nbelastic.errors import OptionError
-from nbelastic.membership import Phase, ShareSet, Stage, rules
+from nbelastic.membership import Phase, Stage, rules
+from nbelastic.messages import ShareSet
 from nbelastic.sharing import SharedSlot, SharePolicy, SharingRules, SlotGroup, Want, assign
 
 from .records import differing, fits

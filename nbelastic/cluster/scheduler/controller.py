@@ -14,42 +14,48 @@ from typing import TYPE_CHECKING, Protocol
 
 from nbelastic.cluster.dask_compat import PeriodicCall
 from nbelastic.cluster.job_log import in_one_line
-from nbelastic.cluster.wire import (
+from nbelastic.membership import Phase, pack_machine
+from nbelastic.messages import (
+    Abort,
     AbortOrder,
+    Beats,
     ChangeOrder,
+    EndRank,
     EndRankOrder,
     JobEvent,
     JobHandover,
-    PlanOrder,
-    ReleaseOrder,
-    SaveOrder,
-    pack_machine,
-)
-from nbelastic.membership import (
-    Abort,
-    Beats,
-    EndRank,
+    KernelAttached,
+    KernelLost,
     LimitsChanged,
     Notify,
-    Phase,
+    PlanOrder,
     Publish,
+    Record,
     Release,
+    ReleaseOrder,
     RestartWorker,
     SaveCommit,
+    SaveOrder,
     StartRank,
     StopReason,
     StopRequested,
     Tick,
 )
-from nbelastic.membership.reasons import KernelAttached, KernelLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from nbelastic.cluster.journal import JournalFile
-    from nbelastic.cluster.rank_error import PackedError
-    from nbelastic.cluster.wire import JournalStep, Message, RankOrder
-    from nbelastic.membership import Effect, Event, Reason, Slot
+    from nbelastic.messages import (
+        Effect,
+        Event,
+        JournalStep,
+        Message,
+        PackedError,
+        RankOrder,
+        Reason,
+        Slot,
+    )
 
     from .records import JobRecord
 
@@ -218,7 +224,7 @@ class JobController:
     def _note(self, kind: str, reason: Reason) -> None:
         generation = self._record.machine.roster.generation
         size = self._record.machine.roster.counted.present
-        entry = self._record.log.note(kind, generation=generation, size=size, reason=reason)
+        entry = self._record.log.note(Record(kind, generation, size=size, reason=reason))
         logger.info("job %r: %s", self._job, in_one_line(entry))
 
     def _drain(self) -> None:

@@ -9,14 +9,15 @@ as a heartbeat. If its process cannot be read, the worker counts as frozen after
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from nbelastic.cluster.dask_compat import PeriodicCall, resume
 from nbelastic.cluster.process_state import Verdict
-from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S, TelemetryBatch
-from nbelastic.membership import Beats, LossReason, SlotSilent
+from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
+from nbelastic.messages import Beats, LossReason, SlotSilent, TelemetryBatch
 
 from .process_probe import ProcessProbe
 
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
     from distributed import Scheduler
 
-    from nbelastic.cluster.wire import Message, RankBeat, RankTelemetry
-    from nbelastic.membership import Event
+    from nbelastic.messages import Event, Message, RankBeat, RankTelemetry
 
     from .records import JobRecord, WorkerRecord
 
@@ -102,7 +102,7 @@ class HeartbeatMonitor:
             waiting = record.telemetry.get(telemetry.start)
             if waiting is not None and waiting.reports:
                 reports = waiting.reports + telemetry.reports
-                telemetry = dataclasses.replace(telemetry, reports=reports)
+                telemetry = replace(telemetry, reports=reports)
             record.telemetry[telemetry.start] = telemetry
 
     def send_telemetry(self, job: str) -> None:
@@ -177,7 +177,7 @@ class HeartbeatMonitor:
         """Repeat a rank's last heartbeat for it, but not that it waits: that may have changed."""
         beat = worker.last_beats.get((job, start))
         if beat is not None and job in self._jobs:
-            repeated = dataclasses.replace(beat, waiting=False, operation="")
+            repeated = replace(beat, waiting=False, operation="")
             self._jobs[job].beats.setdefault(start, repeated)
 
     def _report_silent(self, slot: str, job: str, reason: LossReason, seconds: float) -> None:

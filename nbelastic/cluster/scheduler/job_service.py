@@ -8,13 +8,16 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
 from nbelastic.cluster.journal import open_journal
-from nbelastic.cluster.sendable import sendable
-from nbelastic.cluster.wire import (
+from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
+from nbelastic.errors import OptionError
+from nbelastic.membership import unpack_machine, view
+from nbelastic.messages import (
     AttachRefusal,
     AttachRequest,
     DriverReplaced,
@@ -27,14 +30,10 @@ from nbelastic.cluster.wire import (
     JobSummaries,
     JobWish,
     JournalStep,
-    Message,
+    LimitsChanged,
     OpenRequest,
-    pack,
-    unpack,
-    unpack_machine,
+    SlotBusy,
 )
-from nbelastic.errors import OptionError
-from nbelastic.membership import LimitsChanged, SlotBusy, StopRequested, view
 
 from .controller import JobController
 from .records import RANK_KEY, JobRecord
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
     from distributed import Scheduler
 
-    from .intake import Intake
     from .plugin import ElasticPlugin
 
 logger = logging.getLogger(__name__)
@@ -54,8 +52,6 @@ CLOSE_GRACE = 5.0
 
 POLL = 0.005
 
-M = TypeVar("M")
-
 KEEPER = "fire-and-forget"
 """Dask's own client for tasks without a waiting client; it releases a task when it is done."""
 
@@ -63,7 +59,7 @@ KEEPER = "fire-and-forget"
 class JobService:
     """Opens, hands over and closes jobs."""
 
-    def __init__(self, plugin: ElasticPlugin, scheduler: Scheduler, intake: Intake) -> None:
+    def __init__(self, plugin: ElasticPlugin, scheduler: Scheduler) -> None:
         self._plugin = plugin
         self._scheduler = scheduler
         self._jobs = plugin.jobs
@@ -76,15 +72,28 @@ class JobService:
         scheduler.handlers["nbelastic_jobs"] = self.list_jobs
         scheduler.handlers["nbelastic_look"] = self.look
         scheduler.handlers["nbelastic_wish"] = self.wish
-        intake.of_kernels(JournalStep, self.step)
-        intake.of_kernels(InjectRequest, self.inject)
-        intake.of_kernels(GiveUp, self.give_up)
+        scheduler.stream_handlers[FROM_KERNELS] = self._take
+
+    def _take(self, client: str, message: Any = None, **_: Any) -> None:
+        """Take a message of a kernel. Raises nothing: the stream would close."""
+        try:
+            read: JournalStep | InjectRequest | GiveUp = unpack(
+                message, JournalStep | InjectRequest | GiveUp
+            )
+            if isinstance(read, JournalStep):
+                self.step(client, read)
+            elif isinstance(read, InjectRequest):
+                self.inject(client, read)
+            else:
+                self.give_up(client, read)
+        except Exception:  # whatever is in the message
+            logger.exception("a message from the kernel %s cannot be read", client)
 
     # -- opening and closing ---------------------------------------------------------------------
 
     async def open(self, message: Any) -> str:
         """Publish a job; return an empty string, or why that cannot be: ``gone`` or ``taken``."""
-        asked = _read(OpenRequest, message)
+        asked: OpenRequest = unpack(message, OpenRequest)
         terms = asked.terms
         if self._is_gone(asked.client, asked.topic):
             return "gone"  # this came later, on a connection of its own
@@ -93,7 +102,7 @@ class JobService:
         self._plugin.arbiter.open()
         record = self._jobs[asked.job] = JobRecord(
             uid=asked.uid,
-            terms=replace(terms, machine=""),
+            terms=replace(terms, machine=b""),
             workers=None if terms.workers is None else self._resolved(terms.workers),
             machine=unpack_machine(terms.machine),
             client=asked.client,
@@ -121,7 +130,7 @@ class JobService:
 
     async def payload(self, job: str) -> dict[str, Any]:
         """Return the payload of a job."""
-        return _reply(self._jobs[job].terms.payload)
+        return pack(self._jobs[job].terms.payload)
 
     async def close(self, job: str, uid: str, epoch: int, steps: int) -> list[str]:
         """Forget a job, once what still runs of it has ended and Dask has seen that.
@@ -169,7 +178,7 @@ class JobService:
                     share=seen.share,
                 )
             )
-        return _reply(JobSummaries(tuple(found)))
+        return pack(JobSummaries(tuple(found)))
 
     # -- for users who do not drive a job --------------------------------------------------------
 
@@ -177,17 +186,15 @@ class JobService:
         """Return all that is known of a job; its driver keeps it."""
         record = self._jobs.get(job)
         if record is None:
-            return _reply(AttachRefusal("unknown", tuple(sorted(self._jobs))))
-        return _reply(record.controller.describe())
+            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+        return pack(record.controller.describe())
 
     async def wish(self, message: Any) -> dict[str, Any] | None:
         """Pass a user's event to a job, as if its driver's user had sent it."""
-        asked = _read(JobWish, message)
+        asked: JobWish = unpack(message, JobWish)
         record = self._jobs.get(asked.job)
         if record is None or record.closing:
-            return _reply(AttachRefusal("unknown", tuple(sorted(self._jobs))))
-        if not isinstance(asked.event, StopRequested | LimitsChanged):
-            raise TypeError(f"{type(asked.event).__name__} is no event of a user")
+            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
         if isinstance(asked.event, LimitsChanged):
             _check_limits(asked.event)
         record.controller.take_in(asked.event)
@@ -223,16 +230,16 @@ class JobService:
 
         Every driver has a topic of its own, so that is known by it.
         """
-        asked = _read(AttachRequest, message)
+        asked: AttachRequest = unpack(message, AttachRequest)
         record = self._jobs.get(asked.job)
         if record is None or record.closing or self._is_gone(asked.client, asked.topic):
-            return _reply(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
         if asked.again and record.topic != asked.topic:
-            return _reply(AttachRefusal("taken"))
+            return pack(AttachRefusal("taken"))
         if record.client is not None and record.topic != asked.topic:
             self._plugin.say(record.client, record.topic, record.epoch, DriverReplaced())
         self._shorten_batching(asked.client)
-        handover = _reply(record.controller.take_over(asked.client, asked.topic))
+        handover = pack(record.controller.take_over(asked.client, asked.topic))
         asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
         return handover
 
@@ -325,16 +332,3 @@ async def _until(condition: Callable[[], bool]) -> None:
     deadline = asyncio.get_running_loop().time() + CLOSE_GRACE
     while not condition() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(POLL)
-
-
-def _reply(message: Message) -> dict[str, Any]:
-    """Write an answer so that Dask can send it: one that it cannot closes the connection."""
-    return cast("dict[str, Any]", sendable(pack(message)))
-
-
-def _read(kind: type[M], message: Any) -> M:
-    """Read a request; what is raised reaches the kernel."""
-    read = unpack(message)
-    if not isinstance(read, kind):
-        raise TypeError(f"expected {kind.__name__}, not {type(read).__name__}")
-    return read

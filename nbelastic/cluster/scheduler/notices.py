@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from distributed.core import Status
 
-from nbelastic.cluster.wire import WatchOrder
-from nbelastic.membership import NoticeGiven, rules
+from nbelastic.membership import rules
+from nbelastic.messages import NoticeGiven, WatchOrder
 
 from .records import NoticeRecord
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from distributed import Scheduler
 
-    from nbelastic.cluster.wire import NoticeReport
+    from nbelastic.messages import NoticeReport
 
     from .plugin import ElasticPlugin
     from .records import JobRecord, WorkerRecord

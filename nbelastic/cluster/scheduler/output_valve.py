@@ -7,11 +7,12 @@ certain size on, until it has read most of that.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 if TYPE_CHECKING:
-    from nbelastic.cluster.wire import RankOutput
+    from nbelastic.messages import RankOutput
 
 MOST_WAITING = 64_000_000
 """Bytes that may wait for a kernel, about as many as it keeps."""
@@ -35,4 +36,4 @@ class OutputValve:
         self._closed = waiting > (FEW_WAITING if was_closed else MOST_WAITING)
         if not self._closed:
             return message
-        return None if was_closed else dataclasses.replace(message, text="", gap=True)
+        return None if was_closed else replace(message, text="", gap=True)

@@ -10,7 +10,6 @@ agent is put on a worker when the first job wants that worker, not before.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 import random
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
+from msgspec.structs import replace
 
 from nbelastic.cluster.dask_compat import (
     PeriodicCall,
@@ -27,46 +27,42 @@ from nbelastic.cluster.dask_compat import (
     shorten_batching,
     unsent_bytes,
 )
-from nbelastic.cluster.wire import (
-    PLUGIN,
+from nbelastic.cluster.wire import FROM_AGENTS, PLUGIN, pack, pack_for_ranks, unpack
+from nbelastic.cluster.worker.signals import start_processes_shielded
+from nbelastic.errors import VersionMismatch
+from nbelastic.messages import (
     EndRankOrder,
     FaultReport,
     ForgetOrder,
     Heartbeats,
     Hello,
+    LossReason,
     NoticeReport,
     RankEnded,
     RankEvent,
     RankLeaving,
     RankOutput,
-    RankTelemetry,
-    SlotGranted,
-    ToDriver,
-    WorkerRefused,
-    pack,
-    pack_for_ranks,
-)
-from nbelastic.cluster.worker.signals import start_processes_shielded
-from nbelastic.errors import VersionMismatch
-from nbelastic.membership import (
-    LossReason,
     RankRaised,
+    RankReturned,
+    RankTelemetry,
     SlotAtRisk,
     SlotBusy,
     SlotDied,
     SlotGone,
+    SlotGranted,
     SlotLeaving,
     SlotsFound,
     SlotStays,
+    ToDriver,
     UnusedReason,
     UnusedWorker,
+    WorkerRefused,
     WorkersUnused,
 )
 
 from .agent_install import AgentInstaller
 from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
-from .intake import Intake
 from .job_service import JobService
 from .notices import NoticeController
 from .records import (
@@ -82,13 +78,19 @@ from .records import (
 from .scaling import ScalingHooks
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
 
     from distributed import Scheduler
 
-    from nbelastic.cluster.rank_error import PackedError
-    from nbelastic.cluster.wire import Message, RankOrder
-    from nbelastic.membership import Event, NoticeGiven, Slot, StartRank
+    from nbelastic.messages import (
+        Event,
+        Message,
+        NoticeGiven,
+        PackedError,
+        RankOrder,
+        Slot,
+        StartRank,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -122,17 +124,19 @@ class ElasticPlugin(SchedulerPlugin):
             self, scheduler, self.jobs, self._workers, self._scaling.retire
         )
         self.arbiter = Arbiter(scheduler, self.jobs, self._workers, self._offer)
-        intake = Intake(scheduler, self._evict_sender)
-        intake.of_agents(Hello, self._hello)
-        intake.of_agents(RankEvent, self._report)
-        intake.of_agents(Heartbeats, self._take_beats)
-        intake.of_agents(RankOutput, self._output)
-        intake.of_agents(RankTelemetry, self._heartbeats.take_telemetry)
-        intake.of_agents(FaultReport, self._fault)
-        intake.of_agents(RankEnded, self._ended)
-        intake.of_agents(RankLeaving, self._leaving)
-        intake.of_agents(NoticeReport, self._take_notice)
-        self._job_service = JobService(self, scheduler, intake)
+        self._handlers: dict[type[Message], Callable[[str, Any], None]] = {
+            Hello: self._hello,
+            RankEvent: self._report,
+            Heartbeats: self._take_beats,
+            RankOutput: self._output,
+            RankTelemetry: self._heartbeats.take_telemetry,
+            FaultReport: self._fault,
+            RankEnded: self._ended,
+            RankLeaving: self._leaving,
+            NoticeReport: self._take_notice,
+        }
+        scheduler.stream_handlers[FROM_AGENTS] = self._take
+        self._job_service = JobService(self, scheduler)
 
     async def before_close(self) -> None:
         """Stop watching: the scheduler is closing."""
@@ -226,7 +230,7 @@ class ElasticPlugin(SchedulerPlugin):
     def _hello(self, worker: str, hello: Hello) -> None:
         # The scheduler's address of a worker, which others reach it at: an agent knows only the
         # contact address that its worker was started with, which may have a host's name in it.
-        slot = dataclasses.replace(hello.slot, worker=worker)
+        slot = replace(hello.slot, worker=worker)
         nanny = getattr(self._scheduler.workers.get(worker), "nanny", None)
         host = WorkerRecord(slot, hello.versions, hello.process, nanny)
         self._workers[slot.id] = host
@@ -529,6 +533,18 @@ class ElasticPlugin(SchedulerPlugin):
 
     # -- from the agents ---------------------------------------------------------------------------
 
+    def _take(self, worker: str, message: Any = None, **_: Any) -> None:
+        """Take a message of an agent; one that cannot be read costs the rank of that worker alone.
+
+        Dask closes a stream when its handler raises, and a worker closes with its stream.
+        """
+        try:
+            read = unpack(message)
+            self._handlers[type(read)](worker, read)
+        except Exception as error:  # whatever is in the message
+            logger.warning("a message from %s cannot be read", worker, exc_info=True)
+            self._evict_sender(worker, error)
+
     def _evict_sender(self, worker: str, error: Exception) -> None:
         """Evict the rank of a worker whose message cannot be read."""
         if isinstance(error, VersionMismatch):
@@ -548,6 +564,8 @@ class ElasticPlugin(SchedulerPlugin):
         self._to_agent(self._workers[slot], pack(EndRankOrder(job, start, "evict", reason)))
 
     def _report(self, worker: str, message: RankEvent) -> None:
+        if isinstance(message.event, RankReturned) and message.result is None:
+            raise ValueError("a rank that returns must send its result")
         self._heartbeats.send_telemetry(message.job)
         self._event(message.job, message.event, message.result, message.error)
 
@@ -561,7 +579,7 @@ class ElasticPlugin(SchedulerPlugin):
                 self.send(record, passed)
 
     def _fault(self, worker: str, message: FaultReport) -> None:
-        self._to_driver(message.job, dataclasses.replace(message, worker=worker))
+        self._to_driver(message.job, replace(message, worker=worker))
 
     def _leaving(self, worker: str, message: RankLeaving) -> None:
         self.mark_leaving(worker, soon=True)

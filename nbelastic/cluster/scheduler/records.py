@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distributed.comm.addressing import get_address_host
 from distributed.core import Status
+from msgspec.structs import replace
 
 from nbelastic.cluster.job_log import JobLog
-from nbelastic.cluster.wire import JobPayload, WatchOrder
 from nbelastic.cluster.worker.environment import MUST_MATCH
-from nbelastic.membership import NoticeSource, UnusedReason, UnusedWorker
+from nbelastic.messages import JobPayload, NoticeSource, UnusedReason, UnusedWorker, WatchOrder
 
 from .output_valve import OutputValve
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
-    from nbelastic.cluster.process_state import ProbeHistory, ProcessId
-    from nbelastic.cluster.wire import JobEvent, JobTerms, RankTelemetry
-    from nbelastic.membership import Beat, Machine, Place, Slot
+    from nbelastic.cluster.process_state import ProbeHistory
+    from nbelastic.membership import Machine
+    from nbelastic.messages import Beat, JobEvent, JobTerms, Place, ProcessId, RankTelemetry, Slot
 
     from .controller import JobController
 

@@ -31,11 +31,17 @@ from nbelastic.cluster.dask_compat import (
     unsent_bytes,
 )
 from nbelastic.cluster.process_state import own_process_id
-from nbelastic.cluster.sendable import sendable
 from nbelastic.cluster.wire import (
     FROM_AGENTS,
     HEARTBEAT_INTERVAL_S,
     PLUGIN,
+    addressee,
+    pack,
+    unpack,
+)
+from nbelastic.collectives.topology import host_identity
+from nbelastic.elastic.ranks.runtime import DASK_CUDA
+from nbelastic.messages import (
     EndRankOrder,
     FaultDue,
     ForgetOrder,
@@ -46,14 +52,12 @@ from nbelastic.cluster.wire import (
     RankEnded,
     RankEvent,
     RankLeaving,
+    RankLeft,
     RankOrder,
+    RankRaised,
+    Slot,
     WatchOrder,
-    pack,
-    unpack,
 )
-from nbelastic.collectives.topology import host_identity
-from nbelastic.elastic.ranks.runtime import DASK_CUDA
-from nbelastic.membership import RankLeft, RankRaised, Slot
 
 from .environment import own_interface, versions
 from .hosted_rank import HostedRank
@@ -65,12 +69,12 @@ from .signals import ignore_interrupts, leave_on_termination, pass_on_user_signa
 from .worker_faults import WorkerFaults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from distributed import Worker
 
-    from nbelastic.cluster.wire import Message
     from nbelastic.elastic.ranks.runtime import RankSpec
+    from nbelastic.messages import Message
 
     from .hosted_rank import Key
     from .rank_process import RankProcess
@@ -217,9 +221,8 @@ class Agent(WorkerPlugin):
 
     async def _payload(self, job: str) -> JobPayload:
         if job not in self._payloads:
-            payload = unpack(await self._worker.scheduler.nbelastic_payload(job=job))
-            assert isinstance(payload, JobPayload)
-            self._payloads[job] = payload
+            packed = await self._worker.scheduler.nbelastic_payload(job=job)
+            self._payloads[job] = unpack(packed, JobPayload)
         return self._payloads[job]
 
     def _launch(
@@ -267,8 +270,7 @@ class Agent(WorkerPlugin):
 
     def _send(self, message: Message) -> None:
         try:
-            packed = sendable(pack(message))
-            self._worker.batched_stream.send({"op": FROM_AGENTS, "message": packed})
+            self._worker.batched_stream.send({"op": FROM_AGENTS, "message": pack(message)})
         except OSError:
             pass  # the scheduler is gone; the worker is about to close for that reason
 
@@ -306,7 +308,8 @@ class Agent(WorkerPlugin):
         except Exception as error:  # the stream, and the worker with it, would close
             logger.exception("a message from the scheduler cannot be read")
             problem = f"its worker cannot read a message: {error!r}"
-            for key in _meant(message, self._ranks):
+            key = addressee(message)
+            if key in self._ranks:
                 self._ranks[key].end(problem)
 
     def _take(self, message: Message) -> None:
@@ -328,14 +331,6 @@ class Agent(WorkerPlugin):
             self._ended_early.add(key)
             self._send(RankEvent(key[0], RankLeft(key[1])))
             self._send(RankEnded(*key, never=True))
-
-
-def _meant(message: Any, keys: Iterable[Key]) -> list[Key]:
-    """Return the ranks here that a message which cannot be read was meant for."""
-    body = message.get("body") if isinstance(message, dict) else None
-    if not isinstance(body, dict):
-        return []
-    return [key for key in keys if key == (body.get("job"), body.get("start"))]
 
 
 def _pickled(value: Any) -> bytes:

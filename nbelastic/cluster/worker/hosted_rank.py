@@ -3,31 +3,30 @@
 What ends a rank: its function's end; an order, which raises in the function, then SIGTERM and
 SIGKILL, each after a limit; a signal of someone else; too much memory. Whatever it is, the process
 ends within the limits, and its last event reaches the driver:
-:class:`~nbelastic.membership.RankDied` where it has sent none itself.
+:class:`~nbelastic.messages.RankDied` where it has sent none itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
 from typing import TYPE_CHECKING, cast
 
+from msgspec.structs import replace
+
 from nbelastic.cluster.process_state import ProbeHistory, Verdict
-from nbelastic.cluster.wire import (
+from nbelastic.messages import (
     AbortOrder,
+    Beat,
     EndRankOrder,
     FaultDue,
     Heartbeats,
     PlanOrder,
-    RankEvent,
-    RankOutput,
-)
-from nbelastic.membership import (
-    Beat,
     RankDied,
+    RankEvent,
     RankExited,
     RankLeft,
+    RankOutput,
     RankRaised,
     RankReturned,
 )
@@ -37,8 +36,7 @@ from .rank_output import OutputBuffer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.cluster.wire import Message, RankOrder
-    from nbelastic.membership import Plan
+    from nbelastic.messages import Message, Plan, RankOrder
 
     from .rank_process import RankProcess
 
@@ -124,8 +122,8 @@ class HostedRank:
                     self._end_within(seconds, reason)
                 if isinstance(message.event, RankReturned):
                     self._returned = True
-                    event = dataclasses.replace(message.event, exits=True)
-                    message = dataclasses.replace(message, event=event)
+                    event = replace(message.event, exits=True)
+                    message = replace(message, event=event)
             self._send(message)
 
     def obey(self, order: RankOrder) -> None:
@@ -168,7 +166,7 @@ class HostedRank:
         now = self._loop.time()
         if self._heard is None and self.process.waits:
             self._began = now
-            return dataclasses.replace(self._beat, operation=IMPORTING)
+            return replace(self._beat, operation=IMPORTING)
         silence = now - (self._began if self._heard is None else self._heard)
         if silence < SILENCE_S or self._over:
             return self._beat
@@ -179,4 +177,4 @@ class HostedRank:
             self.kill(f"its process was stopped for {silence:.0f} s")
         elif self._heard is not None and silence >= self._patience:
             self.kill(f"its process has sent no heartbeat for {silence:.0f} s and does nothing")
-        return dataclasses.replace(self._beat, waiting=False, operation="")
+        return replace(self._beat, waiting=False, operation="")

@@ -12,14 +12,13 @@ import multiprocessing
 import os
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
+from msgspec.structs import replace
 
-from nbelastic.cluster.wire import NoticeReport, WatchOrder
-from nbelastic.membership import NoticeSource
+from nbelastic.messages import NoticeReport, NoticeSource, WatchOrder
 
 from .metadata_service import REQUEST_LIMIT_S, ask_service, find_service
 from .notices import CLOUDS, KeyExpired, Unanswered, batch_job_end

@@ -17,8 +17,7 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from nbelastic.cluster.wire import NoticeReport
-from nbelastic.membership import NoticeSource
+from nbelastic.messages import NoticeReport, NoticeSource
 
 TOKEN_SECONDS = 21600
 """Seconds for which AWS's token is good: the most that there are."""

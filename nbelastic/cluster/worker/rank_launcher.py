@@ -42,7 +42,7 @@ from .rank_process import RankProcess
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.cluster.wire import Message
+    from nbelastic.messages import Message
 
 logger = logging.getLogger(__name__)
 

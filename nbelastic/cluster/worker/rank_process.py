@@ -38,7 +38,7 @@ from .rank_exit import ProcessExit, out_of_memory_kills
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.cluster.wire import Message
+    from nbelastic.messages import Message
 
 _STACK_BYTES = 1 << 16
 _END_OF_CHANNEL = 1.0

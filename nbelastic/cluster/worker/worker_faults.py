@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 
 from distributed.core import Status
 
-from nbelastic.cluster.wire import FaultDone, FaultDue, FaultReport, NoticeReport
-from nbelastic.membership import NoticeSource
+from nbelastic.messages import FaultDone, FaultDue, FaultReport, NoticeReport, NoticeSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from distributed import Worker
 
-    from nbelastic.cluster.wire import FaultOrder, Message
+    from nbelastic.messages import FaultOrder, Message
 
     from .rank_process import RankProcess
 

@@ -29,7 +29,7 @@ from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.timeline import part_of
 from nbelastic.errors import OptionError
-from nbelastic.membership import Limits, LimitsChanged, Place
+from nbelastic.messages import Limits, LimitsChanged, Place
 
 from .kinds import (
     AMOUNTS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.membership import LossReason, Lost, RankError, Reason
+from nbelastic.messages import LossReason, Lost, RankError, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

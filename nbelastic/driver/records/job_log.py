@@ -14,7 +14,7 @@ from nbelastic.cluster import JobLog, Modules, Returned
 from nbelastic.driver import display
 from nbelastic.driver.clock import steady_time
 from nbelastic.driver.status import HistoryEvent, Output
-from nbelastic.membership.reasons import NotReady
+from nbelastic.messages import NotReady, Record
 
 from .describe import OUTPUT_GAP, history_detail, reset_detail, straggler_detail
 from .metrics import MetricsAggregator
@@ -23,9 +23,7 @@ from .output_log import OutputLog
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbelastic.cluster import HistoryRecord, LogContents, RankTelemetry
-    from nbelastic.elastic.ranks.telemetry import CodeLine
-    from nbelastic.membership import Reason
+    from nbelastic.messages import CodeLine, LogContents, RankTelemetry, Reason
 
 
 class KernelLog(JobLog):
@@ -92,7 +90,7 @@ class KernelLog(JobLog):
         """Return a reason with the lines that ranks were executing last, where it is about them."""
         if not isinstance(reason, NotReady):
             return str(reason)
-        return reason.at({start: _place(each.line) for start, each in self._snapshots.items()})
+        return reason.at({start: _place(each.line) for start, each in self._latest.items()})
 
     def latest_rank(self, start: int) -> int | None:
         """Return the rank that a start of the function had last."""
@@ -105,7 +103,7 @@ class KernelLog(JobLog):
         self.highest_rank = max(rank, self.highest_rank or 0)
         self.names[start] = f"rank {rank} on {worker}"
 
-    def _add(self, record: HistoryRecord) -> None:
+    def _add(self, record: Record) -> None:
         detail = record.detail
         if record.reason is not None:
             error = None if record.start is None else self.failures.get(record.start)
@@ -139,17 +137,17 @@ class KernelLog(JobLog):
         with self._lock:
             problem = self._kept.add(Output(start, self.latest_rank(start), text), write=write)
         if problem:
-            self.note("warning", detail=problem)
+            self.note(Record("warning", detail=problem))
 
     def note_gap(self, start: int) -> None:
         """Note that output of ranks is missing from here on, because this kernel did not read."""
         self.note_output(start, f"[{OUTPUT_GAP}]\n")
-        self.note("warning", detail=OUTPUT_GAP)
+        self.note(Record("warning", detail=OUTPUT_GAP))
 
     def note_telemetry(self, ranks: Iterable[RankTelemetry], members: Iterable[int] = ()) -> None:
         """Keep the telemetry of ranks; the job's speed is that of its members."""
         ranks = tuple(ranks)
-        self._snapshots.update((each.start, each.snapshot) for each in ranks)
+        self._latest.update((each.start, each) for each in ranks)
         elapsed = self.elapsed
         self.metrics.take(elapsed, ranks)
         self.metrics.note_pace(elapsed, self.metrics.total(members))

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbelastic.driver.status import DataStatus, Progress
-from nbelastic.elastic.ranks.telemetry import TelemetrySnapshot
+from nbelastic.messages import RankTelemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from nbelastic.cluster import RankTelemetry
-    from nbelastic.elastic.ranks.telemetry import MetricsReport
+    from nbelastic.messages import MetricsReport
 
 WINDOW = 3.0
 """Seconds over which speed is measured."""
@@ -32,15 +31,15 @@ MOST_POINTS = 600
 class RankMetrics:
     """The newest telemetry of one start of the function, and its speed."""
 
-    latest: TelemetrySnapshot = field(default_factory=TelemetrySnapshot)
+    latest: RankTelemetry = field(default_factory=RankTelemetry)
     _seen: deque[tuple[float, int]] = field(default_factory=deque)
 
-    def update(self, now: float, snapshot: TelemetrySnapshot) -> None:
+    def update(self, now: float, latest: RankTelemetry) -> None:
         """Add newer telemetry."""
-        self.latest = snapshot
-        if not snapshot.samples:
+        self.latest = latest
+        if not latest.samples:
             self._seen.clear()  # still setting up
-        self._seen.append((now, snapshot.samples))
+        self._seen.append((now, latest.samples))
         while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW:
             self._seen.popleft()
 
@@ -104,7 +103,7 @@ class MetricsAggregator:
         """Add what ranks have sent; `now` in seconds since the job was started."""
         with self._lock:
             for each in ranks:
-                self._ranks.setdefault(each.start, RankMetrics()).update(now, each.snapshot)
+                self._ranks.setdefault(each.start, RankMetrics()).update(now, each)
                 for report in each.reports:
                     self._add(now, report)
 

@@ -26,7 +26,7 @@ from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.elastic.state import ObjectState, hooks_of, store_of
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
-from nbelastic.membership import FRESH, RankNote
+from nbelastic.messages import FRESH, RankNote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.ranks.session import Session
     from nbelastic.elastic.sampler import SamplerProgress
     from nbelastic.elastic.state import State
-    from nbelastic.membership import Plan
+    from nbelastic.messages import Plan
 
 LAST_WAIT = 600.0
 """Most seconds that the end of a loop waits for its last checkpoint."""

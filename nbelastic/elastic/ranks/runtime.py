@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.checkpoint.manager import CheckpointSpec
-    from nbelastic.membership import Event, Place, Plan
+    from nbelastic.messages import Event, Place, Plan
 
 
 class Interrupt(Protocol):

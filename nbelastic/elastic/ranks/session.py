@@ -28,17 +28,8 @@ from nbelastic.errors import (
     RankExit,
     Stopped,
 )
-from nbelastic.membership import (
-    FRESH,
-    Beat,
-    LoopDone,
-    Place,
-    Plan,
-    RankFormed,
-    RankNote,
-    RankReady,
-    place_of,
-)
+from nbelastic.membership import place_of
+from nbelastic.messages import FRESH, Beat, LoopDone, Place, Plan, RankFormed, RankNote, RankReady
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,69 +12,12 @@ from __future__ import annotations
 import math
 import numbers
 import threading
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 from nbelastic.elastic.ranks.stack import user_line
+from nbelastic.messages import CodeLine, DataProgress, MetricsReport, RankTelemetry
 
 _EXACT = 2**53
-
-AnyFloat = Annotated[float, "may be NaN"]
-"""A number of a message that may be NaN; others must be finite."""
-
-
-@dataclass(frozen=True)
-class CodeLine:
-    """A line of code, and the function that it is in."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True)
-class DataProgress:
-    """Rows of one source in the steps that a commit has."""
-
-    source: str  # its name
-    epoch: int
-    rows: int  # of an epoch; 0 if that is not known
-    done: int  # of the present epoch
-    seen: int  # that went into the training, over all epochs
-    redone: int  # that were handed out, rolled back, and handed out again
-    lost: int  # that should have been in steps that are done, and were not
-
-
-@dataclass(frozen=True)
-class TelemetrySnapshot:
-    """Telemetry of a rank at one moment."""
-
-    step: int = 0  # batches processed
-    samples: int = 0
-    device: str = ""  # that it computes on
-    epoch: int = 0  # of its state
-    batch: int = 0
-    epochs: int = 0  # in all; 0 if not declared
-    batches: int = 0  # in an epoch; 0 if not declared
-    state_bytes: int = 0  # of tensors
-    copied_bytes: int = 0  # for commits
-    line: CodeLine | None = None  # of user code, if there was no step since the last snapshot
-    micro_batches: int = 0  # of a step, on all ranks; 0 without a loader
-    first: int = 0  # the first micro-batch that it computes
-    last: int = 0  # the one after its last
-    why_not_exact: str = ""  # what keeps its training from being exact
-    data: tuple[DataProgress, ...] = ()  # of each loader of its state, at its last commit
-
-
-@dataclass(frozen=True)
-class MetricsReport:
-    """A report of metrics."""
-
-    commit: int  # the one before it
-    number: int  # since that commit
-    generation: int
-    step: float | None  # position on the horizontal axis, if given
-    values: dict[str, AnyFloat]  # by name; NaN for one that is not finite
 
 
 class StepObserver(Protocol):
@@ -88,7 +31,7 @@ class StepObserver(Protocol):
 
 
 class Telemetry:
-    """Telemetry of the rank in whose thread it is made; see :class:`TelemetrySnapshot`."""
+    """Telemetry of the rank in whose thread it is made; see :class:`RankTelemetry`."""
 
     def __init__(self) -> None:
         self.steps = 0  # without a sampler commits and checks
@@ -158,14 +101,16 @@ class Telemetry:
                 found.append(name)
         return found
 
-    def take(self) -> tuple[TelemetrySnapshot, tuple[MetricsReport, ...]]:
-        """Return the present telemetry, and the reports that were not sent before."""
+    def take(self, job: str = "", start: int = 0) -> RankTelemetry:
+        """Return the present telemetry, with the reports that were not sent before."""
         with self._lock:
             reports, self._reports = self._reports, []
         line: list[Any] = user_line(self._thread) if self.steps == self._sent else []
         self._sent = self.steps
         count, first, last, why_not_exact = self.share
-        snapshot = TelemetrySnapshot(
+        return RankTelemetry(
+            job,
+            start,
             self.steps,
             self.samples,
             self.device,
@@ -178,8 +123,8 @@ class Telemetry:
             last=last,
             why_not_exact=why_not_exact,
             data=self.data,
+            reports=tuple(reports),
         )
-        return snapshot, tuple(reports)
 
 
 def as_numbers(values: dict[str, Any]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbelastic.membership import Plan
+    from nbelastic.messages import Plan
 
 PATIENCE = 2
 """Plans in a row that do not form before peers are probed: a single one is chance."""

@@ -1,7 +1,7 @@
 """Exchange messages between a worker and the process of its rank.
 
 The channel is a pair of Unix sockets. A frame is the length of a message and the message, as
-:func:`~nbelastic.cluster.wire.pack` writes it, in msgpack. The first frame to a rank is its
+:func:`~nbelastic.messages.encode` writes it. The first frame to a rank is its
 :class:`RankSetup`, pickled.
 """
 
@@ -18,16 +18,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgpack
-
-from nbelastic.cluster.sendable import sendable
-from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S, Message, pack, unpack
+from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
+from nbelastic.messages import AnyMessage, Message, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbelastic.cluster.wire import JobPayload
     from nbelastic.elastic.ranks.runtime import RankSpec
+    from nbelastic.messages import JobPayload
 
 HEADER = struct.Struct("=Q")
 """Length of the frame that follows."""
@@ -56,12 +54,13 @@ def frame(data: bytes) -> bytes:
 
 def framed(message: Message) -> bytes:
     """Return the frame of a message."""
-    return frame(msgpack.packb(sendable(pack(message))))
+    return frame(encode(message))
 
 
 def read_message(data: bytes) -> Message:
     """Return the message in a frame."""
-    return unpack(msgpack.unpackb(data, strict_map_key=False, use_list=True))
+    message: Message = decode(data, AnyMessage)
+    return message
 
 
 class RankChannel:

@@ -13,13 +13,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster.wire import FaultDue, FaultReport
+from nbelastic.messages import FaultDue, FaultReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from nbelastic.cluster.wire import FaultOrder, Message
     from nbelastic.elastic.ranks.session import Session
+    from nbelastic.messages import FaultOrder, Message
 
 IN_STEP = frozenset({"fail", "hang", "slow", "memory"})
 """Kinds that happen in user code: the rank's thread does them, after its next batch."""

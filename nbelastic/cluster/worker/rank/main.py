@@ -17,8 +17,8 @@ import types
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nbelastic.cluster.wire import RankEvent
 from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
+from nbelastic.messages import RankEvent
 
 from .allocator import keep_freed_memory
 from .channel import RankChannel
@@ -31,7 +31,7 @@ from .torch_hooks import hook_torch
 from .variables import keep_variables
 
 if TYPE_CHECKING:
-    from nbelastic.cluster.wire import Message
+    from nbelastic.messages import Message
 
     from .channel import RankSetup
 

@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nbelastic.cluster.payload import take_settings, unpack_call, unpack_modules
 from nbelastic.cluster.pulled import Pulled, Returned, pack_variables, trained_models
 from nbelastic.cluster.rank_error import pack_error, summary_of
-from nbelastic.cluster.sendable import MOST_BYTES
-from nbelastic.cluster.wire import (
+from nbelastic.elastic.ranks.context import activate
+from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.ranks.timeline import timeline
+from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch, Stopped
+from nbelastic.messages import (
+    MOST_BYTES,
     AbortOrder,
     ChangeOrder,
     EndRankOrder,
@@ -28,16 +33,12 @@ from nbelastic.cluster.wire import (
     PlanOrder,
     RankBeat,
     RankEvent,
-    RankTelemetry,
+    RankLeft,
+    RankRaised,
+    RankReturned,
     ReleaseOrder,
     SaveOrder,
 )
-from nbelastic.elastic.ranks.context import activate
-from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
-from nbelastic.elastic.ranks.session import Session, warn
-from nbelastic.elastic.ranks.timeline import timeline
-from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch, Stopped
-from nbelastic.membership import RankLeft, RankRaised, RankReturned
 from nbelastic.pickling import dumps
 
 from .console import NO_CONSOLE
@@ -48,10 +49,8 @@ from .torch_hooks import advise, trainers_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.cluster.rank_error import PackedError
-    from nbelastic.cluster.wire import JobPayload, Message
     from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
-    from nbelastic.membership import Event
+    from nbelastic.messages import Event, JobPayload, Message, PackedError
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +96,11 @@ class RankProgram:
 
     def _send_telemetry(self) -> None:
         try:
-            taken = self.session.telemetry.take()
+            taken = self.session.telemetry.take(self._spec.job, self._spec.start)
         except Exception:  # figures are no reason to keep others waiting
             logger.exception("the telemetry of start %d cannot be read", self._spec.start)
         else:
-            self._port.send(RankTelemetry(self._spec.job, self._spec.start, *taken))
+            self._port.send(taken)
 
     def beat(self) -> None:
         """Send a heartbeat and telemetry, and try again to end if the rank is to. Any thread."""

@@ -15,10 +15,10 @@
 #include <string>
 #include <thread>
 
-#include "../core/arena.hpp"
-#include "../core/executor.hpp"
-#include "../core/lifeline.hpp"
-#include "../core/mail.hpp"
+#include "core/arena.hpp"
+#include "core/executor.hpp"
+#include "core/lifeline.hpp"
+#include "core/mail.hpp"
 
 using namespace nbelastic;
 

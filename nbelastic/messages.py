@@ -1,0 +1,1837 @@
+"""Messages between kernel, scheduler, agents and ranks, and the job's history.
+
+All of it is frozen, and travels as msgpack (:func:`encode`, :func:`decode`). The same object goes
+from a rank to the job's status. Nothing here reads a clock, starts a thread or opens a connection.
+
+`start` is the number of a start of the function, counted over the job and never reused.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import numbers
+import operator
+import re
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_MOST = sys.float_info.max
+Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)] | int
+"""A finite number; a plain float of a message may be NaN or infinite."""
+
+FRESH = -1
+"""Version of a rank that has never synchronised with the job's state."""
+
+
+class Data(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all that is here."""
+
+
+# -- membership ------------------------------------------------------------------------------------
+
+
+class Slot(Data, frozen=True):
+    """Capacity for one rank."""
+
+    id: str  # of the worker *process*; a restarted worker has a new one
+    worker: str  # address
+    name: str  # of the worker; it outlives a restart by its nanny
+    host: str  # identified by what its workers share
+
+    @property
+    def lasting(self) -> str:
+        """Identity that outlives a restart of the process: the worker's name on its host."""
+        return f"{self.host}/{self.name}"
+
+
+class UnusedReason(str, enum.Enum):
+    """Why a job does not use a worker, in words with the detail of the worker."""
+
+    CLOSING = "closing"
+    LEAVING = "asked to leave"
+    PAUSED = "paused by Dask because its memory is used up"
+    NOT_IN_WORKERS = "not among workers="
+    LACKS_RESOURCES = "without the resources ({detail})"
+    TAKEN = "taken by job {detail!r}"
+    RESERVED = "reserved for job {detail!r}"
+    BEYOND_SHARE = "beyond the share of this job"
+    BUSY = "busy with other tasks of Dask, which its rank waits for"
+    OTHER_VERSIONS = "with {detail}"
+    BEING_PREPARED = "being prepared"
+    REFUSED = "refused, because {detail}"
+    HOST_FULL = "on a host that has slots_per_host={detail} ranks already"
+    TOO_LATE = "too late: the ranks are past the point where others can join"
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the job's own options exclude such a worker."""
+        return self in (UnusedReason.NOT_IN_WORKERS, UnusedReason.LACKS_RESOURCES)
+
+
+class UnusedWorker(Data, frozen=True):
+    """A worker of the cluster that is not offered to the job."""
+
+    worker: str  # address
+    reason: UnusedReason
+    # The other job for TAKEN, what is lacking for LACKS_RESOURCES, the versions for OTHER_VERSIONS,
+    # the error for REFUSED.
+    detail: str = ""
+
+
+class Limits(Data, frozen=True):
+    """Limits set by a job's owner, with times in seconds."""
+
+    np: int = 1  # slots to wait for before anything is started
+    min_np: int = 1  # fewest ranks that may train
+    max_np: int | None = None  # most ranks that may train; None: all that the cluster offers
+    # Longest wait for enough slots, and for a started rank to be ready.
+    elastic_timeout: float = 600.0
+    stall_timeout: float = 60.0  # longest time that a rank may hold up others that wait for it
+    forming_timeout: float = 10.0  # longest time for the ranks of a plan to connect
+    exit_timeout: float = 60.0  # longest time for a process to end after its function
+    ending_timeout: float = 10.0  # longest time for ranks to end; then their workers are restarted
+    reset_limit: int | None = None  # most changes of membership; None: no limit
+    check_every: int = 1  # fewest commits of a generation until newcomers join; ranks leave at any
+    # Shortest and longest exclusion of a worker that failed; None excludes its process for good.
+    # Hosts are never excluded for good: without a range, for 10 to 600 s.
+    cooldown: tuple[float, float] | None = None
+    slots_per_host: int | None = None  # most ranks on one host; None: no limit
+    priority: int = 0  # among jobs of a cluster, higher ones are served first
+    weight: float = 1.0  # part of what jobs of one priority share, relative to theirs
+    preemptible: bool = False  # a job of a higher priority may take its floor, down to one rank
+    checkpoint: bool = False  # ranks can write the state to files
+
+    def __post_init__(self) -> None:
+        if self.max_np is not None and self.min_np > self.max_np:
+            raise ValueError(f"min_np={self.min_np} is above max_np={self.max_np}")
+        if self.cooldown is not None and not 0 <= self.cooldown[0] <= self.cooldown[1]:
+            raise ValueError(f"cooldown={self.cooldown}: must be (lo, hi) with 0 <= lo <= hi")
+
+    def changed(
+        self,
+        min_np: int | None,
+        max_np: int | None,
+        priority: int | None = None,
+        weight: float | None = None,
+    ) -> Limits:
+        """Return the limits after a change; None leaves a limit as it is.
+
+        If the new limit contradicts the other one, it changes that, too.
+        """
+        low = self.min_np if min_np is None else min_np
+        high = self.max_np if max_np is None else max_np
+        if high is not None and low > high:
+            low, high = (low, low) if max_np is None else (high, high)
+        start = self.np if min_np is None else low
+        return msgspec.structs.replace(
+            self,
+            np=start,
+            min_np=low,
+            max_np=high,
+            priority=self.priority if priority is None else priority,
+            weight=self.weight if weight is None else weight,
+        )
+
+
+class Place(Data, frozen=True):
+    """Position of a rank in the job, on its host, and over the hosts."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+class Member(Data, frozen=True):
+    """A rank of a plan."""
+
+    start: int
+    slot: Slot
+    store: tuple[str, int]  # address of the store that it keeps open
+    version: Number  # as in RankReady; FRESH if it has never synchronised
+
+
+class Plan(Data, frozen=True, dict=True):
+    """One agreed membership, as the members of a generation receive it."""
+
+    generation: int  # its number, which only grows
+    members: tuple[Member, ...]  # by rank
+    loop: int  # number of the members' elastic loop, from 1; 0 for a function without one
+
+    @property
+    def version(self) -> float:
+        """Newest committed version among the members; ``FRESH`` if none has any."""
+        return max(member.version for member in self.members)
+
+    @property
+    def source(self) -> int:
+        """Source of the state: the lowest rank that holds the newest version."""
+        newest = self.version
+        return next(r for r, member in enumerate(self.members) if member.version == newest)
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """Ranks that have to receive the state."""
+        newest, source = self.version, self.source
+        return tuple(
+            rank
+            for rank, member in enumerate(self.members)
+            if member.version != newest or (newest == FRESH and rank != source)
+        )
+
+    def rank_of(self, start: int) -> int | None:
+        """Return the rank of a start of the function, or None if it is no member."""
+        return self._ranks.get(start)
+
+    @functools.cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {member.start: rank for rank, member in enumerate(self.members)}
+
+
+class FailureKind(str, enum.Enum):
+    """Kind of a job's failure."""
+
+    RANK_FAILED = "rank_failed"
+    RANK_LOST = "rank_lost"
+    RETURNED_EARLY = "returned_early"
+    NOT_ENOUGH_WORKERS = "not_enough_workers"
+    RESET_LIMIT = "reset_limit"
+    NO_PROGRESS = "no_progress"
+    CLUSTER_LOST = "cluster_lost"
+
+
+class Outcome(Data, frozen=True):
+    """The end of a job."""
+
+    kind: str  # finished, failed or stopped
+    error: FailureKind | None = None  # None: no failure
+    reason: AnyReason | None = None  # for a failure or a stop
+    starts: tuple[int, ...] = ()  # with the results, or the errors, that the job ends with; by rank
+
+
+# -- reasons ---------------------------------------------------------------------------------------
+
+
+class RankId(Data, frozen=True):
+    """Identity of a rank at one moment; `rank` is None outside a generation."""
+
+    start: int
+    rank: int | None
+    worker: str
+
+    def __str__(self) -> str:
+        return f"{self.short} on {self.worker}"
+
+    @property
+    def short(self) -> str:
+        """The identity without the worker."""
+        return f"start {self.start}" if self.rank is None else f"rank {self.rank}"
+
+
+class _Attributes:
+    """Attributes of an object as a mapping, for the fields of a template."""
+
+    def __init__(self, of: object) -> None:
+        self._of = of
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+class Reason(Data, frozen=True, tag=True, tag_field="code"):
+    """Why something happens to a job: fields for programs, a sentence for people.
+
+    History, outcomes, orders to ranks and the status carry it. ``str(reason)`` is the sentence,
+    without a full stop: `says`, filled in with the attributes.
+    """
+
+    says = ""
+
+    def __str__(self) -> str:
+        return self.says.format_map(_Attributes(self))
+
+
+def _listed(reasons: Iterable[Reason]) -> str:
+    return "; ".join(dict.fromkeys(map(str, reasons)))
+
+
+def _causes(reasons: tuple[Reason, ...]) -> str:
+    return _listed(reasons) or "a planned change"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def _and_more(names: tuple[str, ...], number: int, comma: str = "") -> str:
+    more = number - len(names)
+    return ", ".join(names) + (f"{comma} and {more} more" if more > 0 else "")
+
+
+_TRANSPORTS = {
+    "gloo": "Gloo",
+    "shm": "shared memory",
+    "hierarchical": "shared memory and Gloo",
+    "cuda_ipc": "CUDA IPC",
+    "cuda_ipc+gloo": "CUDA IPC and Gloo",
+    "cuda_ipc+nccl": "CUDA IPC and NCCL",
+    "nccl": "NCCL",
+}
+
+
+def over(backend: str) -> str:
+    """Return how tensors travel: ``over Gloo``, …; empty for one rank, or unknown."""
+    return "" if backend in ("", "solo") else f"over {_TRANSPORTS.get(backend, backend)}"
+
+
+class Text(Reason, frozen=True):
+    says = "{text}"
+    text: str
+
+
+class LossReason(str, enum.Enum):
+    """Why a rank is lost, in words with the fields of :class:`Lost`."""
+
+    RAISED = "{detail}"
+    PROCESS_ENDED = "its process has ended"
+    PROCESS_STOPPED = "its process is stopped"
+    WORKER_GONE = "its worker left the cluster"
+    WORKER_SILENT = "its worker has sent no heartbeat for {seconds:.0f} s (heartbeat_timeout)"
+    UNREADABLE = "its worker has sent a message that cannot be read: {detail}"
+    NOT_READY = "not ready {seconds:g} s after its start (elastic_timeout)"
+    NOT_CONNECTED = "not connected to the other ranks after {seconds:g} s"
+    NOT_LEFT = "did not leave its generation within {seconds:g} s (stall_timeout)"
+    STALLED = "held up the others for {seconds:g} s (stall_timeout)"
+    UNREACHABLE = "the other ranks cannot connect to it"
+    LEFT = "as planned: {detail}"
+    ENDED = "ended without an order"
+
+
+class Lost(Reason, frozen=True):
+    says = "{rank}: {cause}"
+    rank: RankId
+    reason: LossReason
+    detail: str = ""  # the exception in one line, the cause of death, or the problem
+    seconds: Number = 0.0  # the time limit that it exceeded, or how long its worker was silent
+
+    @property
+    def cause(self) -> str:
+        """The cause, without the rank."""
+        if self.reason == LossReason.PROCESS_ENDED and self.detail:
+            return self.detail
+        return self.reason.value.format(detail=self.detail, seconds=self.seconds)
+
+
+class EndReason(str, enum.Enum):
+    """Why a rank is ordered to end while its job goes on, or has finished."""
+
+    WORKER_LEAVING = "its worker was asked to leave"
+    WORKER_EXCLUDED = "its worker is excluded for a while"
+    SCALED_DOWN = "the job was scaled down"
+    SHARED = "another job of the cluster is to have its slot"
+    LEFT_BEHIND = "the other ranks are past the point where it could join"
+    FINISHING = "the job is finishing"
+
+
+class EndOrder(Reason, frozen=True):
+    says = "{reason.value}"
+    reason: EndReason
+
+
+class DidNotEnd(Reason, frozen=True):
+    says = (
+        "{rank} did not end within {seconds:g} s of the order to: its worker is restarted, or "
+        "closed if it has no nanny"
+    )
+    rank: RankId
+    seconds: Number
+
+
+class CutOff(Reason, frozen=True):
+    says = (
+        "{rank.short} was cut off after its function had returned: {how}\n"
+        "Threads, exit handlers and child processes of a rank may go on for exit_timeout after its "
+        "function. What they were writing may be incomplete. Wait for them in the function, or "
+        "pass a larger exit_timeout."
+    )
+    rank: RankId
+    how: str
+
+
+class Exiting(Reason, frozen=True):
+    number: int
+    seconds: Number
+
+    def __str__(self) -> str:
+        return (
+            f"all ranks have returned; threads, exit handlers or children of {_ranks(self.number)} "
+            f"still run, for {self.seconds:g} s at most (exit_timeout)"
+        )
+
+
+class RankError(Reason, frozen=True):
+    rank: RankId  # makes no difference: the same error of several ranks is one
+    error: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankError) and other.error == self.error
+
+    def __hash__(self) -> int:
+        return hash(self.error)
+
+    def __str__(self) -> str:
+        return self.at("")
+
+    def at(self, place: str) -> str:
+        """Return the warning with the line at which it was raised."""
+        where = f", at {place}" if place else ""
+        return (
+            f"{self.rank.short} raised {self.error}{where}\n"
+            "The other ranks went on from their last commit. A worker whose rank raises is left "
+            "out, unless others raise the same. Fix the error, or handle it in the function."
+        )
+
+
+class Exclusion(Reason, frozen=True):
+    kind: str  # worker or host
+    name: str
+    seconds: Number | None  # None: for good
+    times: int = 1  # how often it was excluded, in a row; each time for longer
+
+    def __str__(self) -> str:
+        length = "for good" if self.seconds is None else f"for {self.seconds:.1f} s"
+        again = f", {self.times} times in a row" if self.times > 1 else ""
+        return f"{self.kind} {self.name} is excluded {length}{again}"
+
+
+class CannotJoin(Reason, frozen=True):
+    says = (
+        "{rank} could not join: its function builds another state than the others have\n{error}\n"
+        "The others go on without it, and its worker is tried again later. Whatever training adds "
+        "to the model or the optimizer must be there, on each rank, before the state is made."
+    )
+    rank: RankId
+    error: str
+
+
+class GenerationLeft(Reason, frozen=True):
+    rank: RankId
+    failed: bool
+    detail: str = ""
+
+    def __str__(self) -> str:
+        unasked = "an operation failed" if self.failed else "left its generation unasked"
+        return f"{self.rank}: {self.detail or unasked}"
+
+
+class NotConnected(Reason, frozen=True):
+    ranks: tuple[RankId, ...]
+    seconds: Number
+
+    def __str__(self) -> str:
+        return f"not connected after {self.seconds:g} s: {', '.join(map(str, self.ranks))}"
+
+
+class Unreachable(Reason, frozen=True):
+    says = "{one} cannot reach {other}"
+    one: RankId
+    other: RankId
+
+
+class AllWaited(Reason, frozen=True):
+    seconds: Number
+    after_loop: bool = False
+
+    def __str__(self) -> str:
+        words = f"all ranks waited for each other for {self.seconds:g} s (stall_timeout)"
+        return f"{words} after their elastic loop" if self.after_loop else words
+
+
+class StepsDiffer(Reason, frozen=True):
+    says = "the ranks left their elastic loop at different steps"
+
+
+class Counted(str, enum.Enum):
+    """What is counted until a job ends, in words."""
+
+    SAME_ERROR = "ranks ended their generation with the same error"
+    ERRORS = "ranks ended their generation with an error"
+    SAME_WORKER = "the same worker was lost"
+    STATE = "the job's state was lost"
+    WAITS = "all ranks waited for each other"
+    UNFORMED = "the ranks could not connect"
+    ANY = "ranks failed without a commit"
+
+
+class Tally(Reason, frozen=True):
+    counted: Counted
+    times: int
+    limit: int
+    commit: int  # below 0: before the first generation
+
+    @property
+    def reached(self) -> bool:
+        """Whether the job ends."""
+        return self.times >= self.limit
+
+    def __str__(self) -> str:
+        place = "before the first generation" if self.commit < 0 else f"at commit {self.commit}"
+        times = f"{self.times} times in a row {place}"
+        return f"{self.counted.value} {times}; the limit is {self.limit}"
+
+
+class Reset(Reason, frozen=True):
+    causes: tuple[AnyReason, ...]  # none: a planned change
+    size: int
+    count: Tally | None = None  # of the setbacks so far, the one closest to its limit
+
+    def __str__(self) -> str:
+        again = f" ({self.count})" if self.count is not None and self.count.times > 1 else ""
+        return f"{_causes(self.causes)} → {_ranks(self.size)}{again}"
+
+
+class Connected(Reason, frozen=True):
+    size: int
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{_ranks(self.size)} {over(self.backend)}".rstrip()
+
+
+class Transport(Reason, frozen=True):
+    backend: str
+    remark: str
+
+    def __str__(self) -> str:
+        return f"tensors go {over(self.backend)}: {self.remark}"
+
+
+class StateLost(Reason, frozen=True):
+    commit: int  # newest known one, or 0
+
+    def __str__(self) -> str:
+        state = f"commit {self.commit}, the newest known one" if self.commit else "the state"
+        return f"no rank is left that holds {state}"
+
+
+class UserErrors(Reason, frozen=True):
+    errors: tuple[str, ...]
+    presence: Presence | None = None  # the workers that are there, if these are too few
+
+    def __str__(self) -> str:
+        return "; ".join([*self.errors, *([str(self.presence)] if self.presence else [])])
+
+
+class RepeatedError(Reason, frozen=True):
+    error: str
+    workers: int
+    one_generation: bool
+
+    def __str__(self) -> str:
+        how = "in one generation" if self.one_generation else "one after another"
+        return f"{self.error} (raised on {self.workers} workers, {how})"
+
+
+class NoNewCommit(Reason, frozen=True):
+    causes: tuple[AnyReason, ...]
+    count: Tally
+    last_death: str = ""  # what the last process died of, if it is not among the causes
+
+    def __str__(self) -> str:
+        death = "" if self.last_death in str(self.causes) else f"; before that, {self.last_death}"
+        return f"{_causes(self.causes)} ({self.count}, without progress{death})"
+
+
+class ResetLimit(Reason, frozen=True):
+    limit: int
+    causes: tuple[AnyReason, ...]  # of the next reset; none for a planned change
+
+    def __str__(self) -> str:
+        return f"reset_limit={self.limit} is reached; next reset: {_causes(self.causes)}"
+
+
+class LoopsDiffer(Reason, frozen=True):
+    says = (
+        "{done} has reached the end of its elastic loop, but {waiting} waits for it in another "
+        "operation, because it has more batches or commits. Give all ranks the same number of "
+        "batches (hvd.elastic.ElasticSampler does), and commit on all of them; or end the loop "
+        "over batches by hvd.join(), with which a rank waits for those that have more"
+    )
+    done: RankId
+    waiting: RankId
+
+
+class OperationsDiffer(Reason, frozen=True):
+    ranks: tuple[RankId, ...]
+    operations: tuple[str, ...]
+
+    def __str__(self) -> str:
+        sides = zip(self.ranks, self.operations, strict=True)
+        words = "; ".join(f"{rank}: {operation}" for rank, operation in sides)
+        return (
+            f"ranks wait for each other in different operations: {words}. All ranks must call the "
+            "same operations in the same order"
+        )
+
+
+class PastFirstLoop(Reason, frozen=True):
+    says = (
+        "{what}: the others are in elastic loop {loop} of the function, and a rank that joins "
+        "starts at its top, with the first loop. To let ranks join in all phases, put the phases "
+        "into one elastic loop, with the phase among the values of the state"
+    )
+    loop: int
+    ranks: int | None = None  # that are left; None while they are enough
+    low: int = 0  # fewest ranks of the job
+
+    @property
+    def what(self) -> str:
+        """The consequence."""
+        if self.ranks is None:
+            return "no rank can join any more"
+        return f"{self.ranks} of at least {self.low} ranks are left, and none can join"
+
+
+class PlacesDiffer(Reason, frozen=True):
+    says = (
+        "ranks wait at different places of the function. All ranks must enter the same elastic "
+        "loops in the same order"
+    )
+
+
+class ReturnedEarly(Reason, frozen=True):
+    ranks: tuple[RankId, ...]
+    waiting: bool
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        if self.waiting:
+            return f"ranks returned while others wait to train: {ranks}"
+        return f"{ranks} returned while others train"
+
+
+class NoLoop(Reason, frozen=True):
+    says = "{cause}; the function has no elastic loop, so it cannot go back to a commit"
+    cause: AnyReason
+
+
+class RanksMissing(Reason, frozen=True):
+    missing: int
+    expected: int
+    causes: tuple[AnyReason, ...]
+
+    def __str__(self) -> str:
+        lost = f"{self.missing} of {self.expected} ranks ended before they returned"
+        return "; ".join(filter(None, [lost, _listed(self.causes)]))
+
+
+class SchedulerLost(Reason, frozen=True):
+    says = "{detail}"
+    detail: str
+
+
+class StopReason(str, enum.Enum):
+    """Reason for which a job is stopped."""
+
+    STOPPED = "stopped by its user"
+    CANCELLED = "cancelled by its user"
+    UNATTENDED = "ended without a kernel"
+
+
+class Stopping(Reason, frozen=True):
+    reason: StopReason
+    at_commit: bool = False
+    seconds: Number = 0.0  # the lease of an unattended job
+
+    def __str__(self) -> str:
+        if self.reason == StopReason.UNATTENDED:
+            return f"ended, because no kernel attached to it within {self.seconds:g} s"
+        return f"{self.reason.value}{' at a commit' if self.at_commit else ''}"
+
+
+JOINED = {
+    "Lightning": 'import nbelastic.lightning and pass strategy="nbelastic" to the Trainer',
+    "Trainer (transformers)": "import nbelastic.transformers and write, in the function, "
+    "Trainer = nbelastic.transformers.elastic(Trainer)",
+    "Keras": "import nbelastic.keras as hvd, wrap the optimizer with hvd.DistributedOptimizer, and "
+    "call hvd.elastic.fit(hvd.elastic.KerasState(model), ...) in the place of model.fit(...)",
+    "accelerate": "make the Accelerator in the function, keep what it has prepared in "
+    "nbelastic.accelerate.AccelerateState(accelerator), and train in a function decorated with "
+    "nbelastic.torch.elastic.run",
+    "": "wrap the optimizer with nbelastic.torch.DistributedOptimizer and train in a function "
+    "decorated with nbelastic.torch.elastic.run",
+}
+"""What makes one training of many, by the library that trains; the first that is there counts."""
+
+
+class NeverMet(Reason, frozen=True):
+    says = (
+        "ranks never met: {ranks} separate trainings\n"
+        "No rank used an operation between ranks or an elastic loop, so each ran the whole "
+        "function alone.\n{imported}To train one model, {how}."
+    )
+    ranks: int
+    libraries: tuple[str, ...]  # for training, imported in the ranks
+
+    @property
+    def imported(self) -> str:
+        """A sentence on the libraries."""
+        names = ", ".join(self.libraries)
+        return f"Imported in the ranks: {names}.\n" if names else ""
+
+    @property
+    def how(self) -> str:
+        """The remedy."""
+        return next((JOINED[each] for each in JOINED if each in self.libraries), JOINED[""])
+
+
+class WeightsDiffer(Reason, frozen=True):
+    says = (
+        "ranks train different parameters\n"
+        "They were never made equal, or something changes them on each rank by itself, or changes "
+        "gradients after they are averaged.\n"
+        "Give the model and its optimizer to the state, which makes them equal: "
+        "hvd.elastic.TorchState(model, optimizer). Without an elastic loop, call "
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0) first. A Keras model is "
+        "compiled with hvd.DistributedOptimizer(optimizer), and trained by "
+        "hvd.elastic.fit(hvd.elastic.KerasState(model), ...)."
+    )
+    optimizers: tuple[str, ...]  # classes of optimizers that are not wrapped
+
+    def __str__(self) -> str:
+        if not self.optimizers:
+            return self.says
+        return (
+            f"ranks train different parameters\n{', '.join(self.optimizers)} is not wrapped by "
+            "nbelastic.torch.DistributedOptimizer, so that each rank steps with its own "
+            "gradients.\nWrap each optimizer before the state is made: "
+            "optimizer = hvd.DistributedOptimizer(optimizer)."
+        )
+
+
+class UnusedGroup(Reason, frozen=True):
+    reason: UnusedReason
+    detail: str
+    number: int
+    workers: tuple[str, ...]  # addresses of some
+
+    def __str__(self) -> str:
+        why = self.reason.value.format(detail=self.detail)
+        return f"{self.number} {why} ({_and_more(self.workers, self.number, ',')})"
+
+
+class Presence(Reason, frozen=True):
+    there: int
+    needed: int
+    excluded: int = 0
+    unused: tuple[UnusedGroup, ...] = ()
+
+    def __str__(self) -> str:
+        words = f"{self.there} of at least {self.needed} workers"
+        if self.excluded:
+            words += f" ({self.excluded} more are there, but excluded because they failed)"
+        return f"{words} (not used: {_listed(self.unused)})" if self.unused else words
+
+
+class Shortage(Reason, frozen=True):
+    presence: Presence
+    min_np: int
+    waited: Number
+    timeout: Number
+    excluded: tuple[str, ...] = ()
+    last_error: str = ""
+    last_death: str = ""
+
+    def __str__(self) -> str:
+        words = (
+            f"{self.presence} (min_np={self.min_np}) after waiting {self.waited:.1f} s "
+            f"(elastic_timeout={self.timeout:g})"
+        )
+        if self.excluded:
+            words += f"; excluded after failures: {', '.join(self.excluded)}"
+        if self.last_death:
+            words += f"; the last process that died: {self.last_death}"
+        return f"{words}; last error: {self.last_error}" if self.last_error else words
+
+
+class NotReady(Reason, frozen=True):
+    ranks: tuple[RankId, ...]
+    timeout: Number
+
+    def __str__(self) -> str:
+        return self.at({})
+
+    def at(self, places: Mapping[int, str]) -> str:
+        """Return the reason with the line at which each start stands, where that is known."""
+        at = {rank: places.get(rank.start, "") for rank in self.ranks}
+        ranks = [f"{rank}{f', which is at {at[rank]}' * bool(at[rank])}" for rank in self.ranks]
+        more = f"; and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        return (
+            f"{_ranks(len(ranks))} {'has' if len(ranks) == 1 else 'have'} not reached the elastic "
+            f"loop, nor an operation between ranks, {self.timeout:g} s after the start "
+            f"(elastic_timeout): {'; '.join(ranks[:4])}{more}. Raise elastic_timeout, or prepare "
+            "what takes so long before the job"
+        )
+
+
+class Waiting(Reason, frozen=True):
+    says = "{presence}; waiting {waited:.0f} s of {timeout:g} s for {missing} more"
+    presence: Presence
+    waited: Number
+    timeout: Number
+
+    @property
+    def missing(self) -> int:
+        """Number of workers that are missing."""
+        return self.presence.needed - self.presence.there
+
+
+class NotUsed(Reason, frozen=True):
+    groups: tuple[UnusedGroup, ...]
+
+    def __str__(self) -> str:
+        return f"not used: {_listed(self.groups)}"
+
+
+class Sharing(Reason, frozen=True):
+    share: int  # most ranks that it may have now
+    slots: int  # of the cluster that it could use
+    others: tuple[str, ...]  # some of the jobs that it shares with, by name
+    number: int  # of all these jobs
+    suspended: bool = False  # it waits with one rank, which keeps its state, for slots of others
+
+    def __str__(self) -> str:
+        slots = f"{self.share} of {self.slots} slots"
+        others = _and_more(self.others, self.number)
+        if self.suspended and not self.share:
+            return f"suspended: its state is in its checkpoint, while others go first: {others}"
+        if self.suspended:
+            return f"suspended: {slots} for its state, while others go first: {others}"
+        return f"{slots}: shares with {others}"
+
+
+class ShareChanged(Reason, frozen=True):
+    before: int | None
+    after: int | None
+    others: tuple[str, ...] = ()
+    number: int = 0
+
+    def __str__(self) -> str:
+        before, after = ("all" if each is None else each for each in (self.before, self.after))
+        others = f": shares with {_and_more(self.others, self.number)}" if self.others else ""
+        return f"{before} → {after}{others}"
+
+
+class NoticeSource(str, enum.Enum):
+    """Source of a notice that a machine, or a batch job on it, will end."""
+
+    AWS = "AWS spot"
+    GOOGLE = "Google Cloud"
+    AZURE = "Azure"
+    SLURM = "SLURM's time limit"
+    PBS = "PBS's time limit"
+    SIGNAL = "signal"
+    CHAOS = "nbelastic.chaos"
+
+
+class NoticeGiven(Reason, frozen=True):
+    name: str  # of the worker
+    source: NoticeSource
+    action: str  # what will happen, in the source's own word
+    seconds: Number  # until then
+    soft: bool = False  # at risk only, for an unknown time: left once another rank is ready
+
+    def __str__(self) -> str:
+        minutes, seconds = divmod(max(round(self.seconds), 0), 60)
+        when = "once another is ready" if self.soft else f"in {minutes}:{seconds:02}"
+        action = "" if self.action in ("", "end") else f" ({self.action})"
+        return f"worker {self.name} leaves {when}: {self.source.value}{action}"
+
+
+class NoticeRevoked(Reason, frozen=True):
+    says = "worker {name} stays: {source.value} has revoked its notice"
+    name: str
+    source: NoticeSource
+
+
+class GoneBeforeCommit(Reason, frozen=True):
+    says = (
+        "worker {name} has gone before its rank came to a commit, {seconds:.0f} s after it was "
+        "asked to leave: steps since the last commit are done again. Call "
+        "state.check_host_updates() after each batch, where ranks leave, too, or commit more often"
+    )
+    name: str  # of the worker
+    seconds: Number  # after the request to leave
+
+
+class NoneStays(Reason, frozen=True):
+    says = (
+        "all workers with the state will go, and the job has no checkpoint: it starts over unless "
+        "another worker joins before. Pass checkpoint=, or add workers"
+    )
+
+
+class Noticed(Reason, frozen=True):
+    notices: tuple[NoticeGiven, ...]  # of some of them, the first to go first
+    number: int  # of all of them
+
+    def __str__(self) -> str:
+        more = self.number - len(self.notices)
+        return _listed(self.notices) + (f"; and {more} more" if more > 0 else "")
+
+
+class StopPending(Reason, frozen=True):
+    says = "stopping at the next commit"
+
+
+class WaitingForRanks(Reason, frozen=True):
+    number: int
+    generation: int  # 0: they are to be ready for the first time
+    unused: tuple[UnusedGroup, ...] = ()  # workers that may be what holds them up
+    operation: str = ""  # that their processes wait for
+
+    def __str__(self) -> str:
+        if self.generation:
+            return f"waiting for {_ranks(self.number)} to leave generation {self.generation}"
+        held_up = f" (not used: {_listed(self.unused)})" if self.unused else ""
+        operation = f": {self.operation}" if self.operation else ""
+        return f"waiting for {_ranks(self.number)} to be ready{operation}{held_up}"
+
+
+class KernelLost(Reason, frozen=True):
+    says = "its kernel is gone; it goes on for up to {seconds:g} s"
+    seconds: Number  # that the job goes on without a kernel
+
+
+class KernelAttached(Reason, frozen=True):
+    says = "a kernel has attached to it"
+
+
+# -- events: to the machine. Each may arrive late, twice, or out of order. -------------------------
+
+
+class Event(Data, frozen=True, tag=True, tag_field="kind"):
+    """Base of all events."""
+
+
+class SlotsFound(Event, frozen=True):
+    """Workers with free slots were found."""
+
+    slots: tuple[Slot, ...]
+
+
+class WorkersUnused(Event, frozen=True):
+    """All workers that are not offered to the job, each with the reason."""
+
+    workers: tuple[UnusedWorker, ...]
+
+
+class SlotGone(Event, frozen=True):
+    """A worker's process is gone, or out of the scheduler's reach for good."""
+
+    slot: str
+    reason: LossReason = LossReason.WORKER_GONE
+    detail: str = ""
+
+
+class SlotDied(Event, frozen=True):
+    """The cause of death of a worker's process has become known."""
+
+    slot: Slot
+    start: int  # of the rank that it had
+    detail: str
+
+
+class SlotLeaving(Event, frozen=True):
+    """A worker was asked to leave: retired, scaled away, or terminated with notice."""
+
+    slot: str
+    soon: bool = False  # it closes in seconds, too soon for another rank to receive the state
+    notice: NoticeGiven | None = None  # what its host or its batch job has announced
+
+
+class SlotAtRisk(Event, frozen=True):
+    """A worker's host may end at any time: its rank stays until a newcomer is ready."""
+
+    slot: str
+    notice: NoticeGiven
+
+
+class SlotStays(Event, frozen=True):
+    """A worker with a notice stays, or is at risk no more: the notice is revoked."""
+
+    slot: str
+
+
+class SlotBusy(Event, frozen=True):
+    """The slot was given to another job before this one could claim it."""
+
+    slot: str
+
+
+class SlotSilent(Event, frozen=True):
+    """A worker's process is stopped, or has missed the heartbeat timeout."""
+
+    slot: str
+    reason: LossReason = LossReason.WORKER_SILENT
+    seconds: Number = 0.0  # without a heartbeat
+
+
+class RankReady(Event, frozen=True):
+    """A rank is set up and waits for a plan."""
+
+    start: int
+    left: int  # newest generation that it knows; it is ready for later ones only
+    # Last commit, or FRESH; half a commit more for the state at the end of a later step.
+    version: Number
+    loop: int  # number of the elastic loop that it is about to enter; 0 outside one
+    store: tuple[str, int]  # address of the store that it keeps open
+    failed: bool = False  # it left its generation because an operation failed, not as agreed
+    detail: str = ""  # error of that operation
+    # Starts that it could not reach, if plans in a row did not form.
+    unreached: tuple[int, ...] = ()
+    # Starts of members whose processes have ended. The operating system reports that to neighbours
+    # at once, and to the scheduler only when the memory of the process is free.
+    gone: tuple[int, ...] = ()
+    own: bool = False  # the failure was its own, or that of all ranks: its communicator works
+
+
+class RankFormed(Event, frozen=True):
+    """A rank has connected to the other members of its generation."""
+
+    start: int
+    generation: int
+    backend: str = ""  # kind of communicator, the same on all members: gloo, …; solo for one rank
+    remark: str = ""  # why it is not a faster kind, for people
+
+
+class LoopDone(Event, frozen=True):
+    """A rank's elastic loop has returned, and the rank waits for the other members."""
+
+    start: int
+    generation: int
+    version: int  # last commit
+    operations: int = 0  # between ranks, begun by its loop in this generation
+
+
+class RankReturned(Event, frozen=True):
+    """A rank's function has returned."""
+
+    start: int
+    # Libraries for training that its process has imported, for a rank that exchanged nothing with
+    # others and entered no elastic loop; None for any other rank.
+    isolated: tuple[str, ...] | None = None
+    exits: bool = False  # its process still runs, and a RankExited follows
+
+
+class RankExited(Event, frozen=True):
+    """The process of a rank that has returned has ended."""
+
+    start: int
+    cut: str = ""  # how it ended, unless by itself
+
+
+class RankRaised(Event, frozen=True):
+    """A rank has ended with an error: its function raised, or could not be run."""
+
+    start: int
+    error: str  # the exception in one line
+    collective: bool = False  # a failed operation between ranks: a consequence, not a cause
+    version: int = FRESH  # last commit
+    on_all_ranks: bool = False  # all ranks raise it at the same point, and would do so again
+    state_mismatch: bool = False  # the rank has built another state than the others
+
+
+class RankDied(Event, frozen=True):
+    """The process of a rank has ended without an event of its own; its worker lives."""
+
+    start: int
+    detail: str  # cause of death, in words
+    version: int = FRESH  # last known commit
+
+
+class RankLeft(Event, frozen=True):
+    """A rank has ended as ordered."""
+
+    start: int
+
+
+class WeightsSampled(Event, frozen=True):
+    """A rank has sampled the parameters that it trains."""
+
+    start: int
+    generation: int
+    # Number of its commits in this generation before the sample; 0 at the end of the elastic loop.
+    # Without a loop: minus the number of operations, and 0 at the end.
+    moment: int
+    values: tuple[Number, ...]  # of parameters at the same places on all ranks
+    plain: tuple[str, ...] = ()  # classes of its optimizers that do not average gradients
+    besides: bool = False  # these parameters are neither in the state nor in the broadcast
+
+
+KERNEL = -1
+"""Stands for a start in a note of the kernel's."""
+
+
+class RankNote(Event, frozen=True):
+    """Entry for the job's history, from a rank or the kernel."""
+
+    start: int
+    about: str  # kind in the history: checkpoint, warning, phases, straggler, logged
+    detail: str  # for people
+    figures: dict[str, Number] = {}
+
+
+class Beat(Data, frozen=True, array_like=True):
+    """Part of a heartbeat that concerns one rank."""
+
+    start: int
+    generation: int  # to which `operations` belongs
+    progress: int  # a number that changes when the rank makes progress
+    waiting: bool  # for other ranks
+    version: int  # last commit
+    operations: int = 0  # between ranks, begun by its loop in this generation
+    operation: str = ""  # in which it waits, or for which its start does; empty if not known
+
+
+class Beats(Event, frozen=True):
+    """Heartbeats of several ranks."""
+
+    beats: tuple[Beat, ...]
+
+
+class StopRequested(Event, frozen=True):
+    """Request to end the job at the next commit, or now."""
+
+    now: bool = False
+    reason: StopReason = StopReason.STOPPED
+    seconds: Number = 0.0  # lease of an unattended job
+
+
+class LimitsChanged(Event, frozen=True):
+    """Change of a job's limits, priority or weight; None leaves a value as it is."""
+
+    min_np: int | None = None
+    max_np: int | None = None
+    priority: int | None = None
+    weight: Number | None = None
+
+
+class ShareSet(Event, frozen=True):
+    """The scheduler has set the job's share; it announces the free slots after this."""
+
+    share: int | None  # most ranks that it may have besides max_np; None: no bound
+    slots: int = 0  # of the cluster that it could use
+    others: tuple[str, ...] = ()  # some of the jobs that it shares with, by name
+    number: int = 0  # of all these jobs
+    reclaimed: tuple[str, ...] = ()  # slots to leave, because another job can use no other
+
+
+class ClusterGone(Event, frozen=True):
+    """The scheduler cannot be reached any more."""
+
+    detail: str = ""
+
+
+class Tick(Event, frozen=True):
+    """Time has passed."""
+
+
+# -- effects: orders of the machine, which the job's controller carries out ------------------------
+
+
+class Effect(Data, frozen=True, tag=True):
+    """Base of all effects."""
+
+
+class StartRank(Effect, frozen=True):
+    """Start the function on a slot, with the place foreseen for it."""
+
+    start: int
+    slot: Slot
+    place: Place
+
+
+class Publish(Effect, frozen=True):
+    """Send a plan to its members."""
+
+    plan: Plan
+
+
+class Abort(Effect, frozen=True):
+    """End the generation of members: free them wherever they wait."""
+
+    generation: int
+    starts: tuple[int, ...]
+    reason: AnyReason
+
+
+class Notify(Effect, frozen=True):
+    """Announce a change to members, which agree on the step at which they leave."""
+
+    generation: int
+    starts: tuple[int, ...]
+
+
+class Release(Effect, frozen=True):
+    """Release members from their elastic loop, because all of them have left it."""
+
+    generation: int
+    starts: tuple[int, ...]
+
+
+class SaveCommit(Effect, frozen=True):
+    """Write the last commit of a rank that waits to its checkpoint, while it waits."""
+
+    start: int
+
+
+class EndRank(Effect, frozen=True):
+    """End a rank's function."""
+
+    start: int
+    slot: Slot
+    # ``leave`` (at the agreed step), ``stop`` (where it waits, or at its next commit or operation),
+    # ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it).
+    how: str
+    reason: AnyReason
+    save: Number = 0.0  # seconds to write a checkpoint first, because no other rank has the state
+
+
+class RestartWorker(Effect, frozen=True):
+    """Restart a worker's process if it has a nanny, because its rank cannot be ended."""
+
+    slot: Slot
+    reason: AnyReason
+
+
+class Record(Effect, frozen=True, omit_defaults=True):
+    """Entry of the job's history: what the machine decides, and what the log adds to it."""
+
+    # joined, lost, died, left, formed, reset, cooldown, restarted, backend, checkpoint, warning,
+    # phases, straggler, waiting, share, notice, finished, failed, or stopped.
+    kind: str
+    generation: int = 0  # at that time
+    worker: str | None = None  # address
+    rank: int | None = None
+    start: int | None = None  # of the function, by that rank
+    reason: AnyReason | None = None
+    name: str = ""  # Dask's name of the worker
+    figures: dict[str, float | int] = {}
+    time: Number = 0.0  # seconds since the epoch, as all that follows from the log
+    size: int = 0  # members from then on
+    detail: str = ""  # where there is no reason
+    line: CodeLine | None = None  # of user code, that the rank was known to execute
+    seen: str = ""  # the event that led to it, and the process that reported that
+
+
+class End(Effect, frozen=True):
+    """End of the job: nothing of it runs any more."""
+
+    outcome: Outcome
+
+
+# -- what ranks measure and raise ------------------------------------------------------------------
+
+
+class CodeLine(Data, frozen=True):
+    """A line of code, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str
+
+
+class DataProgress(Data, frozen=True):
+    """Rows of one source in the steps that a commit has."""
+
+    source: str  # its name
+    epoch: int
+    rows: int  # of an epoch; 0 if that is not known
+    done: int  # of the present epoch
+    seen: int  # that went into the training, over all epochs
+    redone: int  # that were handed out, rolled back, and handed out again
+    lost: int  # that should have been in steps that are done, and were not
+
+
+class MetricsReport(Data, frozen=True):
+    """A report of metrics."""
+
+    commit: int  # the one before it
+    number: int  # since that commit
+    generation: int
+    step: Number | None  # position on the horizontal axis, if given
+    values: dict[str, float]  # by name; NaN for one that is not finite
+
+
+class Frame(Data, frozen=True):
+    """One line of a traceback."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+
+_INSTALLED = re.compile(r"[\\/](lib[\\/]python3[^\\/]*|(site|dist)-packages)[\\/]", re.IGNORECASE)
+"""Files of installed packages and of Python itself, on whatever machine."""
+
+
+class PackedError(Data, frozen=True):
+    """An error as it travels: plain values, and the pickled error; empty if it does not pickle."""
+
+    summary: str
+    frames: tuple[Frame, ...]
+    pickled: bytes
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost line that is not of an installed package; the innermost if all are."""
+        own = [frame for frame in self.frames if not _INSTALLED.search(frame.file)]
+        return next(reversed(own or self.frames), None)
+
+
+class ProcessId(Data, frozen=True):
+    """Identity of a process, for other processes on its host."""
+
+    pid: int
+    started: Number  # seconds from the host's start to its own
+    namespace: str  # of process ids; empty where the system has none
+
+
+# -- agent to scheduler ----------------------------------------------------------------------------
+
+
+class Message(Data, frozen=True, tag=True, tag_field="message"):
+    """Base of all messages between processes."""
+
+
+class Hello(Message, frozen=True):
+    """A worker has its agent, and can host a rank."""
+
+    slot: Slot
+    versions: dict[str, str]
+    process: ProcessId
+
+
+class RankBeat(Data, frozen=True, array_like=True):
+    """Heartbeat of a rank of a job."""
+
+    job: str
+    beat: Beat
+
+
+class Heartbeats(Message, frozen=True):
+    """Heartbeats of all ranks of a worker."""
+
+    beats: tuple[RankBeat, ...]
+
+
+class RankEvent(Message, frozen=True):
+    """An event of a rank, with the pickled result or the error that belongs to it."""
+
+    job: str
+    event: EventOfRank
+    result: bytes | None = None
+    error: PackedError | None = None
+
+
+class RankOutput(Message, frozen=True):
+    """Text that a rank has printed; after a gap, output is missing until the next message."""
+
+    job: str
+    start: int
+    text: str
+    gap: bool = False
+
+
+class RankTelemetry(Message, frozen=True):
+    """Telemetry of a rank at one moment, and its reports of metrics since the last time."""
+
+    job: str = ""
+    start: int = 0
+    step: int = 0  # batches processed
+    samples: int = 0
+    device: str = ""  # that it computes on
+    epoch: int = 0  # of its state
+    batch: int = 0
+    epochs: int = 0  # in all; 0 if not declared
+    batches: int = 0  # in an epoch; 0 if not declared
+    state_bytes: int = 0  # of tensors
+    copied_bytes: int = 0  # for commits
+    line: CodeLine | None = None  # of user code, if there was no step since the last snapshot
+    micro_batches: int = 0  # of a step, on all ranks; 0 without a loader
+    first: int = 0  # the first micro-batch that it computes
+    last: int = 0  # the one after its last
+    why_not_exact: str = ""  # what keeps its training from being exact
+    data: tuple[DataProgress, ...] = ()  # of each loader of its state, at its last commit
+    reports: tuple[MetricsReport, ...] = ()
+
+
+class RankLeaving(Message, frozen=True):
+    """The worker of a rank closes in some seconds."""
+
+    job: str
+    start: int
+
+
+class RankEnded(Message, frozen=True):
+    """The process of a rank has ended, or is never started; its slot is free."""
+
+    job: str
+    start: int
+    never: bool = False  # its task still waits for another one on its worker
+
+
+class FaultReport(Message, frozen=True):
+    """A fault was injected, or could not be; or steps were repeated after one."""
+
+    job: str
+    start: int
+    what: str  # ``done``, ``refused`` or ``redone``
+    number: int = 0  # of the fault, unless it is ``redone``
+    rank: int | None = None
+    detail: str = ""  # reason of a refusal
+    generation: int = 0  # for ``redone``: in which so many steps and samples were repeated
+    steps: int = 0
+    samples: int = 0
+    worker: str = ""  # its address; the scheduler fills it in
+
+
+class NoticeReport(Message, frozen=True):
+    """A worker's machine or batch job will end, or will not after all."""
+
+    source: NoticeSource
+    action: str  # what will happen, in the source's own word
+    seconds: Number  # until then
+    host: bool  # for all workers of the host, or this one alone
+    revoked: bool = False  # an earlier notice of this source does not hold any more
+    soft: bool = False  # the machine is at risk only: left once there is another
+
+
+# -- scheduler to agent ----------------------------------------------------------------------------
+
+
+class ForgetOrder(Message, frozen=True):
+    """Forget a job: it is over."""
+
+    job: str
+
+
+class WatchOrder(Message, frozen=True):
+    """Watch for signals and the end of the own batch job, and for notices of the `host`.
+
+    Not `on`: stop all that.
+    """
+
+    on: bool = False
+    host: bool = False
+
+
+class RankOrder(Message, frozen=True):
+    """Base of orders to a rank."""
+
+    job: str
+    start: int
+
+
+class PlanOrder(RankOrder, frozen=True):
+    """Form a generation."""
+
+    plan: Plan
+
+
+class AbortOrder(RankOrder, frozen=True):
+    """Leave a generation at once: it is over."""
+
+    generation: int
+    reason: str
+
+
+class ChangeOrder(RankOrder, frozen=True):
+    """Agree on a step at which to leave a generation."""
+
+    generation: int
+
+
+class ReleaseOrder(RankOrder, frozen=True):
+    """Leave the elastic loop: all members have left it."""
+
+    generation: int
+
+
+class SaveOrder(RankOrder, frozen=True):
+    """Write the last commit to the checkpoint, while the rank waits."""
+
+
+class EndRankOrder(RankOrder, frozen=True):
+    """End, in the way that :class:`EndRank` describes."""
+
+    how: str
+    reason: str
+    save: Number = 0.0
+
+
+class FaultOrder(Data, frozen=True):
+    """A fault to be injected into a rank, for some seconds or steps."""
+
+    number: int  # unique in the kernel
+    kind: str  # the name of a function of :mod:`nbelastic.chaos`
+    seconds: Number = 0.0
+    steps: int = 0
+    rank: int | None = None  # at which it is due, as the next two; None for any
+    step: int | None = None
+    generation: int | None = None
+    forming: bool = False  # it is due while the next generation forms
+
+    @property
+    def timed(self) -> bool:
+        """Whether the rank itself has to wait for the moment."""
+        return self.forming or self.step is not None or self.generation is not None
+
+
+class FaultsOrder(RankOrder, frozen=True):
+    """Inject faults, and drop those that another rank has injected."""
+
+    faults: tuple[FaultOrder, ...] = ()
+    drop: tuple[int, ...] = ()
+
+
+# -- between a rank and its agent, besides what the agent passes on --------------------------------
+
+
+class FaultDue(Message, frozen=True):
+    """A fault of the worker, or of the rank's process, is due."""
+
+    job: str
+    start: int
+    fault: FaultOrder
+    rank: int | None
+
+
+class FaultDone(RankOrder, frozen=True):
+    """A fault that was due has been injected, or could not be."""
+
+    number: int
+
+
+# -- kernel to scheduler ---------------------------------------------------------------------------
+
+
+class JobPayload(Message, frozen=True):
+    """The function of a job, and what belongs to it.
+
+    The kernel packs it, the scheduler keeps it, and the process of each rank unpacks it.
+    """
+
+    secret: bytes  # by which ranks prove that they belong to the job
+    modules: bytes  # the user's own modules, pickled
+    call: bytes  # function and arguments; unpacking needs the modules
+    torch: dict[str, str] = {}  # its settings in the kernel, no defaults
+
+    def __repr__(self) -> str:  # without its secret
+        return f"JobPayload(torch={self.torch})"
+
+
+class JobTerms(Data, frozen=True):
+    """Terms of a job, as ``fit`` makes them."""
+
+    payload: JobPayload
+    workers: tuple[str, ...] | None  # addresses, names or hosts that it may use; None for all
+    resources: dict[str, Number]  # what a worker must offer
+    versions: dict[str, str]  # the kernel's, which its workers must share
+    heartbeat_timeout: Number  # seconds of silence after which a worker counts as frozen
+    lease: Number  # seconds that it goes on without a kernel
+    options: bytes  # that it was started with, pickled, for a kernel that attaches to it
+    machine: bytes  # its membership machine, packed
+    partitions: tuple[str, ...] = ()  # keys of Dask's as JSON; the scheduler holds them to the end
+    notices: bool = True  # its workers watch for notices
+
+
+class OpenRequest(Message, frozen=True):
+    """Publish a job."""
+
+    job: str
+    uid: str  # its id among jobs of this name, a part of its tasks' keys
+    client: str  # id of the Dask client that drives it
+    topic: str  # on which its driver listens
+    terms: JobTerms
+
+
+class AttachRequest(Message, frozen=True):
+    """Take a job over: for the first time, or `again` after the connection was lost."""
+
+    job: str
+    client: str
+    topic: str
+    again: bool
+
+
+class LogContents(Data, frozen=True):
+    """Contents of a job's log, oldest first; keys are starts of the function."""
+
+    results: dict[int, bytes]  # pickled
+    failures: dict[int, PackedError]
+    history: tuple[Record, ...]
+    ranks: dict[int, tuple[int, str]]  # the last rank and the worker
+    output: tuple[tuple[int, str], ...]  # the newest, each piece with its start
+    telemetry: tuple[RankTelemetry, ...]  # the last of each start, with its newest reports
+
+
+class JobWish(Message, frozen=True):
+    """An event of a user who does not drive the job: to stop it, or to change its limits."""
+
+    job: str
+    event: StopRequested | LimitsChanged
+
+
+class JobHandover(Message, frozen=True):
+    """Answer to an attach, or to a look: all that a driver needs to know of a job."""
+
+    epoch: int  # the number of the new driver
+    uid: str
+    seq: int  # number of the last event in the machine
+    machine: bytes  # the scheduler's copy, packed
+    options: bytes  # that the job was started with, pickled
+    started: Number  # seconds since the epoch
+    log: LogContents
+
+
+class AttachRefusal(Message, frozen=True):
+    """Answer to an attach: the job is ``unknown`` on this cluster, or ``taken`` by another."""
+
+    problem: str
+    jobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """A job on a cluster, from :func:`nbelastic.jobs`.
+
+    Attributes
+    ----------
+    name : str
+        The job's name, for :func:`nbelastic.attach`.
+    state : str
+        As in :class:`nbelastic.JobStatus`.
+    size : int
+        Number of ranks in training.
+    commits : int
+        Newest commit that all of these ranks hold.
+    started : float
+        Time of its start, in seconds since the epoch.
+    attached : bool
+        Whether a kernel is attached to it.
+    priority, weight : int, float
+        Its place among the jobs of the cluster.
+    min_np, max_np : int, int or None
+        Limits on the number of ranks.
+    slots : int
+        Slots that it has, also for ranks that are starting or leaving.
+    share : int or None
+        As in :class:`nbelastic.JobStatus`.
+    """
+
+    name: str
+    state: str
+    size: int
+    commits: int
+    started: float
+    attached: bool
+    priority: int = 0
+    weight: float = 1.0
+    min_np: int = 1
+    max_np: int | None = None
+    slots: int = 0
+    share: int | None = None
+
+
+class JobSummaries(Message, frozen=True):
+    """All jobs on a cluster."""
+
+    jobs: tuple[JobInfo, ...]
+
+
+class JournalStep(Message, frozen=True):
+    """Step of a driver's journal: an event and the moment at which the driver handled it."""
+
+    job: str
+    topic: str
+    epoch: int  # of the driver
+    number: int  # of the step
+    now: Number  # the machine's arguments besides the event
+    chance: Number
+    seq: int = 0  # number of the event, if it came from the cluster
+    event: AnyEvent | None = None  # the event, if it did not
+
+
+class InjectRequest(Message, frozen=True):
+    """Pass faults on to ranks."""
+
+    job: str
+    epoch: int
+    starts: tuple[int, ...]
+    faults: tuple[FaultOrder, ...] = ()
+    drop: tuple[int, ...] = ()
+
+
+class GiveUp(Message, frozen=True):
+    """Do not open, or hand over, the job of a topic; if it is `over`, close it."""
+
+    topic: str
+    over: bool
+
+
+# -- scheduler to kernel ---------------------------------------------------------------------------
+
+
+class ToDriver(Data, frozen=True):
+    """A message to the driver of an epoch; a later one ignores it."""
+
+    epoch: int
+    message: AnyMessage
+
+
+class JobEvent(Message, frozen=True):
+    """An event for the driver to decide on, with the result or the error that belongs to it."""
+
+    seq: int
+    event: AnyEvent
+    result: bytes | None = None
+    error: PackedError | None = None
+
+
+class SlotGranted(Message, frozen=True):
+    """A slot is a rank's: start its task."""
+
+    start: int
+    slot: Slot
+    place: Place
+
+
+class TelemetryBatch(Message, frozen=True):
+    """Telemetry of several ranks."""
+
+    ranks: tuple[RankTelemetry, ...]
+
+
+class WorkerRefused(Message, frozen=True):
+    """A worker cannot host a rank of the job."""
+
+    worker: str
+    reason: str
+
+
+class DriverReplaced(Message, frozen=True):
+    """The job is not the driver's any more, or has gone on without it."""
+
+
+class JobClosed(Message, frozen=True):
+    """No further message of the job follows."""
+
+
+# -- encoding --------------------------------------------------------------------------------------
+
+
+def _leaves(base: type) -> list[type]:
+    below: list[type] = base.__subclasses__()
+    return [leaf for each in below for leaf in _leaves(each)] if below else [base]
+
+
+if TYPE_CHECKING:
+    AnyReason: TypeAlias = Reason
+    AnyEvent: TypeAlias = Event
+    AnyMessage: TypeAlias = Message
+    EventOfRank: TypeAlias = Event
+else:  # decoding needs to know all classes
+    AnyReason, AnyEvent, AnyMessage = (
+        functools.reduce(operator.or_, _leaves(base)) for base in (Reason, Event, Message)
+    )
+    # What a rank may report of itself; other events would be forged.
+    EventOfRank = (
+        LoopDone
+        | RankDied
+        | RankExited
+        | RankRaised
+        | RankFormed
+        | RankLeft
+        | RankNote
+        | RankReady
+        | RankReturned
+        | WeightsSampled
+    )
+
+MOST_BYTES = 2**32 - 1
+"""Bytes that travel as one value; msgpack writes no more."""
+
+LONGEST = 2**30 - 2
+"""Characters of a text that travel."""
+
+LEAST, LARGEST = -(2**63), 2**64 - 1
+"""The integers that msgpack writes; a greater or smaller one becomes the nearest of them."""
+
+
+def encode(value: object) -> bytes:
+    """Write a message, or anything here, as msgpack.
+
+    What msgpack cannot carry becomes the next best thing: text that is not UTF-8 is escaped,
+    integers are cut to 64 bits. No code of a user's class runs.
+    """
+    try:
+        return _ENCODER.encode(value)
+    except (ValueError, OverflowError):
+        plain = msgspec.to_builtins(value, builtin_types=(bytes, msgspec.Raw), enc_hook=_plain)
+        return _ENCODER.encode(_sendable(plain))
+
+
+def decode(data: bytes | memoryview, kind: Any) -> Any:
+    """Read :func:`encode`'s bytes as a `kind`; raise ValueError for what is none."""
+    decoder = _MESSAGES if kind is AnyMessage else _decoder(kind)  # hashing the union takes longer
+    return decoder.decode(data)
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def _sendable(value: Any) -> Any:
+    kind = type(value)
+    if kind is str:
+        text = value if len(value) <= LONGEST else value[:LONGEST] + "…"
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    if kind is int:
+        return min(max(value, LEAST), LARGEST)
+    if kind is dict:
+        return {_sendable(key): _sendable(item) for key, item in value.items()}
+    if kind in (list, tuple):
+        return kind(map(_sendable, value))
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return what a value of another type is a kind of, or else its name."""
+    kind = type(value)
+    if issubclass(kind, int):
+        return int.__int__(value)
+    if issubclass(kind, float):
+        return float.__float__(value)
+    if issubclass(kind, str):
+        return str.__str__(value)
+    if kind.__module__ == "numpy" and issubclass(kind, numbers.Real):
+        return int(value) if issubclass(kind, numbers.Integral) else float(value)
+    return object.__repr__(value)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_MESSAGES = _decoder(AnyMessage)

@@ -1,0 +1,213 @@
+"""Messages as Dask carries them; one that cannot be read costs its sender's rank alone."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from unittest.mock import Mock
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from distributed.protocol import dumps, loads
+
+from nbelastic import messages as m
+from nbelastic.cluster import wire
+from nbelastic.errors import VersionMismatch
+from tests.support.logs import own_records
+
+from .shared_cluster import SharedCluster
+
+READY = m.RankReady(0, 0, 0, 1, ("host", 1))
+REPORT = m.MetricsReport(0, 0, 1, None, {"a": float("nan")})
+ERROR = m.PackedError("ValueError: no", (m.Frame("f", 1, "g", "x"),), b"x")
+EVENT = m.RankEvent("j", READY)
+BEATS = m.Heartbeats((m.RankBeat("j", m.Beat(0, 1, 5, False, 2, 7, "allreduce")),))
+RAISED = m.RankEvent("j", m.RankRaised(0, "no"), error=ERROR)
+TELEMETRY = m.RankTelemetry("j", 0, 1, line=m.CodeLine("f", 1, "g"), reports=(REPORT,))
+NOTICE = m.NoticeReport(m.NoticeSource.AWS, "terminate", 120.0, True)
+HELLO = m.Hello(m.Slot("w", "a", "n", "h"), {}, m.ProcessId(1, 1.0, ""))
+INFO = m.JobInfo("j", "running", 2, 3, 1.5, True)
+
+
+def carried(packed):
+    """Return what arrives of a message over a connection of Dask's."""
+    return loads(dumps({"message": packed}))["message"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        EVENT,
+        BEATS,
+        RAISED,
+        TELEMETRY,
+        NOTICE,
+        HELLO,
+        m.RankEvent("j", m.RankReturned(0), result=b"x"),
+        m.PlanOrder("j", 0, m.Plan(1, (m.Member(0, HELLO.slot, ("h", 1), 2.5),), 1)),
+        m.JobSummaries((INFO,)),
+        m.JobEvent(3, m.SlotGone("1", m.LossReason.UNREADABLE, "no number")),
+        m.JournalStep("j", "t", 1, 2, 3.0, 0.5, event=m.StopRequested(reason=m.StopReason.STOPPED)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_arrives_as_it_was(message):
+    assert repr(wire.unpack(carried(wire.pack(message)))) == repr(message)
+    to_driver = m.ToDriver(2, message)
+    assert repr(wire.unpack(carried(wire.pack(to_driver)), m.ToDriver)) == repr(to_driver)
+
+
+def test_a_large_message_travels_in_parts(monkeypatch):
+    monkeypatch.setattr(wire, "PART_BYTES", 10)
+    assert len(wire.pack(RAISED)["body"]) > 5
+    assert wire.unpack(carried(wire.pack(RAISED))) == RAISED
+
+
+def test_an_order_to_many_ranks_is_each_ones_own():
+    order = m.PlanOrder("j", 0, m.Plan(1, (m.Member(4, HELLO.slot, ("h", 1), 2),), 1))
+    packed = wire.pack_for_ranks(order)
+    assert wire.unpack(packed(4)) == msgspec.structs.replace(order, start=4)
+    assert wire.addressee(packed(7)) == ("j", 7)
+    assert wire.addressee(wire.pack(NOTICE)) is None
+
+
+def changed(message, *path, to):
+    """Return a message as bytes, with another value somewhere in it."""
+    plain = place = msgspec.msgpack.decode(m.encode(message))
+    for step in path[:-1]:
+        place = place[step]
+    if to is LEFT_OUT:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = to
+    return {"protocol": wire.PROTOCOL, "body": [m.encode(plain)]}
+
+
+LEFT_OUT = object()
+BAD = [
+    None,
+    {},
+    {"protocol": wire.PROTOCOL, "body": [b"\xc1"]},
+    {"protocol": wire.PROTOCOL, "body": 3},
+    changed(EVENT, "event", to={"kind": "ClusterGone"}),
+    changed(EVENT, "event", to={"kind": "StopRequested"}),
+    wire.pack(m.RankEvent("j", m.RankReturned(0))),
+    wire.pack(m.GiveUp("topic", False)),
+    changed(EVENT, "message", to="Nothing"),
+    changed(EVENT, "message", to=["RankEvent"]),
+    changed(EVENT, "job", to=3),
+    changed(EVENT, "strange", to=3),
+    changed(EVENT, "event", to=None),
+    changed(EVENT, "event", "kind", to="FRESH"),
+    changed(EVENT, "event", "start", to=LEFT_OUT),
+    changed(EVENT, "event", "start", to="0"),
+    changed(EVENT, "event", "start", to=True),
+    changed(EVENT, "event", "version", to=float("nan")),
+    changed(EVENT, "event", "store", to=["host"]),
+    changed(EVENT, "event", "gone", to=3),
+    changed(RAISED, "error", "frames", to=[["f"]]),
+    changed(BEATS, "beats", 0, 1, 2, to=None),
+    changed(TELEMETRY, "line", "line", to="1"),
+    changed(TELEMETRY, "reports", 0, "values", to=[["a", "b"]]),
+    changed(NOTICE, "source", to="a cloud"),
+    changed(NOTICE, "seconds", to=float("inf")),
+    changed(HELLO, "slot", "id", to=3),
+]
+
+
+def scene():
+    """Return a plugin on a scheduler, whose rank of worker ``w`` a bad message would cost."""
+    cluster = SharedCluster()
+    asyncio.run(cluster.start())
+    cluster.plugin._evict_sender = Mock()
+    return cluster
+
+
+@pytest.mark.parametrize("packed", BAD, ids=str)
+def test_a_message_that_cannot_be_read_costs_its_senders_rank_alone(packed):
+    cluster = scene()
+    cluster.stream_handlers[wire.FROM_AGENTS](worker="w", message=packed)
+    cluster.plugin._evict_sender.assert_called_once()
+
+
+def test_a_message_of_another_protocol_is_refused_with_a_sentence():
+    cluster = scene()
+    for packed in ({**wire.pack(EVENT), "protocol": 9}, {"protocol": 7, "body": {"job": "j"}}):
+        cluster.stream_handlers[wire.FROM_AGENTS](worker="w", message=packed)
+        worker, error = cluster.plugin._evict_sender.call_args.args
+        assert (worker, type(error)) == ("w", VersionMismatch)
+        assert "install the same version of nbelastic" in str(error)
+
+
+def test_a_kernels_message_that_cannot_be_read_raises_nothing(caplog):
+    cluster = scene()
+    for packed in (None, wire.pack(EVENT)):
+        cluster.stream_handlers[wire.FROM_KERNELS](client="c", message=packed)
+    assert [record.getMessage().split()[:2] for record in own_records(caplog)] == [
+        ["a", "message"]
+    ] * 2
+
+
+class Cunning(str):
+    """A text that runs code when it is looked at."""
+
+    __slots__ = ()
+
+    def __str__(self):
+        raise SystemExit
+
+    __repr__ = encode = __len__ = __str__
+
+
+class Evil:
+    """Something that can neither be shown nor pickled."""
+
+    def __repr__(self):
+        raise SystemExit
+
+    __str__ = __reduce__ = __repr__
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "arrives"),
+    [
+        ("a\udc80b", "a\\udc80b"),
+        ("ü", "ü"),
+        (2**70, 2**64 - 1),
+        (-(2**70), -(2**63)),
+        (Colour.RED, 1),
+        (np.int32(7), 7),
+        (np.float32(0.5), 0.5),
+        (np.float64(0.5), 0.5),
+        (np.str_("x"), "x"),
+        (Cunning("x\ud800"), "x\\ud800"),
+        ({"\udc80": 1, 2**70: 2}, {"\\udc80": 1, 2**64 - 1: 2}),
+        ((b"x", ["\udc80"]), [b"x", ["\\udc80"]]),
+        (True, True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_odd_values_arrive_as_what_is_nearest(value, arrives):
+    assert m.decode(m.encode({"value": value}), dict) == {"value": arrives}
+    odd = m.decode(m.encode({"value": value, "odd": "\udc80"}), dict)
+    assert odd == {"value": arrives, "odd": "\\udc80"}
+
+
+def test_odd_texts_of_a_message_are_escaped_and_its_bytes_are_not():
+    error = m.PackedError("\udc80", (), b"\xff\x00")
+    arrived = wire.unpack(
+        carried(wire.pack(m.RankEvent("j", m.RankRaised(2**70, ""), error=error)))
+    )
+    assert arrived.error == m.PackedError("\\udc80", (), b"\xff\x00")
+    assert arrived.event.start == 2**64 - 1
+
+
+@pytest.mark.parametrize("make", [Evil, object, torch.Tensor, complex])
+def test_what_is_no_plain_value_arrives_as_its_name(make):
+    assert make.__name__ in m.decode(m.encode({"value": make()}), dict)["value"]
