@@ -40,14 +40,14 @@ class TrainerProgress:
 
     nbelastic_adapter = ProgressAdapter
 
-    def __init__(self, trainer: Any, epoch: int, steps: int) -> None:
+    def __init__(self, trainer: Any, steps: int) -> None:
         self._trainer = trainer
         self._callbacks = Callbacks(lambda: trainer.callback_handler.callbacks)
         self._runs = Runs()
-        self.epoch = epoch  # from 0
+        self.epoch = 0
         self.begun = False  # callbacks know that the epoch has begun
         self.evaluated = False  # before the first step
-        self._foreseen = steps
+        self._foreseen = self._built = steps
         self._from, self._at, self._slope = 0, 0.0, 1.0
         self._text, self._entries = "", 0
         if trainer._created_lr_scheduler and hasattr(trainer.lr_scheduler, "lr_lambdas"):
@@ -63,12 +63,21 @@ class TrainerProgress:
         self._slope = (self._foreseen - at) / max(steps - now, 1)
         self._from, self._at = now, at
 
+    @property
+    def share(self) -> float:
+        """Share of the schedule that is done."""
+        return self._place(self._trainer.state.global_step) / max(self._foreseen, 1)
+
+    def resume(self, share: float) -> None:
+        """Go on with the schedule after a share of it."""
+        self._from, self._at = self._trainer.state.global_step, share * self._foreseen
+
     def _place(self, step: float) -> float:
         return self._at + (step - self._from) * self._slope
 
     def _stretched(self, schedule: Callable[[float], float]) -> Callable[[float], float]:
         def at(step: float) -> float:
-            place = self._place(step)
+            place = self._place(step) * (self._built / max(self._foreseen, 1))
             return schedule(round(place) if abs(place - round(place)) < 1e-9 else place)
 
         return at

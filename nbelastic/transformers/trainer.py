@@ -7,8 +7,10 @@ committed together with the epoch's end, so that the end is never half done.
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,7 @@ from nbelastic.transformers.progress import TrainerProgress
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_POSITION = "nbelastic_position.json"
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
 
 
@@ -128,9 +131,7 @@ class _ElasticTrainer:
         epochs, updates, _, samples, _, _, max_steps = self.set_initial_training_values(
             self.args, loader
         )
-        trained = self._init_training_state(
-            max_steps, updates, epochs, resume_from_checkpoint, trial
-        )
+        self._init_training_state(max_steps, updates, epochs, resume_from_checkpoint, trial)
         model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
@@ -138,7 +139,9 @@ class _ElasticTrainer:
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self.state.global_step
         model.zero_grad()
-        self._elastic = training = TrainerLoop(self, model, loader, trained, max_steps)
+        self._elastic = training = TrainerLoop(self, model, loader, max_steps)
+        if resume_from_checkpoint is not None:
+            training.resume(resume_from_checkpoint)
         self._elastic.trial, self._elastic.ignored_keys = trial, ignore_keys_for_eval
         self._elastic.samples = samples
         self.callback_handler.callbacks.insert(0, _EpochFollower(training))
@@ -157,6 +160,14 @@ class _ElasticTrainer:
         if type(loader) is DataLoader:
             loader = self.accelerator.prepare(loader)
         return loader
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._elastic is not None and self.args.should_save:  # before the Trainer's own state
+            name = f"checkpoint-{self.state.global_step}"
+            place = Path(self._get_output_dir(trial=trial), name)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / _POSITION).write_text(json.dumps(self._elastic.position()))
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
         super()._maybe_log_save_evaluate(*arguments, **named)  # type: ignore[misc]
@@ -190,7 +201,6 @@ class _EpochFollower(TrainerCallback):
 class TrainerLoop:
     """Training of a Trainer, from the first generation to the last.
 
-    A checkpoint of the Trainer has `trained` so many epochs, and batches of a rank in the next one.
     So many steps are foreseen, `max_steps`.
     """
 
@@ -203,7 +213,6 @@ class TrainerLoop:
         trainer: Any,
         model: Any,
         loader: DataLoader[Any],
-        trained: tuple[int, int],
         max_steps: int,
     ) -> None:
         self.trainer = trainer
@@ -221,10 +230,7 @@ class TrainerLoop:
             not_dealt(why)
         else:
             self.sampler = deal(loader, seed)
-            if trained[1]:
-                done = trained[1] * trainer.args.train_batch_size * args.world_size
-                self.sampler.go_on(trained[0], done)
-        self.progress = TrainerProgress(trainer, trained[0], max_steps)
+        self.progress = TrainerProgress(trainer, max_steps)
         scaler = getattr(trainer.accelerator, "scaler", None)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.state = TorchState(
@@ -235,9 +241,50 @@ class TrainerLoop:
             sampler=self.sampler,
             progress=self.progress,
             averages=averages_of(trainer.callback_handler.callbacks),
-            epoch=trained[0],
+            epoch=0,
             batch=0,
         )
+
+    # -- checkpoints of the Trainer ----------------------------------------------------------------
+
+    def position(self) -> dict[str, Any]:
+        """Return where training stands, for whatever number of ranks resumes it."""
+        sampler = self.sampler
+        rows = {} if sampler is None else sampler.position()
+        return {"epoch": self.progress.epoch, "schedule": self.progress.share, **rows}
+
+    def resume(self, checkpoint: str) -> None:
+        """Go on with the rows that are left of the epoch of a checkpoint."""
+        trainer, sampler, progress = self.trainer, self.sampler, self.progress
+        path = Path(checkpoint, _POSITION)
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        within, epoch = math.modf(round(trainer.state.epoch or 0.0, 6))
+        progress.epoch = found.get("epoch", int(epoch))
+        if "schedule" in found:
+            progress.resume(found["schedule"])
+        done, goes_on = found.get("done"), not trainer.args.ignore_data_skip
+        if sampler is not None and goes_on and done is None and within:
+            raise NbelasticError(
+                f"resume_from_checkpoint={checkpoint!r}: it was saved within epoch {int(epoch)}, "
+                f"and has no {_POSITION}, which says which of its rows are trained. Resume from "
+                "the end of an epoch, or pass ignore_data_skip=True to begin it again"
+            )
+        if sampler is not None and goes_on and done:
+            sampler.go_on(progress.epoch, done)
+            now = sampler.position()
+            if any(found.get(name) != value for name, value in now.items()):
+                raise NbelasticError(
+                    f"resume_from_checkpoint={checkpoint!r}: the rows of epoch {progress.epoch} "
+                    "are in another order now, so it is not known which of them are trained "
+                    f"({now}; there {found}). Use the same dataset, sampler and seed, or pass "
+                    "ignore_data_skip=True to begin the epoch again"
+                )
+            goes_on = self._rest_of_epoch()[0] > 0
+        if done and (done == found["length"] or not (goes_on or trainer.args.ignore_data_skip)):
+            progress.epoch += 1
+        state: Any = self.state
+        state.epoch, state.batch = progress.epoch, trainer.state.global_step
+        state.save()
 
     def train(self) -> Any:
         """Train with the present ranks to the end; return the Trainer's outcome."""

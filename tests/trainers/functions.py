@@ -347,6 +347,47 @@ def with_transformers(how, flag, directory, lora=False):
     return Outcome(digest_of(model), watch.seen, facts, trial.redone(watch.seen))
 
 
+def train_and_resume(directory, stop, resume=None):
+    """Train a Trainer up to a step, with a checkpoint there, or from such a one to the end."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    import nbelastic.transformers
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def forward(self, rows):
+            return {"loss": self.net(rows.float().view(-1, 1) / ROWS).pow(2).mean()}
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            rates.append(state.global_step and trainer.lr_scheduler.get_last_lr()[0])
+            control.should_training_stop = state.global_step == stop
+
+    class Watched(nbelastic.transformers.elastic(Trainer)):
+        def training_step(self, model, inputs, *arguments, **named):
+            seen.append([int(self.state.epoch or 0), everyones(inputs["rows"].tolist())])
+            return super().training_step(model, inputs, *arguments, **named)
+
+    seen, rates = [], []
+    arguments = TrainingArguments(
+        output_dir=directory,
+        num_train_epochs=2,
+        per_device_train_batch_size=BATCH,
+        save_strategy="steps" if stop else "no",
+        save_steps=max(stop, 1),
+        report_to=[],
+        disable_tqdm=True,
+    )
+    data = [{"rows": row} for row in range(ROWS)]
+    trainer = Watched(model=Model(), args=arguments, train_dataset=data, callbacks=[Stop()])
+    trainer.train(resume_from_checkpoint=resume)
+    return seen, rates
+
+
 def with_lora(**options):
     return with_transformers(lora=True, **options)
 

@@ -91,3 +91,21 @@ def test_a_job_that_ended_by_an_error_goes_on_from_its_checkpoint(crew, tmp_path
     assert resumed.digest == whole.digest
     assert resumed.facts == whole.facts
     assert resumed.seen == whole.seen
+
+
+@pytest.mark.parametrize("stop", [3, 6, 9])
+def test_a_checkpoint_of_a_trainer_goes_on_with_any_number_of_ranks(crew, tmp_path, stop):
+    """It stops within an epoch of six steps of two ranks, at its end, and in the next."""
+    options = {"directory": str(tmp_path), "stop": stop}
+    before, rates = crew.fit(functions.train_and_resume, kwargs=options, np=2).results()[0]
+    assert len(before) == stop
+    options = {**options, "stop": 0, "resume": str(tmp_path / f"checkpoint-{stop}")}
+    for size in (1, 3) if stop < 9 else (2,):
+        job = crew.fit(functions.train_and_resume, kwargs=options, np=size)
+        after, more = job.results()[0]
+        counts = Counter(row for _, rows in [*before, *after] for row in rows)
+        assert set(counts) == set(range(functions.ROWS))
+        assert 2 * functions.ROWS <= sum(counts.values()) <= 2 * functions.ROWS + size
+        assert min(counts.values()) == 2
+        assert [*rates, *more] == sorted([*rates, *more], reverse=True)
+        assert more[-1] == pytest.approx(0, abs=1e-9)
