@@ -1,4 +1,4 @@
-"""Variables of the environment in which torchrun and horovodrun tell a process its rank.
+"""Variables in which torchrun and horovodrun tell a process its rank.
 
 Trainers and scripts read them before they ask ``torch.distributed``, and some once more in each
 epoch.
