@@ -19,7 +19,7 @@ BUDGET = {
     "accelerate": 300,
     "chaos": 1_000,
     "cli": 3_000,
-    "cluster": 9_880,
+    "cluster": 9_850,
     "collectives": 7_950,
     "data": 4_800,
     "driver": 4_050,
