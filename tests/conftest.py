@@ -184,7 +184,9 @@ def _four_workers() -> Iterator[Crew]:
         LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
-        yield Crew(cluster, client)
+        crew = Crew(cluster, client)
+        crew.fit(int, np=4)  # torch is imported before tests with short limits
+        yield crew
 
 
 @pytest.fixture

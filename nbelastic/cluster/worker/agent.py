@@ -188,8 +188,8 @@ class Agent(WorkerPlugin):
         key = (spec.job, spec.start)
         spec = dataclasses.replace(spec, bind=self.bind(address))
         try:
-            payload = await self._payload(spec.job)
-            if key in self._ended_early:
+            payload = None if key in self._ended_early else await self._payload(spec.job)
+            if payload is None or key in self._ended_early:
                 self._ended_early.discard(key)
                 return
             rank = HostedRank(
@@ -315,7 +315,6 @@ class Agent(WorkerPlugin):
     def _take(self, message: Message) -> None:
         if isinstance(message, ForgetOrder):
             self._payloads.pop(message.job, None)
-            self._ended_early = {key for key in self._ended_early if key[0] != message.job}
         elif isinstance(message, WatchOrder):
             self._notices.apply(message)
         elif isinstance(message, RankOrder):
