@@ -76,7 +76,7 @@ class LightningProgress:
     def __init__(self, trainer: Any, callbacks: Callbacks) -> None:
         self._trainer = trainer
         self.callbacks = callbacks
-        self.files = CheckpointFiles(trainer)
+        self.files = ModelFiles(trainer)
         self.begun = False  # callbacks know that training has begun
         self.in_epoch = False  # an epoch has begun, and not ended
 
@@ -182,7 +182,7 @@ class LightningProgress:
         return results
 
 
-class CheckpointFiles:
+class ModelFiles:
     """Files of ``ModelCheckpoint`` that were written in a step which failed.
 
     Where the step is repeated, they are written again, under the same names. Those that are not are

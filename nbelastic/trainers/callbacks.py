@@ -1,4 +1,4 @@
-"""Callbacks of a trainer: what a commit keeps of them, on which ranks they begin, and their runs.
+"""Callbacks of a trainer: their attributes in commits, their beginnings and runs.
 
 A callback is told of the beginning on every rank, before or in its first generation there. A rank
 that becomes the main one begins its callbacks again, as those of the main rank: only then do they
