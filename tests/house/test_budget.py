@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".inc"}
-BUDGET = {"nbelastic": 66_238, "tests": 64_755}
+BUDGET = {"nbelastic": 70_500, "tests": 68_000}
 SLACK = 500
 """Lines by which a budget may be above what is there."""
 

@@ -325,7 +325,7 @@ class CollectiveCalls(Base):
         deferred = coordination.deferred
         if comparison is None and not any(each.communicator is communicator for each in deferred):
             return begin()
-        started = operations.Deferred(communicator, comparison, begin)
+        started = operations.DeferredStart(communicator, comparison, begin)
         deferred.append(started)
         if self._settle not in context.before_exchange:
             context.before_exchange += (self._settle,)

@@ -110,7 +110,7 @@ class Started:
             self._finish = None
 
 
-class Deferred(Started):
+class DeferredStart(Started):
     """An operation that begins when the ranks have compared it, and what is deferred before it."""
 
     def __init__(
