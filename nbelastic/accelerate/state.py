@@ -111,7 +111,6 @@ class AccelerateState(TorchState):
         return chosen
 
     def commit(self) -> None:
-        """Commit, unless gradients are being accumulated: these are in no commit."""
         if self._accelerator.sync_gradients:
             active = self._accelerator.gradient_state.active_dataloader
             if active is not None and "_nbelastic_sampler" not in vars(active):
@@ -119,7 +118,6 @@ class AccelerateState(TorchState):
             super().commit()
 
     def align(self, behind: Sequence[int]) -> None:
-        """Bring all ranks to the same state, and loaders to the present ranks."""
         gradients = self._accelerator.gradient_state
         gradients.dataloader_references = [None]  # of iterations that have been left
         context, again = current(), self._begins_again

@@ -72,19 +72,16 @@ class HierarchicalCommunicator(GlooCommunicator):
             abort_with(group, abort_signal, self.rank)
 
     def connect(self) -> HierarchicalCommunicator:
-        """Connect to all other ranks, and to those that hold the same slice."""
         super().connect()
         if self._cross is not None:
             self._cross.connect()
         return self
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new vector in the segment of this host."""
         self._abort_signal.check()
         return self._stages.empty(count, dtype)
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        """Reduce a tensor in place."""
         self.check()
         own = tensors[0].view(-1)
         if self._stages.holds(own):
@@ -99,7 +96,6 @@ class HierarchicalCommunicator(GlooCommunicator):
         blocks: Blocks,
         outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        """Sum tensors along a tree: first within each host, then over the hosts."""
         if not self._stages.in_order:
             return super().begin_allreduce_tree(nodes, blocks, outputs)
         self.check()
@@ -123,22 +119,18 @@ class HierarchicalCommunicator(GlooCommunicator):
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks of this host whose processes are known to have ended."""
         dead = () if self._group is None else self._group.dead
         return tuple(self._local_ranks[position] for position in dead)
 
     def cut_connections(self) -> int:
-        """Cut the connections to other hosts as a network failure would; return their number."""
         across = 0 if self._cross is None else self._cross.cut_connections()
         return super().cut_connections() + across
 
     @property
     def idle(self) -> bool:
-        """Whether no operation is under way."""
         return super().idle and self._executor.idle
 
     def close(self) -> None:
-        """Let go of all parts; in an orderly way if no operation is under way."""
         super().close()
         if self._abort_signal.forked:
             return  # a fork has none of the threads

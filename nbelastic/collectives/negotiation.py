@@ -88,7 +88,6 @@ class NegotiatingCommunicator(Communicator):
             self._on_host = dataclasses.replace(rendezvous, backend="auto")
 
     def connect(self) -> Communicator:
-        """Choose a communicator with the other ranks, and return it, connected."""
         self._abort_signal.check()
         if self._begun:
             raise RuntimeError("connect() is called once")
@@ -372,28 +371,22 @@ class NegotiatingCommunicator(Communicator):
 
     @property
     def waiting(self) -> bool:
-        """Whether the rank's thread is waiting for an operation."""
         return self._chosen is not None and self._chosen.waiting
 
     @property
     def completed(self) -> int:
-        """Number of operations completed."""
         return 0 if self._chosen is None else self._chosen.completed
 
     def check(self) -> None:
-        """Raise if it is broken."""
         self._abort_signal.check()
 
     def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:
-        """Break the chosen communicator, or end the negotiation."""
         self._abort_signal.abort(reason, kind=kind)
 
     def cut_connections(self) -> int:
-        """Cut the connections to the other ranks as a network failure would."""
         return 0 if self._chosen is None else self._chosen.cut_connections()
 
     def close(self) -> None:
-        """Close the chosen communicator."""
         if self._chosen is None:
             self._abort_signal.abort("the communicator is closed")
         else:

@@ -67,7 +67,6 @@ class AsyncCommunicator(Communicator):
 
     @property
     def waiting(self) -> bool:
-        """Whether the rank's thread is waiting for an operation."""
         return (
             self._waiting
             or self.waits_apart
@@ -76,7 +75,6 @@ class AsyncCommunicator(Communicator):
 
     @property
     def completed(self) -> int:
-        """Number of operations completed, in subgroups as well."""
         return self._completed + sum(each.completed for each in list(self._subgroups.values()))
 
     def restart_count(self) -> None:
@@ -84,7 +82,6 @@ class AsyncCommunicator(Communicator):
         self._completed = 0
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Return a connected communicator of some of the ranks, of the same backend."""
         known = self._subgroups.get(name)
         if known is not None:
             return known
@@ -106,7 +103,6 @@ class AsyncCommunicator(Communicator):
         return connected
 
     def close_subgroup(self, name: str) -> None:
-        """Close a communicator that :meth:`subgroup` has made, if there is one."""
         closed = self._subgroups.pop(name, None)
         if closed is not None:
             self._completed += closed.completed  # the sum of all must never become less
@@ -119,21 +115,17 @@ class AsyncCommunicator(Communicator):
             each.close()
 
     def matching_client(self) -> MatchingClient | None:
-        """Return a client of the matching at the generation's rendezvous server."""
         from nbelastic.collectives.rendezvous.matching import MatchingClient
 
         return MatchingClient(self._rendezvous)
 
     def check(self) -> None:
-        """Raise if the communicator is broken."""
         self._abort_signal.check()
 
     def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:
-        """Break the communicator and free the waiting threads."""
         self._abort_signal.abort(reason, kind=kind)
 
     def begin_nothing(self) -> Handle:
-        """Begin an operation that moves no data on any rank."""
         self.check()
         return OperationHandle(self, _NoOperation())
 

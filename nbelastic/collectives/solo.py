@@ -32,26 +32,21 @@ class SoloCommunicator(Communicator):
         self._broken: str | None = None
 
     def connect(self) -> SoloCommunicator:
-        """Return itself: there is nothing to connect to."""
         self.check()
         return self
 
     def agree(self, text: str, number: int = 0) -> list[int]:  # noqa: ARG002 - one rank
-        """Return the number of the only rank."""
         self._begun()
         return [number] * self.size
 
     def allgather_bytes(self, record: bytes) -> list[bytes]:
-        """Return the `record` of the only rank."""
         self._begun().wait()
         return [record]
 
     def begin_nothing(self) -> Handle:
-        """Begin an operation that has ended."""
         return self._begun()
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:  # noqa: ARG002
-        """Leave `tensors` as they are."""
         return self._begun()
 
     def begin_allreduce_tree(
@@ -60,15 +55,12 @@ class SoloCommunicator(Communicator):
         blocks: Blocks,  # noqa: ARG002 - one rank has all leaves
         outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        """Copy the tensors of the root, the only node, to `outputs`."""
         return self._copied(outputs, nodes[0])
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:  # noqa: ARG002
-        """Leave `tensor` as it is."""
         return self._begun()
 
     def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Copy `tensor` into the only output."""
         return self._copied(outputs, [tensor])
 
     def begin_reduce_scatter(
@@ -77,25 +69,20 @@ class SoloCommunicator(Communicator):
         inputs: Sequence[torch.Tensor],
         op: Op,  # noqa: ARG002
     ) -> Handle:
-        """Copy the only input into `output`."""
         return self._copied([output], inputs)
 
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Copy the only input into the only output."""
         return self._copied(outputs, inputs)
 
     def begin_barrier(self) -> Handle:
-        """Return at once."""
         return self._begun()
 
     def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:  # noqa: ARG002
-        """Raise: there is no other rank."""
         raise CollectiveError(f"there is no rank {to}")
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:  # noqa: ARG002
-        """Raise: there is no other rank."""
         raise CollectiveError(f"there is no rank {source}")
 
     def _near(
@@ -104,7 +91,6 @@ class SoloCommunicator(Communicator):
         *,
         load: bool = True,  # noqa: ARG002
     ) -> list[torch.Tensor]:
-        """Return the tensors: one rank works on any device."""
         return list(tensors)
 
     def _copied(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Handle:
@@ -116,24 +102,19 @@ class SoloCommunicator(Communicator):
 
     @property
     def waiting(self) -> bool:
-        """False: no operation blocks."""
         return False
 
     @property
     def completed(self) -> int:
-        """Number of operations completed."""
         return self._completed
 
     def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:  # noqa: ARG002
-        """Break the communicator; the first reason stays."""
         self._broken = self._broken or reason
 
     def close(self) -> None:
-        """Make later operations fail, as on any closed communicator."""
         self.abort("the communicator is closed")
 
     def check(self) -> None:
-        """Raise if it is broken."""
         if self._broken is not None:
             raise CollectiveError(self._broken)
 

@@ -109,7 +109,6 @@ class KerasState(TorchState):
         return {**super()._values(), **self._parts}
 
     def restore(self) -> None:
-        """Go back to exactly the last commit."""
         self._back.settle(self._keras["model"])
         super().restore()
         self.__dict__.update(self._keras)
@@ -117,7 +116,6 @@ class KerasState(TorchState):
             reduction.forget()
 
     def save(self) -> None:
-        """Keep the present values as the last commit."""
         self._back.settle(self._keras["model"])
         super().save()
 

@@ -25,13 +25,11 @@ class VariablesAdapter(Adapter):
     """Capture and restoration of :class:`Variables`, in place."""
 
     def capture(self, flattener: Flattener, obj: Variables) -> list[tuple[str, Node]]:
-        """Return the names and nodes of all tensors, in their order."""
         return [(name, flattener.flatten(tensor)) for name, tensor in obj.tensors()]
 
     def restore(
         self, unflattener: Unflattener, obj: Variables, content: list[tuple[str, TensorRef]]
     ) -> None:
-        """Fill all variables, of which there must be as many."""
         if len(obj) != len(content):
             raise StateMismatch(f"expected {len(obj)} variables; came {len(content)}")
         if obj.in_place:
@@ -41,7 +39,6 @@ class VariablesAdapter(Adapter):
         obj.assign([unflattener.value(ref) for _, ref in content])
 
     def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Describe the variables by type and shape."""
         found: Structure = {}
         for name, ref in content:
             found["parameter", f"{label}.{name}"] = names.words[ref]
@@ -49,7 +46,6 @@ class VariablesAdapter(Adapter):
         return found
 
     def state_dict(self, content: Any, *, whole: bool = False) -> Node:
-        """Return the tensors by position and name."""
         del whole
         return mapping(dict(content))
 

@@ -37,7 +37,6 @@ class CellError(PreflightError):
     """The cell cannot be a training function; the message names the line."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show the message alone, because all frames are the magic's own."""
         return [f"{type(self).__name__}: {self}"]
 
 

@@ -54,7 +54,6 @@ class AlikeSlots(Allocation):
         self.free = free
 
     def add(self, job: str) -> bool:
-        """Give a job one slot more; return whether there is one."""
         if self.free <= 0:
             return False
         self.free -= 1
@@ -62,16 +61,13 @@ class AlikeSlots(Allocation):
         return True
 
     def remove(self, job: str, number: int) -> None:
-        """Take so many slots back from a job."""
         self.count[job] -= number
         self.free += number
 
     def save(self) -> AlikeSlots:
-        """Return a copy."""
         return copy.deepcopy(self)
 
     def alike(self) -> int | None:
-        """Return the number of free slots, if every job can use each; else None."""
         return self.free
 
 
@@ -110,7 +106,6 @@ class MatchedSlots(Allocation):
         return True
 
     def add(self, job: str) -> bool:
-        """Give a job one slot more; return whether there is one."""
         before: dict[Node, Node] = {}
         queue: deque[Node] = deque([("job", job)])
         while queue:
@@ -166,7 +161,6 @@ class MatchedSlots(Allocation):
         used[job] = used.get(job, 0) + by
 
     def remove(self, job: str, number: int) -> None:
-        """Take so many slots back from a job."""
         for group, used in enumerate(self.used):
             taken = min(number, used.get(job, 0))
             if taken:
@@ -177,9 +171,7 @@ class MatchedSlots(Allocation):
                 number -= taken
 
     def save(self) -> MatchedSlots:
-        """Return a copy."""
         return copy.deepcopy(self)
 
     def alike(self) -> int | None:
-        """Return the number of free slots, if every job can use each; else None."""
         return None

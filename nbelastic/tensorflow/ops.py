@@ -36,7 +36,6 @@ class _Compressor(compressions.Compressor):
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return `tensor` as it goes on the wire, and its type."""
         if isinstance(tensor, torch.Tensor):
             return super().compress(tensor)
         if not tensor.dtype.is_floating:
@@ -46,7 +45,6 @@ class _Compressor(compressions.Compressor):
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
-        """Undo :meth:`compress`, except for its rounding."""
         if isinstance(tensor, torch.Tensor):
             return super().decompress(tensor, ctx)
         return tf.cast(tensor, ctx)

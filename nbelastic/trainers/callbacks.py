@@ -35,11 +35,9 @@ class ProgressAdapter(Adapter):
     """Capture and restoration of an object with ``content()`` and ``take(content, own=…)``."""
 
     def capture(self, flattener: Flattener, obj: Any) -> Node:
-        """Capture its content."""
         return flattener.flatten(obj.content())
 
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
-        """Give it content that this rank has committed (`own`), or another."""
         found = unflattener.unflatten(content)
         unflattener.flush()
         obj.take(found, own=unflattener.local)

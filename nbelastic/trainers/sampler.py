@@ -102,7 +102,6 @@ class DealtSampler(ElasticSampler):
         return batches, 1.0 - left / max(total, 1)
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that a batch is done. All ranks record the same batches."""
         super().record_batch(batch_idx, 1 if self.batched else batch_size)
 
     def position(self) -> dict[str, Any]:

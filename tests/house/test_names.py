@@ -36,3 +36,32 @@ def test_only_doors_say_what_they_export():
         }
         is_door = path.name == "__init__.py" or exported & imported
         assert is_door or not exported, f"{path}: only a door has __all__"
+
+
+def test_a_public_method_has_a_docstring_unless_it_overrides_one():
+    classes: dict[str, ast.ClassDef] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+
+    def methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+        return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+
+    def inherits(node: ast.ClassDef, method: str) -> bool:
+        bases = (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases)
+        known = [classes.get(base) for base in bases if base != "Protocol"]
+        return any(
+            each is None or method in methods(each) or inherits(each, method)
+            for each in known  # one that is not ours may have any
+        )
+
+    found = [
+        f"{name}.{method}"
+        for name, node in classes.items()
+        for method, each in methods(node).items()
+        if not name.startswith("_") and not method.startswith("_") and not ast.get_docstring(each)
+        if not any("setter" in ast.unparse(each) for each in each.decorator_list)
+        if not inherits(node, method)
+    ]
+    assert not found

@@ -176,20 +176,16 @@ class JsonView(WaitView):
     """A JSON object in a line of stdout for each event, output and message."""
 
     def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
-        """Write lines of ranks."""
         for rank, line in lines:
             _write_json("output", rank=rank, text=line)
 
     def write_event(self, event: HistoryEvent) -> None:
-        """Write an event with all that is known of it."""
         _write_json("event", **dataclasses.asdict(event))
 
     def write_message(self, words: str) -> None:
-        """Write a line for the user."""
         _write_json("message", time=time.time(), text=words)
 
     def write_end(self) -> None:
-        """Write the state in which the job has ended."""
         status = self.job.status
         _write_json(
             "end",

@@ -60,7 +60,6 @@ class LiveView(WaitView):
             self.write_end()
 
     def tick(self) -> None:
-        """Write what is new, and draw a frame if one is due."""
         super().tick()
         now = time.monotonic()
         if now >= self._next:
@@ -72,7 +71,6 @@ class LiveView(WaitView):
         return Group(*map(as_text, frame(JobSnapshot.of(self.job), width, height)))
 
     def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
-        """Write lines of ranks above the frame."""
         if sys.stdout is None or not sys.stdout.isatty():
             super().write_lines(lines)
             return
@@ -83,5 +81,4 @@ class LiveView(WaitView):
         """Write nothing: a frame has the last events."""
 
     def write_message(self, words: str) -> None:
-        """Write a line above the frame."""
         self._console.print(Text(str(printable(words))), soft_wrap=True)

@@ -330,7 +330,6 @@ class CudaIpcCommunicator(DeviceCommunicator):
     # -- state -----------------------------------------------------------------------------------
 
     def _leave_device(self) -> None:
-        """Close the buffers once nothing uses them any more."""
         # Its meetings end at once. A stream has only work of this process, but that may hang.
         try:
             if not self._executor.join(CLOSE_LIMIT_S):

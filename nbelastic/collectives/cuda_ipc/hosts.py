@@ -159,7 +159,6 @@ class CudaIpcHostsCommunicator(CudaIpcCommunicator):
     # -- state -----------------------------------------------------------------------------------
 
     def cut_connections(self) -> int:
-        """Cut the connections to other hosts as a network failure would; return their number."""
         across = 0 if self._across is None else self._across.cut_connections()
         return super().cut_connections() + across
 

@@ -51,7 +51,6 @@ class GlooCommunicator(AsyncCommunicator):
         self._owner = GlooGroupOwner(rendezvous, self._abort_signal)
 
     def connect(self) -> GlooCommunicator:
-        """Connect to all other ranks."""
         self._abort_signal.check()
         self._owner.form()
         return self
@@ -59,7 +58,6 @@ class GlooCommunicator(AsyncCommunicator):
     # -- operations ------------------------------------------------------------------------------
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        """Reduce a tensor in place."""
         (tensor,) = tensors
         average = op is Op.AVERAGE
         return self._reduce(tensor, op, (lambda: tensor.div_(self.size)) if average else None)
@@ -70,27 +68,23 @@ class GlooCommunicator(AsyncCommunicator):
         blocks: Blocks,
         outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        """Sum tensors along a tree, by messages."""
         target = FlatTensors(outputs, load=bool(nodes) and outputs is nodes[0])
         vectors = [target.vector if node is outputs else FlatTensors(node).vector for node in nodes]
         task = TreeSum(self._owner, self._abort_signal, self.rank, vectors, target.vector, blocks)
         return self._begin(lambda: task, target.deliver, direction="tree")
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
-        """Fill a tensor with that of rank `root`."""
         options = BroadcastOptions()
         options.rootRank = root
         return self._begin(lambda: self._owner.group.broadcast([as_bytes(tensor)], options))
 
     def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Fill each of `outputs` with a rank's tensor."""
         filled, source = [list(map(as_bytes, outputs))], [as_bytes(tensor)]
         return self._begin(lambda: self._owner.group.allgather(filled, source))
 
     def begin_reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        """Fill `output` with the reduction of all ranks' inputs for this one."""
         buffer = concatenate(inputs)
         start = sum(tensor.numel() for tensor in inputs[: self.rank])
 
@@ -105,7 +99,6 @@ class GlooCommunicator(AsyncCommunicator):
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Send each input to a rank, and fill each output by one."""
         sent = concatenate([as_bytes(tensor) for tensor in inputs])
         sent_bytes = [tensor.nbytes for tensor in inputs]
         received_bytes = [tensor.nbytes for tensor in outputs]
@@ -121,17 +114,14 @@ class GlooCommunicator(AsyncCommunicator):
         )
 
     def begin_barrier(self) -> Handle:
-        """Wait until all ranks have begun it."""
         options = BarrierOptions()
         return self._begin(lambda: self._owner.group.barrier(options))
 
     def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send vectors as one message."""
         message = as_bytes(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
         return self._begin(lambda: self._owner.group.send([message], to, 0), direction=f"to-{to}")
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill a tensor with a message."""
         message = as_bytes(tensor)
         return self._begin(
             lambda: self._owner.group.recv([message], source, 0), direction=f"from-{source}"
@@ -140,11 +130,9 @@ class GlooCommunicator(AsyncCommunicator):
     # -- state -----------------------------------------------------------------------------------
 
     def cut_connections(self) -> int:
-        """Cut the connections to the other ranks as a network failure would."""
         return 0 if self._abort_signal.forked else self._owner.cut_connections()
 
     def close(self) -> None:
-        """Let go of the group, which its owner takes down."""
         if self._abort_signal.forked:
             return
         self.close_subgroups()
@@ -156,7 +144,6 @@ class GlooCommunicator(AsyncCommunicator):
         return all(each.done() for each in self._owner.operations())
 
     def check(self) -> None:
-        """Raise unless operations can begin."""
         self._owner.check_formed()
         self._abort_signal.check()
 

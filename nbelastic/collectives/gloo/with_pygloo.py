@@ -77,7 +77,6 @@ class PyglooCommunicator(AsyncCommunicator):
         self._abort_signal.on_abort(self._mesh.leave)
 
     def connect(self) -> PyglooCommunicator:
-        """Connect to all other ranks."""
         self._abort_signal.check()
         if self._mesh.context is not None:
             raise RuntimeError("connect() is called once")
@@ -99,18 +98,15 @@ class PyglooCommunicator(AsyncCommunicator):
     # -- operations ------------------------------------------------------------------------------
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        """Reduce a tensor in place. A ``bfloat16`` is summed as ``float32``."""
         self._reduce(tensors[0], op)
         return self.begin_nothing()
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
-        """Fill a tensor with that of rank `root`."""
         where, count = tensor.data_ptr(), tensor.nbytes
         self._do(count, pygloo.broadcast, where, where, count, _BYTES, root)
         return self.begin_nothing()
 
     def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Fill each of `outputs` with a rank's tensor."""
         gathered = torch.empty((self.size, tensor.nbytes), dtype=torch.uint8)
         ends = tensor.data_ptr(), gathered.data_ptr()
         self._do(tensor.nbytes, pygloo.allgather, *ends, tensor.nbytes, _BYTES)
@@ -121,7 +117,6 @@ class PyglooCommunicator(AsyncCommunicator):
     def begin_reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        """Fill `output` with the reduction of all ranks' inputs for this one."""
         buffer = concatenate(inputs)
         self._reduce(buffer, op)
         parts = torch.split(buffer, [tensor.numel() for tensor in inputs])
@@ -131,7 +126,6 @@ class PyglooCommunicator(AsyncCommunicator):
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Send each input to a rank, and fill each output by one, one after the other."""
         outputs[self.rank].copy_(inputs[self.rank])
         # In each round the ranks are in pairs, of which the lower one sends first.
         for turn in range(1, 1 << (self.size - 1).bit_length()):
@@ -145,31 +139,26 @@ class PyglooCommunicator(AsyncCommunicator):
         return self.begin_nothing()
 
     def begin_barrier(self) -> Handle:
-        """Wait until all ranks have begun it."""
         self._do(1, pygloo.barrier)
         return self.begin_nothing()
 
     def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send vectors as one message, and wait until the other rank receives it."""
         message = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         self._do(message.nbytes, pygloo.send, message.data_ptr(), message.nbytes, _BYTES, to)
         return self.begin_nothing()
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill a tensor with a message."""
         self._do(tensor.nbytes, pygloo.recv, tensor.data_ptr(), tensor.nbytes, _BYTES, source)
         return self.begin_nothing()
 
     # -- state -----------------------------------------------------------------------------------
 
     def cut_connections(self) -> int:
-        """Cut the connections to the other ranks as a network failure would."""
         count = 0 if self._mesh.context is None else self.size - 1
         self._mesh.leave()
         return count
 
     def close(self) -> None:
-        """Close the connections to the other ranks."""
         self.close_subgroups()
         self._abort_signal.abort("the communicator is closed", orderly=True)
         self._mesh.context = None

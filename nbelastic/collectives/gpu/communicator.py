@@ -61,28 +61,23 @@ class DeviceCommunicator(AsyncCommunicator):
         self._closed = False
 
     def connect(self) -> DeviceCommunicator:
-        """Raise: it is connected when it is made."""
         self._abort_signal.check()
         raise RuntimeError("connect() is called once")
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new vector in the memory of the host's communicator."""
         return self._host.empty(count, dtype)
 
     # -- subgroups ---------------------------------------------------------------------------------
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Return a connected communicator of some of the ranks, as the host's does."""
         made = self._host.subgroup(ranks, name)
         made.part_of = weakref.ref(self), name, list(ranks)
         return made
 
     def close_subgroup(self, name: str) -> None:
-        """Close a communicator that :meth:`subgroup` has made, if there is one."""
         self._host.close_subgroup(name)
 
     def matching_client(self) -> MatchingClient | None:
-        """Return the host's client of the matching of operations."""
         return self._host.matching_client()
 
     # -- on devices ------------------------------------------------------------------------------
@@ -144,25 +139,21 @@ class DeviceCommunicator(AsyncCommunicator):
     # -- operations ------------------------------------------------------------------------------
 
     def allgather_bytes(self, record: bytes) -> list[bytes]:
-        """Return the `record` of every rank, and wait for it."""
         found: list[list[bytes]] = []
         self._perform(lambda: found.append(self._host.allgather_bytes(record)))
         return found[0]
 
     def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
-        """Reduce `tensor` over all ranks and wait for it."""
         if self._device.holds(tensor):
             self.allreduce_async(tensor, op).wait()
         else:
             self._perform(lambda: self._host.allreduce(tensor, op))
 
     def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
-        """Reduce `tensors` as one operation, also where ranks must split them alike."""
         check_together(tensors, op)
         return self._allreduce(tensors, op)
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        """Reduce tensors in place, as one operation."""
         if self._device.holds(tensors[0]):
             return self._reduce_there(tensors, op)
         return self._submit(lambda: self._host.allreduce_coalesced(tensors, op))
@@ -173,19 +164,16 @@ class DeviceCommunicator(AsyncCommunicator):
         blocks: Blocks,
         outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        """Fill `outputs` with a sum along a tree."""
         if self._device.holds(outputs[0]):
             return self._sum_along_there(nodes, blocks, outputs)
         return self._submit(lambda: self._host.allreduce_tree(nodes, blocks, outputs))
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
-        """Fill a tensor with that of rank `root`."""
         if self._device.holds(tensor):
             return self._broadcast_there(tensor, root)
         return self._submit(lambda: self._host.broadcast(tensor, root))
 
     def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Fill each of `outputs` with a rank's tensor."""
         if self._device.holds(tensor):
             return self._gather_there(outputs, tensor)
         return self._submit(lambda: self._host.allgather(outputs, tensor))
@@ -193,7 +181,6 @@ class DeviceCommunicator(AsyncCommunicator):
     def begin_reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        """Fill `output` with the reduction of all ranks' inputs for this one."""
         if self._device.holds(output):
             return self._reduce_scatter_there(output, inputs, op)
         return self._submit(lambda: self._host.reduce_scatter(output, inputs, op))
@@ -201,21 +188,17 @@ class DeviceCommunicator(AsyncCommunicator):
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Send each input to a rank, and fill each output by one."""
         if self._device.holds(inputs[0]):
             return self._exchange_there(outputs, inputs)
         return self._submit(lambda: self._host.all_to_all(outputs, inputs))
 
     def begin_barrier(self) -> Handle:
-        """Wait until all ranks have begun it."""
         return self._submit(self._host.barrier)
 
     def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send vectors as one message, through the host."""
         return self._message(self._host.begin_send(parts, to))
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill a tensor with a message, through the host."""
         return self._message(self._host.begin_receive(tensor, source))
 
     def _message(self, handle: Handle) -> Handle:
@@ -271,15 +254,12 @@ class DeviceCommunicator(AsyncCommunicator):
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks whose processes are known to have ended."""
         return self._host.dead_ranks
 
     def cut_connections(self) -> int:
-        """Break the host's communicator as a failure would; return the number of connections."""
         return self._host.cut_connections()
 
     def close(self) -> None:
-        """Leave the other ranks, and let go of the device."""
         if self._closed or self._abort_signal.forked:
             return
         self._closed = True

@@ -180,7 +180,6 @@ class NcclCommunicator(DeviceCommunicator):
     # -- state -----------------------------------------------------------------------------------
 
     def _leave_device(self) -> None:
-        """Have the executor leave NCCL, whose communicator its owner ends."""
         self._executor.join(CLOSE_LIMIT_S)
 
 

@@ -76,12 +76,10 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         _living.add(self)
 
     def connect(self) -> SharedMemoryCommunicator:
-        """Raise: it is connected when it is made."""
         self._abort_signal.check()
         raise RuntimeError("connect() is called once")
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new vector in the segment."""
         self._abort_signal.check()
         try:
             return allocate(self._group, count, dtype)
@@ -91,7 +89,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
     # -- operations ------------------------------------------------------------------------------
 
     def allgather_bytes(self, record: bytes) -> list[bytes]:
-        """Return the `record` of every rank, and wait for it. Lengths may differ."""
         self._abort_signal.check()
         if len(record) > MOST_SHARED:
             return super().allgather_bytes(record)
@@ -104,7 +101,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         return records
 
     def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
-        """Reduce `tensor` over all ranks and wait for it, without a handle where possible."""
         count = tensor.numel()
         if (
             self._lent
@@ -124,7 +120,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         self._completed += 1
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        """Reduce tensors, as one operation."""
         if len(tensors) > 1:
             together = reduction_arguments(tensors, op)
             return self._begin(self._group.allreduce_coalesced_async, together, tensors)
@@ -134,7 +129,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         return self._begin(self._group.allreduce_async, arguments, tensor)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
-        """Reduce `tensors` over all ranks and wait for it, without a handle where possible."""
         check_together(tensors, op)
         if self._lent or self._closed or not tensors[0].is_cpu:
             self.allreduce_coalesced_async(tensors, op).wait()
@@ -151,7 +145,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         blocks: Blocks,
         outputs: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Sum tensors along a tree and wait for it, without a handle where possible."""
         found = check_tree(nodes, blocks, outputs, self.rank, self.size)
         if self._lent or self._closed or not found[0].is_cpu:
             self.allreduce_tree_async(nodes, blocks, outputs).wait()
@@ -168,23 +161,19 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         blocks: Blocks,
         outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        """Sum tensors along a tree, as one operation."""
         arguments = tree_arguments(nodes, outputs, blocks)
         return self._begin(self._group.allreduce_tree_async, arguments, (nodes, outputs))
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
-        """Fill a tensor with that of rank `root`."""
         return self._begin(self._group.broadcast_async, (*memory_of(tensor), root), tensor)
 
     def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        """Fill each of `outputs` with a rank's tensor."""
         arguments = ([output.data_ptr() for output in outputs], *memory_of(tensor))
         return self._begin(self._group.allgather_async, arguments, (tensor, outputs))
 
     def begin_reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        """Fill `output` with the reduction of all ranks' inputs for this one."""
         self._abort_signal.check()
         try:
             source = concatenate_in(self._group, inputs)
@@ -197,20 +186,16 @@ class SharedMemoryCommunicator(AsyncCommunicator):
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Send each input to a rank, and fill each output by one."""
         arguments = (list(map(memory_of, outputs)), list(map(memory_of, inputs)))
         return self._begin(self._group.all_to_all_async, arguments, (inputs, outputs))
 
     def begin_barrier(self) -> Handle:
-        """Wait until all ranks have begun it."""
         return self._begin(self._group.barrier_async, (), None)
 
     def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send vectors as one message, without concatenating them."""
         return self._post(f"to-{to}", self._group.send, (list(map(memory_of, parts)), to), parts)
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
-        """Fill a tensor with a message."""
         arguments = (*memory_of(tensor), source)
         return self._post(f"from-{source}", self._group.receive, arguments, tensor)
 
@@ -218,16 +203,13 @@ class SharedMemoryCommunicator(AsyncCommunicator):
 
     @property
     def waiting(self) -> bool:
-        """Whether the rank's thread is waiting for an operation."""
         return super().waiting or self._group.waiting
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks whose processes are known to have ended."""
         return tuple(self._group.dead)
 
     def cut_connections(self) -> int:
-        """Break the segment as the death of a peer would; return the number of other ranks."""
         if self._closed or self._abort_signal.forked or self._group.failure is not None:
             return 0
         self._group.abort(f"rank {self.rank} was cut off")
@@ -241,7 +223,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         return all(each.done() for each in lent) and all(each.idle for each in executors)
 
     def close(self) -> None:
-        """Leave the segment; in an orderly way if no operation is under way."""
         if self._closed or self._abort_signal.forked:
             return  # a fork has none of the group's threads
         self._closed = True

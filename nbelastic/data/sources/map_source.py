@@ -62,11 +62,9 @@ class MapSource(RowSource):
         return len(self._dataset)
 
     def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        """Return the rows of a micro-batch, by their indices in the dataset."""
         return dealing.rows(step, number)
 
     def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
-        """Yield a batch for each micro-batch of a rank; see :class:`RowSource`."""
         self._items.present = self._work(dealing, first, blocks)
         iterator = iter(self._loader)
         self._items.present = ()  # a loader may be pickled
@@ -87,15 +85,12 @@ class MapSource(RowSource):
             yield WorkItem(seed, dealing.rows(step, number).tolist())
 
     def sample(self) -> DataSample:
-        """Return digests of some rows, to be compared with those of other ranks."""
         return sample_of(self._dataset, fetches=self._loader.num_workers == 0)
 
     def requirements(self) -> dict[str, str]:
-        """Return the number of rows, because nothing else is known of any dataset."""
         return {"dataset": f"{len(self)} rows"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the order is that of the deal."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

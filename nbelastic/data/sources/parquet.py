@@ -334,7 +334,6 @@ class Parquet(_ArrowRows):
         return total
 
     def read(self, unit: int) -> RowBlock:
-        """Return the rows of a row group; see :class:`UnitSource`."""
         import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
 
         file, group = self._groups[unit]
@@ -358,7 +357,6 @@ class Parquet(_ArrowRows):
         return self._block(table, where)
 
     def describe(self) -> dict[str, str]:
-        """Return size and digest of the footer of each file, or of each group of many files."""
         count = min(len(self._files), _MOST_TEXTS)
         found = {}
         for number in range(count):
@@ -422,14 +420,12 @@ class Arrow(_ArrowRows):
         self.row_bytes = table.select(self._choice.names).nbytes / len(self)
 
     def read(self, unit: int) -> RowBlock:
-        """Return the rows of a record batch; see :class:`UnitSource`."""
         import pyarrow as pa  # noqa: PLC0415 - an extra
 
         table = pa.Table.from_batches([self._batches[unit]]).select(self._choice.names)
         return self._block(table, f"record batch {unit}")
 
     def describe(self) -> dict[str, str]:
-        """Return the rows of the record batches."""
         digest = hashlib.blake2b(self.sizes.tobytes(), digest_size=6).hexdigest()
         return {"record batches": f"{len(self.sizes)}, their rows {digest}"}
 

@@ -169,12 +169,10 @@ class Dask(UnitSource):
         return {**self.__dict__, "_collections": None, "_fetch_partition": None}
 
     def prepare(self) -> None:
-        """Take the hook by which this rank fetches partitions."""
         context = current_or_none()
         self._fetch_partition = None if context is None else context.fetch_partition
 
     def read(self, unit: int) -> RowBlock:
-        """Return the rows of a partition; see :class:`UnitSource`."""
         where = f"partition {unit}"
         try:
             parts = self._fetch(unit) if self._collections is None else self._compute(unit)
@@ -241,7 +239,6 @@ class Dask(UnitSource):
         return found
 
     def describe(self) -> dict[str, str]:
-        """Return the keys and sizes of the partitions."""
         text = f"{self._keys} {self.sizes.tolist()}"
         digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
         return {"partitions": f"{len(self.sizes)}, their keys and rows {digest}"}

@@ -126,11 +126,9 @@ class Stateful(StreamSource):
         self.states_every = states_every
 
     def count(self, streams: int) -> int:
-        """Return the number of streams: each is a unit."""
         return streams
 
     def open(self, unit: int, streams: int, epoch: int) -> Iterable[Any]:
-        """Return the dataset of a stream."""
         made = self._make(unit, streams)
         set_epoch = getattr(made, "set_epoch", None)
         if callable(set_epoch):
@@ -138,11 +136,9 @@ class Stateful(StreamSource):
         return made
 
     def name_of(self, unit: int) -> str:
-        """Return the number of the stream."""
         return f"stream {unit}"
 
     def describe(self) -> str:
-        """Return that there is a stream for each micro-batch."""
         return "a stream for each micro-batch"
 
 
@@ -195,7 +191,6 @@ class Shards(StreamSource):
         self._read = read
 
     def count(self, streams: int) -> int:
-        """Return the number of units."""
         if len(self._units) < streams:
             raise OptionError(
                 f"Shards: {len(self._units)} units for {streams} micro-batches of a step; each "
@@ -204,15 +199,12 @@ class Shards(StreamSource):
         return len(self._units)
 
     def open(self, unit: int, streams: int, epoch: int) -> Iterable[Any]:
-        """Return the rows of a unit."""
         return self._read(self._units[unit])
 
     def name_of(self, unit: int) -> str:
-        """Return the unit itself, as Python writes it."""
         return f"unit {self._units[unit]!r:.200}"
 
     def describe(self) -> str:
-        """Return the number of units, and a digest of those that have a text."""
         text = "\n".join(
             str(unit) if isinstance(unit, (str, int, PurePath)) else type(unit).__name__
             for unit in self._units
@@ -251,20 +243,16 @@ class StreamRows(RowSource):
         return 0
 
     def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        """Refuse to: rows have no indices."""
         raise OptionError(f"{self.name}: rows of a stream have no indices in the source")
 
     def has_step(self, dealing: Dealing, step: int) -> bool:
-        """Return whether a stream has a unit in a step."""
         return not self._table_of(dealing).is_over
 
     def rows_before(self, dealing: Dealing, step: int) -> int:
-        """Return how many rows of the epoch come before a step."""
         return self._table_of(dealing).rows_before(step, dealing.micro)
 
     @property
     def remark(self) -> str:
-        """Warning that streams are read again, if they have no states."""
         return WITHOUT_STATES.format(name=self.name) if self._is_plain else ""
 
     def _table_of(self, dealing: Dealing) -> LeaseTable:
@@ -286,7 +274,6 @@ class StreamRows(RowSource):
     # -- a step ------------------------------------------------------------------------------------
 
     def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
-        """Yield the batches of steps for which :meth:`counts` was called."""
         self._ready.clear()
         return self._batches()
 
@@ -419,15 +406,12 @@ class StreamRows(RowSource):
     # -- the state ---------------------------------------------------------------------------------
 
     def requirements(self) -> dict[str, str]:
-        """Return what the units are."""
         return {"dataset": self._source.describe()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the table, the marks, and what the units are."""
         return self._state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over table and marks, unless they are those of other units."""
         units = state_dict.get("units", self._state["units"])
         if units != self._state["units"]:
             raise StateMismatch(

@@ -103,11 +103,9 @@ class WindowedRows(RowSource):
         return UnitStreams(self._source.sizes, dealing, window_rows)
 
     def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        """Return the rows of a micro-batch, numbered through all units in their own order."""
         return self._streams(dealing, self.window_rows).rows(step, number)
 
     def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
-        """Yield a batch for each micro-batch of a rank; see :class:`RowSource`."""
         self._give_up()
         self._source.prepare()
         streams, order = self._streams(dealing, self.window_rows), (dealing, self.window_rows)
@@ -178,11 +176,9 @@ class WindowedRows(RowSource):
         return LoadedWindow(window, joined.taken(None if window.key is None else window.order()))
 
     def requirements(self) -> dict[str, str]:
-        """Return what the rows depend on."""
         return {"dataset": f"{len(self)} rows", **self._source.describe()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows of a window, and what the rows depend on."""
         return {"window_rows": self.window_rows, "units": self._description}
 
     @functools.cached_property
@@ -191,7 +187,6 @@ class WindowedRows(RowSource):
         return json.dumps(self._source.describe())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the rows of a window, unless the rows are not those of the state dict."""
         units = state_dict.get("units", "")
         if units != self._description:
             then = json.loads(units) if units else {}

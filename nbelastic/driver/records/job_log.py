@@ -133,7 +133,6 @@ class KernelLog(JobLog):
             self._history.append(event)
 
     def note_output(self, start: int, text: str, *, write: bool = True) -> None:
-        """Keep the output of a rank, and write it to its file, if there is one."""
         with self._lock:
             problem = self._kept.add(Output(start, self.latest_rank(start), text), write=write)
         if problem:
@@ -145,7 +144,6 @@ class KernelLog(JobLog):
         self.note(Record("warning", detail=OUTPUT_GAP))
 
     def note_telemetry(self, ranks: Iterable[RankTelemetry], members: Iterable[int] = ()) -> None:
-        """Keep the telemetry of ranks; the job's speed is that of its members."""
         ranks = tuple(ranks)
         self._latest.update((each.start, each) for each in ranks)
         elapsed = self.elapsed

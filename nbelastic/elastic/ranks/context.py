@@ -193,19 +193,16 @@ class LocalContext(Context):
         self._communicator = SoloCommunicator(generation=1)
 
     def communicator(self) -> Communicator:
-        """Return a communicator of one rank."""
         self.about_to_exchange()
         return self._communicator
 
     def change_flag(self) -> bool:
-        """Return False, because the membership never changes."""
         return False
 
     def agree(self, changed: bool) -> None:
         """Do nothing, because there are no other ranks."""
 
     def committed(self) -> None:
-        """Count a commit."""
         self.version += 1
         self.ahead = False
 

@@ -358,7 +358,6 @@ class Session(Context):
     # -- Context ---------------------------------------------------------------------------------
 
     def communicator(self) -> Communicator:
-        """Return the communicator of the present generation; form the first if there is none."""
         self._check_process()
         self.about_to_exchange()
         with self._changed:
@@ -371,23 +370,18 @@ class Session(Context):
         return communicator
 
     def starts(self) -> list[int]:
-        """Return the numbers of the starts of the present members, by rank."""
         return [] if self.plan is None else [member.start for member in self.plan.members]
 
     def came_later(self) -> bool:
-        """Return whether others had trained before the present generation. Ask in one's first."""
         return self.plan is not None and self.plan.version > FRESH
 
     def change_flag(self) -> bool:
-        """Return whether this rank knows of a change to its generation."""
         return self._ending >= self.generation or self._end is not None
 
     def agree(self, changed: bool) -> None:
-        """Record the flag that a reduction over all ranks has returned."""
         self._agreed = changed or bool(self._agreed)
 
     def committed(self) -> None:
-        """Count a commit."""
         self._check_process()
         self.version += 1
         self.ahead = False
@@ -399,7 +393,6 @@ class Session(Context):
         self.timings.mark("restored")
 
     def check_membership(self) -> None:
-        """Leave the generation here if all ranks have agreed to; see :class:`Context`."""
         self._check_process()
         if self._end is not None or not self._member:  # later changes wait for the next check
             with self._changed:

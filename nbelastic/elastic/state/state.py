@@ -428,7 +428,6 @@ class ObjectState(State):
     # -- the life of a state ---------------------------------------------------------------------
 
     def save(self) -> None:
-        """Keep copies of the present values as the last commit."""
         values = {name: getattr(self, name) for name in self._names}
         samplers = self._samplers()
         memo: dict[int, Any] = {id(each): each for each in samplers}
@@ -441,7 +440,6 @@ class ObjectState(State):
         self._saved_samplers = [(each, each.snapshot()) for each in samplers]
 
     def restore(self) -> None:
-        """Go back to exactly the last commit."""
         originals = Originals(self._memo)
         memo = {id(each): each for each, _ in self._saved_samplers}
         for name, saved in self._saved.items():
@@ -474,7 +472,6 @@ class ObjectState(State):
         """Add to the last commit what a checkpoint needs of other ranks. All ranks call this."""
 
     def leave(self) -> None:
-        """Agree on the samples that are done, before some ranks leave."""
         self._come_together(behind=(), receivers=(), resumed=True)
 
     def _come_together(

@@ -180,7 +180,6 @@ class CallbackReduction(Reduction):
 
     @property
     def accumulates(self) -> bool:
-        """Whether some of the passes of a step are done, and not all."""
         return any(each.passes for each in self._gradients.values())
 
     def apply(
@@ -190,7 +189,6 @@ class CallbackReduction(Reduction):
         variables: Sequence[Any] | None,
         apply: Callable[..., None],
     ) -> None:
-        """Reduce gradients and apply them; between the passes of a step, nothing changes."""
         if not gradients:
             return
         if not optimizer.built:
@@ -232,6 +230,5 @@ class CallbackReduction(Reduction):
         return ready, whole
 
     def forget(self) -> None:
-        """Drop gradients of passes."""
         for each in self._gradients.values():
             each.forget()

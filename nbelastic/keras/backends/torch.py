@@ -104,11 +104,9 @@ class TorchReduction(Reduction):
 
     @property
     def accumulates(self) -> bool:
-        """Whether some of the passes of a step are done, and not all."""
         return self._passes > 0 or (self.step is not None and accumulates(self.step))
 
     def built(self, optimizer: Any) -> None:
-        """Put the reducer on the optimizer's variables."""
         if self.step is not None:
             return
         options = self.options
@@ -135,7 +133,6 @@ class TorchReduction(Reduction):
         )
 
     def before_backward(self) -> None:
-        """Put back the gradients of earlier passes, which Keras has set to None."""
         for value, gradient in self._kept:
             value.grad = gradient
         self._kept = []
@@ -206,13 +203,11 @@ class TorchReduction(Reduction):
             apply(gradients, variables)
 
     def synchronize(self, optimizer: Any) -> None:
-        """Wait for the reduced gradients, which are then in ``variable.value.grad``."""
         if not optimizer.built:
             raise RuntimeError("optimizer.synchronize() was called before the optimizer was built")
         self.step.synchronize()
 
     def complete(self) -> None:
-        """Make the update that was put off, if there is one."""
         if self._update is None:
             return
         if self._update[2] is not None or self.step._reducer.synchronized:
@@ -222,7 +217,6 @@ class TorchReduction(Reduction):
             self.step.step()
 
     def forget(self) -> None:
-        """Drop an update that was put off, and gradients of passes."""
         self._update, self._passes, self._kept = None, 0, []
 
 

@@ -233,7 +233,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the rate to the logs; say that the warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if self.verbose > 0 and epoch == (self.end_epoch or 0) - 1 and rank() == 0:
             print(  # noqa: T201 - asked for

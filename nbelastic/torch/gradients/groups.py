@@ -182,7 +182,6 @@ class Bucket(GradientGroup):
         self._pending_bytes = 0
 
     def begin(self, communicator: Communicator, scaling: Scaling | None = None) -> None:
-        """Prepare for a new step, in memory of `communicator`."""
         if self._owner is None or self._owner() is not communicator:
             self._forget()
             self._owner = weakref.ref(communicator)
@@ -196,7 +195,6 @@ class Bucket(GradientGroup):
         self._pending, self._pending_bytes, self.sums = {}, 0, []
 
     def arrive(self, position: int, gradient: torch.Tensor) -> bool:
-        """Take a gradient; copy what has arrived, where it is enough or complete."""
         self._pending[position] = gradient
         self._pending_bytes += self._bytes[position]
         self.expected -= 1
@@ -270,7 +268,6 @@ class Bucket(GradientGroup):
             self._staging.fetch()
 
     def values(self, trailer: Sequence[float] = ()) -> list[torch.Tensor]:
-        """Return the buffer, complete."""
         self.complete()
         assert self._wire is not None
         assert self._tail is not None
@@ -281,7 +278,6 @@ class Bucket(GradientGroup):
         return [self._wire]
 
     def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
-        """Begin the reduction of the buffer."""
         op, (wire,) = self.scaling.op, self.values(trailer)
         if not isinstance(op, Op):
             # The vectors are gathered, as the records of a comparison are. Over Gloo a longer one
@@ -305,7 +301,6 @@ class Bucket(GradientGroup):
                 self._staging.send_back()
 
     def wait(self) -> None:
-        """Wait until the reduced gradients, and the trailer's sums, are there."""
         assert self._tail is not None
         pending = self._handle is not None
         super().wait()
@@ -319,7 +314,6 @@ class Bucket(GradientGroup):
         self.sums = self._tail.tolist()
 
     def deliver(self, counts: Sequence[complex]) -> None:
-        """Make the reduced gradient that of each parameter that any rank had one for."""
         after = self.scaling.after
         for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if not counts[position]:
@@ -336,18 +330,15 @@ class Bucket(GradientGroup):
                 _divide(part, after, parameter.grad)
 
     def keeps(self, position: int, _timing: SumTiming) -> bool:
-        """Return whether the gradient is copied and never becomes a view."""
         return self.views[position] is None
 
     def release(self) -> None:
-        """Let go of a buffer that has not been given away; gradients in it move out."""
         for view, parameter in zip(self.views, self.parameters, strict=False):
             if view is not None and parameter.grad is view:
                 parameter.grad = view.clone()
         self._forget()
 
     def drop(self) -> None:
-        """Let go of the buffer, of gradients in it, and of an operation under way."""
         for view, parameter in zip(self.views, self.parameters, strict=False):
             if view is not None and parameter.grad is view:
                 parameter.grad = None
@@ -421,12 +412,10 @@ class InPlaceGroup(GradientGroup):
         self._copied: list[int] = []
 
     def begin(self, _communicator: Communicator, scaling: Scaling | None = None) -> None:
-        """Prepare for a new step."""
         self._restart(scaling)
         self.release()
 
     def arrive(self, _position: int, _gradient: torch.Tensor) -> bool:
-        """Count a gradient, which stays where it is."""
         self.expected -= 1
         return self.expected == 0
 
@@ -458,13 +447,11 @@ class InPlaceGroup(GradientGroup):
                     self._arrived.note(parameter, noted[id(parameter)][1])
 
     def values(self, trailer: Sequence[float] = ()) -> list[torch.Tensor]:
-        """Return the gradients, in the order of the parameters."""
         assert not trailer
         self.complete()
         return self._gradients
 
     def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
-        """Begin the reduction of all gradients."""
         # Their `data` counts changes in place by itself: the sum is no change by the user.
         values = [each.data for each in self.values(trailer)]
         assert isinstance(self.scaling.op, Op)
@@ -474,7 +461,6 @@ class InPlaceGroup(GradientGroup):
             communicator.allreduce_coalesced(values, self.scaling.op)
 
     def deliver(self, counts: Sequence[complex]) -> None:
-        """Divide what was reduced; give parameters the gradients that had to be copied."""
         gradients, self._gradients = self._gradients, []
         if self.scaling.after != 1.0:
             torch._foreach_div_(gradients, self.scaling.after)
@@ -488,13 +474,10 @@ class InPlaceGroup(GradientGroup):
                 parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
     def keeps(self, _position: int, timing: SumTiming) -> bool:
-        """Return whether no sum is formed before backward has ended."""
         return timing is not SumTiming.DURING_BACKWARD
 
     def release(self) -> None:
-        """Let go of the gradients, which stay their parameters'."""
         self._gradients, self._handle = [], None
 
     def drop(self) -> None:
-        """Let go of the gradients, and of an operation under way that has them."""
         self.release()

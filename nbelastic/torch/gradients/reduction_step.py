@@ -56,17 +56,14 @@ class ReductionStep(GradientStep):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a gradient has arrived."""
         return bool(self._arrived.noted) or self._arrived.any_sparse
 
     @property
     def incomplete(self) -> bool:
-        """Whether a gradient has had some of its passes, and not all."""
         passes = self._passes
         return passes > 1 and any(0 < left < passes for left in self._passes_left.values())
 
     def prepare(self) -> None:
-        """Agree on a layout, unless it has one."""
         if self.layout is None and self.communicator.size > 1:
             self._agree(self)
 
@@ -80,7 +77,6 @@ class ReductionStep(GradientStep):
         layout.begin(self.communicator)
 
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Count a backward pass of each parameter; after the last, take its gradient."""
         layout, arrived, passes_left = self.layout, self._arrived, self._passes_left
         accumulates, noted = self._passes > 1, arrived.noted
         launches = self._timing is SumTiming.DURING_BACKWARD
@@ -194,12 +190,10 @@ class ReductionStep(GradientStep):
         layout.launch(number, self.communicator, self._flags)
 
     def check(self, trained: list[torch.Tensor]) -> None:
-        """Refuse gradients, or trained parameters, that the user has changed since backward."""
         self._arrived.check_untouched()
         self._arrived.check_trained(trained, self.parameters)
 
     def finish(self) -> None:
-        """Launch what has not been launched, wait, and write the reduced gradients."""
         layout, context = self.layout, self.context
         if layout is None:
             if self._announce is not None:
@@ -233,7 +227,6 @@ class ReductionStep(GradientStep):
 
     @property
     def concerns_peers(self) -> bool:
-        """Whether other ranks may be waiting for what this one has begun."""
         if self.communicator.size == 1:
             return False
         if self._timing is SumTiming.DURING_BACKWARD:

@@ -228,13 +228,11 @@ class _ObjectBroadcast(TensorOperation[Any]):
     def launch(
         self, communicator: Communicator, numbers: Sequence[Sequence[int]]
     ) -> Sequence[Handle]:
-        """Begin to copy the root's payload."""
         if not self._is_root:
             self._payload = torch.empty(numbers[self._root][0], dtype=torch.uint8)
         return [communicator.broadcast_async(self._payload, self._root)]
 
     def finish(self) -> Any:
-        """Return the object."""
         return self._obj if self._is_root else _decode(self._payload)
 
 
@@ -249,7 +247,6 @@ class _ObjectAllgather(Allgather):
         self.text = description.called("allgather_object", name)
 
     def finish(self) -> list[Any]:
-        """Return the objects, this rank's own as it is."""
         (payloads,), (lengths,) = self._gathered, self.lengths
         pairs = zip(payloads, lengths, strict=True)
         return [

@@ -50,7 +50,6 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-        """Return float16 for float32 and float64, else `dtype`."""
         return torch.float16 if dtype in (torch.float32, torch.float64) else dtype
 
 
@@ -64,7 +63,6 @@ class BF16Compressor(Compressor):
 
     @staticmethod
     def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-        """Return bfloat16 for float32 and float64, else `dtype`."""
         return torch.bfloat16 if dtype in (torch.float32, torch.float64) else dtype
 
 

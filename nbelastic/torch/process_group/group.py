@@ -56,7 +56,6 @@ class ElasticProcessGroup(CollectiveCalls):
         return 0 if self._alone is not None else self.context.rank
 
     def size(self) -> int:
-        """Return the number of ranks at present."""
         return 1 if self._alone is not None else self.context.size
 
     getRank, getSize = rank, size  # noqa: N815 - C++ names
@@ -85,7 +84,6 @@ class ElasticProcessGroup(CollectiveCalls):
             self._alone = before
 
     def communicator(self) -> Communicator:
-        """Return the communicator of the next operation."""
         self._latest = self._alone or self.context.communicator()
         return self._latest
 
@@ -237,27 +235,22 @@ class SubProcessGroup(ElasticProcessGroup):
         super().__init__(context, timeout)
 
     def rank(self) -> int:
-        """Return the position of this rank in the group at present."""
         return 0 if self._alone is not None else self._members.rank
 
     def size(self) -> int:
-        """Return the number of members at present."""
         return 1 if self._alone is not None else self._members.size
 
     getRank, getSize = rank, size  # noqa: N815 - C++ names
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the job that are in the group."""
         return self._members.ranks
 
     def communicator(self) -> Communicator:
-        """Return the communicator of the next operation."""
         self._latest = self._alone or self._members.communicator()
         return self._latest
 
     def shutdown(self) -> None:
-        """Forget operations, and close the group's connections."""
         super().shutdown()
         self._members.close()
 

@@ -179,11 +179,9 @@ class Sending(Waiter):
         self._handles = handles
 
     def done(self) -> bool:
-        """Return whether the message has left."""
         return all(handle.done() for handle in self._handles)
 
     def complete(self) -> None:
-        """Raise if the send has failed."""
         for handle in self._handles:
             handle.wait()
         self._handles = []
@@ -205,13 +203,11 @@ class Receiving(Waiter):
         self.source = sources[0] if len(sources) == 1 else -1
 
     def done(self) -> bool:
-        """Return whether the message is here."""
         if self.message is None:
             self._mailbox.advance(self._sources)
         return self.message is not None
 
     def complete(self) -> None:
-        """Copy the message into the tensor."""
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             return

@@ -138,11 +138,9 @@ class DeferredStart(Started):
             self._error = error
 
     def done(self) -> bool:
-        """Return whether :meth:`wait` returns, or raises, at once."""
         return self._error is not None or (self._started is not None and self._started.done())
 
     def wait(self, timeout_s: float = 0.0) -> None:
-        """Complete the operation, unless it has not begun in time."""
         if self._error is not None:
             raise self._error
         if self._started is None:
@@ -417,7 +415,6 @@ class _Message(Started):
         self._message = message
 
     def wait(self, timeout_s: float = 0.0) -> None:
-        """Wait for the message."""
         self._message.wait(timeout_s)
         self.source = self._message.source
 

@@ -74,7 +74,6 @@ class ModuleAdapter(Adapter):
     """
 
     def capture(self, flattener: Flattener, obj: torch.nn.Module) -> ModuleContent:
-        """Return all tensors under the paths of their submodules, and what else there is."""
         tensors: list[tuple[str, str, str, Node | None, bool, bool]] = []
         extras = []
         for path, module in obj.named_modules():
@@ -95,7 +94,6 @@ class ModuleAdapter(Adapter):
     def restore(
         self, unflattener: Unflattener, obj: torch.nn.Module, content: ModuleContent
     ) -> None:
-        """Fill tensors in place, put replaced ones back, and remove added ones."""
         tensors, extras, custom, *settings = content  # checkpoints may be older
         modules = {uncompiled(path): each for path, each in obj.named_modules()}
         captured = set()
@@ -123,7 +121,6 @@ class ModuleAdapter(Adapter):
             load(modules[uncompiled(path)], unflattener, node)
 
     def parts(self, label: str, content: ModuleContent, names: TensorNames) -> Structure:
-        """Describe parameters and buffers by type and shape, and classes and functions."""
         tensors, extras, _, *settings = content
         paths = [_join(label, uncompiled(path)) for path, _ in extras]
         found: Structure = {("extra state of", path): "" for path in paths}
@@ -145,7 +142,6 @@ class ModuleAdapter(Adapter):
         return found
 
     def state_dict(self, content: ModuleContent, *, whole: bool = False) -> Node:
-        """Return tensors and extra state by path; `whole` adds buffers not persistent."""
         tensors, extras, custom, *_ = content
         own = [path for path, _ in custom]
         found = {
@@ -222,7 +218,6 @@ class SamplerAdapter(Adapter):
     """
 
     def state_dict(self, content: Any, *, whole: bool = False) -> Node:
-        """Return an empty state dict."""
         del content, whole
         return mapping({})
 
@@ -234,11 +229,9 @@ class StateDictAdapter(Adapter):
     """
 
     def capture(self, flattener: Flattener, obj: Any) -> tuple[Node, list[Node]]:
-        """Capture the state dict and the wrapped optimizers."""
         return flattener.flatten(obj.state_dict()), [*map(flattener.flatten, wrapped_in(obj))]
 
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
-        """Load the state dict, then put the wrapped optimizers in place."""
         state_dict, inner = content
         for node in inner:
             unflattener.unflatten(node)
@@ -250,11 +243,9 @@ class StateDictAdapter(Adapter):
             _OPTIMIZERS.put_back(unflattener, optimizer, node.content, done)
 
     def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Describe the tensors in the state dict."""
         return {("tensor", name): names.words[ref] for name, ref in refs_in(content[0], label)}
 
     def state_dict(self, content: Any, *, whole: bool = False) -> Node:
-        """Return the state dict."""
         del whole
         return cast("Node", content[0])
 
@@ -263,20 +254,16 @@ class LoaderAdapter(Adapter):
     """Loaders of micro-batches, which only loaders with the same batch and dataset take over."""
 
     def capture(self, flattener: Flattener, obj: Loader) -> tuple[dict[str, str], Node]:
-        """Capture what must be equal, and the state dict."""
         return obj.requirements(), flattener.flatten(obj.state_dict())
 
     def restore(self, unflattener: Unflattener, obj: Loader, content: Any) -> None:
-        """Load the state dict."""
         obj.load_state_dict(unflattener.unflatten(content[1]))
 
     def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Describe batch and dataset, and the bits that an exact training needs."""
         del names
         return {(f"{what} of", label): text for what, text in content[0].items()}
 
     def state_dict(self, content: Any, *, whole: bool = False) -> Node:
-        """Return the state dict."""
         del whole
         return cast("Node", content[1])
 
@@ -285,7 +272,6 @@ class ScalerAdapter(StateDictAdapter):
     """A ``GradScaler``, which also records optimizers in the middle of a step."""
 
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
-        """Load the state dict and forget steps that have begun."""
         if obj.is_enabled():
             super().restore(unflattener, obj, content)
             obj._per_optimizer_states.clear()
@@ -302,11 +288,9 @@ class GeneratorAdapter(Adapter):
     """Random generators that the user has named in the state."""
 
     def capture(self, flattener: Flattener, obj: torch.Generator) -> Node:
-        """Capture its state."""
         return flattener.flatten(obj.get_state())
 
     def restore(self, unflattener: Unflattener, obj: torch.Generator, content: Any) -> None:
-        """Set its state."""
         obj.set_state(unflattener.unflatten(content))
 
 
@@ -317,11 +301,9 @@ class EpochAdapter(Adapter):
     """
 
     def capture(self, flattener: Flattener, obj: DistributedSampler[Any]) -> Node:
-        """Capture the epoch."""
         return flattener.flatten({"epoch": obj.epoch})
 
     def restore(self, unflattener: Unflattener, obj: DistributedSampler[Any], content: Any) -> None:
-        """Set the epoch."""
         obj.set_epoch(unflattener.unflatten(content)["epoch"])
 
 

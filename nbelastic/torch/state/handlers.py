@@ -60,15 +60,12 @@ class _StateDictHandler(StateHandler):
         self._saved = copy.deepcopy(value.state_dict())
 
     def save(self) -> None:
-        """Copy the state dict."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load a copy of the saved state dict, because optimizers share tensors with it."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Load the state dict of rank 0."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
@@ -76,7 +73,6 @@ class ModelStateHandler(_StateDictHandler):
     """Handler of a model by its state dict."""
 
     def sync(self) -> None:
-        """Broadcast parameters and buffers."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
@@ -84,7 +80,6 @@ class OptimizerStateHandler(_StateDictHandler):
     """Handler of an optimizer by its state dict."""
 
     def sync(self) -> None:
-        """Broadcast state and options."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
@@ -96,7 +91,6 @@ class SamplerStateHandler(_StateDictHandler):
     """Handler of an ``ElasticSampler``: the samples that all ranks have done."""
 
     def save(self) -> None:
-        """Save the least progress of all ranks."""
         super().save()
         self._saved["processed_num"] = min(allgather_object(self.value.processed_num))
 

@@ -99,7 +99,6 @@ class OptimizerAdapter(Adapter):
     """Optimizers, those that wrap others, and those of users."""
 
     def capture(self, flattener: Flattener, obj: _Optimizer) -> OptimizerContent:
-        """Return groups, state, attributes and the state dict if it is overridden."""
         groups = [
             (
                 [flattener.flatten(parameter) for parameter in group["params"]],
@@ -149,7 +148,6 @@ class OptimizerAdapter(Adapter):
         )
 
     def restore(self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent) -> None:
-        """Restore all of it; the groups' dicts and the parameters keep their identity."""
         for node in content.inner:
             unflattener.unflatten(node)
         self.put_back(unflattener, obj, content, set())
@@ -203,7 +201,6 @@ class OptimizerAdapter(Adapter):
         obj.state.update(built)
 
     def parts(self, label: str, content: OptimizerContent, names: TensorNames) -> Structure:
-        """Describe each group by the names of its parameters, in any order."""
         return {
             ("parameter group", f"{label}.param_groups[{index}]"): tuple(
                 sorted(names.known.get(ref, OWN + names.words[ref]) for ref in refs)
@@ -212,7 +209,6 @@ class OptimizerAdapter(Adapter):
         }
 
     def state_dict(self, content: OptimizerContent, *, whole: bool = False) -> Node:
-        """Return a state dict with torch's numbers; `whole` adds attributes and parameters."""
         if content.custom is not None and not whole:
             return content.custom
         groups, state = _lists_of(content, whole)

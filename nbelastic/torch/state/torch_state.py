@@ -240,7 +240,6 @@ class TorchState(ObjectState):
             self._report_rows()
 
     def leave(self) -> None:
-        """Exchange what must not be lost with ranks that leave: samples, states of streams."""
         super().leave()
         for loader in self._loaders:
             loader.exchange_states()
@@ -300,7 +299,6 @@ class TorchState(ObjectState):
             context.telemetry.data = tuple(loader.rows_in_commit() for loader in self._loaders)
 
     def restore(self) -> None:
-        """Go back to exactly the last commit, or to the step that has replaced it."""
         self._materialize()
         self.__dict__.update(self._commit.restore(self._copies.values))
         self._lazy.restored()

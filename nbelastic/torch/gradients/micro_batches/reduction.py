@@ -94,22 +94,18 @@ class MicroBatchReduction(GradientStep):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a gradient has arrived."""
         return self._number is not None
 
     @property
     def is_lost(self) -> bool:
-        """Whether its gradients, which are of this rank alone, are still in the parameters."""
         return self.has_gradients and any(each.grad is not None for each in self.parameters)
 
     @property
     def concerns_peers(self) -> bool:
-        """Whether other ranks may be waiting for what this one has begun."""
         return self._exchanging and self.communicator.size > 1
 
     @torch.no_grad()
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take gradients of the micro-batch under way; the next backward finds none."""
         number = self.share.number
         if self.share.over:
             raise RuntimeError(
@@ -222,7 +218,6 @@ class MicroBatchReduction(GradientStep):
                 self._take(parameter, self._sums[id(parameter)], self._number)
 
     def check(self, trained: list[torch.Tensor]) -> None:
-        """Refuse gradients or parameters that the user has changed, or a step that is not done."""
         if self.share.missing:
             done, count = len(self.share.weights), len(self.share.expected)
             raise RuntimeError(
@@ -236,7 +231,6 @@ class MicroBatchReduction(GradientStep):
         self._arrived.check_trained(trained, self.parameters)
 
     def finish(self) -> None:
-        """Form the sums over all ranks, and divide them by the sum of the weights."""
         self._take_incomplete()
         self._exchanging = True
         counts, weight = self._exchange_trailer()

@@ -97,7 +97,6 @@ class _GlobalProcessSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int]:
-        """All ranks."""
         return list(range(current().size))
 
 

@@ -106,7 +106,6 @@ class Barrier(TensorOperation[None]):
     spec: ClassVar[dict[str, Any]] = {"kind": "barrier"}  # type: ignore[misc]
 
     def launch(self, _communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
-        """Do nothing."""
         return ()
 
     def finish(self) -> None:
@@ -171,14 +170,12 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
         return cls(zeros, zeros, op, spec["prescale"], spec["postscale"], name)
 
     def prepare(self) -> None:
-        """Copy the tensors to buffers, multiplied."""
         self._chunks = pack(self._tensors)
         for chunk in self._chunks:
             chunk.fill(self._tensors)
             _multiply(chunk.buffer, self._prescale)
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
-        """Begin to reduce the buffers."""
         handles: list[Waitable] = []
         for chunk in self._chunks:
             if isinstance(self._op, GradientOp):
@@ -192,7 +189,6 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
         return handles
 
     def finish(self) -> list[torch.Tensor]:
-        """Copy the buffers to the outputs."""
         for chunk, divisor in zip(self._chunks, self._divisors, strict=True):
             _scale(chunk.buffer, divisor, self._postscale)
             chunk.write_back(self._outputs)
@@ -226,20 +222,17 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
         self.text = description.broadcast(root, tensors, name)
 
     def prepare(self) -> None:
-        """Copy the root's tensors to buffers."""
         self._chunks = pack(self._tensors)
         if self._is_root:
             for chunk in self._chunks:
                 chunk.fill(self._tensors)
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
-        """Begin to copy the buffers."""
         return [
             communicator.broadcast_async(chunk.buffer, self._position) for chunk in self._chunks
         ]
 
     def finish(self) -> list[torch.Tensor]:
-        """Copy the buffers to the outputs."""
         if not self._is_root or self._outputs is not self._tensors:
             for chunk in self._chunks:
                 chunk.write_back(self._outputs)
@@ -263,13 +256,11 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
         self._gathered: list[list[torch.Tensor]] = []
 
     def prepare(self) -> None:
-        """Copy the tensors."""
         self._sources = [_private(source) for source in self._sources]
 
     def launch(
         self, communicator: Communicator, numbers: Sequence[Sequence[int]]
     ) -> Sequence[Waitable]:
-        """Begin to gather each tensor, as long as the longest."""
         handles: list[Waitable] = []
         for index, source in enumerate(self._sources):
             lengths = [each[index] for each in numbers]
@@ -285,7 +276,6 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
         return handles
 
     def finish(self) -> list[torch.Tensor]:
-        """Concatenate what was gathered."""
         gathered, self._gathered = self._gathered, []
         return [
             torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
@@ -310,20 +300,17 @@ class Alltoall(TensorOperation[torch.Tensor]):
         self.received: list[int] = []  # rows from each rank; from the launch on
 
     def prepare(self) -> None:
-        """Copy the rows for each rank."""
         self._inputs = [_private(part) for part in torch.split(self._tensor, list(self.numbers))]
 
     def launch(
         self, communicator: Communicator, numbers: Sequence[Sequence[int]]
     ) -> Sequence[Waitable]:
-        """Begin to exchange the rows."""
         self.received = [each[communicator.rank] for each in numbers]
         shape = self._tensor.shape[1:]
         self._outputs = [self._inputs[0].new_empty((rows, *shape)) for rows in self.received]
         return [communicator.all_to_all_async(self._outputs, self._inputs)]
 
     def finish(self) -> torch.Tensor:
-        """Concatenate what was received."""
         return torch.cat(self._outputs)
 
 
@@ -356,7 +343,6 @@ class Reducescatter(TensorOperation[list[torch.Tensor]]):
         )
 
     def prepare(self) -> None:
-        """Copy the rows for each rank, multiplied."""
         for tensor in self._tensors:
             rows, more = divmod(tensor.shape[0], self._size)
             counts = [rows + (rank < more) for rank in range(self._size)]
@@ -366,7 +352,6 @@ class Reducescatter(TensorOperation[list[torch.Tensor]]):
             self._inputs.append(inputs)
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
-        """Begin to reduce the rows."""
         handles: list[Waitable] = []
         for inputs in self._inputs:
             output = torch.empty_like(inputs[communicator.rank])
@@ -377,7 +362,6 @@ class Reducescatter(TensorOperation[list[torch.Tensor]]):
         return handles
 
     def finish(self) -> list[torch.Tensor]:
-        """Return this rank's rows, multiplied."""
         for output, divisor in zip(self._outputs, self._divisors, strict=True):
             _scale(output, divisor, self._postscale)
         return self._outputs
