@@ -43,6 +43,9 @@ def _own(flags: str, metavar: str, group: str, meaning: str, **settings: Any) ->
     return LineOption([*words, name], **how | settings)
 
 
+LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+"""Horovod's levels."""
+
 _FILE = click.Path(exists=True, dir_okay=False)
 
 TERMINAL: tuple[LineOption, ...] = (
@@ -80,6 +83,8 @@ TERMINAL: tuple[LineOption, ...] = (
          "also write the output of each rank to DIR/rank.N/stdout",
          type=click.Path(file_okay=False)),
     _own("--verbose", "", _VIEW, "also show what nbelastic and Dask log"),
+    _own("--log-level", "LEVEL", _VIEW, "level of nbelastic's log, here and in the ranks",
+         type=click.Choice(LEVELS, case_sensitive=False)),
 )  # fmt: skip
 """All options of ``run`` that ``fit`` does not have."""
 

@@ -47,7 +47,7 @@ def run(options: dict[str, Any]) -> int:
     set_display(display)
     if words:
         display.tell(words)
-    _set_logging(verbose=options["verbose"])
+    _set_logging(options["log_level"], verbose=options["verbose"])
 
     def start() -> Job:
         with clusters.opened(options, display.tell) as cluster:
@@ -114,6 +114,8 @@ def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
     given = {row.name: options.get(row.name) for row in TABLE}
     if any(options.get(name) for name in clusters.HOST_OPTIONS):
         given["slots_per_host"] = None
+    if level := options.get("log_level"):
+        given["env"] = {"HOROVOD_LOG_LEVEL": level, **(given["env"] or {})}
     return given
 
 
@@ -136,11 +138,14 @@ def _all_here(options: Mapping[str, Any]) -> bool:
     return not any(options.get(name) for name in clusters.NAMING)
 
 
-def _set_logging(*, verbose: bool) -> None:
-    if verbose:
+def _set_logging(level: str | None, *, verbose: bool) -> None:
+    if verbose or level:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-        for name in ("nbelastic", "distributed", "asyncssh"):
-            logging.getLogger(name).setLevel(logging.INFO)
+    for name in ("nbelastic", "distributed", "asyncssh") if verbose else ():
+        logging.getLogger(name).setLevel(logging.INFO)
+    if level:
+        known = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(level, level.upper())
+        logging.getLogger("nbelastic").setLevel(known)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from nbelastic.cli import clusters
 from nbelastic.cli import run as running
 from nbelastic.cli.entry import COMMANDS, elastic
 from nbelastic.cli.options import HOROVODS, TERMINAL, RunCommand, flags_of, run_command
-from nbelastic.driver.options import TABLE
+from nbelastic.driver.options import OF_SCRIPTS
 from nbelastic.errors import OptionError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -58,7 +58,7 @@ def page() -> str:
 
 
 def test_every_option_is_in_the_help_and_in_the_documents():
-    expected = {flag for row in TABLE for flag in flags_of(row)}
+    expected = {flag for row in OF_SCRIPTS for flag in flags_of(row)}
     for option in TERMINAL:
         expected.update((*option.opts, *option.secondary_opts))
     assert expected <= flags_in(help_text())
@@ -74,7 +74,7 @@ def test_every_option_of_the_other_commands_is_in_the_documents(name):
 
 def test_every_option_of_fit_is_an_option_or_made_of_the_command():
     known = {param.name for param in command({}).params}
-    of_the_command = {"fn", "args", "kwargs", "block"}
+    of_the_command = {"fn", "args", "kwargs", "block", "log_to", "pull"}
     missing = set(inspect.signature(nbelastic.fit).parameters) - known - of_the_command
     assert not missing
 
@@ -94,6 +94,7 @@ def test_every_option_of_fit_is_an_option_or_made_of_the_command():
         ("-H a:2,b:2 x", {"hosts": "a:2,b:2"}),
         ("--hosts a:2 x", {"hosts": "a:2"}),
         ("-p 2222 x", {"ssh_port": 2222}),
+        ("--log-level DEBUG x", {"log_level": "debug"}),
         ("--output-filename out --verbose x", {"output_filename": "out", "verbose": True}),
         ("-x PATH -x B=1 x", {"env": {"PATH": os.environ["PATH"], "B": "1"}}),
     ],
