@@ -144,7 +144,7 @@ def test_a_wrong_option_is_an_error_that_says_what_to_write(line, says):
 
 
 def test_horovods_names_belong_to_options_that_exist():
-    assert set(HOROVODS) <= {row.name for row in TABLE}
+    assert set(HOROVODS) <= {row.name for row in OF_SCRIPTS}
 
 
 # -- what stands around the options ----------------------------------------------------------------
