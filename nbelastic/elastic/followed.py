@@ -159,6 +159,12 @@ class FollowedSamplers:
         found.count = None
         self._resize(sampler, found)
 
+    def left(self, sampler: Any) -> None:
+        """Record that an iteration which may still be referred to does not go on."""
+        found = self._all.get(sampler)
+        if found is not None:
+            found.count = None
+
     def share(
         self, sampler: Any, found: _Followed, draw: Callable[[], Iterator[Any]], plain: bool
     ) -> Iterator[Any]:

@@ -233,6 +233,10 @@ class ElasticFit:
         trainer = self.trainer
         state: Any = self.state
         state.epoch, state.batch = trainer.current_epoch, trainer.global_step
+        validation = self.loop.epoch_loop.val_loop._combined_loader
+        for loader in () if validation is None else validation.flattened:
+            # A validation, also the one before training, always begins with its first row.
+            current().samplers.left(getattr(loader.batch_sampler, "sampler", loader.sampler))
         state.commit()
         self.progress.files.committed()
 

@@ -13,6 +13,8 @@ from nbelastic.messages import Beat, Heartbeats, RankBeat
 
 
 class Process:
+    waits = False
+
     def __init__(self, state: str) -> None:
         self.kind, self.at, self.signals = state, 0.0, list[tuple[int, str]]()
 
