@@ -36,9 +36,12 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not im
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    made = Host()
-    yield made
-    made.close()
+    """A host whose template no other test has: its processes are counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBELASTIC_TEST", f"processes-{os.getpid()}")
+        made = Host()
+        yield made
+        made.close()
 
 
 # -- starts and ends -------------------------------------------------------------------------------
