@@ -24,10 +24,9 @@ class TwinCommunicator(SoloCommunicator):
     `fail_at` is the number of the reduction that cannot be begun, from 0.
     """
 
-    capabilities = dataclasses.replace(SoloCommunicator.capabilities, carries_descriptions=True)
-
     def __init__(self, generation: int, fail_at: int | None = None) -> None:
         super().__init__(generation)
+        self.capabilities = dataclasses.replace(self.capabilities, carries_descriptions=True)
         self.size = 2
         self.lent: list[torch.Tensor] = []
         self.events: list[str] = []
