@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -32,6 +33,10 @@ dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"})
 
 # Workers look for a metadata service here, and not on the machine that runs the tests.
 os.environ["NBELASTIC_METADATA_URL"] = "http://127.0.0.1:9"
+
+# A suite in the background of a script inherits that Ctrl-C is ignored, and hands it on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test asserts a time.
 # Its phase "explain" traces, and CPython 3.11 may run a traced function's first instruction for

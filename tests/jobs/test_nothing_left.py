@@ -166,7 +166,6 @@ from tests.support.training import Workload
 
 def main():
     faulthandler.dump_traceback_later(120, exit=True)  # of a hang, where everybody stands
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started by
     marks = Path(sys.argv[1])
     before = signal.getsignal(signal.SIGINT)
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, \\
