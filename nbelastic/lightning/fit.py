@@ -140,6 +140,9 @@ class ElasticFit:
         self.strategy.recorder.training = self
         try:
             run(self._train)(self.state)
+        except BaseException:
+            self.strategy.leave()
+            raise
         finally:
             self.strategy.recorder.training = None
             self.progress.files.close()

@@ -127,9 +127,9 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
     def setup_environment(self) -> None:
         """Make the process group; until training begins it is one of this rank alone."""
         super().setup_environment()
-        self._setting_up = contextlib.ExitStack()
+        self._alone = contextlib.ExitStack()
         if current().generation == 0:
-            self._setting_up.enter_context(by_itself())
+            self._alone.enter_context(by_itself())
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self.callbacks = callbacks_of(trainer)
@@ -138,7 +138,11 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
 
     def begin(self) -> None:
         """End the set-up; until then a rank waits for no other rank."""
-        self._setting_up.close()
+        self._alone.close()
+
+    def leave(self) -> None:
+        """Wait for no other rank any more: callbacks save files after an error, which is one's own."""
+        self._alone.enter_context(by_itself())
 
     def synchronize(self) -> None:
         """Give all ranks the module of rank 0, which they are about to evaluate."""

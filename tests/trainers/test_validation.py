@@ -6,6 +6,7 @@ import csv
 
 import pytest
 
+from nbelastic.errors import RankFailed
 from tests.support.clusters import sizes
 from tests.trainers import validation
 from tests.trainers.validation import EPOCHS, ROWS
@@ -50,3 +51,11 @@ def test_the_file_of_a_step_goes_on_with_the_rows_that_are_left(crew, tmp_path, 
     job = crew.fit(validation.train_on, args=(str(tmp_path), 2 + 2 // ranks, True), np=ranks)
     after = [row for rows in job.results() for row in rows]
     assert sorted(before + after) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("saves", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+def test_a_file_that_is_saved_on_an_exception_does_not_hide_it(crew, tmp_path, saves):
+    options = {"min_np": 2, "max_np": 2, "elastic_timeout": 20}
+    with pytest.raises(RankFailed, match="ArithmeticError: the user's own"):
+        crew.fit(validation.fail, args=(str(tmp_path), saves), **options)
+    assert [each for each in tmp_path.iterdir() if each.suffix == ".ckpt"]

@@ -170,3 +170,33 @@ def train_on(directory, steps, from_checkpoint):
     path = f"{directory}/steps/step=2.ckpt" if from_checkpoint else None
     nbelastic.lightning.fit(trainer, module, datamodule=data, ckpt_path=path)
     return module.rows
+
+
+def fail(directory, saves):
+    """Train, and raise on one rank; files are written on an exception."""
+    import lightning
+    import torch.distributed as dist
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    import nbelastic.lightning  # noqa: F401 - the strategy
+
+    class Fails(lightning.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step >= 2 and dist.get_rank() == dist.get_world_size() - 1:
+                raise ArithmeticError("the user's own")
+
+    module, data, _ = parts(directory, averaging=False)
+    files = {
+        "OnExceptionCheckpoint": lambda: OnExceptionCheckpoint(directory),
+        "ModelCheckpoint": lambda: ModelCheckpoint(directory, save_on_exception=True),
+    }
+    trainer = lightning.Trainer(
+        strategy="nbelastic",
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[Fails(), files[saves]()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
