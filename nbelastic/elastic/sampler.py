@@ -33,6 +33,16 @@ NOT_IN_STATE = (
     "Make it a value of the state: TorchState(model, optimizer, sampler=sampler)."
 )
 
+NOT_RECORDED = (
+    "a sampler of the state has no recorded batches\n"
+    "Several commits fell within one iteration over it, and none says which samples are done: "
+    "after a change of membership the epoch is dealt anew from its start.\n"
+    "Call sampler.record_batch(batch_idx, batch_size) before each commit."
+)
+
+_SILENT_COMMITS = 3
+"""Commits within an iteration, without a record, until that counts as an oversight."""
+
 _AT_A_TIME = 4096
 """Samples of a share that are looked up at a time."""
 
@@ -152,6 +162,8 @@ class ShardSampler:
         self._resumed = False
         self._in_state = False
         self._warned = False
+        self._records = False
+        self._iterated: float | None = None  # the commit after which the last iteration began
         self._rank, size = _place()
         self._start(Deal(self._order(0), 0, size))
 
@@ -270,6 +282,7 @@ class ShardSampler:
                     break
                 self._apart.remove(sample)
                 self._rows += 1
+        self._records = True
         context = current_or_none()
         if context is None:
             return
@@ -310,6 +323,8 @@ class ShardSampler:
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's present share, unaffected by later changes."""
         self._resumed = False
+        if isinstance(context := current_or_none(), Session):
+            self._iterated = context.version
         if (self._rank, self._deal.size) != _place():
             self.reset()
         return _iterate(self._deal, self._rank)
@@ -322,6 +337,11 @@ class ShardSampler:
     def snapshot(self) -> SamplerSnapshot:
         """Return a snapshot for :meth:`go_back`, at a cost that does not grow with progress."""
         self._in_state = True
+        context = current_or_none()
+        if self._iterated is not None and isinstance(context, Session) and not self._records:
+            if context.version >= self._iterated + _SILENT_COMMITS:
+                self._iterated = None
+                warn(context, NOT_RECORDED)
         return self._present
 
     def go_back(self, to: SamplerSnapshot) -> None:

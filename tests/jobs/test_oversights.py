@@ -63,6 +63,33 @@ def deal(in_state):
     loop(state)
 
 
+def iterate(kind):
+    import torch
+
+    import nbelastic.torch as hvd
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    sampler = hvd.elastic.ElasticSampler(range(16))
+    state = hvd.elastic.TorchState(model, optimizer, epoch=0, sampler=sampler)
+
+    @hvd.elastic.run
+    def loop(state):
+        for state.epoch in range(state.epoch, 4):
+            for number, row in enumerate(sampler):
+                optimizer.zero_grad()
+                model(torch.full((1, 1), float(row))).sum().backward()
+                optimizer.step()
+                if kind == "recorded":
+                    sampler.record_batch(number, 1)
+                if kind != "whole epochs":
+                    state.commit()
+            sampler.set_epoch(state.epoch + 1)
+            state.commit()
+
+    loop(state)
+
+
 def warnings(crew, kind, function=train):
     job = crew.fit(function, args=(kind,), np=2)
     return [event.detail.partition("\n")[0] for event in job.history if event.kind == "warning"]
@@ -89,3 +116,10 @@ def test_a_metric_that_is_no_longer_finite(crew):
 def test_a_sampler_that_records_and_is_in_no_state(crew):
     assert warnings(crew, True, deal) == []
     assert warnings(crew, False, deal) == ["a sampler that records batches is in no state"]
+
+
+def test_a_sampler_of_a_state_whose_batches_are_not_recorded(crew):
+    (said,) = warnings(crew, "not recorded", iterate)
+    assert said == "a sampler of the state has no recorded batches"
+    assert warnings(crew, "recorded", iterate) == []
+    assert warnings(crew, "whole epochs", iterate) == []
