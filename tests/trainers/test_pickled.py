@@ -5,7 +5,7 @@ from __future__ import annotations
 import cloudpickle
 import pytest
 
-from nbelastic.errors import OptionError
+from nbelastic.errors import NotPicklable, OptionError
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -47,3 +47,20 @@ def test_an_accelerator_and_a_trainer_of_another_process_are_refused():
     trainer.accelerator = pickled(trainer.accelerator)
     with pytest.raises(OptionError, match="this Trainer was made in another process"):
         trainer._train_elastically()
+
+
+def test_what_accelerate_has_prepared_in_the_kernel_is_refused_before_it_is_sent():
+    import torch
+
+    from nbelastic.cluster.kernel.preflight import pack_function
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    rows = torch.utils.data.DataLoader([1.0, 2.0])
+    arguments = transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(model=torch.nn.Linear(1, 1), args=arguments)
+    for made in (accelerator, trainer, *accelerator.prepare(optimizer, scheduler, rows)):
+        with pytest.raises(NotPicklable, match=f"a {type(made).__name__} that was made in this pr"):
+            pack_function(lambda found: found, ([made],), {})
+    pack_function(lambda found: found, (arguments, accelerator.prepare(torch.nn.Linear(1, 1))), {})

@@ -41,6 +41,15 @@ ANSWER_TIMEOUT = 5.0
 MOST_ELEMENTS = 10_000
 """Elements of a collection that are searched for what cannot be sent."""
 
+_OF_ONE_PROCESS = {
+    "accelerate.accelerator.Accelerator",
+    "accelerate.data_loader.DataLoaderStateMixin",
+    "accelerate.optimizer.AcceleratedOptimizer",
+    "accelerate.scheduler.AcceleratedScheduler",
+    "transformers.trainer.Trainer",
+}
+"""Classes whose objects keep the number of ranks with which they were made."""
+
 
 def check_versions(client: Client) -> None:
     """Compare the versions of kernel, scheduler and present workers.
@@ -107,7 +116,7 @@ def pack_function(
 
     NotPicklable names the variable, argument or attribute that cannot travel.
     """
-    _refuse_futures(function, args, kwargs)
+    _refuse_unusable(function, args, kwargs)
     try:
         call, names = dumps_noting((function, args, kwargs))
     except Exception as error:  # pickling runs code of any class
@@ -159,18 +168,29 @@ def _captured(function: Callable[..., Any]) -> dict[str, Any]:
     return {**captured.globals, **captured.nonlocals}
 
 
-def _refuse_futures(
+def _refuse_unusable(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Refuse Dask's futures: they pickle, but a rank would get one without a value."""
+    """Refuse objects that pickle, but of which a rank would get one that does not serve."""
     for name, value in parts_of(function, args, kwargs):
         for where, inner in itertools.islice(_elements(value), MOST_ELEMENTS):
-            if isinstance(inner, Future):
-                there = f"{where} of {name}" if where else name
-                raise NotPicklable(
-                    f"{there} is a Dask Future ({inner.status}), which has no value in a rank. "
-                    "Pass future.result(), or have the function load or compute the data itself"
-                )
+            if problem := _problem(inner):
+                raise NotPicklable(f"{where} of {name} {problem}" if where else f"{name} {problem}")
+
+
+def _problem(value: Any) -> str:
+    if isinstance(value, Future):
+        return (
+            f"is a Dask Future ({value.status}), which has no value in a rank. "
+            "Pass future.result(), or have the function load or compute the data itself"
+        )
+    if any(f"{each.__module__}.{each.__name__}" in _OF_ONE_PROCESS for each in type(value).__mro__):
+        return (
+            f"is a {type(value).__name__} that was made in this process, for its number of ranks: "
+            "with it each rank would train alone. Make it, and prepare models and loaders, in the "
+            "function that the ranks run"
+        )
+    return ""
 
 
 def _elements(value: Any, where: str = "", depth: int = 4) -> Iterator[tuple[str, Any]]:
