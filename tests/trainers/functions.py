@@ -463,3 +463,23 @@ def with_lightning(how, flag, directory):
     facts["best"] = float(stopping.best_score), stopping.wait_count
     facts["steps"] = trainer.global_step
     return Outcome(digest_of(module), watch.seen, facts, trial.redone(watch.seen))
+
+
+def with_a_state_of_torch(right):
+    """Keep what accelerate has prepared in one of two kinds of states."""
+    import accelerate
+    import torch
+
+    import nbelastic.torch as hvd
+    from nbelastic.accelerate import AccelerateState
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    state = AccelerateState(accelerator) if right else hvd.elastic.TorchState(model, optimizer)
+
+    @hvd.elastic.run
+    def loop(state):
+        state.commit()
+
+    loop(state)

@@ -109,3 +109,10 @@ def test_a_checkpoint_of_a_trainer_goes_on_with_any_number_of_ranks(crew, tmp_pa
         assert min(counts.values()) == 2
         assert [*rates, *more] == sorted([*rates, *more], reverse=True)
         assert more[-1] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_state_of_torch_with_what_accelerate_has_prepared_is_warned_of(crew, right):
+    job = crew.fit(functions.with_a_state_of_torch, args=(right,), np=2)
+    found = [each for each in job.status.warnings if each.startswith("what accelerate has prep")]
+    assert len(found) == (not right)

@@ -17,6 +17,7 @@ from nbelastic.data import Loader
 from nbelastic.data.sources import USUAL_CAUSES, DataSample, difference, sample_of
 from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import current_or_none, zero_is_source
+from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
 from nbelastic.elastic.state.state_payload import StatePayload
@@ -52,6 +53,13 @@ if TYPE_CHECKING:
     from nbelastic.torch.state.flatten import Node
     from nbelastic.torch.state.handlers import StateHandler
     from nbelastic.torch.state.structure import Structure
+
+_ACCELERATES = (
+    "what accelerate has prepared is in a TorchState\n"
+    "It does not have the progress in accelerate's loaders, nor its gradient scaler: after a "
+    "change of membership rows of an epoch are repeated.\n"
+    "Use nbelastic.accelerate.AccelerateState(accelerator, epoch=0) in its place."
+)
 
 
 class TorchState(ObjectState):
@@ -128,6 +136,9 @@ class TorchState(ObjectState):
         given = list(values.values())
         check_models(given, objects_in(given))
         _refuse_shards(objects_in(given))
+        context = current_or_none()
+        if context is not None and any(map(_is_accelerates, objects_in(given))):
+            warn(context, _ACCELERATES)
         super().__init__(**values)
         if handlers:  # only from here on, because a handler's first save is its constructor
             self._handlers = handlers
@@ -491,6 +502,10 @@ class TorchState(ObjectState):
             for ref, tensor in enumerate(payload.tensors):
                 if ref not in unflattener.kept:
                     payload.buffer.give_back(tensor)
+
+
+def _is_accelerates(value: object) -> bool:
+    return type(value).__module__.startswith("accelerate.")
 
 
 def _refuse_shards(objects: Iterable[object]) -> None:
