@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 
 ROWS = 48
 EPOCHS = 3
@@ -70,10 +73,6 @@ class Trial:
         self.begun = 0  # batches of this rank, with those that it does twice
 
     def begin(self, epoch, step):
-        import os
-        import signal
-        from pathlib import Path
-
         import torch.distributed as dist
 
         self.begun += 1
@@ -347,9 +346,13 @@ def with_transformers(how, flag, directory, lora=False):
     return Outcome(digest_of(model), watch.seen, facts, trial.redone(watch.seen))
 
 
-def train_and_resume(directory, stop, resume=None):
-    """Train a Trainer up to a step, with a checkpoint there, or from such a one to the end."""
+def train_and_resume(directory, stop, resume=None, flag=None):
+    """Train a Trainer up to a step, with a checkpoint there, or from such a one to the end.
+
+    The second rank dies in the second step, if a file to note that is given.
+    """
     import torch
+    import torch.distributed as dist
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     import nbelastic.transformers
@@ -369,6 +372,9 @@ def train_and_resume(directory, stop, resume=None):
 
     class Watched(nbelastic.transformers.elastic(Trainer)):
         def training_step(self, model, inputs, *arguments, **named):
+            if flag and len(seen) == 1 and dist.get_rank() == 1 and not os.path.exists(flag):
+                Path(flag).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
             seen.append([int(self.state.epoch or 0), everyones(inputs["rows"].tolist())])
             return super().training_step(model, inputs, *arguments, **named)
 

@@ -93,14 +93,24 @@ def test_a_job_that_ended_by_an_error_goes_on_from_its_checkpoint(crew, tmp_path
     assert resumed.seen == whole.seen
 
 
-@pytest.mark.parametrize("stop", [3, 6, 9])
-def test_a_checkpoint_of_a_trainer_goes_on_with_any_number_of_ranks(crew, tmp_path, stop):
+@pytest.mark.parametrize(
+    ("first", "stop", "then"),
+    [(2, 3, (1, 3)), (2, 6, (1, 3)), (2, 9, (2,)), (3, 3, (2,)), ("a rank is lost", 4, (2,))],
+)
+def test_a_checkpoint_of_a_trainer_goes_on_with_any_number_of_ranks(
+    crew, tmp_path, first, stop, then
+):
     """It stops within an epoch of six steps of two ranks, at its end, and in the next."""
     options = {"directory": str(tmp_path), "stop": stop}
-    before, rates = crew.fit(functions.train_and_resume, kwargs=options, np=2).results()[0]
+    ranks = {"np": first}
+    if first == "a rank is lost":
+        options["flag"] = str(tmp_path / "lost")
+        ranks = {"np": 2, "min_np": 1, "max_np": 2}
+    before, rates = crew.fit(functions.train_and_resume, kwargs=options, **ranks).results()[0]
     assert len(before) == stop
+    assert ("flag" in options) == (tmp_path / "lost").exists()
     options = {**options, "stop": 0, "resume": str(tmp_path / f"checkpoint-{stop}")}
-    for size in (1, 3) if stop < 9 else (2,):
+    for size in then:
         job = crew.fit(functions.train_and_resume, kwargs=options, np=size)
         after, more = job.results()[0]
         counts = Counter(row for _, rows in [*before, *after] for row in rows)
